@@ -1,0 +1,364 @@
+"""The alpha-beta model: steps, bytes and time of every collective algorithm, in closed form.
+
+n is the payload in bytes, N the ranks of a group. A message of n bytes takes `alpha + n beta`; a reduced byte may cost
+`gamma` on top. Every rank sends and receives at once, over one link.
+
+    algorithm                                steps            bytes sent per rank
+    ring all-reduce                          2(N-1)           2(N-1)/N n
+    ring all-gather, ring reduce-scatter     N-1              (N-1)/N n
+    tree all-reduce (recursive doubling)     log2 N           n log2 N
+    halving-doubling all-reduce              2 log2 N         2(N-1)/N n
+    hierarchical all-reduce, K inside        2(K-1) inside    2(K-1)/K n inside
+                                             2(N/K-1) across  2(N/K-1)/(N/K) n/K across
+    naive root, parameter server             2(N-1)           (N-1) n each way at the root
+    all-to-all                               N-1              (N-1)/N n
+
+Sources: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; Patarasuk and
+Yuan 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from meshpar.planner.hardware import Cluster, Link
+from meshpar.types import near, problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What one algorithm costs a rank; costs of what runs one after the other are added with `+`."""
+
+    steps: int
+    """Messages one after the other."""
+    bytes_sent: float
+    """By one rank; by the busiest one where ranks differ."""
+    bytes_in_turn: float
+    """Through one link, one after the other, counted along the longest way: what beta is paid for."""
+    bytes_reduced: float = 0.0
+    """Summed by one rank: what gamma is paid for."""
+
+    def time_s(self, link: Link, *, gamma_s_per_byte: float = 0.0) -> float:
+        """Time over a link; `gamma_s_per_byte` is what summing a byte takes."""
+        moving_s = self.steps * link.alpha_s + self.bytes_in_turn * link.beta_s_per_byte
+        return moving_s + self.bytes_reduced * gamma_s_per_byte
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            steps=self.steps + other.steps,
+            bytes_sent=self.bytes_sent + other.bytes_sent,
+            bytes_in_turn=self.bytes_in_turn + other.bytes_in_turn,
+            bytes_reduced=self.bytes_reduced + other.bytes_reduced,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HierarchicalCost:
+    """What an algorithm costs that uses two kinds of link, one after the other."""
+
+    inside: Cost
+    """Within the groups of K ranks."""
+    across: Cost
+    """Between the groups: every rank of a group with its counterparts, all K at the same time."""
+
+    def time_s(self, inside: Link, across: Link, *, gamma_s_per_byte: float = 0.0) -> float:
+        """Time over a link inside the groups and one between them."""
+        return self.inside.time_s(inside, gamma_s_per_byte=gamma_s_per_byte) + self.across.time_s(
+            across, gamma_s_per_byte=gamma_s_per_byte
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Point to point
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def message(payload_bytes: float) -> Cost:
+    """One message to another rank: `alpha + n beta`. A permute is one message of every rank."""
+    _check(payload_bytes, 1)
+    return Cost(steps=1, bytes_sent=float(payload_bytes), bytes_in_turn=float(payload_bytes))
+
+
+def _received(payload_bytes: float) -> Cost:
+    return dataclasses.replace(message(payload_bytes), bytes_sent=0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gather, scatter, exchange
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ring_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
+    """Every rank passes on what it has just received. The payload is the gathered array."""
+    sent = _all_but_own(payload_bytes, num_ranks)
+    return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
+
+
+def ring_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
+    """As the all-gather, each part summed on its way. The payload is the array before scattering."""
+    return dataclasses.replace(
+        ring_all_gather(payload_bytes, num_ranks), bytes_reduced=_all_but_own(payload_bytes, num_ranks)
+    )
+
+
+def all_to_all(payload_bytes: float, num_ranks: int) -> Cost:
+    """One part to each other rank, `n / N` each. The payload is what one rank holds."""
+    sent = _all_but_own(payload_bytes, num_ranks)
+    return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
+
+
+def ring_broadcast(payload_bytes: float, num_ranks: int) -> Cost:
+    """From a root round the ring, cut so finely that all links are busy at once: `(N-1) alpha + n beta`."""
+    _check(payload_bytes, num_ranks)
+    sent = float(payload_bytes) if num_ranks > 1 else 0.0
+    return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All-reduce
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ring_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
+    """A ring reduce-scatter, then a ring all-gather: `2(N-1) alpha + 2(N-1)/N n beta`. Bandwidth-optimal."""
+    sent = all_reduce_lower_bound_bytes(payload_bytes, num_ranks)
+    reduced = _all_but_own(payload_bytes, num_ranks)
+    return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=sent, bytes_reduced=reduced)
+
+
+def tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
+    """Recursive doubling: in each of `log2 N` steps pairs swap the whole message. Latency-optimal.
+
+    Ranks beyond a power of two hand their part in first and get the result last: two messages more. One tree that
+    reduces upwards and broadcasts downwards takes `2 log2 N` steps.
+    """
+    _check(payload_bytes, num_ranks)
+    rounds, rest = _doublings(num_ranks)
+    moved = float((rounds + rest) * payload_bytes)
+    reduced = float((rounds + rest // 2) * payload_bytes)
+    return Cost(steps=rounds + rest, bytes_sent=moved, bytes_in_turn=moved, bytes_reduced=reduced)
+
+
+def halving_doubling_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
+    """Reduce-scatter by recursive halving, all-gather by recursive doubling: `2 log2 N` steps, the ring's bytes.
+
+    Ranks beyond a power of two hand their part in first and get the result last: two whole messages more.
+    """
+    _check(payload_bytes, num_ranks)
+    rounds, rest = _doublings(num_ranks)
+    moved = all_reduce_lower_bound_bytes(payload_bytes, 2**rounds) + rest * payload_bytes
+    reduced = _all_but_own(payload_bytes, 2**rounds) + rest // 2 * payload_bytes
+    return Cost(steps=2 * rounds + rest, bytes_sent=moved, bytes_in_turn=moved, bytes_reduced=reduced)
+
+
+def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int) -> HierarchicalCost:
+    """Reduce-scatter inside groups of `inner` ranks, all-reduce of `n / inner` across, all-gather inside (all rings).
+
+    Raises:
+      ValueError: the groups do not divide the ranks.
+    """
+    _check(payload_bytes, num_ranks)
+    if inner < 1 or num_ranks % inner:
+        raise problem(
+            "hierarchical all-reduce",
+            f"form groups of {inner} out of {num_ranks} ranks",
+            "groups of one size do not divide them",
+            f"use a divisor of {num_ranks}",
+        )
+    inside = ring_reduce_scatter(payload_bytes, inner) + ring_all_gather(payload_bytes, inner)
+    return HierarchicalCost(inside=inside, across=ring_all_reduce(payload_bytes / inner, num_ranks // inner))
+
+
+def parameter_server_all_reduce(payload_bytes: float, num_ranks: int, *, num_servers: int = 1) -> Cost:
+    """Every rank sends its part to the servers, which sum it and send it back; the servers are ranks, too.
+
+    A server holds `n / num_servers`, and its link carries that N-1 times in and N-1 times out: with one server the hot
+    spot of the naive root. With as many servers as ranks it is the reduce-scatter and all-gather of the ring.
+
+    Raises:
+      ValueError: there are more servers than ranks, or none.
+    """
+    _check(payload_bytes, num_ranks)
+    if not 1 <= num_servers <= num_ranks:
+        raise problem(
+            "parameter server",
+            f"keep the parameters on {num_servers} servers",
+            f"there are {num_ranks} ranks",
+            f"use 1 to {num_ranks}",
+        )
+    part = payload_bytes / num_servers
+    one_way = (num_ranks - 1) * part
+    as_worker = (num_servers - 1) * part
+    return Cost(
+        steps=2 * (num_ranks - 1), bytes_sent=one_way + as_worker, bytes_in_turn=2 * one_way, bytes_reduced=one_way
+    )
+
+
+def naive_root_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
+    """All ranks send to a root, which sums and sends to all: its link carries `(N-1) n` in, then `(N-1) n` out."""
+    return parameter_server_all_reduce(payload_bytes, num_ranks, num_servers=1)
+
+
+def all_reduce_lower_bound_bytes(payload_bytes: float, num_ranks: int) -> float:
+    """Least bytes that a rank has to send in any all-reduce: `2(N-1)/N n` (Patarasuk and Yuan 2009)."""
+    _check(payload_bytes, num_ranks)
+    return 2 * (num_ranks - 1) * payload_bytes / num_ranks
+
+
+def ring_chunk_bytes(payload_bytes: float, num_ranks: int) -> float:
+    """What a ring sends in one step: the message (say, a bucket of gradients) over N."""
+    _check(payload_bytes, num_ranks)
+    return payload_bytes / num_ranks
+
+
+def ring_tree_crossover_bytes(num_ranks: int, link: Link) -> float | None:
+    """The payload at which ring and tree all-reduce take equally long: the tree is quicker below, the ring above.
+
+    For N a power of two it is `(2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta)`.
+
+    Returns:
+      bytes; 0 on a link without latency, where the ring is never slower; None when there is no crossover: for two
+      ranks, where the tree takes a step less and the same bytes, and for one, which sends nothing.
+    """
+    ring, tree = ring_all_reduce(1.0, num_ranks), tree_all_reduce(1.0, num_ranks)
+    fewer_steps, more_bytes = ring.steps - tree.steps, tree.bytes_in_turn - ring.bytes_in_turn
+    if more_bytes <= 0:
+        return None
+    return fewer_steps * link.alpha_s / (more_bytes * link.beta_s_per_byte)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collectives as the compiler names them
+# ---------------------------------------------------------------------------------------------------------------------
+
+_AS_SENT: Mapping[str, Callable[[float, int], Cost]] = {
+    "all-reduce": ring_all_reduce,
+    "all-gather": ring_all_gather,
+    "reduce-scatter": ring_reduce_scatter,
+    "all-to-all": all_to_all,
+    "ragged-all-to-all": all_to_all,
+    "collective-broadcast": ring_broadcast,
+    "collective-permute": lambda n, _: message(n),
+    "send": lambda n, _: message(n),
+    "recv": lambda n, _: _received(n),
+}
+KINDS = tuple(_AS_SENT)
+"""Kinds of collectives, as XLA names them."""
+
+_RINGS = frozenset({"all-reduce", "all-gather", "reduce-scatter", "collective-broadcast"})
+
+
+def bytes_sent(kind: str, payload_bytes: float, group_size: int) -> float:
+    """Bytes a device sends for one collective, by ring algorithms.
+
+    Args:
+      kind: one of `KINDS`.
+      payload_bytes: of an all-gather the gathered array, of a reduce-scatter the array before scattering, of an
+        all-to-all what a device holds, of all others the array.
+      group_size: devices that take part together.
+
+    Raises:
+      ValueError: no such kind, or a size that cannot be.
+    """
+    return _cost(kind, payload_bytes, group_size).bytes_sent
+
+
+def collective_time_s(
+    kind: str, payload_bytes: float, group_size: int, link: Link, *, gamma_s_per_byte: float = 0.0
+) -> float:
+    """Time of one collective over a link: rings, but for an all-reduce the quicker of ring and tree.
+
+    Args:
+      kind: one of `KINDS`.
+      payload_bytes: as for `bytes_sent`.
+      group_size: devices that take part together.
+      link: between them.
+      gamma_s_per_byte: what summing a byte takes.
+
+    Raises:
+      ValueError: no such kind, or a size that cannot be.
+    """
+    time_s = _cost(kind, payload_bytes, group_size).time_s(link, gamma_s_per_byte=gamma_s_per_byte)
+    if kind != "all-reduce":
+        return time_s
+    return min(time_s, tree_all_reduce(payload_bytes, group_size).time_s(link, gamma_s_per_byte=gamma_s_per_byte))
+
+
+def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: int) -> Link:
+    """The link that a collective over groups of `num_nodes * per_node` GPUs goes through.
+
+    Inside a node it is the node's. Between nodes a ring that visits `per_node` GPUs of each is laid `per_node` times,
+    once through the network port of each, so it has that many times a port's bandwidth (no more than inside a node),
+    and of its N-1 steps `num_nodes - 1` have the network's latency: NCCL's way (NVIDIA/nccl, src/graph/tuning.cc,
+    version 2.23, 2024). Exchanges and messages have a port each.
+    """
+    if num_nodes < 1 or per_node < 1:
+        raise problem(
+            f"cluster `{cluster.name}`",
+            f"join {per_node} GPUs in each of {num_nodes} nodes",
+            "a group has at least one",
+            "give both as 1 or more",
+        )
+    if num_nodes == 1 or kind not in _RINGS:
+        return cluster.link(crosses_node=num_nodes > 1)
+    steps, across_steps = num_nodes * per_node - 1, num_nodes - 1
+    alpha_s = (across_steps * cluster.across.alpha_s + (steps - across_steps) * cluster.inside.alpha_s) / steps
+    ports_bytes_per_s = per_node * cluster.across.bytes_per_s
+    if per_node > 1:
+        ports_bytes_per_s = min(ports_bytes_per_s, cluster.inside.bytes_per_s)
+    return Link(alpha_s=alpha_s, bytes_per_s=ports_bytes_per_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def matmul_flops(rows: int, inner: int, columns: int) -> int:
+    """FLOPs of `[rows, inner] @ [inner, columns]`: a multiply and an add each."""
+    return 2 * rows * inner * columns
+
+
+def roofline_s(flops: float, moved_bytes: float, *, flops_per_s: float, bytes_per_s: float) -> float:
+    """Time of a kernel that computes and moves data at once: `max(flops / peak, bytes / bandwidth)`.
+
+    Williams, Waterman, Patterson 2009, "Roofline: An Insightful Visual Performance Model for Multicore Architectures".
+    """
+    if flops < 0 or moved_bytes < 0 or not flops_per_s > 0 or not bytes_per_s > 0:
+        raise problem(
+            "roofline",
+            f"time {flops} FLOPs at {flops_per_s} FLOP/s and {moved_bytes} bytes at {bytes_per_s} bytes/s",
+            "work is at least 0 and rates are above 0",
+            "give them in FLOPs, bytes and seconds",
+        )
+    return max(flops / flops_per_s, moved_bytes / bytes_per_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _cost(kind: str, payload_bytes: float, group_size: int) -> Cost:
+    if kind not in _AS_SENT:
+        raise problem(f"collective `{kind}`", "be priced", "there is no such kind", near(kind, KINDS))
+    return _AS_SENT[kind](payload_bytes, group_size)
+
+
+def _all_but_own(payload_bytes: float, num_ranks: int) -> float:
+    _check(payload_bytes, num_ranks)
+    return (num_ranks - 1) * payload_bytes / num_ranks
+
+
+def _doublings(num_ranks: int) -> tuple[int, int]:
+    """(log2 of the largest power of two among the ranks, 2 when ranks are left over, else 0)."""
+    rounds = num_ranks.bit_length() - 1
+    return rounds, 2 * (num_ranks != 2**rounds)
+
+
+def _check(payload_bytes: float, num_ranks: int) -> None:
+    if num_ranks < 1:
+        raise problem("a collective", f"run on {num_ranks} ranks", "a group has at least one", "give 1 or more")
+    if not payload_bytes >= 0:
+        raise problem("a collective", f"send {payload_bytes} bytes", "no message is shorter than 0", "give 0 or more")

@@ -1,0 +1,309 @@
+"""The closed forms of collective costs, against the literature's numbers and against each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshpar.planner import cost
+from meshpar.planner.cost import Cost
+from meshpar.planner.hardware import Link, parse_cluster
+from meshpar.types import MeshparError
+
+LINK = Link(alpha_s=1e-6, bytes_per_s=100e9)
+ALPHA, BETA = 1e-6, 1e-11
+SIZES = st.integers(min_value=1, max_value=4096)
+PAYLOADS = st.floats(min_value=0, max_value=1e13)
+
+
+def test_a_message_takes_alpha_and_its_bytes():
+    assert cost.message(5e5) == Cost(steps=1, bytes_sent=5e5, bytes_in_turn=5e5)
+    assert cost.message(5e5).time_s(LINK) == pytest.approx(ALPHA + 5e5 * BETA)
+    assert cost.message(0).time_s(LINK) == ALPHA
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "steps", "sent"),
+    [
+        (cost.ring_all_reduce, 14, 14 / 8),
+        (cost.ring_all_gather, 7, 7 / 8),
+        (cost.ring_reduce_scatter, 7, 7 / 8),
+        (cost.tree_all_reduce, 3, 3),
+        (cost.halving_doubling_all_reduce, 6, 14 / 8),
+        (cost.naive_root_all_reduce, 14, 7),
+        (cost.parameter_server_all_reduce, 14, 7),
+        (cost.all_to_all, 7, 7 / 8),
+        (cost.ring_broadcast, 7, 1),
+    ],
+)
+def test_steps_and_bytes_for_eight_ranks(algorithm, steps, sent):
+    found = algorithm(8e6, 8)
+    assert (found.steps, found.bytes_sent) == (steps, pytest.approx(sent * 8e6))
+
+
+def test_ring_times():
+    assert cost.ring_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(14 * ALPHA + 14 / 8 * 8e6 * BETA)
+    assert cost.ring_all_gather(8e6, 8).time_s(LINK) == pytest.approx(7 * ALPHA + 7 / 8 * 8e6 * BETA)
+    assert cost.tree_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(3 * (ALPHA + 8e6 * BETA))
+    assert cost.halving_doubling_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(6 * ALPHA + 14 / 8 * 8e6 * BETA)
+
+
+def test_a_root_handles_all_messages_in_turn_each_way():
+    assert cost.naive_root_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(2 * 7 * (ALPHA + 8e6 * BETA))
+
+
+def test_summing_a_byte_may_cost_gamma():
+    link, gamma = Link(alpha_s=0, bytes_per_s=1e30), 1e-12
+    assert cost.ring_all_reduce(8e6, 8).time_s(link, gamma_s_per_byte=gamma) == pytest.approx(7e6 * gamma)
+    assert cost.tree_all_reduce(8e6, 8).time_s(link, gamma_s_per_byte=gamma) == pytest.approx(24e6 * gamma)
+    assert cost.ring_all_gather(8e6, 8).bytes_reduced == 0
+
+
+@given(PAYLOADS, SIZES)
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(payload, ranks):
+    both = cost.ring_reduce_scatter(payload, ranks) + cost.ring_all_gather(payload, ranks)
+    whole = cost.ring_all_reduce(payload, ranks)
+    assert both.steps == whole.steps
+    assert both.bytes_sent == pytest.approx(whole.bytes_sent)
+    assert both.time_s(LINK, gamma_s_per_byte=1e-12) == pytest.approx(whole.time_s(LINK, gamma_s_per_byte=1e-12))
+
+
+@given(PAYLOADS, SIZES)
+def test_no_all_reduce_sends_less_than_the_bound(payload, ranks):
+    bound = cost.all_reduce_lower_bound_bytes(payload, ranks) * (1 - 1e-12)
+    for algorithm in (
+        cost.ring_all_reduce,
+        cost.tree_all_reduce,
+        cost.halving_doubling_all_reduce,
+        cost.naive_root_all_reduce,
+    ):
+        assert algorithm(payload, ranks).bytes_in_turn >= bound
+
+
+@given(PAYLOADS, st.integers(0, 12))
+def test_halving_doubling_reaches_the_bound_for_powers_of_two(payload, doublings):
+    found = cost.halving_doubling_all_reduce(payload, 2**doublings)
+    assert found.bytes_sent == cost.all_reduce_lower_bound_bytes(payload, 2**doublings)
+    assert found.steps == 2 * doublings
+
+
+def test_ranks_beyond_a_power_of_two_take_two_whole_messages_more():
+    assert cost.tree_all_reduce(10, 6) == Cost(steps=4, bytes_sent=40, bytes_in_turn=40, bytes_reduced=30)
+    assert cost.halving_doubling_all_reduce(10, 6).bytes_sent == 2 * 3 / 4 * 10 + 20
+    assert cost.halving_doubling_all_reduce(10, 6).steps == 6
+
+
+def test_one_rank_sends_nothing():
+    for kind in set(cost.KINDS) - {"collective-permute", "send", "recv"}:
+        assert cost.collective_time_s(kind, 1e9, 1, LINK) == cost.bytes_sent(kind, 1e9, 1) == 0
+    assert cost.tree_all_reduce(1e9, 1).time_s(LINK) == cost.naive_root_all_reduce(1e9, 1).time_s(LINK) == 0
+
+
+# Hierarchical all-reduce and parameter servers
+
+
+def test_hierarchical_all_reduce_sends_an_inner_share_across():
+    found = cost.hierarchical_all_reduce(8e6, 64, inner=8)
+    assert found.inside.steps == 14
+    assert found.inside.bytes_sent == pytest.approx(2 * 7 / 8 * 8e6)
+    assert found.across.steps == 14
+    assert found.across.bytes_sent == pytest.approx(2 * 7 / 8 * 1e6)
+    slow = Link(alpha_s=5e-6, bytes_per_s=10e9)
+    expected = 14 * (ALPHA + 5e-6) + 2 * 7 / 8 * (8e6 * BETA + 1e6 * 1e-10)
+    assert found.time_s(LINK, slow) == pytest.approx(expected)
+
+
+@given(st.integers(0, 5), st.integers(0, 5), PAYLOADS)
+def test_a_hierarchy_sends_the_bytes_of_one_ring(inner, outer, payload):
+    inner, outer = 2**inner, 2**outer
+    found = cost.hierarchical_all_reduce(payload, inner * outer, inner=inner)
+    assert found.inside.bytes_sent + found.across.bytes_sent == pytest.approx(
+        cost.ring_all_reduce(payload, inner * outer).bytes_sent
+    )
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(MeshparError, match="divisor of 12"):
+        cost.hierarchical_all_reduce(1, 12, inner=5)
+
+
+def test_servers_on_every_rank_are_as_good_as_a_ring():
+    spread = cost.parameter_server_all_reduce(8e6, 8, num_servers=8)
+    assert spread == cost.ring_all_reduce(8e6, 8)
+    with pytest.raises(MeshparError, match="1 to 8"):
+        cost.parameter_server_all_reduce(8e6, 8, num_servers=9)
+
+
+# Crossover
+
+
+def test_crossover_of_eight_ranks_by_hand():
+    # 14 alpha + 14/8 n beta = 3 alpha + 3 n beta
+    assert cost.ring_tree_crossover_bytes(8, LINK) == pytest.approx(11 * ALPHA / (1.25 * BETA))
+
+
+@given(st.integers(min_value=3, max_value=4096))
+def test_ring_and_tree_take_equally_long_at_the_crossover(ranks):
+    at = cost.ring_tree_crossover_bytes(ranks, LINK)
+
+    def times(payload):
+        return cost.ring_all_reduce(payload, ranks).time_s(LINK), cost.tree_all_reduce(payload, ranks).time_s(LINK)
+
+    ring, tree = times(at)
+    assert ring == pytest.approx(tree)
+    ring, tree = times(at / 2)
+    assert tree < ring
+    ring, tree = times(at * 2)
+    assert ring < tree
+
+
+def test_where_there_is_no_crossover():
+    assert cost.ring_tree_crossover_bytes(1, LINK) is None
+    assert cost.ring_tree_crossover_bytes(2, LINK) is None
+    assert cost.ring_tree_crossover_bytes(8, Link(alpha_s=0, bytes_per_s=1e9)) == 0
+
+
+# Numbers in print
+
+
+@pytest.mark.parametrize(("ranks", "sent"), [(8, 24.5e9), (64, 27.5625e9)])
+def test_gradients_of_seven_billion_parameters(ranks, sent):
+    assert cost.ring_all_reduce(2 * 7e9, ranks).bytes_sent == pytest.approx(sent)
+    assert cost.bytes_sent("all-reduce", 2 * 7e9, ranks) == pytest.approx(sent)
+
+
+def fully_sharded(payload, ranks):
+    """A layer's weights gathered twice, its gradient scattered once."""
+    gather = cost.ring_all_gather(payload, ranks)
+    return gather + gather + cost.ring_reduce_scatter(payload, ranks)
+
+
+def test_fully_sharded_training_sends_half_as_much_again():
+    assert cost.ring_all_reduce(8e9, 8).bytes_sent == pytest.approx(14e9)
+    assert fully_sharded(8e9, 8).bytes_sent == pytest.approx(21e9)
+    # One source counts an all-reduce as one message of its size: 140 GB for 70 billion bf16 gradients, and so 210 GB.
+    in_messages = fully_sharded(140e9, 64).bytes_sent / cost.ring_all_reduce(140e9, 64).bytes_sent
+    assert 140e9 * in_messages == pytest.approx(210e9)
+
+
+def test_a_bucket_is_not_a_chunk():
+    assert cost.ring_chunk_bytes(25e6, 8) == 3.125e6
+    assert cost.ring_chunk_bytes(25e6, 512) * 512 == 25e6
+    many, more = (cost.ring_all_reduce(25e6, ranks).bytes_sent for ranks in (64, 4096))
+    assert more == pytest.approx(many, rel=0.02)  # bytes hardly depend on N; only the chunk shrinks
+
+
+def test_a_tensor_parallel_payload_against_the_matmul_that_makes_it():
+    """4096 tokens of width 4096 in bfloat16 over 600 GB/s, and their MLP matmul to four times the width."""
+    payload = 2 * 4096 * 4096
+    assert payload == 32 * 2**20
+    sending_s = cost.message(payload).time_s(Link(alpha_s=0, bytes_per_s=600e9))
+    assert round(sending_s * 1e3, 3) == 0.056
+    computing_s = cost.roofline_s(cost.matmul_flops(4096, 4096, 4 * 4096), 0, flops_per_s=312e12, bytes_per_s=2.039e12)
+    assert round(computing_s * 1e3, 2) == 1.76
+
+
+# Collectives as the compiler names them
+
+
+@pytest.mark.parametrize("kind", cost.KINDS)
+def test_every_kind_has_a_time_and_bytes(kind):
+    time_s = cost.collective_time_s(kind, 1e9, 8, LINK)
+    assert time_s >= cost.bytes_sent(kind, 1e9, 8) * BETA
+    assert time_s <= 2.1 * 1e9 * BETA
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "share"),
+    [
+        ("all-reduce", 14, 14 / 8),
+        ("all-gather", 7, 7 / 8),
+        ("reduce-scatter", 7, 7 / 8),
+        ("all-to-all", 7, 7 / 8),
+        ("ragged-all-to-all", 7, 7 / 8),
+        ("collective-broadcast", 7, 1),
+        ("collective-permute", 1, 1),
+        ("send", 1, 1),
+        ("recv", 1, 1),
+    ],
+)
+def test_time_of_each_kind(kind, steps, share):
+    assert cost.collective_time_s(kind, 1e9, 8, LINK) == pytest.approx(steps * ALPHA + share * 1e9 * BETA)
+
+
+def test_a_small_all_reduce_goes_by_the_tree():
+    assert cost.collective_time_s("all-reduce", 4, 512, LINK) == pytest.approx(9 * (ALPHA + 4 * BETA))
+
+
+def test_what_is_received_is_not_sent():
+    assert cost.bytes_sent("recv", 1e9, 2) == 0
+
+
+def test_rings_between_nodes_use_every_port_of_a_node():
+    cluster = parse_cluster("h100:8x8")
+    assert cost.collective_link("all-gather", cluster, num_nodes=1, per_node=8) == cluster.inside
+    ring = cost.collective_link("all-gather", cluster, num_nodes=8, per_node=8)
+    assert ring.bytes_per_s == 8 * 50e9
+    assert ring.alpha_s == pytest.approx((7 * 4.0e-6 + 56 * 1.9e-6) / 63)
+    assert cost.collective_link("all-reduce", cluster, num_nodes=8, per_node=1) == cluster.across
+    for kind in ("all-to-all", "collective-permute"):
+        assert cost.collective_link(kind, cluster, num_nodes=8, per_node=8) == cluster.across
+
+
+def test_a_ring_is_no_faster_between_nodes_than_inside_one():
+    cluster = parse_cluster("l40s:4x8")
+    assert cost.collective_link("all-gather", cluster, num_nodes=4, per_node=8).bytes_per_s == 32e9
+
+
+# Kernels
+
+
+def test_the_roofline_is_the_slower_of_two():
+    assert cost.roofline_s(2e12, 1e9, flops_per_s=1e12, bytes_per_s=1e12) == 2.0
+    assert cost.roofline_s(2e12, 5e12, flops_per_s=1e12, bytes_per_s=1e12) == 5.0
+
+
+# Nonsense
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        cost.ring_all_reduce,
+        cost.ring_all_gather,
+        cost.ring_reduce_scatter,
+        cost.ring_broadcast,
+        cost.tree_all_reduce,
+        cost.halving_doubling_all_reduce,
+        cost.naive_root_all_reduce,
+        cost.all_to_all,
+        cost.ring_chunk_bytes,
+        cost.all_reduce_lower_bound_bytes,
+    ],
+)
+def test_groups_of_nobody_are_refused(algorithm, ranks):
+    with pytest.raises(MeshparError, match="at least one"):
+        algorithm(1e6, ranks)
+
+
+@pytest.mark.parametrize("payload", [-1, -1e9, math.nan])
+@pytest.mark.parametrize("kind", cost.KINDS)
+def test_negative_messages_are_refused(kind, payload):
+    with pytest.raises(MeshparError, match="0 or more"):
+        cost.collective_time_s(kind, payload, 8, LINK)
+
+
+def test_unknown_kinds_are_refused():
+    with pytest.raises(MeshparError, match="did you mean `all-gather`"):
+        cost.collective_time_s("all_gather", 1, 8, LINK)
+
+
+def test_work_and_rates_have_to_make_sense():
+    with pytest.raises(MeshparError, match="rates are above 0"):
+        cost.roofline_s(1, 1, flops_per_s=0, bytes_per_s=1)
+    with pytest.raises(MeshparError, match="at least one"):
+        cost.collective_link("all-reduce", parse_cluster("h100:8"), num_nodes=0, per_node=1)
