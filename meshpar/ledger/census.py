@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -29,24 +29,11 @@ from meshpar.ledger import scopes
 from meshpar.ledger.groups import Groups, parse_lists
 from meshpar.ledger.hlo import ArrayShape, Computation, Instruction, Module
 from meshpar.ledger.walk import Loop, Visit, executed
+from meshpar.planner.cost import KINDS, bytes_sent
 from meshpar.types import AnyMesh, axis_sizes, problem
 
 UNKNOWN = "unknown"
 """The axis named when replica groups are no product of mesh axes."""
-
-_BYTES_SENT: Mapping[str, Callable[[int, int], float]] = {
-    "all-reduce": lambda n, size: 2 * (size - 1) * n / size,
-    "all-gather": lambda n, size: (size - 1) * n / size,
-    "reduce-scatter": lambda n, size: (size - 1) * n / size,
-    "all-to-all": lambda n, size: (size - 1) * n / size,
-    "ragged-all-to-all": lambda n, size: (size - 1) * n / size,
-    "collective-broadcast": lambda n, _: float(n),
-    "collective-permute": lambda n, _: float(n),
-    "send": lambda n, _: float(n),
-    "recv": lambda *_: 0.0,
-}
-KINDS = tuple(_BYTES_SENT)
-"""Kinds of collectives, as XLA names them."""
 
 _PAIRWISE = frozenset({"collective-permute", "send", "recv"})
 _PRIMITIVE = re.compile(
@@ -184,11 +171,6 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
     )
 
 
-def bytes_sent(kind: str, payload_bytes: int, group_size: int) -> float:
-    """Bytes a device sends for one collective: the table at the head of this module."""
-    return _BYTES_SENT[kind](payload_bytes, group_size)
-
-
 def axes_of(groups: Groups, axes: Mapping[str, int], *, pairwise: bool = False) -> tuple[str, ...]:
     """Mesh axes that replica groups run over, `()` for groups of one, `("unknown",)` when they are no product of axes.
 
@@ -232,7 +214,7 @@ def _check_devices(module: Module, axes: Mapping[str, int]) -> None:
 
 def _collective(module: Module, visit: Visit, ins: Instruction, axes: Mapping[str, int]) -> Collective | None:
     kind = ins.opcode.removesuffix("-start")
-    if kind not in _BYTES_SENT or ins.attributes.get("is_host_transfer") == "true":
+    if kind not in KINDS or ins.attributes.get("is_host_transfer") == "true":
         return None
     groups = _participants(module, kind, ins, math.prod(axes.values()))
     if kind == "collective-permute" and not groups:
