@@ -47,6 +47,19 @@ MeshLike: TypeAlias = AnyMesh | Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One array of a collective, as it stood before XLA combined it with others."""
+
+    array: ArrayShape
+    """What one device puts in."""
+    op_name: str
+    source: str
+    """`file:line`, or empty."""
+    is_sliced: bool
+    """Whether it is all-reduced and then every device keeps only its own slice of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
     """One collective instruction of the program."""
 
@@ -84,8 +97,8 @@ class Collective:
     """Whether other work may run between its start and its done."""
     is_promoted: bool
     """Whether the backend widened the reduction's type (XLA:CPU sums bfloat16 as float32)."""
-    sliced: tuple[bool, ...]
-    """For each array, whether it is all-reduced and then every device keeps only its own slice of it."""
+    parts: tuple[Part, ...]
+    """Its arrays one by one; those that XLA laid end to end in one flat array, too."""
     name: str
     computation: str
     groups: Groups = dataclasses.field(repr=False)
@@ -97,6 +110,11 @@ class Collective:
         return bool(self.loops)
 
     @property
+    def sliced(self) -> tuple[bool, ...]:
+        """For each of its parts, whether it is all-reduced and then every device keeps only its own slice of it."""
+        return tuple(part.is_sliced for part in self.parts)
+
+    @property
     def axes_label(self) -> str:
         """The axes as one word: `data*fsdp`."""
         return "*".join(self.axes)
@@ -104,7 +122,7 @@ class Collective:
     @property
     def reduce_scatter_as_all_reduce(self) -> bool:
         """An all-reduce of which each device keeps only its slice: how XLA:CPU spells a reduce-scatter."""
-        return bool(self.sliced) and all(self.sliced)
+        return bool(self.parts) and all(part.is_sliced for part in self.parts)
 
     @property
     def logical_kind(self) -> str:
@@ -162,12 +180,20 @@ def totals(collectives: Iterable[Collective]) -> dict[str, dict[str, Total]]:
 
 def per_array(collective: Collective) -> tuple[Collective, ...]:
     """One record for each array of a combined collective, as they stood before XLA combined them."""
-    if len(collective.arrays) == 1 or collective.kind == "all-to-all":  # its arrays are the parts for each peer
+    if len(collective.parts) == 1:
         return (collective,)
-    kind, size = collective.kind, collective.group_size
     return tuple(
-        dataclasses.replace(collective, arrays=(array,), sliced=(is_sliced,), **_sizes(kind, (array,), size))  # type: ignore[arg-type]
-        for array, is_sliced in zip(collective.arrays, collective.sliced, strict=True)
+        dataclasses.replace(
+            collective,
+            parts=(part,),
+            arrays=(part.array,),
+            **_sizes(collective.kind, (part.array,), collective.group_size),  # type: ignore[arg-type]
+            op_name=part.op_name,
+            module=scopes.module_path(part.op_name),
+            source=part.source,
+            is_backward=scopes.is_backward(part.op_name),
+        )
+        for part in collective.parts
     )
 
 
@@ -226,6 +252,7 @@ def _collective(module: Module, visit: Visit, ins: Instruction, axes: Mapping[st
     arrays = _arrays(kind, visit.computation, ins)
     told_by = _told_by(visit, ins)
     op_name = told_by.metadata.op_name
+    source = scopes.source(module, told_by)
     return Collective(
         kind=kind,
         axes=found,
@@ -238,12 +265,22 @@ def _collective(module: Module, visit: Visit, ins: Instruction, axes: Mapping[st
         in_branch=visit.in_branch,
         op_name=op_name,
         module=scopes.module_path(op_name),
-        source=scopes.source(module, told_by),
+        source=source,
         is_backward=scopes.is_backward(op_name),
         origin=_origin(kind, ins),
         is_async=_is_async(ins, visit),
         is_promoted=any(name.endswith("_promoted") for name in ins.called_as("to_apply")),
-        sliced=_sliced(module, visit, ins, group_size, len(arrays)),
+        parts=_parts(
+            module,
+            visit,
+            ins,
+            kind,
+            arrays,
+            group_size,
+            Part(array=arrays[0], op_name=op_name, source=source, is_sliced=False),
+        )
+        if arrays
+        else (),
         name=ins.name,
         computation=visit.computation.name,
         groups=groups,
@@ -290,14 +327,78 @@ def _participants(module: Module, kind: str, ins: Instruction, num_devices: int)
 
 def _told_by(visit: Visit, ins: Instruction) -> Instruction:
     """The instruction that says where a collective comes from: itself, else (combining loses it) what feeds it."""
-    asked = [ins, visit.wrapper] if visit.wrapper is not None else [ins]
+    return _first_named(visit.computation, [ins, visit.wrapper] if visit.wrapper is not None else [ins]) or ins
+
+
+def _first_named(computation: Computation, asked: Sequence[Instruction]) -> Instruction | None:
+    """The nearest instruction, from these on upstream, that says where it comes from."""
     for _ in range(_MAX_HOPS):
         told = next((one for one in asked if one.metadata.op_name), None)
-        if told is not None:
+        if told is not None or not asked:
             return told
-        feeding = (visit.computation.by_name.get(name) for one in asked for name in one.operands)
+        feeding = (computation.by_name.get(name) for one in asked for name in one.operands)
         asked = [one for one in feeding if one is not None][:_MAX_HOPS]
-    return ins
+    return None
+
+
+def _parts(
+    module: Module,
+    visit: Visit,
+    ins: Instruction,
+    kind: str,
+    arrays: Sequence[ArrayShape],
+    group_size: int,
+    whole: Part,
+) -> tuple[Part, ...]:
+    """A combined collective taken apart; `whole` says what its one array, or its first, is."""
+    flat = _concatenated(module, visit.computation, ins) if kind == "all-reduce" and len(arrays) == 1 else ()
+    if flat:
+        found = [(array, feeding, False) for array, feeding in flat]
+    elif len(arrays) == 1 or kind == "all-to-all":  # the arrays of an all-to-all are the parts for each peer
+        sliced = _sliced(module, visit, ins, group_size, len(arrays))
+        return (dataclasses.replace(whole, is_sliced=bool(sliced) and all(sliced)),)
+    else:
+        operands = [(leaf, name) for name in ins.operands for leaf in visit.computation[name].shape.leaves()]
+        sliced = _sliced(module, visit, ins, group_size, len(arrays))
+        found = [(array, name, is_sliced) for (array, name), is_sliced in zip(operands, sliced, strict=False)]
+    merged = scopes.members(ins.metadata.op_name)
+    parts = []
+    for at, (array, feeding, is_sliced) in enumerate(found):
+        told = _first_named(visit.computation, [visit.computation[feeding]])
+        op_name = told.metadata.op_name if told is not None else whole.op_name
+        source = scopes.source(module, told) if told is not None else whole.source
+        # A merged name has one member an array, in order, and says what the array was reduced as.
+        parts.append(
+            Part(
+                array=array,
+                op_name=merged[at] if len(merged) == len(found) else op_name,
+                source=source or whole.source,
+                is_sliced=is_sliced,
+            )
+        )
+    return tuple(parts)
+
+
+def _concatenated(module: Module, computation: Computation, ins: Instruction) -> list[tuple[ArrayShape, str]]:
+    """(array, what feeds it) of the arrays that were laid end to end to be reduced as one; none if they were not."""
+    fusion = computation[ins.operands[0]]
+    while fusion.opcode in _VIEWS and fusion.operands:
+        fusion = computation[fusion.operands[0]]
+    if fusion.opcode == "concatenate":
+        return [(shape, name) for name in fusion.operands if isinstance(shape := computation[name].shape, ArrayShape)]
+    inner = module.computations.get(fusion.called[0][1]) if fusion.opcode == "fusion" and fusion.called else None
+    if inner is None or inner.root.opcode != "concatenate":
+        return []
+    found = []
+    for name in inner.root.operands:
+        part = at = inner[name]
+        while at.opcode in _VIEWS and at.operands:
+            at = inner[at.operands[0]]
+        number = int(at.payload) if at.opcode == "parameter" else -1
+        if not (0 <= number < len(fusion.operands)) or not isinstance(part.shape, ArrayShape):
+            return []
+        found.append((part.shape, fusion.operands[number]))
+    return found
 
 
 def _origin(kind: str, ins: Instruction) -> str:

@@ -31,6 +31,18 @@ def components(op_name: str) -> list[str]:
     return [part for part in (*parts, op_name[start:]) if part]
 
 
+def members(op_name: str) -> list[str]:
+    """The op names in one that XLA merged when it combined instructions: `a/(b/mul:c/dot)` -> `a/b/mul`, `a/c/dot`."""
+    parts = components(op_name)
+    merged = parts[-1] if parts else ""
+    if not (merged.startswith("(") and merged.endswith(")")):
+        return [op_name] if op_name else []
+    inner, before = merged[1:-1], "/".join(parts[:-1])
+    cuts = [at for at, char in enumerate(inner) if char == ":" and inner.count("(", 0, at) == inner.count(")", 0, at)]
+    names = [inner[start:stop] for start, stop in zip([0, *(at + 1 for at in cuts)], [*cuts, len(inner)], strict=True)]
+    return [f"{before}/{name}" if before else name for name in names]
+
+
 def primitive(op_name: str) -> str:
     """The primitive an op name ends in: `dot_general`."""
     parts = components(op_name)

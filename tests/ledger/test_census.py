@@ -24,6 +24,7 @@ from meshpar.types import MeshparError
 VERSIONS = ("jax0.10", "jax0.12")
 MESH = {"data": 2, "tensor": 4}
 BY_TENSOR, BY_DATA = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups=[4,2]<=[2,4]T(1,0)"
+MERGED = 'metadata={op_name="jit(f)/step/(mlp/mul:jit(g)/norm/reduce_sum)"}'
 ON_TENSOR = f"channel_id=1, {BY_TENSOR}, use_global_device_ids=true"
 
 
@@ -550,3 +551,33 @@ def test_records_are_frozen():
     found = only(f"r = f32[8,4] all-reduce(p), {ON_TENSOR}, to_apply=add")
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.kind = "send"
+
+
+def test_arrays_that_were_laid_end_to_end_are_taken_apart():
+    """XLA's GPU compiler reduces many gradients as one flat array."""
+    before = """
+    lay (a: f32[32], b: f32[6]) -> f32[38] {
+      a = f32[32] parameter(0)
+      b = f32[6] parameter(1)
+      ROOT c = f32[38] concatenate(a, b), dimensions={0}
+    }
+    """
+    found = only(
+        f"""
+        x = f32[32] bitcast(p), metadata={{op_name="jit(f)/mlp/dot_general"}}
+        z = f32[6] constant(0), metadata={{op_name="jit(f)/head/dot_general"}}
+        j = f32[38] fusion(x, z), kind=kLoop, calls=lay
+        r = f32[38] all-reduce(j), {ON_TENSOR}, to_apply=add
+    """,
+        before=before,
+    )
+    assert found.payload_bytes == 4 * 38
+    assert [(one.module, one.payload_bytes) for one in per_array(found)] == [("mlp", 128), ("head", 24)]
+
+
+def test_a_merged_name_gives_each_array_its_own():
+    found = only(f"""
+        q = f32[2] constant(0)
+        r = (f32[8,4], f32[2]) all-reduce(p, q), {ON_TENSOR}, to_apply=add, {MERGED}
+    """)
+    assert [one.op_name for one in per_array(found)] == ["jit(f)/step/mlp/mul", "jit(f)/step/jit(g)/norm/reduce_sum"]
