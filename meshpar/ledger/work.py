@@ -8,10 +8,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshpar.ledger import scopes
-from meshpar.ledger.hlo import ArrayShape, Computation, Instruction, Module
+from meshpar.ledger.hlo import ArrayShape, Computation, Instruction, Module, TupleShape
 from meshpar.ledger.walk import executed, runs, trip_count
 
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)")
+_VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
+_MAX_HOPS = 64
 _NO_MEMORY = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
     | {"after-all", "partition-id", "replica-id"}
@@ -96,32 +98,114 @@ def custom_calls(module: Module) -> dict[str, int]:
 
 
 def largest_temporaries(module: Module, most: int = 10) -> tuple[Temporary, ...]:
-    """The largest values that need memory, largest first: what to look at when a program does not fit.
+    """The largest arrays that need memory beside the program's arguments and outputs, largest first.
 
-    Values inside a fusion, views and tuples need none. Two values listed here may share memory: their lifetimes are not
-    looked at.
+    What to look at when a program does not fit. Each array of a tuple counts for itself. Values inside a fusion, views
+    and tuples need no memory, an update in place (`dynamic-update-slice`) takes its buffer over, and what the program
+    gives back is output. Two arrays listed here may still share memory: their lifetimes are not looked at.
     """
     visited = {visit.computation.name: visit.computation for visit in executed(module) if not visit.in_fusion}
+    given_back = _given_back(module.entry)
     found = [
-        (ins.shape.nbytes, computation, ins)
+        (leaf, at, computation, ins)
         for computation in visited.values()
         for ins in computation
         if ins.opcode not in _NO_MEMORY and not ins.opcode.endswith(("-start", "-update"))
+        for at, leaf in enumerate(ins.shape.leaves())
+        if (computation is not module.entry or (ins.name, at) not in given_back)
+        and not _updates_in_place(module, ins, at)
     ]
-    found.sort(key=lambda item: -item[0])
-    return tuple(
-        Temporary(
-            nbytes=nbytes,
-            shape=str(ins.shape),
-            name=ins.name,
-            opcode=ins.opcode,
-            computation=computation.name,
-            op_name=ins.metadata.op_name,
-            module=scopes.module_path(ins.metadata.op_name),
-            source=scopes.source(module, ins),
-        )
-        for nbytes, computation, ins in found[:most]
+    found.sort(key=lambda item: -item[0].nbytes)
+    return tuple(_temporary(module, *item) for item in found[:most])
+
+
+def _temporary(module: Module, leaf: ArrayShape, at: int, computation: Computation, ins: Instruction) -> Temporary:
+    """The record of one array. One the compiler named no place for is named by what fills it, or by a neighbour."""
+    told = ins
+    if not _module(ins):
+        told = _filled_by(module, computation, ins, at) or _near(computation, ins) or ins
+    return Temporary(
+        nbytes=leaf.nbytes,
+        shape=str(leaf),
+        name=ins.name,
+        opcode=ins.opcode,
+        computation=computation.name,
+        op_name=told.metadata.op_name,
+        module=_module(told),
+        source=scopes.source(module, told),
     )
+
+
+def _module(ins: Instruction) -> str:
+    return scopes.module_path(ins.metadata.op_name)
+
+
+def _updates_in_place(module: Module, ins: Instruction, at: int) -> bool:
+    """Whether array `at` of a result is an operand of which a part was written anew."""
+    if ins.opcode != "fusion":
+        return ins.opcode == "dynamic-update-slice"
+    inner = module.computations[ins.called[0][1]]
+    root = inner.root
+    if root.opcode == "tuple":
+        root = inner[root.operands[at]] if at < len(root.operands) else root
+    for _ in range(_MAX_HOPS):
+        if root.opcode not in _VIEWS or not root.operands:
+            break
+        root = inner[root.operands[0]]
+    return root.opcode == "dynamic-update-slice"
+
+
+def _given_back(entry: Computation) -> set[tuple[str, int]]:
+    """(instruction, number of the array in its result) of what the program gives back."""
+    root = entry.root
+    if root.opcode != "tuple":
+        return {(root.name, at) for at, _ in enumerate(root.shape.leaves())}
+    return {_behind_views(entry, entry[name]) for name in root.operands}
+
+
+def _behind_views(computation: Computation, ins: Instruction) -> tuple[str, int]:
+    """What a value is a view of: the instruction that made it, and which array of its result."""
+    at = 0
+    for _ in range(_MAX_HOPS):
+        if ins.opcode == "get-tuple-element":
+            at = ins.tuple_index or 0
+        elif ins.opcode != "bitcast":
+            break
+        if not ins.operands:
+            break
+        ins = computation[ins.operands[0]]
+    return ins.name, at
+
+
+def _filled_by(module: Module, computation: Computation, ins: Instruction, at: int) -> Instruction | None:
+    """The instruction of a loop that reads or fills a buffer made before it; None when no loop carries the buffer."""
+    is_tuple = isinstance(ins.shape, TupleShape)
+    views = [user for user in computation.users[ins.name] if user.tuple_index == at] if is_tuple else [ins]
+    views += [user for view in views for user in computation.users[view.name] if user.opcode in ("bitcast", "copy")]
+    for view in views:
+        for carrier in (user for user in computation.users[view.name] if user.opcode == "tuple"):
+            place = carrier.operands.index(view.name)
+            loops = (user for user in computation.users[carrier.name] if user.opcode == "while")
+            for body in (module.computations[name] for loop in loops for name in loop.called_as("body")):
+                inside = (
+                    one
+                    for one in body
+                    if one.tuple_index == place and one.operands[:1] == (getattr(body.parameters.get(0), "name", ""),)
+                )
+                for user in (user for one in inside for user in body.users[one.name]):
+                    if _module(user):
+                        return user
+    return None
+
+
+def _near(computation: Computation, ins: Instruction) -> Instruction | None:
+    """The nearest instruction with a place in the model among what a value is made of, else among what reads it."""
+    at: Instruction | None = ins
+    for _ in range(_MAX_HOPS):
+        if at is None or _module(at):
+            break
+        at = computation[at.operands[0]] if at.operands else None
+    return at or next((user for user in computation.users[ins.name] if _module(user)), None)
 
 
 def with_shape(computation: Computation, dims: Sequence[int], dtype: str | None = None) -> tuple[Instruction, ...]:
