@@ -40,6 +40,8 @@ class Model:
     """From that, after the forward pass, to the new `extra`."""
     names: Callable[[], Mapping[str, Names]]
     """Logical names by the path of the parameter; a leaf that is missing carries none. Call it after `init`."""
+    random_keys: Callable[[], frozenset[str]] = frozenset
+    """Paths in `extra` of raw random keys, from which the model draws by itself (NNX's `Rngs`)."""
 
     def abstract(self) -> Variables:
         """Shapes and dtypes of the arrays; nothing is computed."""
@@ -114,7 +116,15 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
                 found["/".join(str(part) for part in path)] = tuple(given)
         return found
 
-    return Model(kind="nnx", init=init, bind=bind, collect=collect, names=names)
+    def random_keys() -> frozenset[str]:
+        _, _, extra = structure()
+        return frozenset(
+            "/".join(str(part) for part in path)
+            for path, variable in nnx.to_flat_state(extra)
+            if jnp.issubdtype(variable.get_value().dtype, jax.dtypes.prng_key)
+        )
+
+    return Model(kind="nnx", init=init, bind=bind, collect=collect, names=names, random_keys=random_keys)
 
 
 def _plain(state: Any) -> PyTree:

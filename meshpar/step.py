@@ -24,7 +24,7 @@ from meshpar.precision import Precision, cast_floating, check_remat, numerics
 from meshpar.rules import Rules, resolve, use
 from meshpar.state import Setup, TrainState
 from meshpar.strategies import Strategy, as_strategy
-from meshpar.types import AnyMesh, Leaf, PyTree, axis_sizes, problem, spec_axes, tree_leaves_with_paths
+from meshpar.types import AnyMesh, Leaf, PyTree, axis_sizes, path_str, problem, spec_axes, tree_leaves_with_paths
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 """(model, batch, key) -> (loss, metrics): a scalar mean over the batch, and a dict of scalars."""
@@ -213,8 +213,7 @@ def train_step(
       accumulate: micro-steps that share one update; the batch is split so that every device keeps its own rows.
       accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" sums them whole on every
         device and reduces after the loop. The second gathers split parameters once and holds them whole too, and gives
-        the loss a device's own rows only. An NNX module's own random streams then draw alike on every device: reseed
-        them from `key`, which differs.
+        the loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
       precision: dtypes of parameters, compute and gradient reduction.
       remat: name of a policy for the layers that `meshpar.precision.remat_layer` marks: "full", "dots", "all_dots".
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in
@@ -447,6 +446,7 @@ def _reduced_once(loss_fn: LossFn, options: StepOptions, state: TrainState, batc
     params = cast_floating(state.params, options.precision.compute)
     params = _constrained(params, setup.named(_without(setup.layout.params, axes)))
     scatter = jax.tree.map(lambda spec: _only(spec, axes), setup.layout.grads, is_leaf=_is_spec)
+    random_keys = setup.model.random_keys()
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key_data: jax.Array) -> _Sums:
         here = jax.random.fold_in(jax.random.wrap_key_data(key_data), lax.axis_index(axes)) if axes else key
@@ -457,7 +457,10 @@ def _reduced_once(loss_fn: LossFn, options: StepOptions, state: TrainState, batc
         def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> _Sums:
             return _micro_step(loss_fn, options, setup, params, extra, micro, key)
 
-        return _reduce(_accumulate(micro_step, extra, micro_batches, here, options.accumulate), axes, scatter)
+        own = _own_keys(extra, random_keys, axes)
+        sums = _accumulate(micro_step, own, micro_batches, here, options.accumulate)
+        kept = _common_keys(extra, own, sums.extra, random_keys, axes)
+        return _reduce(dataclasses.replace(sums, extra=kept), axes, scatter)
 
     if not axes:
         return local(params, state.extra, batch, jax.random.key_data(key))
@@ -472,6 +475,36 @@ def _reduced_once(loss_fn: LossFn, options: StepOptions, state: TrainState, batc
         # it would refuse ordinary models whose scan carries start as constants.
         check_vma=False,
     )(params, state.extra, batch, jax.random.key_data(key))
+
+
+def _own_keys(extra: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]) -> PyTree:
+    """The model's own random keys, another on every device: with the same, all would drop the same units."""
+
+    def own(path: Any, x: jax.Array) -> jax.Array:
+        if not axes or path_str(path) not in random_keys:
+            return x
+        keys = jax.random.wrap_key_data(x).reshape(-1)
+        folded = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, lax.axis_index(axes))
+        return jax.random.key_data(folded).reshape(x.shape)
+
+    return jax.tree_util.tree_map_with_path(own, extra)
+
+
+def _common_keys(
+    before: PyTree, own: PyTree, after: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]
+) -> PyTree:
+    """The model's extras with the keys that all devices keep: as they were, or the first device's where they moved.
+
+    A stream of NNX counts and leaves its key; a module may also replace a key of its own.
+    """
+
+    def kept(path: Any, old: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+        if not axes or path_str(path) not in random_keys:
+            return end
+        mine = jnp.where(jnp.all(end == start), old, end)
+        return lax.psum(jnp.where(lax.axis_index(axes) == 0, mine, jnp.zeros_like(mine)), axes)
+
+    return jax.tree_util.tree_map_with_path(kept, before, own, after)
 
 
 def _reduce(sums: _Sums, axes: tuple[str, ...], scatter: PyTree) -> _Sums:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import meshpar as mp
 from meshpar.ledger import census, hlo
@@ -170,6 +171,54 @@ def test_random_keys_differ_between_steps_and_micro_steps():
     state, first = step(make_state(mp.MeshSpec(data=8), mp.ddp()), make_batch(0))
     _, second = step(state, make_batch(0))
     assert float(first["noise"]) != float(second["noise"])
+
+
+class Dropping(nnx.Module):
+    """A layer with a random stream of its own, and noise from a key that it replaces by itself."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(ROWS, EMBED, use_bias=False, rngs=rngs)
+        self.noisy = nnx.Linear(ROWS, 1, use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.moving = nnx.Variable(rngs.noise())
+
+    def __call__(self, x):
+        ours, following = jax.random.split(self.moving.get_value())
+        self.moving.set_value(following)
+        return self.dropout(self.linear(x)), self.noisy(x)[:, 0] * jax.random.uniform(ours, (len(x),))
+
+
+@pytest.mark.parametrize("mode", ["each", "once"])
+@pytest.mark.parametrize(
+    ("spec", "strategy"),
+    [(mp.MeshSpec(), mp.ddp()), (mp.MeshSpec(data=8), mp.ddp()), (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0))],
+    ids=str,
+)
+def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, strategy, mode):
+    """No two rows are dropped alike, and all devices keep the same keys and counts from step to step."""
+
+    def linear(model, batch, key):
+        dropped, noisy = model(batch["row"])  # one-hot, so that a row's mask is its row of the gradient
+        return dropped.sum() + noisy.sum(), {}
+
+    model = mp.from_nnx(Dropping)
+    assert model.random_keys() >= {"dropout/rngs/key", "moving"}
+    state = make_state(spec, strategy, tx=optax.sgd(1.0), model=model)
+    step = mp.train_step(linear, accumulate=2, accumulate_mode=mode)
+    masks, noises = set(), set()
+    for _ in range(2):
+        before = jax.device_get((state.params, state.extra))
+        state, _ = step(state, {"row": np.eye(ROWS, dtype=np.float32)})
+        for x in jax.tree.leaves(state.extra):
+            assert all(np.array_equal(shard.data, x) for shard in x.addressable_shards)
+        params, extra = jax.device_get((state.params, state.extra))
+        masks |= {row.tobytes() for row in before[0]["linear"]["kernel"] - params["linear"]["kernel"] > 0.1}
+        noises |= set((before[0]["noisy"]["kernel"] - params["noisy"]["kernel"]).round(6).ravel().tolist())
+        own = [tree["dropout"]["rngs"] for tree in (before[1], extra)]
+        np.testing.assert_array_equal(own[0]["key"], own[1]["key"])
+        assert own[1]["count"] == own[0]["count"] + 2  # one for each micro-step
+        assert not np.array_equal(before[1]["moving"], extra["moving"])
+    assert len(masks) == len(noises) == 2 * ROWS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
