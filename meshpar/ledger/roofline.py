@@ -49,6 +49,16 @@ class Roofline:
         self._matmuls = {(one.computation, one.name): one.flops for one in work.matmuls(module)}
         self._reads: dict[tuple[str, int], int] = {}
 
+    @property
+    def main_peak_flops_per_s(self) -> float:
+        """The peak of the type that most FLOPs of the program are in."""
+        flops: dict[float, int] = {self._gpu.bf16_flops_per_s: 0}
+        for one in work.matmuls(self._module):
+            computation = self._module.computations[one.computation]
+            peak = self._peak(_widest(computation, computation[one.name]))
+            flops[peak] = flops.get(peak, 0) + one.flops_per_step
+        return max(flops, key=lambda peak: flops[peak])
+
     def kernel(self, computation: Computation, ins: Instruction) -> Kernel | None:
         """What an instruction costs, once; None when it is no kernel (a view, a tuple, the end of a pair)."""
         if ins.opcode in _FREE or ins.opcode.endswith(("-done", "-update")):
@@ -72,7 +82,7 @@ class Roofline:
         """(FLOPs, bits of an operand's element) of the matrix products in an instruction."""
         flops = self._matmuls.get((computation.name, ins.name))
         if flops is not None:
-            yield flops, max(_bits(computation[name].shape) for name in ins.operands[:2])
+            yield flops, _widest(computation, ins)
         for callee in runs(ins) if hops else ():
             inner = self._module.computations[callee]
             for one in inner:
@@ -181,5 +191,7 @@ def _nbytes(part: Shape, of: ArrayShape) -> int:
     return -(-size * dtype_bits(of.dtype) // 8)
 
 
-def _bits(shape: Shape) -> int:
-    return max((dtype_bits(leaf.dtype) for leaf in shape.leaves()), default=0)
+def _widest(computation: Computation, product: Instruction) -> int:
+    """Bits of the wider element type of a product's two operands."""
+    leaves = (leaf for name in product.operands[:2] for leaf in computation[name].shape.leaves())
+    return max((dtype_bits(leaf.dtype) for leaf in leaves), default=0)

@@ -107,6 +107,8 @@ class Timeline:
     """One step of a program on a cluster. Times are those of one device, in seconds."""
 
     cluster: str
+    peak_flops_per_s: float
+    """Of the GPU, in the type that most of the program's matrix products are in."""
     step_s: float
     """From the first kernel to the last: `compute_s + memory_s` and what is exposed of every axis."""
     compute_s: float
@@ -158,6 +160,7 @@ def timeline(module: Module, collectives: Sequence[Collective], cluster: Cluster
     block = simulation.block(module.entry)
     return Timeline(
         cluster=cluster.name,
+        peak_flops_per_s=simulation.roofline.main_peak_flops_per_s,
         step_s=block.duration_s,
         compute_s=block.compute_s,
         memory_s=block.memory_s,
@@ -228,7 +231,7 @@ class _Run:
 class _Simulation:
     def __init__(self, module: Module, collectives: Sequence[Collective], cluster: Cluster) -> None:
         self._module, self._cluster = module, cluster
-        self._roofline = Roofline(module, cluster.gpu)
+        self.roofline = Roofline(module, cluster.gpu)
         self._collectives = {(one.computation, one.name): one for one in collectives}
         self._blocks: dict[str, _Block] = {}
         self._runs: dict[tuple[str, str], _Run] = {}
@@ -281,7 +284,7 @@ class _Simulation:
             self._kernel(block, computation, ins)
 
     def _kernel(self, block: _Block, computation: Computation, ins: Instruction) -> None:
-        kernel = self._roofline.kernel(computation, ins)
+        kernel = self.roofline.kernel(computation, ins)
         if kernel is None or not kernel.time_s:
             return
         start_s = block.duration_s
