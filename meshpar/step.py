@@ -350,6 +350,11 @@ def _constrained(tree: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree.map(lax.with_sharding_constraint, tree, shardings)
 
 
+def _wide(x: jax.Array) -> jax.Array:
+    """In float32 at the least."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def _micro_step(
     loss_fn: LossFn, options: StepOptions, setup: Setup, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array
 ) -> _Sums:
@@ -566,7 +571,7 @@ def _update(state: TrainState, sums: _Sums, options: StepOptions) -> tuple[Train
     metrics = {"loss": loss, **metrics}
     skipped, extra = state.skipped, sums.extra
     if options.nonfinite != "ignore":
-        norm = optax.tree.norm(grads)
+        norm = optax.tree.norm(jax.tree.map(_wide, grads))  # squares of float16 end at 256²
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         params, opt_state, extra = jax.tree.map(
             lambda new, before: jnp.where(finite, new, before),

@@ -244,6 +244,22 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(nonfinite):
     assert not np.array_equal(state.params["up"], before["up"])
 
 
+def test_the_norm_of_gradients_is_taken_in_float32():
+    """float16 ends at 65,504: the squares of gradients of a few hundred are beyond it."""
+
+    def steep(model, batch, key):
+        return (model(batch["x"]).astype(jnp.float32) * 300).sum(), {}
+
+    model = mp.from_functions(lambda key: {"w": jnp.ones((EMBED,))}, lambda p, x: x * p["w"], names={"w": ("embed",)})
+    precision = mp.Precision(params="float16")
+    state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp(), optax.sgd(1e-4), model, precision=precision)
+    state, metrics = mp.train_step(steep, precision=precision)(state, {"x": np.eye(EMBED, dtype=np.float32)})
+    assert metrics["grad_norm"].dtype == jnp.float32
+    assert float(metrics["grad_norm"]) == 300 * EMBED**0.5
+    assert bool(metrics["finite"])
+    np.testing.assert_allclose(state.params["w"], 0.97, rtol=1e-3)  # float16 has 11 bits
+
+
 def test_ignore_does_not_look():
     state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
     bad = make_batch(0)
