@@ -1,0 +1,704 @@
+"""The promise: what a strategy says it will send, and the compiled program held to it.
+
+What is promised follows from the rules, not from the program (a stacked leaf counts once a layer):
+
+    a parameter split over batch axes       all-gather before use, forward and backward, in the compute dtype
+    its gradient                            reduce-scatter over the axes that split its update,
+                                            all-reduce over the other axes that split the batch
+    a parameter not split as its update is  all-gather of the new value
+    a weight contracted over a split dim    all-reduce of its result, forward            (row-parallel, Megatron's g)
+    weights that share a whole input        all-reduce of its gradient, backward         (column-parallel, Megatron's f)
+    ... with the sequence split between     reduce-scatter where the sum was, all-gather where the whole is needed again
+    logits split over the vocabulary        all-reduce of max, sum and target, one number a token
+    anything of up to 64 numbers            losses, metrics, norms: counted, not promised
+
+A weight is row-parallel when its split dim stands before its `embed` dim, column-parallel when behind it (without
+names: the first or a later dim), as in Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from meshpar.ledger.census import Collective, bytes_sent, per_array
+from meshpar.state import Setup
+from meshpar.step import StepOptions, batch_sharding
+from meshpar.strategies import MIN_SHARDED_BYTES
+from meshpar.types import Decision, axis_sizes, spec_axes
+
+SMALL = 64
+"""Arrays of up to so many numbers are bookkeeping: losses, metrics, norms."""
+_ITEMSIZE = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
+_HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leg:
+    """One collective of a promise."""
+
+    kind: str
+    axes: tuple[str, ...]
+    elements: int
+    """Numbers in its payload; with `multiple`, any multiple of it."""
+    dtype: str
+    group_size: int
+    times: int = 1
+    """How often, for once that the promise is kept."""
+    multiple: bool = False
+
+    @property
+    def bytes_sent_per_device(self) -> float:
+        """Each time it runs."""
+        return bytes_sent(self.kind, self.elements * _ITEMSIZE.get(self.dtype, 4), self.group_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Promised:
+    """What will be sent for some arrays of one size, and how often a step."""
+
+    role: str
+    """Why: `weights before use`, `gradients`, `new parameters`, `partial sums`, ..."""
+    tensors: tuple[str, ...]
+    count: tuple[int, int]
+    """Fewest and most times a step, all its tensors together."""
+    stack: int = 1
+    """Layers stacked in one array: so many small collectives may come as one."""
+    spellings: tuple[tuple[Leg, ...], ...]
+    """Ways to do it; the first is what is promised, the others the compiler may choose."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One role of a promise, as it was found."""
+
+    role: str
+    kind: str
+    axes: tuple[str, ...]
+    tensors: tuple[str, ...]
+    count: tuple[int, int]
+    """Promised arrays a step, before the compiler combines them: fewest and most."""
+    bytes_sent_per_device: float
+    """Promised, per step; for a range of counts, at the count found."""
+    found_count: int
+    found_bytes: float
+    spelled: str = ""
+    """The kind that stands for it in the program, where that is another one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**dataclasses.asdict(self), "axes": list(self.axes), "count": list(self.count)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Surprise:
+    """A collective that nothing promised."""
+
+    kind: str
+    axes: tuple[str, ...]
+    tensor: str
+    """What travels: its shape on one device, and what it is as far as can be told."""
+    module: str
+    source: str
+    operation: str
+    """The primitive it was made for."""
+    count_per_step: int
+    bytes_sent_per_device: float
+    """Per step."""
+    fix: str
+    """What usually mends it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**dataclasses.asdict(self), "axes": list(self.axes)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """What was promised, held against what was found."""
+
+    kept: tuple[Line, ...]
+    missing: tuple[Line, ...]
+    surprise: tuple[Surprise, ...]
+    written: tuple[Line, ...] = ()
+    """Collectives of the user's own `shard_map` kernels: neither promised nor a surprise."""
+    small: tuple[Line, ...] = ()
+    """Losses, metrics, norms."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {field.name: [one.to_json() for one in getattr(self, field.name)] for field in dataclasses.fields(self)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is promised
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What every promise is made from."""
+
+    setup: Setup
+    options: StepOptions
+    on_cpu: bool
+    sizes: dict[str, int]
+    batch_axes: tuple[str, ...]
+    tensor_axes: tuple[str, ...]
+    """Axes that split activations in other dims than the batch."""
+    sequence_axes: tuple[str, ...]
+    """Axes that split the residual stream's sequence between blocks."""
+    rows: int
+    """Of one device in one micro-step."""
+    tokens: int | None
+    """Of one device in one micro-step; None when the batch holds no tokens."""
+
+    @property
+    def micro_steps(self) -> int:
+        return 1 if self.options.accumulate_mode == "once" else self.options.accumulate
+
+    @property
+    def passes(self) -> int:
+        """How often weights are gathered in a micro-step: for the forward pass, and again for the backward."""
+        return 1 if self.options.accumulate_mode == "once" and self.options.accumulate > 1 else 2
+
+    def wire(self, dtype: Any) -> str:
+        """A dtype as HLO names it; XLA:CPU sends float32 where less was asked."""
+        name = _HLO_DTYPE.get(np.dtype(dtype).name, np.dtype(dtype).name)
+        return "f32" if self.on_cpu and name in ("bf16", "f16") else name
+
+    def compute(self, decision: Decision) -> Any:
+        return np.dtype(jax.numpy.dtype(self.options.precision.compute or decision.leaf.dtype))
+
+    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
+        wanted = set(axes)
+        return tuple(axis for axis, size in self.sizes.items() if axis in wanted and size > 1)
+
+    def ways(self, axes: Iterable[str]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def leg(self, kind: str, axes: Iterable[str], elements: int, dtype: str, **more: Any) -> Leg:
+        over = self.ordered(axes)
+        return Leg(kind, over, elements, dtype, self.ways(over), **more)
+
+
+def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> tuple[Promised, ...]:
+    """What a training step promises to send.
+
+    Args:
+      setup: the state's: model, mesh, strategy and every leaf's decision.
+      options: the step's.
+      batch: the global batch, or its shapes.
+      on_cpu: promise what XLA:CPU makes of it: float32 on the wire, and a sum of several all-reduces instead of one
+        all-reduce of the sum.
+    """
+    facts = _facts(setup, options, batch, on_cpu)
+    leaves = list(zip(setup.table.params, _specs(setup.layout.grads), _specs(setup.layout.updates), strict=True))
+    found = [
+        *(one for decision, _, _ in leaves if (one := _gathered(facts, decision)) is not None),
+        *(one for leaf in leaves if (one := _reduced(facts, *leaf)) is not None),
+        *(one for decision, _, update in leaves if (one := _renewed(facts, decision, update)) is not None),
+        *_contracted(facts),
+    ]
+    return _merged(found)
+
+
+def _facts(setup: Setup, options: StepOptions, batch: Any, on_cpu: bool) -> _Facts:
+    sizes = axis_sizes(setup.mesh)
+    sharding = batch_sharding(setup.mesh, setup.strategy)
+    batch_axes = tuple(axis for entry in sharding.spec for axis in spec_axes(entry) if sizes[axis] > 1)
+    rules = setup.strategy.activations
+
+    def axes_of(*wanted: str) -> set[str]:
+        chosen = ((rules.name_rule(name), name) for name in wanted)
+        found = {axis for rule, _ in chosen if rule is not None for axis in _axes_in(rule.value)}
+        return {axis for axis in found if sizes.get(axis, 1) > 1}
+
+    sequence = axes_of("norm_seq")
+    others = axes_of(*(name for name in rules.names if name not in ("batch", "act_expert")))
+    shapes = [(np.shape(x), np.dtype(x.dtype)) for x in jax.tree.leaves(batch)]
+    split = math.prod(sizes[axis] for axis in batch_axes) * options.accumulate
+    rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
+    tokens = [math.prod(shape) // split for shape, dtype in shapes if len(shape) > 1 and dtype.kind in "iu"]
+    return _Facts(
+        setup=setup,
+        options=options,
+        on_cpu=on_cpu,
+        sizes=sizes,
+        batch_axes=batch_axes,
+        tensor_axes=tuple(axis for axis in sizes if axis in others - set(batch_axes)),
+        sequence_axes=tuple(axis for axis in sizes if axis in sequence),
+        rows=rows,
+        tokens=max(tokens, default=None),
+    )
+
+
+def _axes_in(rule: Any) -> Iterator[str]:
+    """Every mesh axis that a rule for a name may use."""
+    if isinstance(rule, str):
+        yield rule
+    elif isinstance(rule, tuple):
+        for one in rule:
+            yield from _axes_in(one)
+    elif hasattr(rule, "alternatives"):
+        yield from _axes_in(tuple(one for one in rule.alternatives if one is not None))
+
+
+def _specs(tree: Any) -> list[PartitionSpec]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _split_axes(facts: _Facts, spec: PartitionSpec) -> tuple[str, ...]:
+    return facts.ordered(axis for entry in spec for axis in spec_axes(entry))
+
+
+def _stack(decision: Decision) -> int:
+    """Layers stacked in a leaf."""
+    names = decision.leaf.names or ()
+    return math.prod(size for size, name in zip(decision.leaf.shape, names, strict=False) if name == "layers")
+
+
+def _owned_axes(facts: _Facts, decision: Decision) -> tuple[str, ...]:
+    """Axes whose devices own whole experts: their weights are neither gathered nor reduced there."""
+    names = decision.leaf.names or ()
+    return facts.ordered(
+        axis for entry, name in zip(decision.spec, names, strict=False) if name == "expert" for axis in spec_axes(entry)
+    )
+
+
+def _layer_elements(facts: _Facts, decision: Decision, gathered: Iterable[str]) -> int:
+    """Numbers of one layer of a leaf that a device holds once the axes `gathered` are whole."""
+    others = set(_split_axes(facts, decision.spec)) - set(gathered)
+    return decision.leaf.size // _stack(decision) // facts.ways(others)
+
+
+def _gathered(facts: _Facts, decision: Decision) -> Promised | None:
+    """A parameter that is split over axes on which every device needs it whole."""
+    axes = set(_split_axes(facts, decision.spec)) - set(facts.tensor_axes) - set(_owned_axes(facts, decision))
+    if not axes:
+        return None
+    stack = _stack(decision)
+    # Outside a loop over layers what was gathered for the forward pass is still there in the backward; inside, a layer
+    # that is computed again may gather again.
+    fewest = facts.passes * facts.micro_steps * stack if stack > 1 else 1
+    most = (facts.passes + bool(facts.options.remat and stack > 1)) * facts.micro_steps * stack
+    dtype = facts.wire(facts.compute(decision))
+    leg = facts.leg("all-gather", axes, _layer_elements(facts, decision, axes), dtype)
+    return Promised(
+        role="weights before use", tensors=(decision.path,), count=(fewest, most), stack=stack, spellings=((leg,),)
+    )
+
+
+def _reduced(facts: _Facts, decision: Decision, grads: PartitionSpec, update: PartitionSpec) -> Promised | None:
+    """A gradient: scattered over the axes that split its update, summed over the others that split the batch."""
+    # Micro-steps keep their sums as the gradients' rules say; otherwise gradients go straight to the update's shards.
+    keeps_sums = facts.options.accumulate > 1 and facts.options.accumulate_mode == "each"
+    owned = set(_owned_axes(facts, decision))
+    split = _split_axes(facts, grads if keeps_sums else update)
+    partial = (set(facts.batch_axes) | set(facts.sequence_axes)) - owned - set(_split_axes(facts, decision.spec))
+    partial |= (set(_split_axes(facts, decision.spec)) & set(facts.batch_axes)) - owned
+    scattered = facts.ordered(set(split) & partial)
+    rest = facts.ordered(partial - set(scattered))
+    if not scattered and not rest:
+        return None
+    dtype = facts.wire(facts.options.precision.reduce_dtype(facts.compute(decision)))
+    kept = set(_split_axes(facts, decision.spec)) - partial
+    elements = decision.leaf.size // _stack(decision) // facts.ways(kept)
+    part = elements // facts.ways(scattered)
+    scatter = [facts.leg("reduce-scatter", scattered, elements, dtype)] if scattered else []
+    spellings = [[*scatter, *([facts.leg("all-reduce", rest, part, dtype)] if rest else [])]]
+    if len(rest) > 1:
+        spellings.append([*scatter, *(facts.leg("all-reduce", (axis,), part, dtype) for axis in rest)])
+    # The compiler does not bother to scatter small arrays, and XLA:CPU not always to find the slice behind a sum.
+    if scattered and (facts.on_cpu or elements * _ITEMSIZE.get(dtype, 4) < MIN_SHARDED_BYTES):
+        spellings.append([facts.leg("all-reduce", (*scattered, *rest), elements, dtype)])
+        if rest:
+            summed = facts.leg("all-reduce", rest, elements, dtype)
+            spellings.append([summed, facts.leg("reduce-scatter", scattered, elements, dtype)])
+            spellings.append([summed, facts.leg("all-reduce", scattered, elements, dtype)])
+    stack = _stack(decision)
+    runs = stack * facts.micro_steps
+    return Promised(
+        role="gradients",
+        tensors=(decision.path,),
+        count=(runs, runs),
+        stack=stack,
+        spellings=tuple(tuple(spelling) for spelling in spellings),
+    )
+
+
+def _renewed(facts: _Facts, decision: Decision, update: PartitionSpec) -> Promised | None:
+    """A parameter whose update is split more than itself: the new value is gathered."""
+    axes = set(_split_axes(facts, update)) - set(_split_axes(facts, decision.spec))
+    if not axes:
+        return None
+    stack = _stack(decision)
+    leg = facts.leg("all-gather", axes, _layer_elements(facts, decision, ()), facts.wire(decision.leaf.dtype))
+    return Promised(
+        role="new parameters", tensors=(decision.path,), count=(stack, stack), stack=stack, spellings=((leg,),)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Matmuls with split weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Block:
+    """Weights under one parent that are split over one axis."""
+
+    axis: str
+    rows: list[Decision] = dataclasses.field(default_factory=list)
+    """Row-parallel: contracted over the split dim."""
+    columns: list[Decision] = dataclasses.field(default_factory=list)
+    """Column-parallel: the split dim is in the result."""
+
+
+def _contracted(facts: _Facts) -> Iterator[Promised]:
+    blocks: dict[tuple[str, str], _Block] = {}
+    for decision in facts.setup.table.params:
+        for axis in facts.tensor_axes:
+            side = _side(decision, axis)
+            if side is not None:
+                parent = "/".join(decision.path.split("/")[:-2])
+                block = blocks.setdefault((parent, axis), _Block(axis))
+                (block.rows if side == "row" else block.columns).append(decision)
+    for block in blocks.values():
+        yield from _block_promises(facts, block)
+    vocabulary = {
+        axis
+        for block in blocks.values()
+        for decision in (*block.rows, *block.columns)
+        if "vocab" in (decision.leaf.names or ())
+        for axis in [block.axis]
+    }
+    for axis in facts.ordered(vocabulary):
+        if facts.tokens is not None:
+            leg = facts.leg("all-reduce", (axis,), facts.tokens, "f32")
+            most = 3 * facts.options.accumulate
+            yield Promised(
+                role="loss over a split vocabulary",
+                tensors=("max, sum and target logit of each token",),
+                count=(0, most),
+                spellings=((leg,),),
+            )
+
+
+def _side(decision: Decision, axis: str) -> str | None:
+    """`row` or `column`, or None for a leaf that no matmul contracts over this axis."""
+    names, spec = decision.leaf.names, decision.spec
+    at = next((dim for dim, entry in enumerate(spec) if axis in spec_axes(entry)), None)
+    dims = [dim for dim in range(len(decision.leaf.shape)) if names is None or names[dim] not in ("layers", "expert")]
+    if at is None or at not in dims or len(dims) < 2:
+        return None
+    if names is None:
+        return "row" if at == dims[0] else "column"
+    if "embed" not in names:
+        return None
+    embed = names.index("embed")
+    return None if at == embed else "row" if at < embed else "column"
+
+
+def _block_promises(facts: _Facts, block: _Block) -> Iterator[Promised]:
+    some = (block.rows or block.columns)[0]
+    stack, width = _stack(some), _width(some)
+    steps = facts.options.accumulate
+    dtype = facts.wire(facts.compute(some))
+    by_sequence = block.axis in facts.sequence_axes
+    exact = facts.tokens is not None
+    elements = width * (facts.tokens if facts.tokens is not None else max(1, facts.rows))
+    recomputed = 2 if facts.options.remat and stack > 1 else 1
+    tensors = tuple(decision.path for decision in (*block.rows, *block.columns))
+    tied = not block.columns and any((decision.leaf.names or ())[:1] == ("vocab",) for decision in block.rows)
+    inputs = len(block.rows) if block.rows and block.columns else 1 if block.columns or tied else 0
+    # The first block's input may be the batch itself, which needs no gradient.
+    fewest_inputs = inputs if stack > 1 else 0
+
+    def leg(kind: str, **more: Any) -> Leg:
+        return facts.leg(kind, (block.axis,), elements, dtype, multiple=not exact, **more)
+
+    def promise(role: str, count: tuple[int, int], *spellings: tuple[Leg, ...]) -> Promised:
+        least, most = (number * stack * steps for number in count)
+        return Promised(role=role, tensors=tensors, count=(least, most), stack=1, spellings=spellings)
+
+    summed = leg("reduce-scatter") if by_sequence else leg("all-reduce")
+    num_rows = len(block.rows)
+    num_lookups = sum("vocab" in (decision.leaf.names or ()) for decision in block.rows)
+    if num_rows - num_lookups:
+        least = num_rows - num_lookups
+        yield promise("partial sums, forward", (least, least * recomputed), (summed,))
+    if num_lookups:  # XLA sums the result of a lookup whole, and slices it then
+        spelled = ((leg("all-reduce"),), (summed,)) if by_sequence else ((summed,),)
+        yield promise("partial sums, forward", (num_lookups, num_lookups), *spelled)
+    if inputs:
+        # XLA:CPU sums every weight's share of the input's gradient over devices by itself.
+        shares = leg("all-reduce", times=max(1, len(block.columns)))
+        on_cpu = ((summed,), (shares,)) if by_sequence and len(block.columns) < 2 else ((shares,),)
+        yield promise("partial sums, backward", (fewest_inputs, inputs), *(on_cpu if facts.on_cpu else ((summed,),)))
+    if by_sequence:
+        whole = (leg("all-gather"),)
+        if inputs:
+            yield promise("sequence made whole, forward", (inputs, inputs * (1 + recomputed)), whole)
+        if num_rows:
+            yield promise("sequence made whole, backward", (num_rows, num_rows), whole)
+
+
+def _width(decision: Decision) -> int:
+    """Size of the residual stream, as a weight tells it."""
+    names, shape = decision.leaf.names, decision.leaf.shape
+    if names is not None and "embed" in names:
+        return shape[names.index("embed")]
+    return shape[-1]
+
+
+def _merged(found: Sequence[Promised]) -> tuple[Promised, ...]:
+    """Promises that differ in their tensors only, as one."""
+    merged: dict[Any, Promised] = {}
+    for one in found:
+        key = (one.role, one.stack, one.spellings)
+        if key in merged:
+            so_far = merged[key]
+            count = (so_far.count[0] + one.count[0], so_far.count[1] + one.count[1])
+            one = dataclasses.replace(so_far, tensors=so_far.tensors + one.tensors, count=count)
+        merged[key] = one
+    return tuple(merged.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was found
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Pool:
+    """Arrays of collectives that no promise has claimed yet."""
+
+    left: list[tuple[Collective, int]]
+    micro_steps: int
+
+    def available(self, leg: Leg, stack: int) -> int:
+        """How often a leg can be served."""
+        return sum(count * worth for _, count, worth in self._fitting(leg, stack)) // leg.times
+
+    def take(self, leg: Leg, stack: int, times: int) -> list[tuple[Collective, int]]:
+        """Takes what serves a leg so many times; gives (array, runs taken)."""
+        wanted, taken = times * leg.times, []
+        for at, count, worth in self._fitting(leg, stack):
+            runs = min(count, wanted // worth)
+            if runs:
+                one, _ = self.left[at]
+                self.left[at] = (one, count - runs)
+                taken.append((one, runs))
+                wanted -= runs * worth
+        return taken
+
+    def _fitting(self, leg: Leg, stack: int) -> list[tuple[int, int, int]]:
+        """(place, runs left, how many layers one run serves); single layers first, they fit nothing else."""
+        found = []
+        for at, (one, count) in enumerate(self.left):
+            if count and (one.axes, _kind(one)) == (leg.axes, leg.kind):
+                worth = _worth(leg, _elements(one), 1 if self._in_layers(one, stack) else stack)
+                if worth:
+                    found.append((at, count, worth))
+        return sorted(found, key=lambda item: item[2])
+
+    def _in_layers(self, one: Collective, stack: int) -> bool:
+        """Whether it runs in the loop over layers, and so serves one of them."""
+        loops = sum(loop.trip_count == stack for loop in one.loops)
+        return loops > (self.micro_steps == stack)
+
+
+def _worth(leg: Leg, elements: int, stack: int) -> int:
+    if leg.multiple:
+        return int(elements % leg.elements == 0)
+    if elements == leg.elements:
+        return 1
+    return stack if elements == leg.elements * stack else 0
+
+
+def _elements(one: Collective) -> int:
+    ways = one.group_size if one.kind == "all-gather" else 1
+    return sum(array.size for array in one.arrays) * ways
+
+
+def _kind(one: Collective) -> str:
+    return one.logical_kind
+
+
+def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, micro_steps: int = 1) -> Promise:
+    """Holds a program's collectives to what was promised.
+
+    Args:
+      promises: from `promised`.
+      collectives: the program's census.
+      micro_steps: the step's `accumulate`, to tell the loop over them from the one over layers.
+    """
+    pool = _Pool([(part, part.count_per_step) for one in collectives for part in per_array(one)], micro_steps)
+    ordered = sorted(promises, key=lambda one: -max(leg.elements for leg in one.spellings[0]))
+    claims: dict[int, list[tuple[Leg, int, list[tuple[Collective, int]]]]] = {id(one): [] for one in ordered}
+    served = dict.fromkeys(claims, 0)
+    # First what must be there, then what may: a promise with a range must not take what another one needs.
+    for bound in (0, 1):
+        for one in ordered:
+            for spelling in one.spellings:
+                times = one.count[bound] - served[id(one)]
+                times = min([times, *(pool.available(leg, one.stack) for leg in spelling)])
+                if times > 0:
+                    claims[id(one)] += [(leg, times, pool.take(leg, one.stack, times)) for leg in spelling]
+                    served[id(one)] += times
+    lines = [line for one in promises for line in _lines(one, served[id(one)], claims[id(one)])]
+    left = [(one, count) for one, count in pool.left if count]
+    small = [item for item in left if _elements(item[0]) <= SMALL]
+    written = [item for item in left if _elements(item[0]) > SMALL and item[0].origin == "kernel"]
+    surprising = [item for item in left if _elements(item[0]) > SMALL and item[0].origin != "kernel"]
+    return Promise(
+        kept=_joined(line for line, is_kept in lines if is_kept),
+        missing=_joined(line for line, is_kept in lines if not is_kept),
+        surprise=_surprises(surprising, promises),
+        written=_joined(_loose("written in a kernel", *item) for item in written),
+        small=_joined(_loose("losses, metrics, norms", *item) for item in small),
+    )
+
+
+def _lines(
+    one: Promised, served: int, claims: Sequence[tuple[Leg, int, list[tuple[Collective, int]]]]
+) -> Iterator[tuple[Line, bool]]:
+    """The lines of one promise, each with whether it was kept."""
+    least, most = one.count
+    if served >= least and most:
+        for leg, times, taken in claims:
+            count = (times, times) if times != served else (max(least, times), most) if least != most else (times,) * 2
+            yield _line(one, leg, (count[0], count[1]), times, taken), True
+        return
+    for leg, times, taken in claims:
+        yield _line(one, leg, (times, times), times, taken), True
+    for leg in one.spellings[0] if served < least else ():
+        yield _line(one, leg, (least - served, most - served), least - served, []), False
+
+
+def _line(one: Promised, leg: Leg, count: tuple[int, int], times: int, taken: Sequence[tuple[Collective, int]]) -> Line:
+    meant = one.spellings[0]
+    same = next((other for other in meant if other.axes == leg.axes), meant[0])
+    real = {part.kind for part, _ in taken} - {same.kind}
+    # A collective of unknown size is promised at the size that was found.
+    found = sum(part.bytes_sent_per_device * runs for part, runs in taken)
+    promised_bytes = found if leg.multiple else times * leg.times * leg.bytes_sent_per_device
+    return Line(
+        role=one.role,
+        kind=same.kind if len(meant) == 1 or leg in meant else leg.kind,
+        axes=leg.axes,
+        tensors=one.tensors,
+        count=(count[0] * leg.times, count[1] * leg.times),
+        bytes_sent_per_device=promised_bytes,
+        # A run that serves a whole stack of layers counts for each of them.
+        found_count=times * leg.times if taken else 0,
+        found_bytes=found,
+        spelled=", ".join(sorted(real)),
+    )
+
+
+def _loose(role: str, one: Collective, count: int) -> Line:
+    sent = one.bytes_sent_per_device * count
+    return Line(
+        role=role, kind=_kind(one), axes=one.axes, tensors=(one.module,) if one.module else (), count=(count, count),
+        bytes_sent_per_device=sent, found_count=count, found_bytes=sent,
+    )  # fmt: skip
+
+
+def _joined(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """One line a role, kind and axes."""
+    joined: dict[tuple[str, str, tuple[str, ...], str], Line] = {}
+    for line in lines:
+        key = (line.role, line.kind, line.axes, line.spelled)
+        if key in joined:
+            so_far = joined[key]
+            line = dataclasses.replace(
+                so_far,
+                tensors=tuple(dict.fromkeys(so_far.tensors + line.tensors)),
+                count=(so_far.count[0] + line.count[0], so_far.count[1] + line.count[1]),
+                bytes_sent_per_device=so_far.bytes_sent_per_device + line.bytes_sent_per_device,
+                found_count=so_far.found_count + line.found_count,
+                found_bytes=so_far.found_bytes + line.found_bytes,
+            )
+        joined[key] = line
+    return tuple(joined.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Surprises
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _surprises(left: Sequence[tuple[Collective, int]], promises: Sequence[Promised]) -> tuple[Surprise, ...]:
+    joined: dict[tuple[Any, ...], Surprise] = {}
+    for one, count in left:
+        weight = _weight_of(one, promises)
+        surprise = Surprise(
+            kind=_kind(one),
+            axes=one.axes,
+            tensor=f"{one.arrays[0]}" + (f", as large as {weight}" if weight else ""),
+            module=one.module,
+            source=one.source,
+            operation=one.op_name.rpartition("/")[2],
+            count_per_step=count,
+            bytes_sent_per_device=one.bytes_sent_per_device * count,
+            fix=_fix(one, weight),
+        )
+        key = (surprise.kind, surprise.axes, surprise.tensor, surprise.module, surprise.source)
+        if key in joined:
+            so_far = joined[key]
+            surprise = dataclasses.replace(
+                so_far,
+                count_per_step=so_far.count_per_step + surprise.count_per_step,
+                bytes_sent_per_device=so_far.bytes_sent_per_device + surprise.bytes_sent_per_device,
+            )
+        joined[key] = surprise
+    return tuple(sorted(joined.values(), key=lambda one: -one.bytes_sent_per_device))
+
+
+def _weight_of(one: Collective, promises: Sequence[Promised]) -> str:
+    """A parameter of the size that travels, if some promise names one."""
+    for promise in promises:
+        if promise.role in ("weights before use", "gradients", "new parameters"):
+            for leg in (leg for spelling in promise.spellings for leg in spelling):
+                if leg.axes == one.axes and _elements(one) in (leg.elements, leg.elements * promise.stack):
+                    near = [path for path in promise.tensors if path.split("/")[-2:-1] == one.module.split("/")[-1:]]
+                    return f"`{(near or promise.tensors)[0]}`"
+    return ""
+
+
+def _fix(one: Collective, weight: str) -> str:
+    kind, where = _kind(one), f"`{one.axes_label}`"
+    if kind == "all-gather" and weight:
+        return (
+            f"a weight is gathered over {where} more often than the strategy says: use it inside the scan over layers, "
+            "once a pass, and do not constrain it to a layout of its own"
+        )
+    if kind == "all-gather":
+        return (
+            f"an activation is needed whole over {where}: name its dims where it is made and where it is used, "
+            'mp.constrain(x, "batch", "seq", "act_embed"), so that no operation asks for another layout'
+        )
+    if kind == "all-reduce" and weight:
+        return (
+            f"a gradient is summed over {where} once more, or whole where it should be scattered: see that its rule in "
+            "Strategy.grads is the parameter's, and that the loss is a mean over the batch"
+        )
+    if kind in ("all-reduce", "reduce-scatter"):
+        return (
+            f"an operation contracts or reduces a dim that is split over {where}: split the other dim of the weight, "
+            "or constrain the operand first; of two matmuls in a row the first is column-, the second row-parallel"
+        )
+    if kind in ("all-to-all", "collective-permute"):
+        return (
+            f"the split over {where} moves from one dim, or from one device, to another: two constraints in a row "
+            "disagree, or a reshape or slice cuts through a split dim; keep the split dim whole and outermost"
+        )
+    return f"nothing in the strategy asks for it over {where}: look at the line that made it"
