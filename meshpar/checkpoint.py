@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import math
 import sys
+import time
 import types
 import warnings
 import zlib
@@ -38,6 +40,11 @@ FORMAT = 1
 """Version of what is written; raised when an older reader would misread it."""
 SET_ASIDE = "set_aside"
 """Folder beside the checkpoints for those a run goes on without: damaged, or later than where it restarted."""
+
+_HALF_WRITTEN = ".orbax-checkpoint-tmp"
+"""What orbax puts behind a step's name while it is written."""
+_WAIT_S = 0.25
+_MOST_WAITS = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +81,7 @@ class Checkpoints:
         self.keep = keep
         self._manager: Any = None
         self._current: int | None = None
+        self._failed = False
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints in the folder, oldest first."""
@@ -193,10 +201,31 @@ class Checkpoints:
         leaves = _leaves(state)
         stored = {"leaves": _nested(leaves), "fingerprints": _fingerprints(leaves, state.setup)}
         run = _sealed(_document(step, state, leaves, data_state))
+        if self._failed:
+            self._clear_failed()
         with self._explained(f"save step {step}"):
             self._opened().save(
                 step, args=args.Composite(state=args.StandardSave(stored), run=args.JsonSave(run)), force=True
             )
+
+    def _clear_failed(self) -> None:
+        """Remove what a save that failed has left, once nothing is added to it any more.
+
+        orbax tells of the first write that fails while its others go on, in the very folder that the next save of the
+        same step would clear and use.
+        """
+        if jax.process_index() == 0:
+            found: list[str] | None = None
+            for _ in range(_MOST_WAITS):
+                time.sleep(_WAIT_S)
+                below = (self.folder.glob(f"*{_HALF_WRITTEN}*" + "/*" * depth) for depth in range(1, 5))
+                found, before = sorted(map(str, itertools.chain.from_iterable(below))), found
+                if found == before:
+                    break
+            for folder in self.folder.glob(f"*{_HALF_WRITTEN}*"):
+                folder.rmtree(missing_ok=True)
+        _barrier("meshpar: a failed save cleared")
+        self._failed = False
 
     def _opened(self) -> Any:
         """orbax's manager; opening it removes what a killed process has left half-written."""
@@ -266,7 +295,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            self._current = None
+            self._current, self._failed = None, True
             raise problem(
                 f"checkpoints in {self.folder}",
                 asked,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -526,6 +528,34 @@ def test_after_a_save_that_failed_the_same_step_can_be_saved(tmp_path, setup, fu
         checkpoints.wait()
         assert checkpoints.steps() == [0]
         assert_same(checkpoints.restore(setup).state, on_host(state))
+
+
+def test_a_retry_waits_for_what_the_failed_save_still_writes(tmp_path, setup, monkeypatch):
+    """orbax tells of the first failure while its other writers go on in the folder that the retry will use."""
+    import orbax.checkpoint as ocp
+
+    async def fails(self, x, directory):
+        raise OSError("no space left on device")
+
+    def write_late():
+        for number in range(40):
+            late = tmp_path / "0.orbax-checkpoint-tmp" / "state" / f"late{number}"
+            late.parent.mkdir(parents=True, exist_ok=True)
+            late.touch()
+            time.sleep(0.05)
+
+    state = setup.init(0)
+    writer = threading.Thread(target=write_late)
+    with Checkpoints(tmp_path) as checkpoints:
+        with monkeypatch.context() as patched, pytest.raises(mp.MeshparError, match="no space left"):
+            patched.setattr(ocp.JsonCheckpointHandler, "_save_fn", fails)
+            checkpoints.save(state, wait=True)
+        writer.start()
+        checkpoints.save(state, wait=True)
+        writer.join()
+        assert_same(checkpoints.restore(setup).state, on_host(state))
+    assert not list(tmp_path.rglob("late*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
 def test_saving_and_restoring_is_silent(tmp_path, setup, capfd):
