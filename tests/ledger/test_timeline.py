@@ -9,15 +9,20 @@ import dataclasses
 import itertools
 import textwrap
 
+import jax
+import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshpar.ledger import hlo
+import meshpar as mp
+from meshpar.ledger import hlo, prediction, work
 from meshpar.ledger.census import census
 from meshpar.ledger.timeline import Timeline, timeline
+from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.planner.catalogue import GPUS
-from meshpar.planner.hardware import Cluster, Link
+from meshpar.planner.hardware import Cluster, Link, parse_cluster
 from meshpar.types import MeshparError
 
 GPU = dataclasses.replace(GPUS["h100"], bf16_flops_per_s=1e9, fp32_flops_per_s=1e8, memory_bytes_per_s=1e9)
@@ -495,3 +500,58 @@ def test_any_schedule_adds_up_and_gains_from_faster_links(steps, factor):
     quicker = clock(text, body, faster)
     check(quicker)
     assert quicker.step_s <= found.step_s * (1 + 1e-9)
+
+
+# A decoder's step, compiled for eight H100s
+
+LAYERS, ROWS, SEQ = 4, 16, 1024
+
+
+@pytest.fixture(scope="module")
+def decoder(pod):
+    """(module, census, timeline) of a fully sharded decoder's step."""
+    config = TransformerConfig(
+        vocab_size=8192, num_layers=LAYERS, embed_dim=2048, num_heads=16, num_kv_heads=16, head_dim=128, mlp_dim=6144
+    )
+    mesh = mp.MeshSpec(fsdp=8).abstract()
+    state = mp.abstract_state(config.build(), optax.adam(1e-3), mesh=mesh, strategy=mp.fsdp())
+    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"))
+    batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), np.int32) for name in ("inputs", "targets")}
+    found = pod.compile(step.trace(state, batch), "h100:1x8")
+    collectives = census(found.module, mesh)
+    asked = config.flops_per_token(SEQ) * ROWS * SEQ / 8
+    return found.module, collectives, timeline(found.module, collectives, parse_cluster("h100:1x8")), asked
+
+
+@pytest.mark.pod
+def test_a_plain_scan_gathers_its_weights_with_nothing_to_hide_behind(decoder):
+    """The weights of a layer are gathered in the iteration that needs them: its first product waits for them."""
+    _, _, times, _ = decoder
+    check(times)
+    layers = [one for one in times.collectives if one.collective.in_loop and one.collective.kind == "all-gather"]
+    forward = [one for one in layers if not one.collective.is_backward]
+    first = [one for one in forward if one.has_nothing_to_hide_behind]
+    assert first
+    assert all(one.collective.count_per_step == LAYERS for one in layers)
+    assert sum(one.exposed_s for one in forward) > 0
+    assert [loop.trip_count for loop in times.loops] == [LAYERS, LAYERS]
+    assert [loop.is_backward for loop in times.loops] == [False, True]
+
+
+@pytest.mark.pod
+def test_the_predicted_step_is_no_shorter_than_its_products(decoder):
+    module, _, times, asked = decoder
+    products_s = work.flops_per_step(module) / parse_cluster("h100:1x8").gpu.bf16_flops_per_s
+    assert asked == pytest.approx(work.flops_per_step(module), rel=1e-3)
+    assert products_s < times.step_s < 20 * products_s
+    assert times.peak_flops_per_s == parse_cluster("h100:1x8").gpu.bf16_flops_per_s
+    assert 0 < prediction.compute(module, num_devices=8, timeline=times).compute_s <= times.step_s
+
+
+@pytest.mark.pod
+def test_the_same_step_takes_longer_between_nodes(decoder):
+    module, collectives, times, _ = decoder
+    spread = timeline(module, collectives, parse_cluster("h100:8x1"))
+    assert spread.compute_s == times.compute_s
+    assert spread.network_s["fsdp"] > times.network_s["fsdp"] * 5
+    assert spread.step_s > times.step_s
