@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from meshpar.adapters import from_nnx as from_nnx
     from meshpar.checkpoint import Checkpoints as Checkpoints
     from meshpar.config import Recipe as Recipe
+    from meshpar.ledger.explain import explain as explain
+    from meshpar.ledger.report import Report as Report
     from meshpar.loop import fit as fit
     from meshpar.mesh import MeshSpec as MeshSpec
     from meshpar.precision import Precision as Precision
@@ -72,6 +74,8 @@ _HOMES = {
     "step": ("train_step", "eval_step", "shard_batch"),
     "checkpoint": ("Checkpoints",),
     "loop": ("fit",),
+    "ledger.explain": ("explain",),
+    "ledger.report": ("Report",),
     "config": ("AdamW", "Optax", "Recipe", "Sample"),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

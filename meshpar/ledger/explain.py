@@ -1,0 +1,192 @@
+"""explain: compile a training step, here or for a pod that is not here, and read the program back.
+
+step, state, batch ─► traced ─► compiled ─► census ─► promise · overlap · lint ─► Report
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from meshpar.ledger.census import Collective, census
+from meshpar.ledger.lint import lint
+from meshpar.ledger.memory import memory, remedies
+from meshpar.ledger.model_flops import model_flops
+from meshpar.ledger.pod import PodProcess
+from meshpar.ledger.prediction import compute, overlap, why_not_timed
+from meshpar.ledger.program import Program, compile_here
+from meshpar.ledger.promise import hold, promised
+from meshpar.ledger.report import Report, Sent
+from meshpar.ledger.target import require_aot
+from meshpar.ledger.timeline import Timeline, timeline
+from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
+from meshpar.state import Setup, TrainState, abstract_state
+from meshpar.step import TrainStep
+from meshpar.types import AnyMesh, PyTree, axis_sizes, problem
+
+Compile = Callable[[jax.stages.Traced], Program]
+
+
+def explain(
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree,
+    cluster: str | Cluster | None = None,
+    *,
+    pod: PodProcess | None = None,
+    advise: bool = True,
+) -> Report:
+    """What the compiled training step holds, sends and computes, against what its strategy promised.
+
+    Nothing is run, and the state is left as it is.
+
+    Args:
+      step: made by `train_step`.
+      state: from `init_state`, or `abstract_state`; its mesh has as many devices as the cluster has GPUs.
+      batch: the global batch; arrays, or their shapes and dtypes.
+      cluster: `h100:8x8`, a profile's path, or a `Cluster`: compile for those GPUs, on this machine, without them
+        (needs the `aot` extra). None: compile for the devices at hand.
+      pod: a running compiling process, to use again for many reports.
+      advise: when the step does not fit, compile variants until one does.
+
+    Raises:
+      ValueError: another number of devices, no such cluster, the `aot` extra is missing, or an abstract mesh without
+        a cluster.
+      PodError: the compiler failed.
+    """
+    _check_kinds(step, state)
+    batch = jax.tree.map(_shape_of, batch)
+    if cluster is None:
+        return _explain(step, _here(state), batch, compile_here, _cluster_here(state.setup.mesh), advise)
+    cluster = parse_cluster(cluster)
+    require_aot(cluster.name)
+    state = _on(cluster, state)
+    if pod is not None:
+        return _explain(step, state, batch, lambda traced: pod.compile(traced, cluster), cluster, advise)
+    with PodProcess() as process:
+        return _explain(step, state, batch, lambda traced: process.compile(traced, cluster), cluster, advise)
+
+
+def _explain(
+    step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile, cluster: Cluster | None, advise: bool
+) -> Report:
+    setup, sizes = state.setup, axis_sizes(state.setup.mesh)
+    program = compiler(step.trace(state, batch))
+    on_cpu = program.target == "cpu"
+    collectives = census(program.module, sizes)
+    account = memory(program, setup, batch, cluster, options=step.options)
+    if advise and account.fits is False:
+        assert account.limit_bytes is not None
+        tried = remedies(step, setup, batch, compiler, account.limit_bytes)
+        account = dataclasses.replace(account, remedies=tried)
+    reason = why_not_timed(program.target, cluster)
+    times = None if reason or cluster is None else timeline(program.module, collectives, cluster)
+    asked = model_flops(step, state, batch)
+    promises = promised(setup, step.options, batch, on_cpu=on_cpu)
+    return Report(
+        devices=setup.mesh.size,
+        mesh=sizes,
+        target=program.target,
+        strategy=str(setup.strategy),
+        memory=account,
+        collectives=_sent(collectives, times, cluster),
+        promise=hold(promises, collectives, micro_steps=step.options.accumulate),
+        overlap=overlap(times, reason),
+        compute=compute(program.module, num_devices=setup.mesh.size, model_flops=asked, timeline=times, reason=reason),
+        findings=lint(program, collectives, setup, step.options, cluster),
+        compile_s=program.compile_s,
+        notes=tuple(_notes(program, collectives)),
+        timeline=times,
+    )
+
+
+def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: Cluster | None) -> tuple[Sent, ...]:
+    timed = times.collectives if times is not None else (None,) * len(collectives)
+    return tuple(
+        Sent(
+            collective=one,
+            crosses_node=None if cluster is None else cluster.groups_cross_node(one.groups),
+            time_s=None if at is None else at.time_s,
+            hidden_fraction=None if at is None else at.hidden_fraction,
+        )
+        for one, at in zip(collectives, timed, strict=True)
+    )
+
+
+def _notes(program: Program, collectives: tuple[Collective, ...]) -> list[str]:
+    notes = []
+    if program.target == "cpu":
+        notes.append("XLA:CPU spells a reduce-scatter as an all-reduce and a slice, which sends twice the bytes")
+        notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and runs every collective by itself")
+    if any(not one.count_known for one in collectives):
+        notes.append("a loop of unknown length counts once")
+    if any(one.in_branch for one in collectives):
+        notes.append("what a conditional may run is counted as if it ran")
+    return notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where to
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_kinds(step: Any, state: Any) -> None:
+    if not isinstance(step, TrainStep):
+        raise problem(
+            "explain",
+            f"read a {type(step).__name__}",
+            "it reads training steps, whose strategy says what they send",
+            "make one with mp.train_step(loss_fn); for another function, compile it and use meshpar.ledger.census",
+        )
+    if not isinstance(state, TrainState):
+        raise problem(
+            "explain",
+            f"take a {type(state).__name__} as the state",
+            "its second argument is a TrainState",
+            "make one with mp.init_state or mp.abstract_state",
+        )
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(getattr(x, "dtype", np.asarray(x).dtype)))
+
+
+def _here(state: TrainState) -> TrainState:
+    if not isinstance(state.setup.mesh, Mesh):
+        raise problem(
+            "explain",
+            "compile for the devices at hand",
+            f"the state's mesh of {state.setup.mesh.size} devices is abstract",
+            'name a cluster, explain(..., cluster="h100:1x8"), or build the mesh with MeshSpec.build()',
+        )
+    return state.setup.abstract
+
+
+def _cluster_here(mesh: AnyMesh) -> Cluster | None:
+    """The GPUs at hand as a cluster; None when the catalogue does not know them."""
+    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
+    gpu = gpu_of_kind(devices[0].device_kind) if devices else None
+    if gpu is None:
+        return None
+    nodes = len({device.process_index for device in devices})
+    return cluster_of(gpu, nodes=nodes, gpus_per_node=-(-len(devices) // nodes))
+
+
+def _on(cluster: Cluster, state: TrainState) -> TrainState:
+    """The state's shapes on a mesh without devices, as large as the cluster."""
+    setup: Setup = state.setup
+    if setup.mesh.size != cluster.num_devices:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in axis_sizes(setup.mesh).items() if size > 1) or "one device"
+        raise problem(
+            f"cluster `{cluster.name}`",
+            f"run a step over {setup.mesh.size} devices ({sizes})",
+            f"it has {cluster.num_devices} GPUs",
+            f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster",
+        )
+    mesh = setup.mesh if isinstance(setup.mesh, AbstractMesh) else setup.mesh.abstract_mesh
+    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, precision=setup.precision)
