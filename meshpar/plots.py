@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshpar.types import axis_sizes, problem, spec_axes
+from meshpar.types import axis_sizes, near, problem, spec_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from meshpar.ledger.timeline import Segment, Timeline
 
 Curve = Iterable[tuple[float, float]]
 """Points (step, value)."""
@@ -26,6 +28,11 @@ SHARDS = (
     "#8ecae6", "#ffd166", "#a8d8a0", "#f4a6a0", "#c9b6e4", "#f7c59f", "#9ad9d2", "#e6b8d3",
     "#bcd4f0", "#e9e08a", "#c6e5b1", "#f2c4ce", "#b3b9ea", "#e8cfa6", "#b7e4dc", "#d8c4e0",
 )  # fmt: skip
+
+MATMUL, KERNEL, WAITING = "#4a5c6d", "#aebac5", "#fdf3f0"
+AXES = {"data": "#e0a32e", "stage": "#8f6bb3", "fsdp": "#2f7fc1", "expert": "#4a9e5c", "tensor": "#d1495b"}
+"""One colour for each mesh axis, the same in every picture; other axes and products of axes take the next of `MORE`."""
+MORE = ("#3aa6a0", "#b5651d", "#6c7fd8", "#9c8f2f", "#c77fb0", "#7d8a97")
 
 MOST_NUMBERED = 64
 """Up to so many devices a picture names each."""
@@ -109,6 +116,53 @@ def sharding(
     shown = " × ".join(map(str, shape)) or "scalar"
     figure.suptitle(title or f"{shown}   {_spec_text(spec, len(shape))}", color=INK, fontweight="bold", fontsize=11)
     return figure
+
+
+def timeline(timeline: Timeline, *, loop: str | None = None, title: str | None = None) -> Figure:
+    """One layer on the clock: its kernels above, its collectives below, and where compute waits for them.
+
+    Args:
+      timeline: of a program, as `meshpar.ledger.timeline.timeline` gives it.
+      loop: name of the loop of which one iteration is drawn; None: the one that takes most of the step, or the whole
+        program when it has no loop.
+      title: default: what is drawn, and how long it takes.
+
+    Raises:
+      ValueError: the program has no loop of this name.
+    """
+    segment = _drawn(timeline, loop)
+    scale, unit = _unit(segment)
+    figure, axes = _figure(10.0, 3.9)
+    per_inch = max(segment.duration_s, 1e-12) * scale / _TIMELINE_INCHES
+    labels = sorted({op.label for op in segment.ops if op.label}, key=lambda label: (label not in AXES, label))
+    colors = axis_colors(labels)
+    axes.set_xlim(0, max(segment.duration_s, 1e-12) * scale)
+    for start, end in _idle(segment):
+        _bar(axes, 1, start * scale, end * scale, WAITING, edge=FAINT, hatch="////")
+    for op in segment.ops:
+        start, end = op.start_s * scale, op.end_s * scale
+        if op.stream == "communication":
+            _bar(axes, 0, start, end, colors[op.label])
+            _name(axes, 0, start, end, op.kind, (end - start) / per_inch)
+        else:
+            _bar(axes, 1, start, end, MATMUL if op.kind == "matmul" else KERNEL)
+    for start, end, name in _parts_of_model(segment):
+        if _fitting(name, (end - start) * scale / per_inch, lines=1):
+            _bracket(axes, start * scale, end * scale, name)
+    axes.set_ylim(-0.5, 1.85)
+    axes.set_yticks([1, 0], ["compute", "communication"])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(unit, color=INK)
+    axes.set_title(title or _segment_title(timeline, segment), loc="left", color=INK, fontweight="bold", fontsize=11)
+    _legend(figure, segment, colors)
+    return figure
+
+
+def axis_colors(labels: Sequence[str]) -> dict[str, str]:
+    """A colour for each label of mesh axes: `fsdp`, `data*fsdp`."""
+    others = itertools.cycle(MORE)
+    return {label: AXES[label] if label in AXES else next(others) for label in labels}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -274,3 +328,110 @@ def _dim_label(
 def _spec_text(spec: PartitionSpec, num_dims: int) -> str:
     entries = ["×".join(spec_axes(entry)) or "–" for entry in spec] + ["–"] * (num_dims - len(spec))
     return f"({', '.join(entries)})"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Timelines
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+_TIMELINE_INCHES = 8.6
+"""Width of a timeline's axes: what the labels leave of the figure's."""
+
+
+def _drawn(timeline: Timeline, loop: str | None) -> Segment:
+    if loop is None:
+        return max(timeline.loops, key=lambda one: one.duration_s * (one.trip_count or 1), default=timeline.segments[0])
+    named = {one.name: one for one in timeline.loops}
+    if loop not in named:
+        raise problem("plots.timeline", f"draw loop `{loop}`", "the program has no such loop", near(loop, named))
+    return named[loop]
+
+
+def _unit(segment: Segment) -> tuple[float, str]:
+    """How many of a unit a second has, and its name."""
+    return (1e3, "ms") if segment.duration_s >= 1e-3 else (1e6, "µs")
+
+
+def _segment_title(timeline: Timeline, segment: Segment) -> str:
+    scale, unit = _unit(segment)
+    length = f"{segment.duration_s * scale:.3g} {unit} on {timeline.cluster}"
+    if not segment.name:
+        return f"one step: {length}"
+    where = segment.module or segment.name
+    times = f", {segment.trip_count} iterations" if segment.trip_count is not None else ""
+    return f"one iteration of {where}, {'backward' if segment.is_backward else 'forward'}: {length}{times}"
+
+
+def _idle(segment: Segment) -> list[tuple[float, float]]:
+    """Where no kernel runs."""
+    found, at = [], 0.0
+    for op in sorted((op for op in segment.ops if op.stream == "compute"), key=lambda op: op.start_s):
+        found.append((at, op.start_s))
+        at = max(at, op.end_s)
+    found.append((at, segment.duration_s))
+    return [(start, end) for start, end in found if end - start > 1e-4 * segment.duration_s]
+
+
+def _parts_of_model(segment: Segment) -> list[tuple[float, float, str]]:
+    """(start, end, name) of the stretches in which kernels of one part of the model follow each other."""
+    found: list[tuple[float, float, str]] = []
+    for op in sorted((op for op in segment.ops if op.stream == "compute"), key=lambda op: op.start_s):
+        name = op.module.removeprefix(segment.module).strip("/").split("/")[0]
+        if not name or op.end_s - op.start_s < 0.01 * segment.duration_s:
+            continue  # a kernel between two of another part does not tear them apart
+        if found and found[-1][2] == name:
+            found[-1] = (found[-1][0], op.end_s, name)
+        else:
+            found.append((op.start_s, op.end_s, name))
+    return found
+
+
+def _bar(axes: Axes, row: int, start: float, end: float, color: str, *, edge: str = "white", hatch: str = "") -> None:
+    # A line around a sliver would hide it.
+    width = 0.4 if end - start > 0.003 * axes.get_xlim()[1] else 0
+    axes.barh(
+        row, end - start, left=start, height=0.62, color=color, edgecolor=edge, linewidth=width, hatch=hatch or None
+    )
+
+
+def _name(axes: Axes, row: int, start: float, end: float, text: str, inches: float) -> None:
+    """Writes on a bar: across if it is wide enough, else upwards, else not at all."""
+    shown = _fitting(text, inches)
+    if shown or inches >= 0.12:
+        axes.text(
+            (start + end) / 2, row, shown or text, ha="center", va="center", color="white", fontsize=7,
+            linespacing=1.0, rotation=0 if shown else 90,
+        )  # fmt: skip
+
+
+def _bracket(axes: Axes, start: float, end: float, text: str) -> None:
+    axes.plot([start, start, end, end], [1.37, 1.42, 1.42, 1.37], color=INK, lw=0.8, solid_joinstyle="miter")
+    axes.text((start + end) / 2, 1.47, text, ha="center", va="bottom", color=INK, fontsize=8)
+
+
+def _fitting(text: str, inches: float, *, lines: int = 2) -> str:
+    """The text if it fits into a width, in two lines if that helps, or nothing."""
+    for shown in [text, text.replace("-", "-\n", 1)][:lines]:
+        if max(map(len, shown.split("\n"))) * 0.064 + 0.04 <= inches:
+            return shown
+    return ""
+
+
+def _legend(figure: Figure, segment: Segment, colors: Mapping[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = {op.kind for op in segment.ops if op.stream == "compute"}
+    handles = [Patch(facecolor=MATMUL, label="matrix products")] if "matmul" in kinds else []
+    handles += [Patch(facecolor=KERNEL, label="other kernels")] if kinds - {"matmul"} else []
+    if _idle(segment):
+        handles.append(Patch(facecolor=WAITING, edgecolor=FAINT, hatch="////", label="waiting"))
+    handles += [Patch(facecolor=color, label=" × ".join(label.split("*"))) for label, color in colors.items()]
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=max(len(handles), 1),
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+    )

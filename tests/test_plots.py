@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
 
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from matplotlib.colors import to_hex
 
 import meshpar as mp
 from meshpar import plots
+from meshpar.ledger.timeline import Op, Segment, Timeline
 
 MESH = mp.MeshSpec(fsdp=4, tensor=2)
 
@@ -96,3 +100,102 @@ def test_a_spec_that_does_not_fit_is_an_error(spec, shape, said):
 def test_pictures_can_be_saved(tmp_path):
     plots.sharding(P("fsdp", "tensor"), (8, 6), MESH.abstract()).savefig(tmp_path / "shards.png")
     assert (tmp_path / "shards.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Timelines
+
+
+def op(name, stream, start_s, end_s, kind, label="", module=""):
+    return Op(name=name, stream=stream, start_s=start_s, end_s=end_s, kind=kind, label=label, module=module)
+
+
+LAYER = Segment(
+    name="while.1",
+    module="layers",
+    is_backward=True,
+    trip_count=4,
+    duration_s=0.010,
+    ops=(
+        op("gather", "communication", 0.0, 0.004, "all-gather", "fsdp"),
+        op("qkv", "compute", 0.001, 0.003, "matmul", module="layers/attention"),
+        op("softmax", "compute", 0.004, 0.006, "kernel", module="layers/attention"),
+        op("up", "compute", 0.006, 0.008, "matmul", module="layers/mlp"),
+        op("reduce", "communication", 0.008, 0.010, "all-reduce", "data*fsdp"),
+    ),
+)
+STEP = Timeline(
+    cluster="h100:1x8",
+    peak_flops_per_s=1e15,
+    step_s=0.04,
+    compute_s=0.016,
+    memory_s=0.008,
+    network_s={"fsdp": 0.016, "data*fsdp": 0.008},
+    hidden_s={"fsdp": 0.008, "data*fsdp": 0.0},
+    collectives=(),
+    segments=(
+        dataclasses.replace(
+            LAYER, name="", module="", is_backward=False, trip_count=1, ops=(op("w", "compute", 0, 0.04, "loop"),)
+        ),
+        LAYER,
+    ),
+)
+
+
+def bars(figure):
+    """(row, start, end) of every bar in milliseconds, rounded, by colour."""
+    found = {}
+    for patch in figure.axes[0].patches:
+        row = round(patch.get_y() + patch.get_height() / 2)
+        start, end = patch.get_x(), patch.get_x() + patch.get_width()
+        found.setdefault(to_hex(patch.get_facecolor()), []).append((row, round(start, 3), round(end, 3)))
+    return found
+
+
+def test_a_timeline_has_every_op_in_its_row_and_the_waiting_between():
+    figure = plots.timeline(STEP, loop="while.1")
+    colors = plots.axis_colors(["fsdp", "data*fsdp"])
+    assert bars(figure) == {
+        plots.WAITING: [(1, 0, 1), (1, 3, 4), (1, 8, 10)],
+        colors["fsdp"]: [(0, 0, 4)],
+        plots.MATMUL: [(1, 1, 3), (1, 6, 8)],
+        plots.KERNEL: [(1, 4, 6)],
+        colors["data*fsdp"]: [(0, 8, 10)],
+    }
+    assert texts(figure) == ["all-gather", "all-reduce", "attention", "mlp"]
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "ms"
+    assert axes.get_title(loc="left") == "one iteration of layers, backward: 10 ms on h100:1x8, 4 iterations"
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["matrix products", "other kernels", "waiting", "fsdp", "data × fsdp"]
+
+
+def test_a_timeline_shows_the_loop_that_takes_longest_unless_one_is_named():
+    quick = dataclasses.replace(LAYER, name="while.2", is_backward=False, duration_s=0.005, ops=())
+    both = dataclasses.replace(STEP, segments=(STEP.segments[0], quick, LAYER))
+    assert "backward" in plots.timeline(both).axes[0].get_title(loc="left")
+    assert "forward" in plots.timeline(both, loop="while.2").axes[0].get_title(loc="left")
+    with pytest.raises(mp.MeshparError, match="did you mean `while.1`"):
+        plots.timeline(both, loop="while.11")
+
+
+def test_a_program_without_loops_is_drawn_whole():
+    figure = plots.timeline(dataclasses.replace(STEP, segments=STEP.segments[:1]))
+    assert figure.axes[0].get_title(loc="left") == "one step: 10 ms on h100:1x8"
+
+
+def test_names_stay_inside_their_bars():
+    figure = plots.timeline(STEP, loop="while.1")
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    sent = sorted((start, end) for row, start, end in itertools.chain(*bars(figure).values()) if row == 0)
+    for text, (start, end) in zip(axes.texts[:2], sent, strict=True):
+        box = text.get_window_extent().transformed(axes.transData.inverted())
+        assert start <= box.x0
+        assert box.x1 <= end
+
+
+def test_axes_keep_their_colours_and_no_two_labels_share_one():
+    colors = plots.axis_colors(["tensor", "data*fsdp", "data", "context"])
+    assert colors["tensor"] == plots.AXES["tensor"]
+    assert colors["data"] == plots.AXES["data"]
+    assert len(set(colors.values())) == 4
