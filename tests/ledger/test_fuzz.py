@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from meshpar.ledger import hlo, work
 from meshpar.ledger.census import census
 from meshpar.ledger.hlo import HloSyntaxError
+from meshpar.ledger.timeline import timeline
+from meshpar.planner.hardware import parse_cluster
 
+CLUSTER = parse_cluster("h100:2x4")
 SMALL_SEEDS, LARGE_SEEDS, EDITS = 450, 50, 20  # (450 + 50) x 20 mutations
 
 # One instruction of every kind the parser treats on its own, in a program small enough to be read thousands of times.
@@ -137,8 +140,9 @@ def read(text: str) -> None:
     """Reads the text and whatever can be asked of it; errors other than those promised go through."""
     with contextlib.suppress(HloSyntaxError):
         module = hlo.parse(text)
-        with contextlib.suppress(ValueError):  # a mesh of another size, a call tree without end
-            census(module, {"a": 2, "b": 4})
+        with contextlib.suppress(ValueError):  # a mesh of another size, a call tree without end, no schedule
+            collectives = census(module, {"a": 2, "b": 4})
+            timeline(module, collectives, CLUSTER)
             work.flops_per_step(module)
             work.largest_temporaries(module)
             for computation in module:
