@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.precision import Precision, cast_floating, check_remat, numerics
 from meshpar.rules import Rules, resolve, use
@@ -69,6 +69,15 @@ def _check_batch(batch: PyTree, sharding: NamedSharding, accumulate: int) -> Non
         raise problem("batch", "train on it", "it holds no arrays", "pass a pytree of arrays with a batch dim first")
     shapes = {path: np.shape(x) for path, x in leaves}
     rows = max((shape[0] for shape in shapes.values() if shape), default=0)
+    for path, x in leaves:
+        dtype = getattr(x, "dtype", None)
+        if dtype is not None and not _is_number(dtype):
+            raise problem(
+                f"batch leaf `{path}` of dtype {dtype}",
+                "be laid on devices",
+                "they hold numbers, and this holds none",
+                "leave it out of the batch, or turn it into numbers first (text: into tokens)",
+            )
     for path, shape in shapes.items():
         if shape[:1] != (rows,):
             raise problem(
@@ -88,6 +97,15 @@ def _check_batch(batch: PyTree, sharding: NamedSharding, accumulate: int) -> Non
         )
 
 
+def _is_number(dtype: Any) -> bool:
+    """Whether jax can hold it: numbers, truths, random keys; not strings, objects, times or records."""
+    return (
+        dtype == np.bool_
+        or jax.dtypes.issubdtype(dtype, np.number)
+        or jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The step
 # ---------------------------------------------------------------------------------------------------------------------
@@ -101,13 +119,13 @@ class _Program:
         self._checked: weakref.WeakKeyDictionary[Setup, set[Any]] = weakref.WeakKeyDictionary()
 
     def jitted(self, state: TrainState, batch: PyTree) -> Any:
-        """The jitted function for this state's setup; the batch is checked when its shapes are new."""
+        """The jitted function for this state's setup; the batch is checked when its shapes or dtypes are new."""
         setup = state.setup
         found = self._jitted.get(setup)
         if found is None:
             found = self._jitted[setup] = self._jit(setup)
             self._checked[setup] = set()
-        shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
+        shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(batch))
         if shapes not in self._checked[setup]:
             _check_batch(batch, batch_sharding(setup.mesh, setup.strategy), self._num_micro_steps)
             self._checked[setup].add(shapes)
@@ -372,11 +390,11 @@ def _micro_step(
     weight = jnp.ones((), loss.dtype) if options.weight is None else metrics[options.weight]
     grads = jax.tree.map(lambda g: g.astype(options.precision.reduce_dtype(g.dtype)), grads)
     # Means are taken in float32 at the least: counts and float16 losses would not survive a weight or a division.
-    loss, metrics, weight = jax.tree.map(
-        lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), (loss, metrics, weight)
-    )
+    loss, metrics, weight = jax.tree.map(_wide, (loss, metrics, weight))
     if options.weight is not None:
-        # A micro-step of weight zero has no mean: 0/0 in the loss must not spoil the others.
+        # Gradients times a number of tokens are beyond float16, and that number is not in bfloat16. A micro-step of
+        # weight zero has no mean: 0/0 in the loss must not spoil the others.
+        grads = jax.tree.map(_wide, grads)
         loss, metrics, grads = jax.tree.map(
             lambda x: jnp.where(weight > 0, x * weight.astype(x.dtype), 0), (loss, metrics, grads)
         )
@@ -465,7 +483,10 @@ def _reduced_once(loss_fn: LossFn, options: StepOptions, state: TrainState, batc
         own = _own_keys(extra, random_keys, axes)
         sums = _accumulate(micro_step, own, micro_batches, here, options.accumulate)
         kept = _common_keys(extra, own, sums.extra, random_keys, axes)
-        return _reduce(dataclasses.replace(sums, extra=kept), axes, scatter)
+        sums = dataclasses.replace(sums, extra=kept)
+        if options.weight is not None:
+            sums = _evened(sums, axes, options, params)
+        return _reduce(sums, axes, scatter, on_host=_is_host(setup.mesh))
 
     if not axes:
         return local(params, state.extra, batch, jax.random.key_data(key))
@@ -512,10 +533,30 @@ def _common_keys(
     return jax.tree_util.tree_map_with_path(kept, before, own, after)
 
 
-def _reduce(sums: _Sums, axes: tuple[str, ...], scatter: PyTree) -> _Sums:
+def _evened(sums: _Sums, axes: tuple[str, ...], options: StepOptions, params: PyTree) -> _Sums:
+    """The same sums with weights that are 1 in the mean, which the dtype of the reduction can hold."""
+    mean = lax.pmean(sums.weight, axes) / options.accumulate
+    loss, metrics, grads, weight = jax.tree.map(
+        lambda x: x / mean.astype(x.dtype), (sums.loss, sums.metrics, sums.grads, sums.weight)
+    )
+    grads = jax.tree.map(lambda g, p: g.astype(options.precision.reduce_dtype(p.dtype)), grads, params)
+    return _Sums(loss, metrics, grads, weight, sums.extra)
+
+
+def _is_host(mesh: AnyMesh) -> bool:
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+
+
+def _reduce(sums: _Sums, axes: tuple[str, ...], scatter: PyTree, *, on_host: bool) -> _Sums:
     """Sum over devices: gradients scattered where the strategy keeps shards, model extras averaged."""
 
     def reduce_grad(g: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if on_host and g.dtype == jnp.bfloat16:
+            # XLA widens such a sum on host devices anyway, and ends the process when it was written by hand.
+            return summed(g.astype(jnp.float32), spec).astype(g.dtype)
+        return summed(g, spec)
+
+    def summed(g: jax.Array, spec: PartitionSpec) -> jax.Array:
         left = axes
         for dim, entry in enumerate(spec):
             if entry is not None:

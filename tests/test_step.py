@@ -144,6 +144,45 @@ def test_micro_steps_are_weighed_by_a_metric(mode):
     np.testing.assert_allclose(split.params["up"], whole.params["up"], atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("accumulate", "mode"), [(1, "each"), (2, "each"), (2, "once")])
+def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
+    """Times a number of tokens, a gradient is beyond float16; alone it is not."""
+
+    def weighed(model, batch, key):
+        loss, _ = loss_fn(model, batch, key)
+        return loss * 100, {"tokens": 1_000_000 + 1000 * batch["x"].shape[0] * jnp.ones(())}
+
+    def trained(**options):
+        state = make_state(mp.MeshSpec(fsdp=8), mp.zero1(), optax.sgd(1e-3))
+        return mp.train_step(weighed, **options)(state, make_batch(0))
+
+    wide, expected = trained()
+    state, metrics = trained(
+        accumulate=accumulate, accumulate_mode=mode, weight="tokens", precision=mp.Precision(reduce=dtype)
+    )
+    assert bool(metrics["finite"])
+    assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
+    # Each of a few rounded additions is off by at most half a unit in the last place: 2^-11, or 2^-8.
+    assert float(metrics["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=0.01)
+    change = {"float16": 2e-5, "bfloat16": 2e-4}[dtype]
+    np.testing.assert_allclose(state.params["up"], wide.params["up"], atol=change)
+
+
+def test_a_weighed_reduction_is_as_narrow_as_asked():
+    step = mp.train_step(
+        masked_rows, accumulate=2, accumulate_mode="once", weight="rows", precision=mp.Precision(reduce="float16")
+    )
+    state = make_state(mp.MeshSpec(data=8), mp.ddp())
+    text = step.lower(state, make_batch(0)).as_text()
+    sums = [line for line in text.splitlines() if line.strip().startswith("}) : (") and "xf16>) -> tensor<" in line]
+    assert len(sums) == len(jax.tree.leaves(state.params))
+
+
+def masked_rows(model, batch, key):
+    return loss_fn(model, batch, key)[0], {"rows": jnp.float32(len(batch["x"]))}
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_counts_and_flags_may_be_metrics(accumulate):
     def counting(model, batch, key):
@@ -317,6 +356,9 @@ def test_options_that_do_not_exist(options, says):
         (lambda b: {k: v[:0] for k, v in b.items()}, "use a batch of 8"),
         (lambda b: {**b, "n": np.float32(1)}, "batch leaf `n`"),
         (lambda b: {}, "holds no arrays"),
+        (lambda b: {**b, "text": np.array(["a"] * ROWS)}, "batch leaf `text` of dtype <U1"),
+        (lambda b: {**b, "any": np.array([None] * ROWS)}, "batch leaf `any` of dtype object"),
+        (lambda b: {**b, "day": np.zeros(ROWS, "datetime64[D]")}, "batch leaf `day` of dtype datetime64[D]"),
     ],
 )
 def test_batches_that_do_not_divide_are_refused_before_tracing(change, says):
@@ -326,6 +368,21 @@ def test_batches_that_do_not_divide_are_refused_before_tracing(change, says):
     with pytest.raises(mp.MeshparError) as error:
         mp.train_step(never)(make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), change(make_batch(0)))
     assert says in str(error.value)
+
+
+def test_a_batch_may_hold_any_numbers_and_keys_and_later_ones_are_checked_too():
+    def looks(model, batch, key):
+        return loss_fn(model, batch, key)[0], {"some": batch["narrow"].astype(jnp.float32).sum()}
+
+    more = {
+        "narrow": jnp.ones(ROWS, jnp.bfloat16), "flag": np.ones(ROWS, bool), "tiny": np.ones(ROWS, np.int8),
+        "keys": jax.random.split(jax.random.key(0), ROWS),
+    }  # fmt: skip
+    step = mp.train_step(looks)
+    state, metrics = step(make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_batch(0) | more)
+    assert float(metrics["some"]) == ROWS
+    with pytest.raises(mp.MeshparError, match="batch leaf `tiny` of dtype object"):
+        step(state, make_batch(0) | more | {"tiny": np.array([None] * ROWS)})
 
 
 @pytest.mark.parametrize(
