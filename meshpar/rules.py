@@ -267,6 +267,12 @@ class Rules:
         """The path patterns, in order; the last that matches wins."""
         return tuple(rule.key for rule in self._by_path)
 
+    @property
+    def axes(self) -> frozenset[str]:
+        """Every mesh axis that a rule names."""
+        largest = self.largest.axes if self.largest else ()
+        return frozenset(largest).union(*(_axes_in(rule.value) for rule in (*self._by_name.values(), *self._by_path)))
+
     def without_paths(self) -> Rules:
         """The same rules, but for those about paths."""
         return _rebuild(self._by_name, (), *(getattr(self, name) for name in self._state()[2:]))
@@ -278,6 +284,15 @@ class Rules:
     def name_rule(self, name: str) -> _Rule | None:
         """The rule for a logical name, None when the name is unknown or known and not split."""
         return self._by_name.get(name)
+
+
+def _axes_in(value: Any) -> set[str]:
+    """Mesh axes in the value of a rule."""
+    if isinstance(value, First):
+        value = value.alternatives
+    if isinstance(value, str):
+        return {value}
+    return set().union(*map(_axes_in, value)) if isinstance(value, tuple) else set()
 
 
 def _rebuild(*state: Any) -> Rules:
@@ -430,8 +445,8 @@ def _unnamed(leaf: Leaf, rules: Rules, sizes: dict[str, int]) -> Decision:
     count = math.prod(sizes[axis] for axis in largest.axes)
     fits = [dim for dim, size in enumerate(leaf.shape) if size and size % count == 0]
     rule = _Rule(LARGEST_DIM, largest.axes, largest.origin)
-    if not fits:
-        return _decision(leaf, f"{largest.origin}: no dim divides by {count}", whole, sizes, meant=False, used=[rule])
+    if not fits:  # the rule did nothing: where that is so of every leaf, the preset is idle
+        return _decision(leaf, f"{largest.origin}: no dim divides by {count}", whole, sizes, meant=False, used=[])
     dim = max(fits, key=lambda d: (leaf.shape[d], -d))
     whole[dim] = largest.axes[0] if len(largest.axes) == 1 else largest.axes
     label = f"{largest.origin}: largest dim that divides ({dim})"

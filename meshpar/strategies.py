@@ -67,6 +67,7 @@ class Strategy:
         if not isinstance(other, Strategy | Rules):
             return NotImplemented
         other = as_strategy(other)
+        self._check_not_undone(other)
         return dataclasses.replace(
             self,
             **{part: getattr(self, part) | getattr(other, part) for part in PARTS},
@@ -74,6 +75,18 @@ class Strategy:
             big_leaf_bytes=min(self.big_leaf_bytes, other.big_leaf_bytes),
             needs=self.needs + other.needs,
         )
+
+    def _check_not_undone(self, other: Strategy) -> None:
+        """`fsdp() | ddp()`: the second says what stays whole by adding no rule, which takes nothing from the first."""
+        for part in PARTS[:3]:
+            mine, theirs = getattr(self, part), getattr(other, part)
+            if mine.largest and theirs.everything and not theirs.largest:
+                raise problem(
+                    f"strategy {self.label} | {other.label}",
+                    f"keep {part} whole by {theirs.everything} after splitting them by {mine.largest.origin}",
+                    "strategies are joined rule by rule, and a rule that is missing takes nothing away",
+                    f"write {other.label} alone, or to keep some leaves whole mp.Rules(embed=None)",
+                )
 
     def __ror__(self, other: Rules) -> Strategy:
         return as_strategy(other) | self if isinstance(other, Rules) else NotImplemented

@@ -17,7 +17,7 @@ from meshpar.adapters import Model, Variables
 from meshpar.mesh import check_mesh
 from meshpar.precision import Precision, cast_floating
 from meshpar.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve, use
-from meshpar.strategies import Strategy, as_strategy
+from meshpar.strategies import PARTS, Strategy, as_strategy
 from meshpar.types import (
     AnyMesh,
     Decision,
@@ -57,6 +57,8 @@ class ShardingTable:
     """Empty when no optimizer was given."""
     extra: tuple[Decision, ...]
     """What the model keeps beside parameters."""
+    idle: tuple[str, ...] = ()
+    """Mesh axes above 1 that no rule names: the user's own code splits over them, or their devices repeat work."""
 
     @property
     def totals(self) -> Totals:
@@ -100,7 +102,7 @@ class ShardingTable:
             title=f"mesh {axes} · {self.strategy}",
             caption=f"{totals.num_params:,} parameters · per device: params {human_bytes(totals.params_bytes)}, "
             f"grads {human_bytes(totals.grads_bytes)}, optimizer {human_bytes(totals.optimizer_bytes)}, "
-            f"state {human_bytes(totals.state_bytes)}",
+            f"state {human_bytes(totals.state_bytes)}" + "".join(map(self._idle_line, self.idle)),
         )
         for column in ("path", "shape", "dtype", "names", "rule", "spec"):
             table.add_column(column, overflow="fold")
@@ -111,6 +113,10 @@ class ShardingTable:
             cells = (d.path, shape, d.leaf.dtype.name, names, d.rule, spec_text(d.spec))
             table.add_row(*map(Text, cells), human_bytes(d.bytes_per_device))
         return table
+
+    def _idle_line(self, axis: str) -> str:
+        repeat = f"its {self.mesh[axis]} devices repeat the same work"
+        return f"\nno rule names mesh axis `{axis}`: unless your own code splits over it, {repeat}"
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -226,6 +232,7 @@ def lay_out(
             grads=tuple(grads),
             optimizer=tuple(optimizer),
             extra=tuple(extra),
+            idle=tuple(_idle_axes(strategy, mesh)),
         ),
         params=specs(params, variables.params),
         grads=specs(grads, variables.params),
@@ -326,6 +333,12 @@ def _check_kinds(model: Any, mesh: Any, tx: Any) -> None:
         )
 
 
+def _idle_axes(strategy: Strategy, mesh: AnyMesh) -> list[str]:
+    """Axes above 1 that no rule names."""
+    named = frozenset().union(*(getattr(strategy, part).axes for part in PARTS))
+    return [axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in named]
+
+
 def _check_rules_used(
     leaves: Sequence[Leaf], extra: Sequence[Leaf], decisions: Sequence[Decision], strategy: Strategy
 ) -> None:
@@ -363,15 +376,22 @@ def _check_presets_used(rules: Rules, leaves: Sequence[Leaf], decisions: Sequenc
             continue
         some = ", ".join(f"`{leaf.path}`" for leaf in leaves[:3]) + (", …" if len(leaves) > 3 else "")
         by_size = LARGEST_DIM in keys[origin]
-        fitting = "has such a name" + (" or is big enough" if by_size else "")
+        undivided = any(d.rule.startswith(f"{origin}: no dim divides") for d in decisions)
+        fitting = "has such a name" + (" or is big enough" + " and divides" * undivided if by_size else "")
         raise problem(
             f"strategy {origin}",
             f"split leaves by {', '.join(f'`{key}`' for key in keys[origin])}",
             f"none of the model's {len(leaves)} leaves ({some}) {fitting}; "
             f"their names are {', '.join(f'`{name}`' for name in sorted(names)) or 'none'}",
             "annotate the model, or join rules that name leaves by path: mp.Rules(paths={r'.*/kernel': mp.names(...)})"
-            + (f"; or split small leaves too: mp.{origin}(min_bytes=0)" if by_size else ""),
+            + _other_ways(origin, by_size=by_size, undivided=undivided),
         )
+
+
+def _other_ways(origin: str, *, by_size: bool, undivided: bool) -> str:
+    if undivided:
+        return "; or pad a dim, give the axis a size that divides one, or keep them whole on purpose: mp.ddp()"
+    return f"; or split small leaves too: mp.{origin}(min_bytes=0)" if by_size else ""
 
 
 def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, mesh: AnyMesh) -> None:

@@ -197,6 +197,35 @@ def test_a_preset_that_finds_nothing_to_do_is_an_error():
     assert mp.shardings(small, mesh, mp.ddp())["w"].shards == 1  # has no rules that could idle
 
 
+def test_leaves_none_of_whose_dims_divides_are_no_work_for_a_preset():
+    odd = mp.from_functions(lambda key: {"w": jnp.zeros((7, 9)), "b": jnp.zeros(5)}, lambda p: p)
+    with pytest.raises(mp.MeshparError, match="strategy fsdp: .*or is big enough and divides.*pad a dim"):
+        mp.shardings(odd, mp.MeshSpec(fsdp=8).abstract(), mp.fsdp(min_bytes=0))
+
+
+def test_the_table_tells_of_an_axis_that_no_rule_names():
+    """Not an error: code that splits by itself, as pipelines and `shard_map` do, needs no rule."""
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).abstract()
+    assert mp.shardings(MODEL, mesh, mp.fsdp()).idle == ("tensor",)
+    for rules in (mp.Rules(act_mlp=mp.first("tensor", None)), mp.Rules(paths={"norm/scale": (("fsdp", "tensor"),)})):
+        assert mp.shardings(MODEL, mesh, mp.fsdp() | rules).idle == ()
+    table = mp.shardings(MODEL, mp.MeshSpec(fsdp=2, stage=2, context=2).abstract(), mp.fsdp())
+    assert table.idle == ("stage", "context")
+    for axis in table.idle:
+        assert f"no rule names mesh axis `{axis}`" in " ".join(str(table).split())
+    assert "no rule names" not in str(mp.shardings(MODEL, mp.MeshSpec(fsdp=2).abstract(), mp.fsdp()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "later"),
+    [(mp.fsdp(), mp.ddp()), (mp.zero2() | mp.tensor_parallel(), mp.zero1()), (mp.hsdp(), mp.ddp())],
+)
+def test_a_strategy_that_would_change_nothing_behind_another_is_an_error(strategy, later):
+    with pytest.raises(mp.MeshparError, match=r"after splitting them by .*write .* alone"):
+        strategy | later
+    assert specs(later | mp.fsdp(), fsdp=8) == BY_EMBED  # the other way round the later one wins
+
+
 def test_some_rules_of_a_preset_may_idle():
     mlp = mp.from_functions(lambda key: {"w": jnp.zeros((8, 8))}, lambda p: p, names={"w": ("embed", "mlp")})
     assert mp.shardings(mlp, mp.MeshSpec(tensor=8).abstract(), mp.tensor_parallel())["w"].spec == P(None, "tensor")
