@@ -13,6 +13,7 @@ import enum
 import functools
 import importlib.util
 import inspect
+import math
 import sys
 import types
 import typing
@@ -29,7 +30,7 @@ from meshpar.data.source import Data
 from meshpar.mesh import MeshSpec
 from meshpar.precision import Precision
 from meshpar.rules import Rules, use
-from meshpar.step import StepOptions
+from meshpar.step import StepOptions, TrainStep
 from meshpar.strategies import Strategy, as_strategy, fsdp, parse_strategy
 from meshpar.types import AnyMesh, MeshparError, Names, PyTree, near, path_str, problem
 
@@ -82,6 +83,8 @@ class AdamW:
             raise problem(
                 f"AdamW(schedule={self.schedule!r})", "use it", "there is no such schedule", f"one of {known}"
             )
+        for field in dataclasses.fields(self):
+            _check_finite(f"AdamW.{field.name}", getattr(self, field.name))
         at_least = {"warmup_steps": 0, "final_lr": 0, "weight_decay": 0, "b1": 0, "b2": 0}
         for name, least in at_least.items():
             _check(f"AdamW.{name}", getattr(self, name), getattr(self, name) >= least, f"it is at least {least}")
@@ -186,6 +189,7 @@ class Sample:
     """Flatter than the model's own distribution above 1, sharper below; 0 takes the likeliest token."""
 
     def __post_init__(self) -> None:
+        _check_finite("Sample.temperature", self.temperature)
         _check("Sample.num_tokens", self.num_tokens, self.num_tokens >= 1, "it is at least 1")
         _check("Sample.temperature", self.temperature, self.temperature >= 0, "it is at least 0")
         _check("Sample.prompt", self.prompt, bool(self.prompt), "a text begins with something")
@@ -285,6 +289,10 @@ def _check(where: str, value: object, holds: bool, rule: str) -> None:
         raise problem(where, f"use {value!r}", rule, "change it")
 
 
+def _check_finite(where: str, value: object) -> None:
+    _check(where, value, not isinstance(value, float) or math.isfinite(value), "it is a finite number")
+
+
 def _check_kind(field: str, value: object, kind: type, example: str) -> None:
     if not isinstance(value, kind):
         raise problem(f"Recipe.{field}", f"be {value!r}", f"it is a {kind.__name__}", f"write {field}={example}")
@@ -313,6 +321,11 @@ def build_optimizer(recipe: Recipe, model: Model, mesh: AnyMesh) -> optax.Gradie
     with use(mesh, recipe.strategy):
         names = dict(model.names())
     return recipe.optimizer.build(steps=recipe.steps, names=names)
+
+
+def build_step(recipe: Recipe) -> TrainStep:
+    """The recipe's training step, as `train` runs it and `explain` compiles it."""
+    return TrainStep(recipe.loss, recipe.step_options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -458,8 +471,8 @@ def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     Args:
       recipe: the recipe to start from.
       assignments: each as "dotted.path=text". The text is read by the type of the field: numbers, true and false,
-        none, words, `a,b` for tuples, `fsdp=4,tensor=2` for the mesh, `fsdp() | ddp()` for the strategy. They
-        are applied together, so two fields that must fit each other can be set in any order. Of two that set the same
+        none, words, `a,b` for tuples, `fsdp=4,tensor=2` for the mesh, `fsdp() | tensor_parallel()` for the strategy.
+        They are applied together, so two fields that must fit each other can be set in any order. Of two that set the same
         field the later one wins.
 
     Raises:
@@ -633,9 +646,12 @@ def _read(text: str, hint: Any) -> Any:
         return _read_word(text, _TRUTH)
     if hint in (int, float):
         try:
-            return hint(text)
+            number = hint(text)
         except ValueError:
             raise _Unreadable from None
+        if not math.isfinite(number):
+            raise _Unreadable("give a finite one")
+        return number
     if hint is str:
         return _unquoted(text)
     if hint is MeshSpec:

@@ -66,7 +66,7 @@ def small(**given: Any) -> Recipe:
         ("mesh=data=2,fsdp=4", "mesh", mp.MeshSpec(data=2, fsdp=4)),
         ("mesh=context=2,fsdp=4", "mesh", mp.MeshSpec(context=2, fsdp=4)),
         ("mesh.inside_node=tensor,expert", "mesh", mp.MeshSpec(fsdp=4, tensor=2, inside_node=("tensor", "expert"))),
-        ("strategy=hsdp | ddp()", "strategy.label", "hsdp() | ddp()"),
+        ("strategy=hsdp | tensor_parallel()", "strategy.label", "hsdp() | tensor_parallel()"),
         ("sample.num_tokens=20", "sample", Sample(num_tokens=20)),
         ("model.rope_scaling.factor=4", "model.rope_scaling", RopeScaling(factor=4.0)),
         (" steps = 7 ", "steps", 7),
@@ -172,6 +172,9 @@ def test_a_wrong_type_says_what_was_expected(assignment, expects):
         ("precision.compute=float31", "float32"),
         ("optimizer.warmup_steps=-1", "at least 0"),
         ("optimizer.lr=0", "above 0"),
+        ("optimizer.lr=inf", "finite"),
+        ("optimizer.eps=nan", "finite"),
+        ("sample.temperature=1e999", "finite"),
         ("optimizer.b2=1", "below 1"),
         ("name=a/b", "names a folder"),
         ("name=..", "names a folder"),
@@ -184,6 +187,13 @@ def test_a_wrong_type_says_what_was_expected(assignment, expects):
 def test_values_are_checked_by_their_owners(assignment, says):
     with pytest.raises(mp.MeshparError, match=says):
         override(small(accumulate=4), [assignment])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("field", ["lr", "final_lr", "weight_decay", "clip_norm", "eps", "b1"])
+def test_an_optimizers_numbers_are_finite(field, value):
+    with pytest.raises(mp.MeshparError, match=rf"AdamW.{field}: asked to use (inf|nan), but it is a finite number"):
+        mp.AdamW(**{field: value})
 
 
 def test_fields_that_must_fit_each_other_are_set_together():
