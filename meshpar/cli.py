@@ -124,7 +124,13 @@ class Lazy:
     """Whether devices are set up before the module, and with it jax, is imported."""
 
 
-COMMANDS: dict[str, Lazy] = {}
+COMMANDS: dict[str, Lazy] = {
+    "explain": Lazy(
+        home="meshpar.ledger.command:explain",
+        help="Show what the compiler inserted: collectives, memory, overlap; for a pod you do not have.",
+        needs_devices=False,  # it decides for itself: with --cluster nothing runs on devices
+    ),
+}
 """Commands whose options stand beside what they run; `train` and `shard` are below."""
 
 
@@ -175,8 +181,7 @@ def _options(*options: Callable[..., Any]) -> Callable[[Any], Any]:
     return add
 
 
-recipe_options = _options(
-    click.argument("recipe", type=click.Path()),
+field_options = _options(
     click.option(
         "--set", "assignments", metavar="FIELD=VALUE", multiple=True,
         help="Set a field of the recipe by its dotted path, as mesh.fsdp=8; may be repeated.",
@@ -184,7 +189,8 @@ recipe_options = _options(
     click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
     click.option("--traceback", is_flag=True, help="Show where in the code an error came from."),
 )  # fmt: skip
-"""What every command that reads a recipe takes."""
+"""What every command that reads a recipe takes beside it."""
+recipe_options = _options(click.argument("recipe", type=click.Path()), field_options)
 
 
 @cli.command()
@@ -276,9 +282,17 @@ def shard(
     prepare_devices(None)
     from meshpar.config import build_model, build_optimizer, load_recipe
     from meshpar.table import shardings
+    from meshpar.types import problem
 
     given = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
     found = load_recipe(recipe, devices=devices).override(*given, *assignments)
+    if devices is None and -1 in found.mesh.values():
+        raise problem(
+            f"mesh {', '.join(f'{axis}={size}' for axis, size in found.mesh.items() if size != 1)}",
+            "plan without devices",
+            "one axis is -1, which takes what is left of a number of devices",
+            "say how many: --devices 4096",
+        )
     over = found.mesh.abstract(devices)
     model = build_model(found)
     tx = build_optimizer(found, model, over)

@@ -230,6 +230,13 @@ def test_shard_says_what_does_not_fit(meshpar, tmp_path):
     assert len(error.strip().splitlines()) == 1
 
 
+def test_shard_of_a_mesh_that_takes_what_is_left_asks_for_the_devices(meshpar, tmp_path):
+    code, _, error = meshpar("shard", write_recipe(tmp_path), "--mesh", "fsdp=-1")
+    assert code == 2
+    assert "--devices 4096" in error
+    assert ".abstract(" not in error
+
+
 # The command itself --------------------------------------------------------------------------------------------------
 
 
