@@ -215,6 +215,10 @@ def _jsonl(file: File, text_field: str) -> Iterator[Document]:
 def _json_text(where: str, line: bytes, text_field: str) -> str:
     try:
         row = json.loads(line)
+    except RecursionError as error:
+        raise problem(
+            where, "read a JSON object", "it is nested too deep", "write one flat JSON object a line"
+        ) from error
     except json.JSONDecodeError as error:
         fix = "write one JSON object a line, or rename a file of another kind"
         exists = f"it is not JSON ({error.msg}, column {error.colno})"
@@ -247,11 +251,25 @@ def _parquet(file: File, text_field: str) -> Iterator[Document]:
     with table:
         _check_column(file, table.schema_arrow, text_field)
         row = 0
-        for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
+        for batch in _batches(file, table, text_field):
             for text in batch.column(0).to_pylist():
                 row += 1
                 where = f"{file.path}, row {row}"
                 yield from _document(f"{file.name}:{row}", _text_of(where, {text_field: text}, text_field))
+
+
+def _batches(file: File, table: Any, column: str) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        yield from table.iter_batches(batch_size=1024, columns=[column])
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        fix = "bring the file back from a copy, or leave it out"
+        raise problem(f"{file.path}", "read its rows", f"the file is damaged ({_first_line(error)})", fix) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_column(file: File, schema: Any, text_field: str) -> None:

@@ -202,6 +202,23 @@ def test_bad_parquet_is_named(tmp_path):
     message(error, path, "parquet")
 
 
+def test_a_parquet_file_with_damaged_pages_is_named(tmp_path):
+    path = tmp_path / "damaged.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["some words " * 9] * 2000}), path)
+    data = bytearray(path.read_bytes())
+    data[4:200] = b"\xff" * 196  # the footer at the end, which is read first, stays whole
+    path.write_bytes(data)
+    with pytest.raises(MeshparError, match="the file is damaged"):
+        read(find([str(path)]))
+
+
+def test_json_that_is_nested_too_deep_is_named(tmp_path):
+    path = tmp_path / "deep.jsonl"
+    path.write_text("[" * 100_000)
+    with pytest.raises(MeshparError, match=r"deep.jsonl, line 1.*(nested too deep|not JSON)"):
+        read(find([str(path)]))
+
+
 def test_a_file_that_went_away_is_named(tmp_path):
     write(tmp_path, a_txt="x", b_jsonl="{}")
     files = find([str(tmp_path)])
