@@ -472,8 +472,8 @@ def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
       recipe: the recipe to start from.
       assignments: each as "dotted.path=text". The text is read by the type of the field: numbers, true and false,
         none, words, `a,b` for tuples, `fsdp=4,tensor=2` for the mesh, `fsdp() | tensor_parallel()` for the strategy.
-        They are applied together, so two fields that must fit each other can be set in any order. Of two that set the same
-        field the later one wins.
+        They are applied together, so two fields that must fit each other can be set in any order. Of two that set the
+        same field the later one wins.
 
     Raises:
       ValueError: an unknown name, a text that is not of the field's type, a value the field's owner refuses.
