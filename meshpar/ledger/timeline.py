@@ -335,8 +335,6 @@ class _Simulation:
             one, time_s = flight.collective, flight.end_s - flight.start_s
             waited_s = sum(max(0.0, min(end, flight.end_s) - max(start, flight.start_s)) for start, end in block.waits)
             hidden_s = min(max(time_s - waited_s, 0.0), time_s)
-            if flight.cover == "nothing":  # no kernel ran meanwhile: what is left is rounding
-                hidden_s = 0.0
             self._runs[one.computation, one.name] = _Run(time_s, hidden_s, flight.cover)
             block.network_s[one.axes_label] += time_s
             block.hidden_s[one.axes_label] += hidden_s
@@ -385,8 +383,6 @@ class _Simulation:
             block.wait(block.network_free_s)
         start_s = block.duration_s
         block.duration_s += times * inner.duration_s
-        if inner.network_s:
-            block.network_free_s = block.duration_s
         block.compute_s += times * inner.compute_s
         block.memory_s += times * inner.memory_s
         for label, time_s in inner.network_s.items():

@@ -193,7 +193,7 @@ def test_what_is_started_and_never_waited_for_is_over_at_the_end():
 
 def test_a_done_is_found_through_updates():
     update = "u = (f32[250000], f32[250000]) collective-permute-update(s)"
-    found = clock("\n".join([start(), work_(), update, done(of="u"), f"ROOT {work_('k2', 'k')}"]))
+    found = clock("\n".join([start(), update, done(of="u"), f"ROOT {work_()}"]))
     assert found.step_s == pytest.approx(2 * MS)
     check(found)
 
