@@ -133,7 +133,7 @@ class Roofline:
                 total += self._read_of(inner, user, of, hops - 1)
             elif user.opcode == "dynamic-update-slice" and user not in _in_place(inner):
                 total += of.nbytes
-            elif user.opcode != "tuple":
+            else:
                 total += self._read_by(user, value.name, inner, of, hops - 1)
         return total
 
@@ -155,7 +155,7 @@ class Roofline:
         root = inner.root
         if root.opcode != "tuple":
             return self._result(inner, root, hops)
-        return sum(self._result(inner, inner[name], hops) for name in dict.fromkeys(root.operands))
+        return sum(self._result(inner, inner[name], hops) for name in root.operands)
 
     def _result(self, inner: Computation, ins: Instruction, hops: int) -> int:
         """Bytes written for one result: of a buffer updated in place, the part that is new."""

@@ -80,6 +80,21 @@ def test_products_in_fusions_of_fusions_count():
     assert (found.flops, found.moved_bytes) == (2 * 8 * 4 * 8, 64 + 64 + 256)
 
 
+def test_of_products_in_two_types_the_slower_peak_counts():
+    inside = """
+      a = f32[8,8] dot(p0, p0), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+      b = f32[8,8] dot(a, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+      ROOT s = f32[8,8] add(a, b)
+    """
+    fast = dataclasses.replace(GPU, memory_bytes_per_s=1e12)
+    shape = "p0 = bf16[8,8] parameter(0)"
+    text = f"HloModule m\ninner {{\n{shape}\n{inside}\n}}\nENTRY e {{\n{shape}\n"
+    module = hlo.parse(text + "ROOT k = f32[8,8] fusion(p0), kind=kLoop, calls=inner\n}\n")
+    found = Roofline(module, fast).kernel(module.entry, module.entry.root)
+    assert found.flops == 2 * 2 * 8**3
+    assert found.time_s == found.flops / GPU.fp32_flops_per_s
+
+
 def test_a_library_product_is_not_charged_its_scratch_space():
     body = """
       a = bf16[100,100] parameter(0)
@@ -162,6 +177,11 @@ def test_updates_among_several_results_are_told_apart():
     """
     found = fused(inside, "f32[32,100] s32[] f32[1,100]", "(f32[32,100], f32[1,100])")
     assert found.moved_bytes == 4 + 400 + 400 + 400
+
+
+@pytest.mark.parametrize("inside", ["  ROOT b = f32[10,10] bitcast(p0)", "  ROOT b = (f32[100]) tuple(p0)"])
+def test_what_a_fusion_hands_on_is_read_and_written(inside):
+    assert fused(inside, "f32[100]", "f32[10,10]" if "bitcast" in inside else "(f32[100])").moved_bytes == 800
 
 
 def test_a_lookup_reads_the_rows_it_gives():
