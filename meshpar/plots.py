@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from meshpar.table import human_bytes
 from meshpar.types import axis_sizes, near, problem, spec_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from meshpar.ledger.memory import Memory
     from meshpar.ledger.timeline import Segment, Timeline
 
 Curve = Iterable[tuple[float, float]]
@@ -34,6 +36,14 @@ AXES = {"data": "#e0a32e", "stage": "#8f6bb3", "fsdp": "#2f7fc1", "expert": "#4a
 """One colour for each mesh axis, the same in every picture; other axes and products of axes take the next of `MORE`."""
 MORE = ("#3aa6a0", "#b5651d", "#6c7fd8", "#9c8f2f", "#c77fb0", "#7d8a97")
 
+MEMORY = {
+    "parameters": "#4c78a8",
+    "optimizer state": "#9ecae9",
+    "gradients": "#54a24b",
+    "other temporaries": "#b6dcae",
+    "batch and the rest": "#8a8f98",
+}
+"""Parts of a device's memory, from the bottom up."""
 MOST_NUMBERED = 64
 """Up to so many devices a picture names each."""
 
@@ -165,6 +175,49 @@ def axis_colors(labels: Sequence[str]) -> dict[str, str]:
     return {label: AXES[label] if label in AXES else next(others) for label in labels}
 
 
+def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device") -> Figure:
+    """What fills a device, stacked, against the GPU's limit; several programs side by side.
+
+    Args:
+      reports: label to the account of its memory (`report.memory`).
+      title: above the picture.
+
+    Raises:
+      ValueError: no report.
+    """
+    if not reports:
+        raise problem("plots.memory", "draw reports", "there are none", "give a label and a report.memory for each bar")
+    figure, axes = _figure(3.6 + 1.4 * len(reports), 4.8)
+    shares = [_memory_shares(report) for report in reports.values()]
+    top = np.zeros(len(reports))
+    for number, (name, color) in enumerate(MEMORY.items()):
+        heights = np.array([share[number] for share in shares], dtype=float)
+        axes.bar(
+            range(len(reports)), heights, bottom=top, width=0.62, color=color, label=name, edgecolor="white", lw=0.8
+        )
+        top += heights
+    limits = [report.limit_bytes for report in reports.values()]
+    highest = max([*top, *(limit for limit in limits if limit is not None)])
+    for place, (report, limit) in enumerate(zip(reports.values(), limits, strict=True)):
+        over = limit is not None and not report.fits
+        text = human_bytes(report.peak_bytes) + (" – too much" if over else "")
+        axes.annotate(
+            text, (place, top[place]), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9,
+            color=BASELINE if over else INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+    _draw_limits(axes, limits)
+    axes.set_xticks(range(len(reports)), list(reports))
+    axes.set_xlim(-0.6, len(reports) - 0.4)
+    axes.set_ylim(0, 1.12 * highest or 1)
+    axes.yaxis.set_major_formatter(lambda value, _: human_bytes(value) if value else "0")
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.set_title(title, loc="left", color=INK, fontweight="bold")
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], names[::-1], loc="outside right center", frameon=False, fontsize=9, labelcolor=INK)
+    return figure
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Curves
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,6 +259,29 @@ def _fit_height(axes: Axes, losses: np.ndarray, also: Sequence[float]) -> None:
     if len(shown) and shown.max() > shown.min():
         room = 0.08 * (shown.max() - shown.min())
         axes.set_ylim(shown.min() - room, shown.max() + room)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _memory_shares(report: Memory) -> tuple[int, ...]:
+    """Bytes of each part of `MEMORY`; together they are the peak."""
+    others = report.temporaries_bytes - report.gradients_bytes
+    rest = report.batch_bytes + report.other_bytes + report.output_bytes
+    return report.params_bytes, report.optimizer_bytes, report.gradients_bytes, others, rest
+
+
+def _draw_limits(axes: Axes, limits: Sequence[int | None]) -> None:
+    """The GPU's memory: one line where all bars share it, else one over each bar."""
+    known = [(place, limit) for place, limit in enumerate(limits) if limit is not None]
+    style: dict[str, Any] = {"color": BASELINE, "lw": 1.4, "ls": (0, (5, 3))}
+    if len(known) == len(limits) and len(set(limits)) == 1:
+        axes.axhline(known[0][1], label=f"GPU memory ({human_bytes(known[0][1])})", **style)
+        return
+    for number, (place, limit) in enumerate(known):
+        axes.plot([place - 0.42, place + 0.42], [limit, limit], label=None if number else "GPU memory", **style)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

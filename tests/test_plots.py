@@ -14,6 +14,7 @@ from matplotlib.colors import to_hex
 
 import meshpar as mp
 from meshpar import plots
+from meshpar.ledger.memory import Memory
 from meshpar.ledger.timeline import Op, Segment, Timeline
 
 MESH = mp.MeshSpec(fsdp=4, tensor=2)
@@ -199,3 +200,60 @@ def test_axes_keep_their_colours_and_no_two_labels_share_one():
     assert colors["tensor"] == plots.AXES["tensor"]
     assert colors["data"] == plots.AXES["data"]
     assert len(set(colors.values())) == 4
+
+
+# Memory
+
+
+def account(*parts: int, limit: int | None = None) -> Memory:
+    """Parameters, optimizer state, gradients, other temporaries, batch, outputs, other state: their bytes."""
+    params, optimizer, gradients, temporaries, batch, output, other = parts
+    peak = sum(parts)
+    return Memory(
+        params_bytes=params,
+        optimizer_bytes=optimizer,
+        other_bytes=other,
+        state_bytes=params + optimizer + other,
+        batch_bytes=batch,
+        gradients_bytes=gradients,
+        temporaries_bytes=gradients + temporaries,
+        output_bytes=output,
+        peak_bytes=peak,
+        limit_bytes=limit,
+        fits=None if limit is None else peak <= limit,
+    )
+
+
+SMALL = (10, 20, 10, 5, 1, 1, 1)
+LARGE = (40, 80, 40, 20, 4, 4, 4)
+
+
+def test_memory_is_stacked_to_the_peak_beside_the_limit():
+    reports = {"ddp": account(*LARGE, limit=100), "zero3": account(*SMALL, limit=100)}
+    figure = plots.memory(reports)
+    (axes,) = figure.axes
+    stacks = [[bar.get_height() for bar in container] for container in axes.containers]
+    assert stacks == [[40, 10], [80, 20], [40, 10], [20, 5], [12, 3]]
+    tops = [bar.get_y() + bar.get_height() for bar in axes.containers[-1]]
+    assert tops == [report.peak_bytes for report in reports.values()] == [192, 48]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["ddp", "zero3"]
+    assert texts(figure) == ["192 B – too much", "48 B"]
+    (limit,) = axes.lines
+    assert set(limit.get_ydata()) == {100}
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert sorted(names) == sorted([*plots.MEMORY, "GPU memory (100 B)"])
+    assert axes.get_ylim()[1] > 192
+
+
+def test_limits_that_differ_stand_over_their_own_bars():
+    reports = {"a": account(*SMALL, limit=100), "b": account(*SMALL, limit=60), "c": account(*SMALL)}
+    (axes,) = plots.memory(reports, title="three").figure.axes
+    lines = [(line.get_xdata().mean(), *set(line.get_ydata())) for line in axes.lines]
+    assert lines == [(0.0, 100), (1.0, 60)]
+    assert axes.get_title("left") == "three"
+
+
+def test_memory_of_nothing_is_an_error():
+    with pytest.raises(mp.MeshparError, match="there are none"):
+        plots.memory({})
