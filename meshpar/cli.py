@@ -65,6 +65,8 @@ def _leave_out_cuda() -> None:
         sys.modules.setdefault(f"jax_cuda{version}_plugin", None)  # type: ignore[arg-type]
         silent = types.ModuleType(f"jax_plugins.xla_cuda{version}")
         silent.initialize = lambda: None  # type: ignore[attr-defined]
+        # Whether it is installed must still be seen: another process may compile for GPUs with it.
+        silent.__spec__ = importlib.util.find_spec(silent.__name__) if _importable("jax_plugins") else None
         sys.modules.setdefault(silent.__name__, silent)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from meshpar.ledger.memory import Memory
+    from meshpar.ledger.report import Report
     from meshpar.ledger.timeline import Segment, Timeline
 
 Curve = Iterable[tuple[float, float]]
@@ -44,6 +45,10 @@ MEMORY = {
     "batch and the rest": "#8a8f98",
 }
 """Parts of a device's memory, from the bottom up."""
+KINDS = {"all-reduce": "", "all-gather": "....", "reduce-scatter": "////", "all-to-all": "xxxx"}
+"""A hatch for each kind of collective; others take `OTHER_KIND`."""
+OTHER_KIND = "||||"
+
 MOST_NUMBERED = 64
 """Up to so many devices a picture names each."""
 
@@ -166,6 +171,43 @@ def timeline(timeline: Timeline, *, loop: str | None = None, title: str | None =
     axes.set_xlabel(unit, color=INK)
     axes.set_title(title or _segment_title(timeline, segment), loc="left", color=INK, fontweight="bold", fontsize=11)
     _legend(figure, segment, colors)
+    return figure
+
+
+def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
+    """What a device sends in a step: a bar for each report, a colour for each mesh axis, a hatch for each kind.
+
+    Parts that would not be seen, as a metric's few bytes, are left out.
+
+    Args:
+      reports: by label, drawn from the top down.
+      title: above the picture.
+    """
+    sent = [_sent(report) for report in reports.values()]
+    longest = max((sum(parts.values()) for parts in sent), default=0.0)
+    scale, unit = next(((size, name) for size, name in _BYTES if longest >= size), (1.0, "bytes"))
+    shown = {part for parts in sent for part, size in parts.items() if size > _UNSEEN * longest}
+    labels = sorted({label for label, _ in shown}, key=lambda label: (label not in AXES, label))
+    colors, kinds = axis_colors(labels), sorted({kind for _, kind in shown})
+    figure, axes = _figure(9.0, 1.3 + 0.42 * len(sent))
+    for row, parts in enumerate(sent):
+        start = 0.0
+        for label, kind in itertools.product(labels, kinds):
+            size = parts.get((label, kind), 0.0) / scale * ((label, kind) in shown)
+            axes.barh(
+                row, size, left=start, height=0.64, color=colors[label], hatch=KINDS.get(kind, OTHER_KIND) or None,
+                edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            start += size
+        axes.text(start, row, f" {sum(parts.values()) / scale:.3g}", va="center", color=INK, fontsize=8)
+    axes.set_yticks(range(len(sent)), list(reports))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.08)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"{unit} sent by each device in a step", color=INK)
+    axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11)
+    _axes_legend(figure, colors, kinds)
     return figure
 
 
@@ -511,3 +553,35 @@ def _legend(figure: Figure, segment: Segment, colors: Mapping[str, str]) -> None
         fontsize=9,
         labelcolor=INK,
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
+# ---------------------------------------------------------------------------------------------------------------------
+
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_UNSEEN = 0.002
+"""Of the longest bar."""
+
+
+def _sent(report: Report) -> dict[tuple[str, str], float]:
+    """Bytes by (label of axes, kind)."""
+    return {
+        (label, kind): total.bytes_sent_per_device
+        for label, kinds in report.totals.items()
+        for kind, total in kinds.items()
+    }
+
+
+def _axes_legend(figure: Figure, colors: Mapping[str, str], kinds: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=color, label="over " + " × ".join(label.split("*"))) for label, color in colors.items()]
+    handles += [
+        Patch(facecolor=KERNEL, edgecolor="white", hatch=KINDS.get(kind, OTHER_KIND), label=kind) for kind in kinds
+    ]
+    if handles:
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False, fontsize=9,
+            labelcolor=INK,
+        )  # fmt: skip

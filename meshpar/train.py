@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from meshpar.checkpoint import Checkpoints
-from meshpar.config import Recipe, breaks_resuming, build_model, build_optimizer, changes
+from meshpar.config import Recipe, breaks_resuming, build_model, build_optimizer, build_step, changes
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
 from meshpar.loop import Checkpointer, FitResult, JsonlWriter, Preemption, ProgressBar, Validator, fit, restore_or_init
@@ -26,7 +26,7 @@ from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.precision import cast_floating
 from meshpar.rules import use
 from meshpar.state import Setup, TrainState, make_setup
-from meshpar.step import batch_sharding, eval_step, train_step
+from meshpar.step import batch_sharding, eval_step
 from meshpar.table import human_bytes
 from meshpar.types import problem
 
@@ -94,7 +94,7 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
         screen.line(_where_it_starts(before, recipe.steps))
         every = recipe.validate_every or recipe.steps
         result = fit(
-            train_step(recipe.loss, **_fields(recipe.step_options)),
+            build_step(recipe),
             state,
             batches,
             steps=recipe.steps,
@@ -111,10 +111,6 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
         )
         del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
-
-
-def _fields(options: Any) -> dict[str, Any]:
-    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
 def _where_it_starts(step: int, steps: int) -> str:

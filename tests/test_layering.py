@@ -45,6 +45,7 @@ HOUSE: dict[str, list[str] | str] = {
     "train": ABOVE,
     "bench": ABOVE,
     "cli": ABOVE,
+    "ledger.command": ABOVE,
 }
 SPINE = ["types", "mesh", "rules", "strategies", "adapters", "precision", "table", "state", "step", "data"]
 SPINE += ["checkpoint", "loop", "config"]

@@ -42,6 +42,11 @@ class ArrayData:
         for name, least in (("valid_batches", 1), ("prefetch", 0)):
             check_least(f"ArrayData.{name}", getattr(self, name), least)
 
+    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """What a batch will be; arrays that a function loads are loaded for it."""
+        arrays = _loaded("arrays", self.arrays)
+        return {name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype) for name, x in arrays.items()}
+
     def open(self, *, batch_size: int, seed: int) -> ArraySource:
         """Loads, checks and splits the arrays. 64-bit numbers become 32-bit ones unless jax is told to keep them.
 

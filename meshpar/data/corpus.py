@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jaxtyping import Integer, UInt
 
@@ -54,6 +55,10 @@ class TextData:
         check_fraction("`TextData.valid_fraction`", self.valid_fraction)
         for name, least in (("seq_len", 1), ("valid_batches", 1), ("max_bytes", 1), ("prefetch", 0)):
             check_least(f"TextData.{name}", getattr(self, name), least)
+
+    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """What a batch will be, told without reading anything."""
+        return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in ("inputs", "targets")}
 
     def open(self, *, batch_size: int, seed: int) -> TextSource:
         """Reads, splits and tokenizes the text.

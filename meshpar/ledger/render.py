@@ -266,6 +266,14 @@ def _promise(report: Report) -> Section:
     return Section(title="Promise", parts=tuple(parts))
 
 
+def surprise_text(one: Surprise) -> str:
+    """A surprise in one line."""
+    sent = f"{human_bytes(one.bytes_sent_per_device)} in {one.count_per_step:,} a step"
+    return (
+        f"{one.kind} over {'*'.join(one.axes)} of {one.tensor}, {sent}, in {_where(one.module, one.source)}: {one.fix}"
+    )
+
+
 def _surprises(surprises: Sequence[Surprise]) -> Table:
     rows = tuple(
         (
@@ -513,7 +521,7 @@ def _rich_parts(head: Sequence[Cell], parts: Sequence[Section]) -> Iterator[Any]
             yield ""
         yield _rich_title(section)
         for part in section.parts:
-            yield Padding(_rich_text(part) if isinstance(part, Cell) else _Fitted(part), (0, 0, 0, 2))
+            yield Padding(_rich_text(part) if isinstance(part, Cell) else _Fitted(part), (0, 0, 0, 2), expand=False)
             room_above = isinstance(part, Cell)  # a table ends with an empty line
 
 
@@ -607,15 +615,18 @@ def as_html(report: Report) -> str:
     return html_of(headline(report), sections(report))
 
 
-def as_page(report: Report, *, title: str, pictures: Mapping[str, str] | None = None) -> str:
+def as_page(
+    report: Report, *, title: str, pictures: Mapping[str, str] | None = None, more: Iterable[Section] = ()
+) -> str:
     """The report as a whole HTML file that needs nothing else.
 
     Args:
       report: what to show.
       title: of the page.
       pictures: SVG by caption.
+      more: what follows the report.
     """
-    body = html_of(headline(report), sections(report), pictures or {})
+    body = html_of(headline(report), (*sections(report), *more), pictures or {})
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
