@@ -112,6 +112,54 @@ def test_what_needs_no_memory_is_not_listed(saved):
         assert not fused & {one.computation for one in work.largest_temporaries(module, most=1000)}
 
 
+LOOP = """HloModule m
+
+%body (p: (s32[], f32[4,100])) -> (s32[], f32[4,100]) {
+  %p = (s32[], f32[4,100]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %kept = f32[4,100] get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %row = f32[1,100] broadcast(%one), dimensions={}
+  %filled = f32[4,100] dynamic-update-slice(%kept, %row, %i, %i), metadata={op_name="jit(f)/layers/while/body/mlp/mul"}
+  ROOT %out = (s32[], f32[4,100]) tuple(%next, %filled)
+}
+
+%condition (q: (s32[], f32[4,100])) -> pred[] {
+  %q = (s32[], f32[4,100]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %four = s32[] constant(4)
+  ROOT %less = pred[] compare(%j, %four), direction=LT
+}
+
+%fused (z: f32[]) -> (f32[4,100], f32[4,50]) {
+  %z = f32[] parameter(0)
+  %b1 = f32[4,100] broadcast(%z), dimensions={}
+  %b2 = f32[4,50] broadcast(%z), dimensions={}
+  ROOT %both = (f32[4,100], f32[4,50]) tuple(%b1, %b2)
+}
+
+ENTRY %main (a: f32[]) -> (f32[4,100], f32[4,70]) {
+  %a = f32[] parameter(0)
+  %pair = (f32[4,100], f32[4,50]) fusion(%a), kind=kLoop, calls=%fused
+  %empty = f32[4,100] get-tuple-element(%pair), index=0
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[4,100]) tuple(%zero, %empty)
+  %loop = (s32[], f32[4,100]) while(%start), condition=%condition, body=%body
+  %result = f32[4,100] get-tuple-element(%loop), index=1
+  %given = f32[4,70] broadcast(%a), dimensions={}
+  ROOT %all = (f32[4,100], f32[4,70]) tuple(%result, %given)
+}
+"""
+
+
+def test_a_buffer_is_listed_once_under_the_name_of_what_fills_it():
+    """Arrays of a tuple stand alone; an update in place is its operand, and what the program gives back is output."""
+    found = work.largest_temporaries(hlo.parse(LOOP))
+    big = [(one.name, one.shape, one.nbytes, one.module) for one in found if one.nbytes > 400]
+    assert big == [("pair", "f32[4,100]", 1600, "layers/mlp"), ("pair", "f32[4,50]", 800, "")]
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_shapes_are_looked_up_in_a_loop_body(saved, programs, version):
     module = saved["scan", "cuda", version]
