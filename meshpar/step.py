@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.precision import Precision, cast_floating, check_remat, numerics
 from meshpar.rules import Rules, resolve, use
@@ -468,7 +468,6 @@ def _reduced_once(loss_fn: LossFn, options: StepOptions, state: TrainState, batc
     axes = _batch_axes(batch_sharding(setup.mesh, setup.strategy))
     params = cast_floating(state.params, options.precision.compute)
     params = _constrained(params, setup.named(_without(setup.layout.params, axes)))
-    scatter = jax.tree.map(lambda spec: _only(spec, axes), setup.layout.grads, is_leaf=_is_spec)
     random_keys = setup.model.random_keys()
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key_data: jax.Array) -> _Sums:
@@ -486,21 +485,25 @@ def _reduced_once(loss_fn: LossFn, options: StepOptions, state: TrainState, batc
         sums = dataclasses.replace(sums, extra=kept)
         if options.weight is not None:
             sums = _evened(sums, axes, options, params)
-        return _reduce(sums, axes, scatter, on_host=_is_host(setup.mesh))
+        return _reduce_all_but_gradients(sums, axes) if axes else sums
 
     if not axes:
         return local(params, state.extra, batch, jax.random.key_data(key))
     whole = PartitionSpec()
-    return jax.shard_map(
+    sums = jax.shard_map(
         local,
         mesh=setup.mesh,
         in_specs=(whole, whole, PartitionSpec(axes), whole),
-        out_specs=_Sums(whole, whole, scatter, whole, whole),  # type: ignore[arg-type]
+        out_specs=_Sums(whole, whole, PartitionSpec(axes), whole, whole),  # type: ignore[arg-type]
         axis_names=set(axes),
         # The loss is differentiated inside, with no collective in it: there is nothing for the check to protect, and
         # it would refuse ordinary models whose scan carries start as constants.
         check_vma=False,
     )(params, state.extra, batch, jax.random.key_data(key))
+    # Left to XLA, for a scatter written by hand would first gather what other axes split.
+    # lax.reduce, for jnp.sum would widen a narrow reduction to float32.
+    summed = jax.tree.map(lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads)
+    return dataclasses.replace(sums, grads=_constrained(summed, setup.named(setup.layout.grads)))
 
 
 def _own_keys(extra: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]) -> PyTree:
@@ -543,33 +546,15 @@ def _evened(sums: _Sums, axes: tuple[str, ...], options: StepOptions, params: Py
     return _Sums(loss, metrics, grads, weight, sums.extra)
 
 
-def _is_host(mesh: AnyMesh) -> bool:
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-
-
-def _reduce(sums: _Sums, axes: tuple[str, ...], scatter: PyTree, *, on_host: bool) -> _Sums:
-    """Sum over devices: gradients scattered where the strategy keeps shards, model extras averaged."""
-
-    def reduce_grad(g: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if on_host and g.dtype == jnp.bfloat16:
-            # XLA widens such a sum on host devices anyway, and ends the process when it was written by hand.
-            return summed(g.astype(jnp.float32), spec).astype(g.dtype)
-        return summed(g, spec)
-
-    def summed(g: jax.Array, spec: PartitionSpec) -> jax.Array:
-        left = axes
-        for dim, entry in enumerate(spec):
-            if entry is not None:
-                g = lax.psum_scatter(g, spec_axes(entry), scatter_dimension=dim, tiled=True)
-                left = tuple(axis for axis in left if axis not in spec_axes(entry))
-        return lax.psum(g, left) if left else g
+def _reduce_all_but_gradients(sums: _Sums, axes: tuple[str, ...]) -> _Sums:
+    """Sum over devices, model extras averaged; every device's own gradients behind a dim that the axes split."""
 
     def reduce_extra(x: jax.Array) -> jax.Array:
         return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else lax.pmax(x, axes)
 
-    grads = jax.tree.map(reduce_grad, sums.grads, scatter)
     loss, metrics, weight = lax.psum((sums.loss, sums.metrics, sums.weight), axes)
-    return _Sums(loss, metrics, grads, weight, jax.tree.map(reduce_extra, sums.extra))
+    own = jax.tree.map(lambda g: g[None], sums.grads)
+    return _Sums(loss, metrics, own, weight, jax.tree.map(reduce_extra, sums.extra))
 
 
 def _is_spec(x: Any) -> bool:
@@ -583,11 +568,6 @@ def _without(specs: PyTree, axes: tuple[str, ...]) -> PyTree:
         return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a not in axes) or None for entry in spec))
 
     return jax.tree.map(drop, specs, is_leaf=_is_spec)
-
-
-def _only(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    """The entries of a spec that name nothing but these axes; an entry shared with other axes is left to XLA."""
-    return PartitionSpec(*(entry if entry and set(spec_axes(entry)) <= set(axes) else None for entry in spec))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
