@@ -196,7 +196,7 @@ def _replicated(look: _Look) -> Iterator[Finding]:
         if any(decision.shards > 1 for decision in decisions):
             for decision in filter(functools.partial(_is_whole_by_a_user, look.setup), decisions):
                 found.setdefault(_owner(decision.path, table.params), []).append(decision)
-    most = max(decision.shards for decision in (*table.params, *table.optimizer))
+    most = max((decision.shards for decision in (*table.params, *table.optimizer)), default=1)
     for path, whole in found.items():
         leaf, held = whole[0].leaf, sum(decision.leaf.nbytes for decision in whole)
         dims = "×".join(map(str, leaf.shape))
@@ -293,7 +293,7 @@ def _sliced_all_reduce(look: _Look) -> Iterator[Finding]:
 
 
 def _loop_invariant(look: _Look) -> Iterator[Finding]:
-    for some in _by_place(one for one in look.collectives if _repeats_itself(look, one)):
+    for some in _by_place(one for one in _arrays(look) if _repeats_itself(look, one)):
         yield _sent(
             some,
             rule="loop-invariant",
@@ -303,7 +303,7 @@ def _loop_invariant(look: _Look) -> Iterator[Finding]:
 
 
 def _repeats_itself(look: _Look, one: Collective) -> bool:
-    if not one.loops or one.loops[-1].trip_count == 1 or one.payload_bytes < SMALL_BYTES:
+    if not one.loops or one.loops[-1].trip_count == 1:
         return False
     return not _is_micro_step(look, one) and _is_invariant(look.module, one)
 
@@ -573,8 +573,39 @@ def _idle_axis(look: _Look) -> Iterator[Finding]:
 
 
 def _arrays(look: _Look) -> Iterator[Collective]:
-    """The arrays of every collective that are not small, as they stood before XLA combined them."""
-    return (part for one in look.collectives for part in per_array(one) if part.payload_bytes >= SMALL_BYTES)
+    """The arrays of every collective that are not small, as they stood before XLA combined them, at their places."""
+    for one in look.collectives:
+        for at, part in enumerate(per_array(one)):
+            if part.payload_bytes >= SMALL_BYTES:
+                user = _user(look.module, one, at, part.module)
+                yield (
+                    part
+                    if user is None
+                    else dataclasses.replace(
+                        part,
+                        module=scopes.module_path(user.metadata.op_name),
+                        source=scopes.source(look.module, user) or part.source,
+                    )
+                )
+
+
+def _user(module: Module, one: Collective, at: int, above: str) -> Instruction | None:
+    """What reads array `at` of a collective, if it stands deeper in the model: combining loses the arrays' names."""
+    computation = module.computations[one.computation]
+    start = computation[one.name]
+    done = [user for user in computation.users[start.name] if user.opcode.endswith("-done")]
+    result = done[0] if start.opcode.endswith("-start") and done else start
+    readers = list(computation.users[result.name])
+    if len(one.arrays) > 1:
+        readers = [user for user in readers if user.tuple_index == at]
+    for _ in range(4):  # through the views in between
+        for reader in readers:
+            place = scopes.module_path(reader.metadata.op_name)
+            if place != above and (not above or place.startswith(above + "/")):
+                return reader
+        views = [reader for reader in readers if reader.opcode in ("get-tuple-element", "bitcast", "copy", "convert")]
+        readers = [user for view in views for user in computation.users[view.name]]
+    return None
 
 
 def _sent(some: Sequence[Collective], *, rule: str, what: str, fix: str) -> Finding:

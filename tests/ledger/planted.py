@@ -203,7 +203,7 @@ def float32_weights() -> Plant:
         tables = {key: params[key].astype(jnp.bfloat16) for key in ("embed", "head")}
         return decoder({**params, **tables}, tokens, layer)
 
-    return plant("float32-on-the-wire", "gradients/layers", apply=apply, precision=mp.Precision())
+    return plant("float32-on-the-wire", "gradients/layers/mlp", apply=apply, precision=mp.Precision())
 
 
 def replicated_embedding() -> Plant:
