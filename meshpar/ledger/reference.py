@@ -92,7 +92,7 @@ class StrategyTable:
     @property
     def markdown(self) -> str:
         """A table for Markdown, without a line break at its end."""
-        heads = ("strategy", "mesh", "what is split", "in each layer", "once a step", "sent a step")
+        heads = ("strategy", "mesh", "what is split", "each layer sends", "once a step", "bytes a step")
         rows = [_row(case, found) for case, found in zip(self.cases, self.reports, strict=True)]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ("---",) * len(heads), *rows))
 
@@ -131,7 +131,7 @@ def strategy_table(cluster: str | None = None, *, pod: PodProcess | None = None)
 
 def _row(case: Case, found: Report) -> tuple[str, ...]:
     sent = sum(one.collective.bytes_sent_per_step for one in found.collectives)
-    strategy = " &#124; ".join(f"`{part}`" for part in case.strategy.split(" | "))
+    strategy = " &#124; ".join(f"`mp.{part}`" for part in case.strategy.split(" | "))
     in_layer, once = (_words(_counts(found, in_layer=where)) for where in (True, False))
     return strategy, case.mesh.replace(",", ", "), case.split, in_layer, once, human_bytes(sent)
 
@@ -141,7 +141,7 @@ def _counts(found: Report, *, in_layer: bool) -> dict[tuple[str, str], int]:
     counts: dict[tuple[str, str], int] = {}
     for one in (part for sent in found.collectives for part in per_array(sent.collective)):
         is_in_layer = any(loop.trip_count == MODEL.num_layers for loop in one.loops)
-        if is_in_layer == in_layer and sum(array.size for array in one.arrays) > SMALL:
+        if is_in_layer == in_layer and one.payload_bytes > SMALL * 4:
             key = (one.axes_label, one.logical_kind)
             counts[key] = counts.get(key, 0) + one.count_per_step // (MODEL.num_layers if in_layer else 1)
     return dict(sorted(counts.items(), key=lambda item: (_rank(found.mesh, item[0][0]), item[0][1])))
