@@ -76,7 +76,7 @@ def _explain(
     step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile, cluster: Cluster | None, advise: bool
 ) -> Report:
     setup, sizes = state.setup, axis_sizes(state.setup.mesh)
-    program = compiler(step.trace(state, batch))
+    program = _compiled(step, state, batch, compiler)
     on_cpu = program.target == "cpu"
     collectives = census(program.module, sizes)
     account = memory(program, setup, batch, cluster, options=step.options)

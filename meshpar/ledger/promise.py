@@ -52,6 +52,8 @@ class Leg:
     times: int = 1
     """How often, for once that the promise is kept."""
     multiple: bool = False
+    forward: bool = False
+    """Whether only the forward pass may send it."""
 
     @property
     def bytes_sent_per_device(self) -> float:
@@ -93,7 +95,8 @@ class Line:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        return {**dataclasses.asdict(self), "axes": list(self.axes), "count": list(self.count)}
+        lists = {"axes": list(self.axes), "tensors": list(self.tensors), "count": list(self.count)}
+        return dataclasses.asdict(self) | lists
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,32 +308,56 @@ def _reduced(facts: _Facts, decision: Decision, grads: PartitionSpec, update: Pa
     partial |= (set(_split_axes(facts, decision.spec)) & set(facts.batch_axes)) - owned
     scattered = facts.ordered(set(split) & partial)
     rest = facts.ordered(partial - set(scattered))
+    by_sequence = facts.ordered(set(rest) & set(facts.sequence_axes))
     if not scattered and not rest:
         return None
     dtype = facts.wire(facts.options.precision.reduce_dtype(facts.compute(decision)))
+    once = facts.options.accumulate if facts.options.accumulate_mode == "once" else 1
     kept = set(_split_axes(facts, decision.spec)) - partial
     elements = decision.leaf.size // _stack(decision) // facts.ways(kept)
     part = elements // facts.ways(scattered)
     scatter = [facts.leg("reduce-scatter", scattered, elements, dtype)] if scattered else []
-    spellings = [[*scatter, *([facts.leg("all-reduce", rest, part, dtype)] if rest else [])]]
-    if len(rest) > 1:
+    # With one reduction after all micro-steps, the axes that split the sequence still reduce in each of them.
+    inner = [facts.leg("all-reduce", by_sequence, elements, dtype, times=once)] if once > 1 and by_sequence else []
+    if inner:
+        rest = facts.ordered(set(rest) - set(by_sequence))
+    spellings = [[*inner, *scatter, *([facts.leg("all-reduce", rest, part, dtype)] if rest else [])]]
+    if keeps_sums:  # the compiler may scatter a micro-step's gradient although its sum is kept whole
+        finer = facts.ordered(set(_split_axes(facts, update)) & partial)
+        coarse = facts.ordered(partial - set(finer))
+        if finer != scattered:
+            legs = [facts.leg("reduce-scatter", finer, elements, dtype)]
+            legs += [facts.leg("all-reduce", coarse, elements // facts.ways(finer), dtype)] if coarse else []
+            spellings.append(legs)
+    if len(rest) > 1 and not inner:
         spellings.append([*scatter, *(facts.leg("all-reduce", (axis,), part, dtype) for axis in rest)])
     # The compiler does not bother to scatter small arrays, and XLA:CPU not always to find the slice behind a sum.
     if scattered and (facts.on_cpu or elements * _ITEMSIZE.get(dtype, 4) < MIN_SHARDED_BYTES):
-        spellings.append([facts.leg("all-reduce", (*scattered, *rest), elements, dtype)])
-        if rest:
+        spellings.append([*inner, facts.leg("all-reduce", (*scattered, *rest), elements, dtype)])
+        if rest and not inner:
             summed = facts.leg("all-reduce", rest, elements, dtype)
             spellings.append([summed, facts.leg("reduce-scatter", scattered, elements, dtype)])
             spellings.append([summed, facts.leg("all-reduce", scattered, elements, dtype)])
     stack = _stack(decision)
     runs = stack * facts.micro_steps
+    # A table that is looked up and multiplied by has two gradients, which are summed after their reduction.
+    uses = 2 if _is_tied(facts, decision) else 1
     return Promised(
         role="gradients",
         tensors=(decision.path,),
-        count=(runs, runs),
+        count=(runs, uses * runs),
         stack=stack,
         spellings=tuple(tuple(spelling) for spelling in spellings),
     )
+
+
+def _is_tied(facts: _Facts, decision: Decision) -> bool:
+    """Whether a leaf is the model's only one with the vocabulary, and so both its embedding and its head."""
+
+    def has_vocabulary(one: Decision) -> bool:
+        return "vocab" in (one.leaf.names or ())
+
+    return has_vocabulary(decision) and sum(map(has_vocabulary, facts.setup.table.params)) == 1
 
 
 def _renewed(facts: _Facts, decision: Decision, update: PartitionSpec) -> Promised | None:
@@ -381,7 +408,7 @@ def _contracted(facts: _Facts) -> Iterator[Promised]:
     }
     for axis in facts.ordered(vocabulary):
         if facts.tokens is not None:
-            leg = facts.leg("all-reduce", (axis,), facts.tokens, "f32")
+            leg = facts.leg("all-reduce", (axis,), facts.tokens, "f32", forward=True)
             most = 3 * facts.options.accumulate
             yield Promised(
                 role="loss over a split vocabulary",
@@ -398,7 +425,7 @@ def _side(decision: Decision, axis: str) -> str | None:
     dims = [dim for dim in range(len(decision.leaf.shape)) if names is None or names[dim] not in ("layers", "expert")]
     if at is None or at not in dims or len(dims) < 2:
         return None
-    if names is None:
+    if names is None or all(name is None for dim, name in enumerate(names) if dim in dims and dim != at):
         return "row" if at == dims[0] else "column"
     if "embed" not in names:
         return None
@@ -416,7 +443,7 @@ def _block_promises(facts: _Facts, block: _Block) -> Iterator[Promised]:
     elements = width * (facts.tokens if facts.tokens is not None else max(1, facts.rows))
     recomputed = 2 if facts.options.remat and stack > 1 else 1
     tensors = tuple(decision.path for decision in (*block.rows, *block.columns))
-    tied = not block.columns and any((decision.leaf.names or ())[:1] == ("vocab",) for decision in block.rows)
+    tied = any(_is_tied(facts, decision) for decision in block.rows)
     inputs = len(block.rows) if block.rows and block.columns else 1 if block.columns or tied else 0
     # The first block's input may be the batch itself, which needs no gradient.
     fewest_inputs = inputs if stack > 1 else 0
@@ -455,7 +482,8 @@ def _width(decision: Decision) -> int:
     names, shape = decision.leaf.names, decision.leaf.shape
     if names is not None and "embed" in names:
         return shape[names.index("embed")]
-    return shape[-1]
+    split = next(dim for dim, entry in enumerate(decision.spec) if entry is not None)
+    return shape[-1] if split != len(shape) - 1 else shape[-2]
 
 
 def _merged(found: Sequence[Promised]) -> tuple[Promised, ...]:
@@ -503,6 +531,8 @@ class _Pool:
         """(place, runs left, how many layers one run serves); single layers first, they fit nothing else."""
         found = []
         for at, (one, count) in enumerate(self.left):
+            if leg.forward and one.is_backward:
+                continue
             if count and (one.axes, _kind(one)) == (leg.axes, leg.kind):
                 worth = _worth(leg, _elements(one), 1 if self._in_layers(one, stack) else stack)
                 if worth:
@@ -541,14 +571,17 @@ def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, mic
       micro_steps: the step's `accumulate`, to tell the loop over them from the one over layers.
     """
     pool = _Pool([(part, part.count_per_step) for one in collectives for part in per_array(one)], micro_steps)
-    ordered = sorted(promises, key=lambda one: -max(leg.elements for leg in one.spellings[0]))
+    # Those that only one pass may serve choose first, then the largest.
+    ordered = sorted(
+        promises, key=lambda one: (not one.spellings[0][0].forward, -max(leg.elements for leg in one.spellings[0]))
+    )
     claims: dict[int, list[tuple[Leg, int, list[tuple[Collective, int]]]]] = {id(one): [] for one in ordered}
     served = dict.fromkeys(claims, 0)
     # First what must be there, then what may: a promise with a range must not take what another one needs.
     for bound in (0, 1):
         for one in ordered:
             for spelling in one.spellings:
-                times = one.count[bound] - served[id(one)]
+                times = one.count[1 if spelling[0].forward else bound] - served[id(one)]
                 times = min([times, *(pool.available(leg, one.stack) for leg in spelling)])
                 if times > 0:
                     claims[id(one)] += [(leg, times, pool.take(leg, one.stack, times)) for leg in spelling]
