@@ -105,6 +105,22 @@ def _explain(
     )
 
 
+def _compiled(step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile) -> Program:
+    try:
+        return compiler(step.trace(state, batch))
+    except (RuntimeError, ValueError) as error:
+        # cuDNN's attention asks for the library while it is traced, and for devices while it is lowered.
+        if "cuDNN not found" not in str(error) and "AbstractMesh cannot be used" not in str(error):
+            raise
+        raise problem(
+            "explain",
+            "compile a step that uses cuDNN's attention, or another operation that needs its GPU to be there",
+            f"it is not: {str(error).partition(chr(10))[0]}",
+            'explain the step with XLA\'s attention, --set model.attention=xla or TransformerConfig(attention="xla"); '
+            "it holds the scores of attention in memory, which cuDNN's does not",
+        ) from error
+
+
 def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: Cluster | None) -> tuple[Sent, ...]:
     timed = times.collectives if times is not None else (None,) * len(collectives)
     return tuple(
