@@ -193,7 +193,6 @@ def test_a_budget_is_saved_kept_and_broken(explain, recipe, tmp_path):
         (("RECIPE", "--batch", "inputs"), "write it like 'inputs=int32[64,1024]"),
         (("RECIPE:streamed",), "--batch 'inputs=int32[16,1024]"),
         (("RECIPE", "--against", "fdsp()"), "fsdp"),
-        (("RECIPE", "--set", "model.attention=cudnn"), "--set model.attention=xla"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_compiled(explain, recipe, tmp_path, monkeypatch, args, says):
@@ -215,6 +214,14 @@ def test_a_machine_without_the_extra_is_told_what_to_install(explain, recipe, mo
         code, _, error = explain(*args)
         assert code == 2
         assert "pip install 'meshpar[aot]'" in error
+
+
+def test_attention_that_needs_its_gpu_is_told_with_the_way_round(explain, recipe):
+    if target.missing_aot():
+        pytest.skip(target.missing_aot())
+    code, _, error = explain(recipe, "--cluster", "h100:1x8", "--set", "model.attention=cudnn")
+    assert code == 2
+    assert "--set model.attention=xla" in error
 
 
 def test_a_batch_given_by_hand_needs_no_data(explain, recipe):

@@ -144,7 +144,6 @@ class Subject:
             require_aot(pod.name)
         recipe = load_recipe(path, devices=pod.num_devices if pod else len(jax.devices())).override(*assignments)
         mesh = _mesh_here(recipe) if pod is None else _mesh_on(recipe, pod)
-        _check_attention(recipe, pod)
         return Subject(path=path, recipe=recipe, cluster=pod, mesh=mesh, batch=_batch(recipe, shapes), shapes=shapes)
 
     def against(self, other: str) -> Subject:
@@ -222,22 +221,6 @@ def _mesh_on(recipe: Recipe, cluster: Cluster) -> AnyMesh:
             f"use --mesh fsdp={cluster.num_devices}, or --cluster {cluster.gpu.name}:{-(-known // 8)}x{min(known, 8)}",
         )
     return recipe.mesh.abstract(cluster.num_devices)
-
-
-def _check_attention(recipe: Recipe, cluster: Cluster | None) -> None:
-    """A call into cuDNN is lowered only where there are GPUs and cuDNN."""
-    import jax
-
-    from meshpar.types import problem
-
-    if getattr(recipe.model, "attention", None) != "cudnn" or (cluster is None and jax.default_backend() == "gpu"):
-        return
-    raise problem(
-        f"recipe {recipe.name}, model.attention (cudnn)",
-        f"compile it for {cluster.name if cluster else 'the CPU'} on this machine",
-        "cuDNN's attention can be lowered only where there are GPUs",
-        "--set model.attention=xla: the same collectives, but scores take memory and time that cuDNN's do not",
-    )
 
 
 def _axes(mesh: Mapping[str, int]) -> str:

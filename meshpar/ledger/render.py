@@ -125,10 +125,12 @@ def _times(count: tuple[int, int]) -> str:
 
 
 def place(source: str) -> str:
-    """`file:line` from the folder one stands in, else the last two parts of its path."""
+    """`file:line` from the folder one stands in, else the last two parts of its path; `cell:line` in a notebook."""
     path, colon, line = source.rpartition(":")
     if not colon:
         path, line = source, ""
+    if "ipykernel_" in path:  # a notebook's cells are files of names that mean nothing
+        return "cell" + colon + line
     here = os.getcwd() + os.sep
     short = path.removeprefix(here) if path.startswith(here) else "/".join(PurePath(path).parts[-2:])
     return short + colon + line
@@ -522,7 +524,8 @@ def _rich_parts(head: Sequence[Cell], parts: Sequence[Section]) -> Iterator[Any]
         yield _rich_title(section)
         for part in section.parts:
             yield Padding(_rich_text(part) if isinstance(part, Cell) else _Fitted(part), (0, 0, 0, 2), expand=False)
-            room_above = isinstance(part, Cell)  # a table ends with an empty line
+            # A table ends with an empty line, but for one that tells of further rows there.
+            room_above = isinstance(part, Cell) or len(part.rows) > part.most
 
 
 def _rich_title(section: Section) -> Any:
@@ -541,9 +544,16 @@ class _Fitted:
 
     table: Table
 
+    def _drawn(self, options: Any) -> Any:
+        return _rich_table(self.table if options.max_width >= ROOMY_COLUMNS else self.table.without_optional())
+
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        table = self.table if options.max_width >= ROOMY_COLUMNS else self.table.without_optional()
-        yield _rich_table(table)
+        yield self._drawn(options)
+
+    def __rich_measure__(self, console: Any, options: Any) -> Any:
+        from rich.measure import Measurement
+
+        return Measurement.get(console, options, self._drawn(options))
 
 
 def _rich_table(table: Table) -> Any:
