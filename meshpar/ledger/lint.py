@@ -257,7 +257,7 @@ def _gathers_rows(look: _Look, one: Collective, params: frozenset[tuple[int, ...
 def _parameter_dims(setup: Setup) -> frozenset[tuple[int, ...]]:
     """Dims, sorted, that an array may have because a parameter, its shard or one layer of either has them."""
     found: set[tuple[int, ...]] = set()
-    for decision in (*setup.table.params, *setup.table.grads):
+    for decision in (*setup.table.params, *setup.table.grads, *setup.table.optimizer):
         shape = decision.leaf.shape
         found |= {tuple(sorted(dims)) for dims in _parts(shape, decision.spec, axis_sizes(setup.mesh))}
     return frozenset(found)
@@ -576,6 +576,8 @@ def _arrays(look: _Look) -> Iterator[Collective]:
     """The arrays of every collective that are not small, as they stood before XLA combined them, at their places."""
     for one in look.collectives:
         for at, part in enumerate(per_array(one)):
+            if one.module.split("/")[0] == "update":  # its arrays' own names may be those of what they update
+                part = dataclasses.replace(part, module=one.module)
             if part.payload_bytes >= SMALL_BYTES:
                 user = _user(look.module, one, at, part.module)
                 yield (
