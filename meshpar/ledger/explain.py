@@ -115,7 +115,7 @@ def _compiled(step: TrainStep, state: TrainState, batch: PyTree, compiler: Compi
         raise problem(
             "explain",
             "compile a step that uses cuDNN's attention, or another operation that needs its GPU to be there",
-            f"it is not: {str(error).partition(chr(10))[0]}",
+            f"it is not: {str(error).partition(chr(10))[0].rstrip('.')}",
             'explain the step with XLA\'s attention, --set model.attention=xla or TransformerConfig(attention="xla"); '
             "it holds the scores of attention in memory, which cuDNN's does not",
         ) from error
