@@ -389,13 +389,13 @@ class _Block:
 
 
 def _contracted(facts: _Facts) -> Iterator[Promised]:
-    blocks: dict[tuple[str, str], _Block] = {}
+    blocks: dict[tuple[str, str, int], _Block] = {}
     for decision in facts.setup.table.params:
         for axis in facts.tensor_axes:
             side = _side(decision, axis)
             if side is not None:
                 parent = "/".join(decision.path.split("/")[:-2])
-                block = blocks.setdefault((parent, axis), _Block(axis))
+                block = blocks.setdefault((parent, axis, _stack(decision)), _Block(axis))
                 (block.rows if side == "row" else block.columns).append(decision)
     for block in blocks.values():
         yield from _block_promises(facts, block)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
+import pickle
 import sys
 from pathlib import Path
 
@@ -56,7 +59,25 @@ def planted():
 
 
 @pytest.fixture(scope="session")
-def compiled(planted, request):
+def program_of(request, tmp_path_factory):
+    """(key, compile) -> Program: compiled once for all workers, which find it in a folder of the test session."""
+    session = tmp_path_factory.getbasetemp()
+    folder = (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "programs"
+    folder.mkdir(exist_ok=True)
+
+    def found(key, compile):
+        file = folder / hashlib.sha256(repr(key).encode()).hexdigest()
+        if not file.exists():
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_bytes(pickle.dumps(compile()))
+            part.replace(file)
+        return pickle.loads(file.read_bytes())
+
+    return found
+
+
+@pytest.fixture(scope="session")
+def compiled(planted, program_of, request):
     """(name, target, **options) -> (Plant, Program): a planted mistake, or the reference decoder under a strategy.
 
     Each is compiled once, for the plant's cluster (`pod`) or for the CPU devices here (`cpu`).
@@ -70,13 +91,16 @@ def compiled(planted, request):
             plant = planted.PLANTS[name]() if is_plant else planted.reference(name, **options)
             if target == "cpu":
                 plant = plant.on_cpu
-            traced = plant.step.trace(plant.state, plant.batch)
-            program = (
-                compile_here(traced)
-                if target == "cpu"
-                else request.getfixturevalue("pod").compile(traced, plant.cluster)
-            )
-            known[key] = plant, program
+            if target == "pod" and missing_aot():
+                pytest.skip(missing_aot())
+
+            def compile(plant=plant):
+                traced = plant.step.trace(plant.state, plant.batch)
+                if target == "cpu":
+                    return compile_here(traced)
+                return request.getfixturevalue("pod").compile(traced, plant.cluster)
+
+            known[key] = plant, program_of(key, compile)
         return known[key]
 
     return compile_once

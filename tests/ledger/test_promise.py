@@ -11,17 +11,13 @@ import pytest
 
 import meshpar as mp
 from meshpar.ledger.census import census
-from meshpar.ledger.pod import PodProcess
 from meshpar.ledger.program import compile_here
 from meshpar.ledger.promise import SMALL, hold, promised
-from meshpar.ledger.target import require_aot
 from meshpar.models import TransformerConfig, next_token_loss
 
+# The reference decoder's sizes; a test sees that they are.
 L, D, F, V = 4, 256, 768, 512
-B, T = 32, 64
-CONFIG = TransformerConfig(
-    vocab_size=V, num_layers=L, embed_dim=D, num_heads=8, num_kv_heads=8, head_dim=D // 8, mlp_dim=F
-)
+B, T = 16, 64
 LAYER = 4 * D * D + 3 * D * F + 2 * D
 """Parameters of a layer: query, key, value and out; gate, up and down; two norms."""
 REST = 2 * V * D + D
@@ -31,19 +27,9 @@ LAYER_LEAVES, OTHER_LEAVES = 9, 3
 LEAVES = L * LAYER_LEAVES + OTHER_LEAVES
 BF16, F32 = 2, 4
 
-CASES = {
-    "ddp": (mp.ddp(), {"data": 8}),
-    "zero1": (mp.zero1(), {"fsdp": 8}),
-    "zero2": (mp.zero2(), {"fsdp": 8}),
-    "zero3": (mp.zero3(), {"fsdp": 8}),
-    "hsdp": (mp.hsdp(), {"data": 2, "fsdp": 4}),
-    "two axes": (mp.fsdp(axis=("data", "fsdp")), {"data": 2, "fsdp": 4}),
-    "tensor": (mp.ddp() | mp.tensor_parallel(), {"tensor": 8}),
-    "sequence": (mp.ddp() | mp.tensor_parallel(sequence=True), {"tensor": 8}),
-    "ddp x tensor": (mp.ddp() | mp.tensor_parallel(), {"data": 4, "tensor": 2}),
-    "fsdp x tensor": (mp.fsdp() | mp.tensor_parallel(), {"fsdp": 4, "tensor": 2}),
-    "fsdp x sequence": (mp.fsdp() | mp.tensor_parallel(sequence=True), {"fsdp": 4, "tensor": 2}),
-}
+CASES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "sequence", "fsdp_tensor", "fsdp_sequence")
+EXTRA = ("two_axes", "data_tensor")
+"""Beyond the table every reader knows: long."""
 
 
 def ring(n: int) -> float:
@@ -71,7 +57,7 @@ def closed_form(case: str, *, on_cpu: bool) -> dict[tuple[str, str], tuple[int, 
     # norm's scale again.
     gathers = 2 * L * LAYER_LEAVES + OTHER_LEAVES + on_cpu
     gathered = compute * (2 * L * LAYER + REST + D * on_cpu)
-    if case in ("zero3", "two axes"):
+    if case in ("zero3", "two_axes"):
         label = "fsdp" if case == "zero3" else "data*fsdp"
         return {
             (label, "all-gather"): (gathers, ring(n) * gathered),
@@ -118,7 +104,7 @@ def closed_form(case: str, *, on_cpu: bool) -> dict[tuple[str, str], tuple[int, 
         found["tensor", "all-gather"] = (4 * L + 2, ring(ways) * (4 * L + 2) * activation)
     # Of a weight that `tensor` splits, half is gathered, scattered and reduced.
     halved, whole = L * (LAYER - 2 * D) + 2 * V * D, norms
-    if case == "ddp x tensor":
+    if case == "data_tensor":
         found["data", "all-reduce"] = (LEAVES, 2 * ring(4) * F32 * (halved / 2 + whole))
     if case.startswith("fsdp"):
         twice = compute * (2 * L * ((LAYER - 2 * D) / 2 + 2 * D) + V * D + D + D * on_cpu)
@@ -132,62 +118,50 @@ def len_norms() -> int:
     return 2 * L + 1
 
 
-@pytest.fixture(scope="module")
-def pod():
-    try:
-        require_aot("h100:1x8")
-    except mp.MeshparError as error:
-        pytest.skip(str(error))
-    with PodProcess() as process:
-        yield process
+TABLE = [
+    pytest.param(case, target, marks=[*[pytest.mark.matrix] * (case in EXTRA), *[pytest.mark.pod] * (target == "pod")])
+    for case in (*CASES, *EXTRA)
+    for target in ("cpu", "pod")
+]
+TARGETS = ["cpu", pytest.param("pod", marks=pytest.mark.pod)]
 
 
 @pytest.fixture(scope="module")
-def compiled(request):
-    """(setup, options, census) of a decoder's step, for a pod or here; each compiled once."""
+def read(compiled):
+    """(name, target, **options) -> (setup, options, census) of a planted mistake or a strategy's reference decoder."""
     known = {}
 
-    def one(target, strategy, axes, config=CONFIG, **options):
-        key = (target, str(strategy), str(axes), str(config), str(options))
+    def one(name, target, **options):
+        key = (name, target, str(options))
         if key not in known:
-            spec = mp.MeshSpec(**axes)
-            mesh = spec.build() if target == "cpu" else spec.abstract()
-            state = mp.abstract_state(config.build(), optax.adam(1e-3), mesh=mesh, strategy=strategy)
-            step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), **options)
-            traced = step.trace(state, BATCH)
-            program = (
-                compile_here(traced) if target == "cpu" else request.getfixturevalue("pod").compile(traced, target)
-            )
-            known[key] = state.setup, step.options, census(program.module, mesh)
+            plant, program = compiled(name, target, **options)
+            known[key] = plant.state.setup, plant.step.options, census(program.module, plant.mesh)
         return known[key]
 
     return one
 
 
-BATCH = {name: jax.ShapeDtypeStruct((B, T), np.int32) for name in ("inputs", "targets")}
-EXTRA = ("two axes", "ddp x tensor")
-"""Beyond the table every reader knows: long."""
-TABLE = [
-    pytest.param(case, target, marks=[*[pytest.mark.matrix] * (case in EXTRA), *[pytest.mark.pod] * (target != "cpu")])
-    for case in CASES
-    for target in ("cpu", "h100:1x8")
-]
-TARGETS = ["cpu", pytest.param("h100:1x8", marks=pytest.mark.pod)]
+def batch_of(rows=B):
+    return {name: jax.ShapeDtypeStruct((rows, T), np.int32) for name in ("inputs", "targets")}
 
 
-def verdict(setup, options, collectives, target, batch=BATCH):
-    promises = promised(setup, options, batch, on_cpu=target == "cpu")
+def verdict(setup, options, collectives, target, batch=None):
+    promises = promised(setup, options, batch or batch_of(), on_cpu=target == "cpu")
     return hold(promises, collectives, micro_steps=options.accumulate)
 
 
-def elements(one):
-    return sum(array.size for array in one.arrays) * (one.group_size if one.kind == "all-gather" else 1)
+def test_the_sizes_above_are_the_reference_decoders(planted):
+    cfg = planted.CONFIG
+    assert (cfg.num_layers, cfg.embed_dim, cfg.mlp_dim, cfg.vocab_size) == (L, D, F, V)
+    assert cfg.num_params == ALL
+    assert (planted.ROWS, planted.SEQ) == (B, T)
+    assert set(planted.REFERENCE) == {*CASES, *EXTRA}
 
 
 @pytest.mark.parametrize(("case", "target"), TABLE)
-def test_a_strategy_sends_what_the_formulas_say(compiled, case, target):
+def test_a_strategy_sends_what_the_formulas_say(read, case, target):
     """The first table of the field: what is split decides what is sent; kinds, counts, and bytes to 1 %."""
-    setup, options, collectives = compiled(target, *CASES[case])
+    setup, options, collectives = read(case, target)
     found = verdict(setup, options, collectives, target)
     assert not found.missing
     assert not found.surprise
@@ -198,7 +172,7 @@ def test_a_strategy_sends_what_the_formulas_say(compiled, case, target):
         counts[key] = counts.get(key, 0) + line.found_count
         sent[key] = sent.get(key, 0.0) + line.found_bytes
         assert line.count[0] <= line.found_count <= line.count[1]
-    if case == "fsdp x sequence" and ("fsdp*tensor", "all-reduce") in counts:
+    if case == "fsdp_sequence" and ("fsdp*tensor", "all-reduce") in counts:
         # Older GPU compilers do not scatter what is as small as a norm's scale: they sum it over both axes at once.
         assert counts.pop(("fsdp*tensor", "all-reduce")) == len_norms()
         assert sent.pop(("fsdp*tensor", "all-reduce")) <= 2 * F32 * len_norms() * D
@@ -214,15 +188,15 @@ def test_a_strategy_sends_what_the_formulas_say(compiled, case, target):
 
 
 @pytest.mark.parametrize(("case", "target"), TABLE)
-def test_promised_bytes_are_the_found_ones(compiled, case, target):
+def test_promised_bytes_are_the_found_ones(read, case, target):
     """Within 1 %, in the kind the program spells it with."""
-    for line in verdict(*compiled(target, *CASES[case]), target).kept:
+    for line in verdict(*read(case, target), target).kept:
         spelled = 2 if (line.kind, line.spelled) == ("reduce-scatter", "all-reduce") else 1
         assert line.found_bytes == pytest.approx(spelled * line.bytes_sent_per_device, rel=0.01), line
 
 
-def test_the_cpu_says_how_it_spells_a_reduce_scatter(compiled):
-    lines = verdict(*compiled("cpu", *CASES["zero3"]), "cpu").kept
+def test_the_cpu_says_how_it_spells_a_reduce_scatter(read):
+    lines = verdict(*read("zero3", "cpu"), "cpu").kept
     assert {(line.kind, line.spelled) for line in lines} == {("all-gather", ""), ("reduce-scatter", "all-reduce")}
 
 
@@ -239,13 +213,13 @@ OPTIONS = {
     ("case", "options"),
     [
         ("zero1", "accumulate each"),
-        ("zero3", "as many micro-steps as layers"),
-        ("fsdp x sequence", "accumulate once"),
-        ("fsdp x sequence", "remat full"),
+        ("fsdp_tensor", "as many micro-steps as layers"),
+        ("fsdp_sequence", "accumulate once"),
+        ("fsdp_sequence", "remat full"),
     ],
 )
-def test_options_of_the_step_are_part_of_the_promise(compiled, case, options):
-    found = verdict(*compiled("cpu", *CASES[case], **OPTIONS[options]), "cpu")
+def test_options_of_the_step_are_part_of_the_promise(read, case, options):
+    found = verdict(*read(case, "cpu", **OPTIONS[options]), "cpu")
     assert not found.missing
     assert not found.surprise
 
@@ -253,17 +227,17 @@ def test_options_of_the_step_are_part_of_the_promise(compiled, case, options):
 @pytest.mark.matrix
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("case", ["ddp", "zero1", "zero3", "hsdp", "fsdp x tensor", "fsdp x sequence"])
-def test_every_option_under_every_strategy(compiled, case, options, target):
-    found = verdict(*compiled(target, *CASES[case], **OPTIONS[options]), target)
+@pytest.mark.parametrize("case", ["ddp", "zero1", "zero3", "hsdp", "fsdp_tensor", "fsdp_sequence"])
+def test_every_option_under_every_strategy(read, case, options, target):
+    found = verdict(*read(case, target, **OPTIONS[options]), target)
     assert not found.missing
     assert not found.surprise
 
 
-def test_each_micro_step_reduces_and_gathers(compiled):
+def test_each_micro_step_reduces_and_gathers(read):
     """Reduction in every micro-step costs so many times the bytes of one after the loop."""
-    each = verdict(*compiled("cpu", *CASES["zero3"], accumulate=2), "cpu")
-    once = verdict(*compiled("cpu", *CASES["zero3"], accumulate=2, accumulate_mode="once"), "cpu")
+    each = verdict(*read("zero3", "cpu", accumulate=2), "cpu")
+    once = verdict(*read("zero3", "cpu", accumulate=2, accumulate_mode="once"), "cpu")
 
     def sent(found, kind):
         return sum(line.found_count for line in found.kept if line.kind == kind)
@@ -273,26 +247,66 @@ def test_each_micro_step_reduces_and_gathers(compiled):
     assert sent(once, "all-gather") == LEAVES
 
 
-VARIANTS = {
-    "tied": dataclasses.replace(CONFIG, tied_embeddings=True),
-    "grouped query": dataclasses.replace(CONFIG, num_kv_heads=2),
-}
+VARIANTS = {"tied": {"tied_embeddings": True}, "grouped query": {"num_kv_heads": 2}}
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("case", ["fsdp x tensor", pytest.param("fsdp x sequence", marks=pytest.mark.matrix)])
-def test_shapes_of_the_decoder_are_part_of_the_promise(compiled, case, config):
-    found = verdict(*compiled("cpu", *CASES[case], config=config), "cpu")
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("case", ["fsdp_tensor", pytest.param("fsdp_sequence", marks=pytest.mark.matrix)])
+def test_shapes_of_the_decoder_are_part_of_the_promise(planted, case, changes):
+    config = dataclasses.replace(planted.CONFIG, **changes)
+    plant = dataclasses.replace(planted.reference(case), model=config.build()).on_cpu
+    program = compile_here(plant.step.trace(plant.state, plant.batch))
+    found = verdict(plant.state.setup, plant.step.options, census(program.module, plant.mesh), "cpu")
     assert not found.missing
     assert not found.surprise
 
 
-def test_another_strategys_program_breaks_the_promise(compiled):
+SURPRISING = {
+    # A planted mistake, and the dearest collective that it causes and nobody promised.
+    "gathered_activation": ("all-gather", ("fsdp",), "gradients/layers/order"),
+    "whole_batch": ("all-gather", ("fsdp",), "gradients/layers/mlp"),
+    "reshaped_batch": ("all-reduce", ("data",), "gradients/micro_steps/layers/mlp"),
+    "names_in_wrong_order": ("all-gather", ("fsdp",), "gradients/layers/mlp"),
+    "wrong_name": ("all-gather", ("tensor",), "gradients/layers/mlp"),
+    "float32_weights": ("all-reduce", ("fsdp",), "gradients/layers/mlp"),
+    "whole_heads": ("all-gather", ("tensor",), "gradients/layers/attention"),
+}
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("name", SURPRISING)
+def test_a_planted_mistake_is_a_surprise_at_its_place(read, planted, name):
+    found = verdict(*read(name, "pod"), "pod").surprise
+    dearest = found[0]
+    assert (dearest.kind, dearest.axes, dearest.module) == SURPRISING[name]
+    assert dearest.source.startswith(f"{planted.__file__}:")
+    assert dearest.bytes_sent_per_device == max(one.bytes_sent_per_device for one in found)
+    assert dearest.fix
+    if name == "names_in_wrong_order":
+        assert "all-to-all" in {one.kind for one in found}
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("name", ["nothing", "replicated_embedding", "tensor_over_nodes", "idle_axis"])
+def test_what_is_sent_as_promised_is_no_surprise(read, name):
+    found = verdict(*read(name, "pod"), "pod")
+    assert not found.missing
+    assert not found.surprise
+
+
+@pytest.mark.pod
+def test_what_a_kernel_sends_is_its_own_matter(read):
+    found = verdict(*read("sliced_all_reduce", "pod"), "pod")
+    assert not found.surprise
+    assert {line.kind for line in found.written} >= {"all-reduce"}
+
+
+def test_another_strategys_program_breaks_the_promise(read):
     """zero3's promise against ddp's program: nothing is gathered, and the gradients' sums are a surprise."""
-    setup, options, _ = compiled("cpu", *CASES["zero3"])
-    _, _, collectives = compiled("cpu", *CASES["ddp"])
+    setup, options, _ = read("zero3", "cpu")
+    _, _, collectives = read("ddp", "cpu")
     moved = tuple(dataclasses.replace(one, axes=("fsdp",)) for one in collectives)
-    found = hold(promised(setup, options, BATCH, on_cpu=False), moved)
+    found = hold(promised(setup, options, batch_of(), on_cpu=False), moved)
     assert {(line.role, line.kind) for line in found.missing} >= {
         ("weights before use", "all-gather"),
         ("gradients", "reduce-scatter"),
@@ -303,8 +317,15 @@ def test_another_strategys_program_breaks_the_promise(compiled):
 
 def test_nothing_is_promised_on_one_device():
     mesh = mp.MeshSpec().abstract()
-    state = mp.abstract_state(CONFIG.build(), optax.adam(1e-3), mesh=mesh, strategy=mp.ddp())
-    assert promised(state.setup, mp.train_step(next_token_loss).options, BATCH) == ()
+    state = mp.abstract_state(
+        TransformerConfig(
+            vocab_size=V, num_layers=L, embed_dim=D, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=F
+        ).build(),
+        optax.adam(1e-3),
+        mesh=mesh,
+        strategy=mp.ddp(),
+    )
+    assert promised(state.setup, mp.train_step(next_token_loss).options, batch_of()) == ()
 
 
 def mlp(num_blocks=2, width=64, hidden=128):
@@ -342,9 +363,9 @@ def test_a_model_of_plain_functions_is_held_to_its_promise():
     assert {(line.role, line.axes) for line in found.kept} >= {("gradients", ("data",))}
 
 
-def test_json_has_plain_data(compiled):
+def test_json_has_plain_data(read):
     import json
 
-    found = verdict(*compiled("cpu", *CASES["hsdp"]), "cpu").to_json()
+    found = verdict(*read("hsdp", "cpu"), "cpu").to_json()
     assert json.loads(json.dumps(found)) == found
     assert found.keys() >= {"kept", "missing", "surprise"}
