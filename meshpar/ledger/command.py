@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshpar.ledger.budget import Budget, Difference
     from meshpar.ledger.pod import PodProcess
     from meshpar.ledger.report import Report
+    from meshpar.ledger.timeline import Timeline
     from meshpar.planner.hardware import Cluster
     from meshpar.types import AnyMesh
 
@@ -394,7 +395,7 @@ def _pictures(found: Explained) -> dict[str, str]:
         "Memory": plots.memory({k: r.memory for k, r in side_by_side.items()}),
     }
     if report.timeline is not None:
-        figures["One layer on the clock"] = plots.timeline(report.timeline)
+        figures["One layer on the clock"] = plots.timeline(report.timeline, loop=_layer(report.timeline))
 
     def drawn(figure: Any) -> str:
         buffer = io.StringIO()
@@ -402,6 +403,13 @@ def _pictures(found: Explained) -> dict[str, str]:
         return buffer.getvalue()
 
     return {caption: drawn(figure) for caption, figure in figures.items()}
+
+
+def _layer(timeline: Timeline) -> str | None:
+    """The innermost loop that takes most of the step: one layer, not one micro-step."""
+    innermost = [loop for loop in timeline.loops if all(op.kind != "loop" for op in loop.ops)]
+    longest = max(innermost, key=lambda loop: loop.duration_s * (loop.trip_count or 1), default=None)
+    return None if longest is None else longest.name
 
 
 def _check_folder(path: str) -> None:

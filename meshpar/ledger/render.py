@@ -615,7 +615,7 @@ background-position:left center;background-origin:content-box}
 .meshpar .good{color:#2e9e58}.meshpar .bad{color:#e0483d}.meshpar .warn{color:#c8860b}
 .meshpar .faint{opacity:.65}.meshpar .strong{font-weight:650}
 .meshpar summary{cursor:pointer;opacity:.75}
-.meshpar img{max-width:100%;background:#fff;border-radius:6px;margin:.4em 0}
+.meshpar img{max-width:min(100%,900px);max-height:480px;background:#fff;border-radius:6px;margin:.4em 0}
 """
 _PAGE_CSS = ":root{color-scheme:light dark}body{margin:2em auto;padding:0 1.2em;max-width:1200px}"
 
