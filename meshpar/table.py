@@ -130,7 +130,7 @@ class ShardingTable:
 def human_bytes(count: float) -> str:
     """Bytes in SI units: 1.5 GB is 1.5e9 bytes."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
+        if count >= 0.9995 * size:  # three digits of it would be 1000 of the unit below
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"
 

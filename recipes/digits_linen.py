@@ -24,7 +24,9 @@ NUM_PIXELS, NUM_DIGITS = 64, 10
 
 def dense(features: int, *names: str | None) -> nn.Dense:
     """A layer whose kernel says what its dims are; the strategy decides what that means."""
-    return nn.Dense(features, kernel_init=nn.with_logical_partitioning(nn.initializers.lecun_normal(), names))
+    kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+    bias = nn.with_logical_partitioning(nn.initializers.zeros_init(), names[-1:])
+    return nn.Dense(features, kernel_init=kernel, bias_init=bias)
 
 
 class Classifier(nn.Module):
