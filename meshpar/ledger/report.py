@@ -118,6 +118,10 @@ class Report:
 
         return as_html(self)
 
+    def __repr__(self) -> str:
+        verdict = "as promised" if self.is_as_promised else f"{len(self.promise.surprise)} surprises"
+        return f"<Report: {self.strategy} on {self.devices} devices, {self.target}, {verdict}>"
+
     def __str__(self) -> str:
         from meshpar.ledger.render import as_text
 

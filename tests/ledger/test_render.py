@@ -114,6 +114,7 @@ def test_text_says_what_is_in_the_report(report):
         assert render.human_bytes(total.bytes_sent_per_device) in text
     for note in report.notes:
         assert note in " ".join(text.split())
+    assert repr(report) == "<Report: fsdp() on 8 devices, cpu, as promised>"
     assert "OVERLAP" not in text  # there is no clock on a CPU; the notes say why
     assert report.overlap.reason in " ".join(text.split())
 
