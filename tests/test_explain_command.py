@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import meshpar as mp
 from meshpar import cli
 from meshpar.data import ArrayData, TextData
-from meshpar.ledger import target
-
-ROOT = Path(__file__).parents[1]
+from meshpar.ledger import reference, target
 
 RECIPE = """
 from __future__ import annotations
@@ -263,13 +259,12 @@ def test_a_pod_that_is_not_here(explain, recipe, tmp_path):
     assert page.read_text().count("<img ") == 3  # bytes, memory, one layer on the clock
 
 
-@pytest.mark.pod
-def test_the_table_in_the_readme_is_what_compiled_programs_say(explain):
-    if target.missing_aot():
-        pytest.skip(target.missing_aot())
+def test_the_table_of_strategies(explain, monkeypatch):
+    made = reference.StrategyTable(cluster="h100:1x8", cases=(), reports=())
+    asked = []
+    monkeypatch.setattr(reference, "strategy_table", lambda cluster: asked.append(cluster) or made)
     code, out, _ = explain("--table")
-    assert code == 0
-    rows = out.strip().splitlines()
-    assert len(rows) == 2 + 8
-    assert out.strip() in (ROOT / "README.md").read_text(), "put the output of `meshpar explain --table` there"
-    assert mp.__version__
+    assert (code, out.splitlines()[0]) == (0, made.markdown.splitlines()[0])
+    code, out, _ = explain("--table", "--json", "--cluster", "a100-80gb:1x8")
+    assert json.loads(out) == {"cluster": "h100:1x8", "rows": []}
+    assert asked == [None, "a100-80gb:1x8"]

@@ -14,6 +14,7 @@ from matplotlib.colors import to_hex
 
 import meshpar as mp
 from meshpar import plots
+from meshpar.ledger.census import Total
 from meshpar.ledger.memory import Memory
 from meshpar.ledger.timeline import Op, Segment, Timeline
 
@@ -257,3 +258,44 @@ def test_limits_that_differ_stand_over_their_own_bars():
 def test_memory_of_nothing_is_an_error():
     with pytest.raises(mp.MeshparError, match="there are none"):
         plots.memory({})
+
+
+# Bytes over each axis
+
+
+@dataclasses.dataclass
+class Sends:
+    """What `axes_bytes` asks of a report."""
+
+    totals: dict[str, dict[str, Total]]
+
+
+def test_bars_are_as_long_as_the_bytes_sent():
+    reports = {
+        "ddp()": Sends({"data": {"all-reduce": Total(7, 8e6)}}),
+        "fsdp()": Sends(
+            {"fsdp": {"all-gather": Total(3, 2e6), "reduce-scatter": Total(3, 1e6), "all-reduce": Total(1, 9)}}
+        ),
+        "both": Sends({"fsdp": {"all-gather": Total(3, 2e6)}, "data*fsdp": {"collective-permute": Total(1, 4e6)}}),
+    }
+    figure = plots.axes_bytes(reports, title="bytes")
+    (axes,) = figure.axes
+    found = {}
+    for bar in axes.patches:
+        if bar.get_width():
+            found.setdefault(round(bar.get_y() + bar.get_height() / 2), []).append((bar.get_x(), bar.get_width()))
+    assert found == {0: [(0, 8)], 1: [(0, 2), (2, 1)], 2: [(0, 2), (2, 4)]}  # MB, end to end
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(reports)
+    assert [text.strip() for text in texts(figure)] == ["8", "3", "6"]
+    assert axes.get_xlabel().startswith("MB ")
+    (legend,) = figure.legends
+    names = {text.get_text() for text in legend.get_texts()}
+    kinds = {"all-reduce", "all-gather", "reduce-scatter", "collective-permute"}
+    assert names == {"over data", "over fsdp", "over data × fsdp"} | kinds
+    by_kind = {bar.get_hatch() for bar in axes.patches if bar.get_width()}
+    assert len(by_kind) == len(kinds)
+
+
+def test_bars_of_nothing_sent():
+    figure = plots.axes_bytes({"one device": Sends({})})
+    assert [text.strip() for text in texts(figure)] == ["0"]
