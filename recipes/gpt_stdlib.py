@@ -2,6 +2,7 @@
 
     meshpar train recipes/gpt_stdlib.py
     meshpar train recipes/gpt_stdlib.py --devices 4 --set model.num_layers=4 --steps 200 --name deeper
+    meshpar explain recipes/gpt_stdlib.py --check       # each device sends 6.9 MB a step, all of it promised
 
 Hardware: two CPU cores, as 8 host devices (mesh fsdp=4, tensor=2); GPUs where there are any. It takes 305 s of CPU
 time with compilation and report: about three minutes when both cores are idle. Held-out loss 1.41 nats, which is 2.04
