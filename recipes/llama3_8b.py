@@ -8,9 +8,9 @@
 Hardware: 64 GPUs of 80 GB. State is 12 bytes a parameter over 64 devices: 1.51 GB each, so memory goes to activations.
 One step is 2,097,152 tokens. Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
-`explain` takes 45 s and 1.1 GB on two CPU cores. It finds 51 GB of 80 in use, 242 GB sent by each GPU in a step (weights
-gathered twice, gradients scattered once), and a step of 11 s at best. That is with XLA's attention, which holds its
-scores and spends half the step on them; cuDNN's can only be compiled beside a GPU.
+`explain` takes 45 s and 1.1 GB on two CPU cores. It finds 51 GB of 80 in use, 242 GB sent by each GPU in a step
+(weights gathered twice, gradients scattered once), and a step of 11 s at best. That is with XLA's attention, which
+holds its scores in memory; cuDNN's does not, and can only be compiled beside a GPU.
 """
 
 from __future__ import annotations
