@@ -325,8 +325,14 @@ def print_report(report: Any, *, as_json: bool) -> None:
         return
     from rich.console import Console
 
+    if sys.stdout.isatty():
+        Console(highlight=False).print(report)
+        return
     # A pipe has no width; a table that is folded to a guess of 80 columns helps nobody.
-    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False).print(report)
+    console = Console(width=PIPE_WIDTH, highlight=False)
+    with console.capture() as capture:
+        console.print(report)
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 def _print_json(document: Any) -> None:

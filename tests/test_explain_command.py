@@ -9,9 +9,10 @@ import re
 import numpy as np
 import pytest
 
+import meshpar as mp
 from meshpar import cli
 from meshpar.data import ArrayData, TextData
-from meshpar.ledger import reference, target
+from meshpar.ledger import command, reference, target
 
 RECIPE = """
 from __future__ import annotations
@@ -113,6 +114,7 @@ def test_a_report_in_words_with_another_strategy_beside_it(explain, recipe, tmp_
     (peak,) = re.findall(r"^ *peak memory +(\S+ \S+) +(\S+ \S+) +([+−]).*$", out, flags=re.MULTILINE)
     assert peak[2] == "+"  # ZeRO-1 keeps whole parameters
     assert max(len(line) for line in out.splitlines()) <= cli.PIPE_WIDTH
+    assert not any(line.endswith(" ") for line in out.splitlines())
     html = page.read_text()
     assert html.startswith("<!doctype html>")
     assert html.count("<img ") == 2
@@ -128,6 +130,18 @@ def test_against_as_json(explain, recipe):
     assert found["report"]["mesh"]["data"] == 2
     (state,) = (row for row in found["differences"] if row["what"].strip() == "state")
     assert state["difference"] == state["second"] - state["first"] > 0
+
+
+def test_what_stands_beside_it_keeps_what_was_set(recipe, monkeypatch):
+    monkeypatch.setattr(target, "missing_aot", lambda: "")
+    asked = {"layout": ["mesh=fsdp=4,data=2"], "assignments": ["model.num_layers=3"], "shapes": None}
+    subject = command.Subject.of(recipe, "h100:1x8", **asked)
+    other = subject.against("a100-80:2x4")
+    assert (other.target, other.sizes["data"], other.recipe.model.num_layers) == ("a100-80:2x4", 2, 3)
+    other = subject.against(f"{recipe}:surprising")
+    assert (other.target, other.sizes["data"], other.recipe.model.num_layers) == ("h100:1x8", 1, 3)
+    assert subject.against("zero1()").recipe.strategy == mp.zero1()
+    assert subject.against("data=8").sizes["data"] == 8
 
 
 # What it checks ------------------------------------------------------------------------------------------------------
@@ -265,6 +279,6 @@ def test_the_table_of_strategies(explain, monkeypatch):
     monkeypatch.setattr(reference, "strategy_table", lambda cluster: asked.append(cluster) or made)
     code, out, _ = explain("--table")
     assert (code, out.splitlines()[0]) == (0, made.markdown.splitlines()[0])
-    code, out, _ = explain("--table", "--json", "--cluster", "a100-80gb:1x8")
+    code, out, _ = explain("--table", "--json", "--cluster", "a100-80:1x8")
     assert json.loads(out) == {"cluster": "h100:1x8", "rows": []}
-    assert asked == [None, "a100-80gb:1x8"]
+    assert asked == [None, "a100-80:1x8"]

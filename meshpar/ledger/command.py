@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +94,8 @@ def explain(
     from meshpar.ledger.budget import Budget
 
     held_to = Budget.load(budget) if budget else None
-    overrides = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
-    subject = Subject.of(recipe, cluster, [*overrides, *assignments], batch)
+    layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
+    subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch)
     if held_to is not None:
         held_to.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
     other = subject.against(against) if against else None
@@ -124,11 +125,22 @@ class Subject:
     cluster: Cluster | None
     mesh: AnyMesh
     batch: Mapping[str, jax.ShapeDtypeStruct]
+    layout: Sequence[str]
+    """Mesh and strategy as the command line gave them."""
+    assignments: Sequence[str]
+    """Other fields of the recipe, too."""
     shapes: str | None
-    """The batch as the command line gave it."""
+    """The batch, too."""
 
     @staticmethod
-    def of(path: str, cluster: str | Cluster | None, assignments: list[str], shapes: str | None) -> Subject:
+    def of(
+        path: str,
+        cluster: str | Cluster | None,
+        *,
+        layout: Sequence[str],
+        assignments: Sequence[str],
+        shapes: str | None,
+    ) -> Subject:
         """A recipe from a file, with fields set by text.
 
         Raises:
@@ -143,16 +155,26 @@ class Subject:
         pod = parse_cluster(cluster) if cluster is not None else None
         if pod is not None:
             require_aot(pod.name)
-        recipe = load_recipe(path, devices=pod.num_devices if pod else len(jax.devices())).override(*assignments)
+        recipe = load_recipe(path, devices=pod.num_devices if pod else len(jax.devices()))
+        recipe = recipe.override(*layout, *assignments)
         mesh = _mesh_here(recipe) if pod is None else _mesh_on(recipe, pod)
-        return Subject(path=path, recipe=recipe, cluster=pod, mesh=mesh, batch=_batch(recipe, shapes), shapes=shapes)
+        return Subject(
+            path=path,
+            recipe=recipe,
+            cluster=pod,
+            mesh=mesh,
+            batch=_batch(recipe, shapes),
+            layout=layout,
+            assignments=assignments,
+            shapes=shapes,
+        )
 
     def against(self, other: str) -> Subject:
         """Another recipe, or the same with another mesh, strategy or cluster."""
         if re.search(r"\.py(:\w+)?$", other):
-            return Subject.of(other, self.cluster, [], self.shapes)
+            return Subject.of(other, self.cluster, layout=(), assignments=self.assignments, shapes=self.shapes)
         if "(" not in other and re.fullmatch(r"[A-Za-z0-9_\-]+:[0-9x]+|.*\.json", other):
-            return Subject.of(self.path, other, [], self.shapes)
+            return Subject.of(self.path, other, layout=self.layout, assignments=self.assignments, shapes=self.shapes)
         field = "mesh" if "=" in other and "(" not in other else "strategy"
         recipe = self.recipe.override(f"{field}={other}")
         mesh = _mesh_here(recipe) if self.cluster is None else _mesh_on(recipe, self.cluster)
@@ -336,6 +358,8 @@ def _explained(subject: Subject, other: Subject | None, budget: Budget | None) -
     from meshpar.ledger.against import Comparison
     from meshpar.ledger.pod import PodError
 
+    if sys.stderr.isatty():
+        click.echo(f"compiling {subject.recipe.name} for {subject.target} …", err=True)
     try:
         with _pod(subject) as pod:
             report = subject.explained(pod)
