@@ -250,9 +250,11 @@ def _collective(module: Module, visit: Visit, ins: Instruction, axes: Mapping[st
         return None
     group_size = len({device for pair in groups for device in pair}) if kind in _PAIRWISE else len(groups[0])
     arrays = _arrays(kind, visit.computation, ins)
+    parts = _parts(module, visit, ins, kind, arrays, group_size)
     told_by = _told_by(visit, ins)
-    op_name = told_by.metadata.op_name
-    source = scopes.source(module, told_by)
+    op_name, source = told_by.metadata.op_name, scopes.source(module, told_by)
+    if len(parts) == 1:
+        op_name, source = parts[0].op_name, parts[0].source
     return Collective(
         kind=kind,
         axes=found,
@@ -270,17 +272,7 @@ def _collective(module: Module, visit: Visit, ins: Instruction, axes: Mapping[st
         origin=_origin(kind, ins),
         is_async=_is_async(ins, visit),
         is_promoted=any(name.endswith("_promoted") for name in ins.called_as("to_apply")),
-        parts=_parts(
-            module,
-            visit,
-            ins,
-            kind,
-            arrays,
-            group_size,
-            Part(array=arrays[0], op_name=op_name, source=source, is_sliced=False),
-        )
-        if arrays
-        else (),
+        parts=parts,
         name=ins.name,
         computation=visit.computation.name,
         groups=groups,
@@ -342,41 +334,55 @@ def _first_named(computation: Computation, asked: Sequence[Instruction]) -> Inst
 
 
 def _parts(
-    module: Module,
-    visit: Visit,
-    ins: Instruction,
-    kind: str,
-    arrays: Sequence[ArrayShape],
-    group_size: int,
-    whole: Part,
+    module: Module, visit: Visit, ins: Instruction, kind: str, arrays: Sequence[ArrayShape], group_size: int
 ) -> tuple[Part, ...]:
-    """A combined collective taken apart; `whole` says what its one array, or its first, is."""
-    flat = _concatenated(module, visit.computation, ins) if kind == "all-reduce" and len(arrays) == 1 else ()
+    """A combined collective taken apart."""
+    computation = visit.computation
+    sliced = _sliced(module, visit, ins, group_size, len(arrays))
+    flat = _concatenated(module, computation, ins) if kind == "all-reduce" and len(arrays) == 1 else ()
     if flat:
         found = [(array, feeding, False) for array, feeding in flat]
     elif len(arrays) == 1 or kind == "all-to-all":  # the arrays of an all-to-all are the parts for each peer
-        sliced = _sliced(module, visit, ins, group_size, len(arrays))
-        return (dataclasses.replace(whole, is_sliced=bool(sliced) and all(sliced)),)
+        found = [(array, "", bool(sliced) and all(sliced)) for array in arrays[:1]]
     else:
-        operands = [(leaf, name) for name in ins.operands for leaf in visit.computation[name].shape.leaves()]
-        sliced = _sliced(module, visit, ins, group_size, len(arrays))
+        operands = [(leaf, name) for name in ins.operands for leaf in computation[name].shape.leaves()]
         found = [(array, name, is_sliced) for (array, name), is_sliced in zip(operands, sliced, strict=False)]
+    whole = _told_by(visit, ins)
     merged = scopes.members(ins.metadata.op_name)
     parts = []
     for at, (array, feeding, is_sliced) in enumerate(found):
-        told = _first_named(visit.computation, [visit.computation[feeding]])
-        op_name = told.metadata.op_name if told is not None else whole.op_name
-        source = scopes.source(module, told) if told is not None else whole.source
+        told = (_first_named(computation, [computation[feeding]]) if feeding else None) or whole
         # A merged name has one member an array, in order, and says what the array was reduced as.
-        parts.append(
-            Part(
-                array=array,
-                op_name=merged[at] if len(merged) == len(found) else op_name,
-                source=source or whole.source,
-                is_sliced=is_sliced,
-            )
-        )
+        op_name = merged[at] if len(merged) == len(found) else told.metadata.op_name
+        source = scopes.source(module, told) or scopes.source(module, whole)
+        reader = None if flat else _reader(computation, visit.wrapper or ins, at, len(arrays), op_name)
+        if reader is not None:
+            op_name, source = reader.metadata.op_name, scopes.source(module, reader) or source
+        parts.append(Part(array=array, op_name=op_name, source=source, is_sliced=is_sliced))
     return tuple(parts)
+
+
+def _reader(computation: Computation, start: Instruction, at: int, num_arrays: int, op_name: str) -> Instruction | None:
+    """What reads array `at` of a collective, if it stands deeper in the model than the collective's own name says.
+
+    Names are lost when collectives are combined, or moved to where a loop takes its slice of the weights.
+    """
+    above, backward = scopes.module_path(op_name), scopes.is_backward(op_name)
+    if start.name not in computation.users:
+        return None
+    done = [user for user in computation.users[start.name] if user.opcode.endswith("-done")]
+    readers = list(computation.users[(done[0] if start.opcode.endswith("-start") and done else start).name])
+    if num_arrays > 1:
+        readers = [user for user in readers if user.tuple_index == at]
+    for _ in range(4):  # through the views in between
+        for reader in readers:
+            place = scopes.module_path(reader.metadata.op_name)
+            is_deeper = place != above and (not above or place.startswith(f"{above}/"))
+            if is_deeper and scopes.is_backward(reader.metadata.op_name) == backward:
+                return reader
+        views = [reader for reader in readers if reader.opcode == "get-tuple-element" or reader.opcode in _VIEWS]
+        readers = [user for view in views for user in computation.users[view.name]]
+    return None
 
 
 def _concatenated(module: Module, computation: Computation, ins: Instruction) -> list[tuple[ArrayShape, str]]:

@@ -573,41 +573,8 @@ def _idle_axis(look: _Look) -> Iterator[Finding]:
 
 
 def _arrays(look: _Look) -> Iterator[Collective]:
-    """The arrays of every collective that are not small, as they stood before XLA combined them, at their places."""
-    for one in look.collectives:
-        for at, part in enumerate(per_array(one)):
-            if one.module.split("/")[0] == "update":  # its arrays' own names may be those of what they update
-                part = dataclasses.replace(part, module=one.module)
-            if part.payload_bytes >= SMALL_BYTES:
-                user = _user(look.module, one, at, part.module)
-                yield (
-                    part
-                    if user is None
-                    else dataclasses.replace(
-                        part,
-                        module=scopes.module_path(user.metadata.op_name),
-                        source=scopes.source(look.module, user) or part.source,
-                    )
-                )
-
-
-def _user(module: Module, one: Collective, at: int, above: str) -> Instruction | None:
-    """What reads array `at` of a collective, if it stands deeper in the model: combining loses the arrays' names."""
-    computation = module.computations[one.computation]
-    start = computation[one.name]
-    done = [user for user in computation.users[start.name] if user.opcode.endswith("-done")]
-    result = done[0] if start.opcode.endswith("-start") and done else start
-    readers = list(computation.users[result.name])
-    if len(one.arrays) > 1:
-        readers = [user for user in readers if user.tuple_index == at]
-    for _ in range(4):  # through the views in between
-        for reader in readers:
-            place = scopes.module_path(reader.metadata.op_name)
-            if place != above and (not above or place.startswith(above + "/")):
-                return reader
-        views = [reader for reader in readers if reader.opcode in ("get-tuple-element", "bitcast", "copy", "convert")]
-        readers = [user for view in views for user in computation.users[view.name]]
-    return None
+    """The arrays of every collective that are not small, as they stood before XLA combined them."""
+    return (part for one in look.collectives for part in per_array(one) if part.payload_bytes >= SMALL_BYTES)
 
 
 def _sent(some: Sequence[Collective], *, rule: str, what: str, fix: str) -> Finding:
