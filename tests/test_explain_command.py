@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import meshpar as mp
 from meshpar import cli
 from meshpar.data import ArrayData, TextData
 from meshpar.ledger import command, reference, target
+
+ROOT = Path(cli.__file__).parents[1]
 
 RECIPE = """
 from __future__ import annotations
@@ -155,6 +158,13 @@ def test_check_fails_on_a_surprise_and_says_why_last(explain, recipe):
     assert all(reason.startswith("meshpar: not promised: ") for reason in reasons)
     assert "tiny.py" in error  # the line that did it
     assert explain(f"{recipe}:surprising")[0] == 0  # nobody asked for a check
+
+
+def test_a_shipped_recipe_keeps_its_promise(explain):
+    # Stacked weights of two layers are as large as its embedding, and one layer of some as two of others.
+    gpt = ROOT / "recipes" / "gpt_stdlib.py"
+    code, _, error = explain(gpt, "--strategy", "zero1() | tensor_parallel()", "--check", "--set", "data.seq_len=64")
+    assert (code, error) == (0, "")
 
 
 def test_a_budget_is_saved_kept_and_broken(explain, recipe, tmp_path):

@@ -528,16 +528,21 @@ class _Pool:
         return taken
 
     def _fitting(self, leg: Leg, stack: int) -> list[tuple[int, int, int]]:
-        """(place, runs left, how many layers one run serves); single layers first, they fit nothing else."""
+        """(place, runs left, how many layers one run serves), the ones that fit nothing else first.
+
+        Those are single layers in the loop over layers, then whole stacks; an array outside the loop that is as large
+        as one layer may as well be the whole of something smaller.
+        """
         found = []
         for at, (one, count) in enumerate(self.left):
             if leg.forward and one.is_backward:
                 continue
             if count and (one.axes, _kind(one)) == (leg.axes, leg.kind):
-                worth = _worth(leg, _elements(one), 1 if self._in_layers(one, stack) else stack)
+                in_layers = self._in_layers(one, stack)
+                worth = _worth(leg, _elements(one), 1 if in_layers else stack)
                 if worth:
-                    found.append((at, count, worth))
-        return sorted(found, key=lambda item: item[2])
+                    found.append((worth == 1 < stack and not in_layers, worth, at, count))
+        return [(at, count, worth) for _, worth, at, count in sorted(found)]
 
     def _in_layers(self, one: Collective, stack: int) -> bool:
         """Whether it runs in the loop over layers, and so serves one of them."""
