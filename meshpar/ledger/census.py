@@ -378,7 +378,7 @@ def _reader(computation: Computation, start: Instruction, at: int, num_arrays: i
         for reader in readers:
             place = scopes.module_path(reader.metadata.op_name)
             is_deeper = place != above and (not above or place.startswith(f"{above}/"))
-            if is_deeper and scopes.is_backward(reader.metadata.op_name) == backward:
+            if is_deeper and (not op_name or scopes.is_backward(reader.metadata.op_name) == backward):
                 return reader
         views = [reader for reader in readers if reader.opcode == "get-tuple-element" or reader.opcode in _VIEWS]
         readers = [user for view in views for user in computation.users[view.name]]

@@ -16,7 +16,7 @@ _BRANCH = re.compile(r"branch_[0-9]+_fun\Z")
 # Frames of ours that stand between a user's line and jax; the models are not among them: there the line is the answer.
 _PLUMBING = re.compile(
     r"[/\\](?:site|dist)-packages[/\\](?!meshpar[/\\])"
-    r"|(?:\A|[/\\])meshpar[/\\](?:(?:adapters|precision|rules|state|step)\.py\Z|ledger[/\\])"
+    r"|(?:\A|[/\\])meshpar[/\\](?:(?:adapters|cli|loop|precision|rules|state|step|train)\.py\Z|ledger[/\\])"
 )
 
 

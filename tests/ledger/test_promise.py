@@ -278,7 +278,11 @@ SURPRISING = {
 def test_a_planted_mistake_is_a_surprise_at_its_place(read, planted, name):
     found = verdict(*read(name, "pod"), "pod").surprise
     dearest = found[0]
-    assert (dearest.kind, dearest.axes, dearest.module) == SURPRISING[name]
+    kind, axes, place = SURPRISING[name]
+    assert (dearest.kind, dearest.axes) == (kind, axes)
+    # Where the compiler moved a combined gather to the slice of the loop, its name ends above the place.
+    assert f"{place}/".startswith(f"{dearest.module}/")
+    assert place in {one.module for one in found}
     assert dearest.source.startswith(f"{planted.__file__}:")
     assert dearest.bytes_sent_per_device == max(one.bytes_sent_per_device for one in found)
     assert dearest.fix
