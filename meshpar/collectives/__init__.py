@@ -1,0 +1,59 @@
+"""Collectives as short loops of messages between neighbours, for use inside `jax.shard_map`.
+
+    check.py    what was asked for: axis, ranks, op, dims ─┐
+    wire.py     send, pass on, cut, join ──────────────────┤
+                                                           ▼
+    point_to_point.py  shift, broadcast, reduce, scatter, gather
+    ring.py            all_gather, reduce_scatter ─────► reduction.py   all_reduce
+                                                           ▲
+    reference.py       what each of them computes, in plain global-view jax.numpy
+
+Per-device view: a kernel takes what one rank holds and gives what it holds after. Results vary over the axis as far as
+`shard_map` knows, even where all ranks hold the same: `out_specs` name the axis, unless `check_vma=False`. Derivatives
+are those of the reference, with the check on or off. Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshpar.collectives import reference
+    from meshpar.collectives.point_to_point import broadcast, gather, reduce, scatter, shift
+    from meshpar.collectives.reduction import all_reduce
+    from meshpar.collectives.ring import all_gather, reduce_scatter
+
+_HOMES = {
+    "point_to_point": ("broadcast", "gather", "reduce", "scatter", "shift"),
+    "ring": ("all_gather", "reduce_scatter"),
+    "reduction": ("all_reduce",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reference",
+    "scatter",
+    "shift",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "reference":
+        value: Any = importlib.import_module("meshpar.collectives.reference")
+    elif name in _HOME_OF:
+        value = getattr(importlib.import_module(f"meshpar.collectives.{_HOME_OF[name]}"), name)
+    else:
+        raise AttributeError(f"meshpar.collectives has no {name!r}; it has {', '.join(sorted(__all__))}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

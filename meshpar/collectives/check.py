@@ -1,0 +1,126 @@
+"""What a kernel is asked for, checked where it is called: four-part errors instead of a trace of jax's insides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.types import near, near_or, problem
+
+Axis: TypeAlias = str | tuple[str, ...]
+"""A mesh axis, or several that count as one, the first varying slowest."""
+
+OPS = ("sum", "mean", "max", "min")
+
+
+def ranks_of(kernel: str, axis: Axis) -> int:
+    """Number of ranks along a mesh axis that the surrounding `shard_map` is manual over.
+
+    Raises:
+      ValueError: there is no such axis, or no `shard_map` around.
+    """
+    names = (axis,) if isinstance(axis, str) else axis
+    if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise problem(
+            kernel, f"run over axis={axis!r}", "an axis is a name, or a tuple of names", 'write axis="data", say'
+        )
+    return math.prod(_size_of(kernel, name) for name in names)
+
+
+def _size_of(kernel: str, name: str) -> int:
+    try:
+        return lax.axis_size(name)
+    except NameError:
+        pass
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = tuple(mesh.manual_axes)
+    asked = f"run over mesh axis `{name}`"
+    if not manual:
+        raise problem(
+            kernel,
+            asked,
+            "it is not inside a `jax.shard_map`, so there are no ranks to speak of",
+            f"call it in a function that `jax.shard_map` runs on a mesh with the axis `{name}`",
+        )
+    shown = ", ".join(f"`{one}`" for one in manual)
+    if name in mesh.axis_names:
+        raise problem(
+            kernel,
+            asked,
+            f"the `shard_map` around it is manual over {shown} only",
+            f"add `{name}` to its axis_names",
+        )
+    raise problem(kernel, asked, f"the `shard_map` around it is manual over {shown}", near(name, manual))
+
+
+def check_choice(kernel: str, what: str, asked: object, options: Iterable[str]) -> None:
+    """Raises `ValueError` when a word is not among the options."""
+    known = tuple(options)
+    if asked not in known:
+        shown = ", ".join(f"`{one}`" for one in known)
+        fix = near_or(str(asked), known, "use one of them")
+        raise problem(kernel, f"use {what}={asked!r}", f"there are {shown}", fix)
+
+
+def check_op(kernel: str, op: str, dtype: jnp.dtype) -> None:
+    """Raises `ValueError` when there is no such reduction, or none for this dtype."""
+    check_choice(kernel, "op", op, OPS)
+    is_number = jnp.issubdtype(dtype, jnp.number)
+    if not is_number:
+        raise problem(kernel, f"take the {op} of {dtype}", "reductions are of numbers", "cast it, to int32 say")
+    if op == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
+        raise problem(
+            kernel,
+            f"take the mean of {dtype}",
+            f"a mean of {dtype} is not {dtype}",
+            'cast to a floating dtype first, or take op="sum" and divide',
+        )
+    if op in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating):
+        exists = "complex numbers have no order"
+        raise problem(kernel, f"take the {op} of {dtype}", exists, "reduce their absolute values")
+
+
+def checked_root(kernel: str, root: int, num_ranks: int) -> int:
+    """The root, when there is such a rank; raises `ValueError` otherwise."""
+    if not isinstance(root, int) or not 0 <= root < num_ranks:
+        raise problem(kernel, f"have root={root!r}", f"there are {num_ranks} ranks", f"use 0 to {num_ranks - 1}")
+    return root
+
+
+def checked_count(kernel: str, what: str, asked: int, *, most: int | None = None) -> int:
+    """A count of at least one, and at most `most`; raises `ValueError` otherwise."""
+    if not isinstance(asked, int) or asked < 1 or (most is not None and asked > most):
+        exists = "it is a whole number from 1" + (f" to {most}" if most is not None else "")
+        raise problem(kernel, f"use {what}={asked!r}", exists, "give one of these")
+    return asked
+
+
+def checked_dim(kernel: str, dim: int, num_dims: int) -> int:
+    """The dim counted from the front; raises `ValueError` when the array has no such dim."""
+    if not isinstance(dim, int) or not -num_dims <= dim < num_dims:
+        exists = f"the array has {num_dims} dims" if num_dims else "the array is a scalar"
+        raise problem(kernel, f"work along dim {dim!r}", exists, "give one that it has, or reshape it")
+    return dim % num_dims
+
+
+def check_cut(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -> None:
+    """Raises `ValueError` when a dim cannot be cut into one equal part for each rank."""
+    if tiled and size % num_ranks:
+        raise problem(
+            kernel,
+            f"cut dim {dim} of size {size} into {num_ranks} equal parts",
+            f"{size} is not a multiple of {num_ranks}",
+            f"pad it to {-(-size // num_ranks) * num_ranks}",
+        )
+    if not tiled and size != num_ranks:
+        raise problem(
+            kernel,
+            f"give one entry of dim {dim} (size {size}) to each of {num_ranks} ranks",
+            "with tiled=False the dim is as long as there are ranks",
+            "use tiled=True, or stack one entry for each rank",
+        )

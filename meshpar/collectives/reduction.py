@@ -1,0 +1,84 @@
+"""all_reduce: the reduction over all ranks, at all ranks, by the algorithm of one's choice."""
+
+from __future__ import annotations
+
+import functools
+
+from jaxtyping import Array, Num
+
+from meshpar.collectives import tree
+from meshpar.collectives.check import Axis, check_choice, check_op, checked_count, ranks_of
+from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides
+from meshpar.collectives.wire import Combine, reduced, varying
+from meshpar.types import problem
+
+ALGORITHMS = (*RINGS, *tree.ALGORITHMS)
+"""What `all_reduce` knows."""
+
+
+def all_reduce(
+    x: Num[Array, "*dims"],
+    *,
+    axis: Axis,
+    algorithm: str = "ring",
+    op: str = "sum",
+    channels: int = 1,
+    num_servers: int = 1,
+) -> Num[Array, "*dims"]:
+    """Every rank gets the reduction over all ranks.
+
+        [A] {partial over X} -> [A];  per device [A] -> [A], any shape
+
+        algorithm           steps         bytes sent per rank (n the array, N ranks)
+        ring                2(N-1)        2(N-1)/N n    bandwidth-optimal; a reduce-scatter, then an all-gather
+        bidirectional       2(N-1)        2(N-1)/N n    half of it each way round, at the same time
+        recursive_doubling  log2 N        n log2 N      latency-optimal
+        halving_doubling    2 log2 N      2(N-1)/N n
+        tree                2 log2 N      n log2 N each way along the longest path
+        root                2(N-1)        (N-1) n in and out of rank 0; for comparison only
+        parameter_server    2(N-1)        (N-1) n/S in and out of each of S servers; for comparison only
+
+    When N is no power of two, recursive doubling and halving-doubling take two whole messages more, and log2 N is
+    rounded down; the tree's is rounded up. All ranks get the same bits. Sums are taken in the array's own dtype.
+
+    Source: Thakur, Rabenseifner, Gropp 2005; Patarasuk and Yuan 2009; for servers Li et al. 2014.
+
+    Args:
+      axis: mesh axis, or several as one.
+      algorithm: one of the above.
+      op: `sum`, `mean`, `max` or `min`.
+      channels: for the rings: so many at once (pairs of them when bidirectional), over different links where N allows.
+      num_servers: for the parameter server: S, the first ranks.
+
+    Raises:
+      ValueError: no such axis here, algorithm or op; an op the dtype has not; channels or servers of an algorithm
+        that has none.
+    """
+    num_ranks = ranks_of("all_reduce", axis)
+    check_choice("all_reduce", "algorithm", algorithm, ALGORITHMS)
+    _check_only(algorithm, "channels", channels, RINGS)
+    _check_only(algorithm, "num_servers", num_servers, ("parameter_server",))
+    checked_count("all_reduce", "num_servers", num_servers, most=num_ranks)
+    x = varying(x, axis)
+    check_op("all_reduce", op, x.dtype)
+    if algorithm in RINGS:
+        strides = ring_strides("all_reduce", algorithm, channels, num_ranks)
+        return ring_all_reduce(x, axis=axis, op=op, num_ranks=num_ranks, strides=strides)
+    run = tree.ALGORITHMS[algorithm]
+    if algorithm == "parameter_server":
+        run = functools.partial(run, num_servers=num_servers)
+
+    def kernel(x: Array, combine: Combine) -> Array:
+        return run(x, axis, combine, num_ranks)
+
+    return reduced(kernel, x, op, num_ranks)
+
+
+def _check_only(algorithm: str, option: str, given: int, having: tuple[str, ...]) -> None:
+    if given != 1 and algorithm not in having:
+        raise problem(
+            "all_reduce",
+            f"use {option}={given!r} with algorithm={algorithm!r}",
+            f"that one has no {option}",
+            f"leave it out, or take {' or '.join(repr(one) for one in having)}",
+        )

@@ -1,0 +1,93 @@
+"""What every kernel computes, in plain global-view jax.numpy: no ranks, no messages.
+
+Row r of `parts` is the array that rank r holds before, row r of the result what it holds after; N rows each.
+`tiled`, `dim`, `op`, `root` mean what they mean for the kernel of the same name.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Num, Shaped
+
+_REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max, "min": jnp.min}
+
+
+def shift(parts: Shaped[Array, N * dims], *, by: int = 1, wrap: bool = True) -> Shaped[Array, N * dims]:
+    """Row r is row `r - by`."""
+    moved = jnp.roll(parts, by, axis=0)
+    if wrap:
+        return moved
+    ranks = jnp.arange(len(parts)).reshape(-1, *(1,) * (parts.ndim - 1))
+    return jnp.where((ranks - by >= 0) & (ranks - by < len(parts)), moved, jnp.zeros_like(moved))
+
+
+def broadcast(parts: Shaped[Array, N * dims], *, root: int = 0) -> Shaped[Array, N * dims]:
+    """Every row is the root's."""
+    return jnp.broadcast_to(parts[root], parts.shape)
+
+
+def reduce(parts: Num[Array, N * dims], *, op: str = "sum", root: int = 0) -> Num[Array, N * dims]:
+    """The root's row is the reduction over all rows, the others are zeros."""
+    return _only(root, _total(parts, op), len(parts))
+
+
+def scatter(
+    parts: Shaped[Array, N * dims], *, root: int = 0, dim: int = 0, tiled: bool = True
+) -> Shaped[Array, N * dims]:
+    """Row r is part r of the root's row."""
+    return _split(parts[root], len(parts), dim, tiled)
+
+
+def gather(
+    parts: Shaped[Array, N * dims], *, root: int = 0, dim: int = 0, tiled: bool = True
+) -> Shaped[Array, N * dims]:
+    """The root's row is all rows, laid end to end or stacked; the others are zeros."""
+    return _only(root, _joined(parts, dim, tiled), len(parts))
+
+
+def all_gather(parts: Shaped[Array, N * dims], *, dim: int = 0, tiled: bool = True) -> Shaped[Array, N * dims]:
+    """Every row is all rows, laid end to end or stacked."""
+    return _everywhere(_joined(parts, dim, tiled), len(parts))
+
+
+def reduce_scatter(
+    parts: Num[Array, N * dims], *, op: str = "sum", dim: int = 0, tiled: bool = True
+) -> Num[Array, N * dims]:
+    """Row r is part r of the reduction over all rows."""
+    return _split(_total(parts, op), len(parts), dim, tiled)
+
+
+def all_reduce(parts: Num[Array, N * dims], *, op: str = "sum") -> Num[Array, N * dims]:
+    """Every row is the reduction over all rows."""
+    return _everywhere(_total(parts, op), len(parts))
+
+
+def all_to_all(
+    parts: Shaped[Array, N * dims], *, split_dim: int = 0, concat_dim: int = 0, tiled: bool = True
+) -> Shaped[Array, N * dims]:
+    """Row r is part r of every row, laid end to end or stacked in the order of the rows."""
+    pieces = jax.vmap(lambda row: _split(row, len(parts), split_dim, tiled))(parts)  # [source, target, ...]
+    return jax.vmap(lambda column: _joined(column, concat_dim, tiled), in_axes=1)(pieces)
+
+
+def _total(parts: jax.Array, op: str) -> jax.Array:
+    return _REDUCE[op](parts, axis=0).astype(parts.dtype)
+
+
+def _everywhere(row: jax.Array, num_ranks: int) -> jax.Array:
+    return jnp.broadcast_to(row, (num_ranks, *row.shape))
+
+
+def _only(root: int, row: jax.Array, num_ranks: int) -> jax.Array:
+    return jnp.zeros((num_ranks, *row.shape), row.dtype).at[root].set(row)
+
+
+def _joined(parts: jax.Array, dim: int, tiled: bool) -> jax.Array:
+    return jnp.concatenate(list(parts), axis=dim) if tiled else jnp.stack(list(parts), axis=dim)
+
+
+def _split(row: jax.Array, num_ranks: int, dim: int, tiled: bool) -> jax.Array:
+    if tiled:
+        return jnp.stack(jnp.split(row, num_ranks, axis=dim))
+    return jnp.moveaxis(row, dim, 0)

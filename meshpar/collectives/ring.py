@@ -1,0 +1,206 @@
+"""Ring algorithms: every rank sends to the next one at every step. Bandwidth-optimal.
+
+N ranks. A ring of stride s goes from rank r to rank r + s (mod N), s coprime with N. Several rings at once cut every
+chunk into as many lanes, each of which goes round its own ring.
+
+Source: Patarasuk and Yuan 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations".
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num, Shaped
+
+from meshpar.collectives.check import Axis, check_choice, check_op, checked_count, ranks_of
+from meshpar.collectives.wire import (
+    Combine,
+    cut,
+    flat_parts,
+    join,
+    pass_on,
+    put,
+    reduced,
+    reordered,
+    take,
+    unflat,
+    varying,
+)
+
+RINGS = ("ring", "bidirectional")
+
+
+def all_gather(
+    x: Shaped[Array, "*dims"],
+    *,
+    axis: Axis,
+    dim: int = 0,
+    tiled: bool = True,
+    algorithm: str = "ring",
+    channels: int = 1,
+) -> Shaped[Array, "*dims"]:
+    """Every rank gets the arrays of all ranks: each passes on what it has just received.
+
+        [A_X, B] -> [A, B]
+        per device [A/N, B] -> [A, B]  (dim 0; [B] -> [N, B] with tiled=False)
+        N-1 steps, (N-1)/N n bytes sent, n the gathered array
+
+    Args:
+      axis: mesh axis, or several as one.
+      dim: where the parts stand in the result, in the order of their ranks.
+      tiled: whether they are laid end to end; if not, they are stacked along a new dim.
+      algorithm: `ring`, or `bidirectional`: half goes round one way and half the other, at the same time.
+      channels: so many rings at once (pairs of rings when bidirectional), over different links where N allows.
+
+    Raises:
+      ValueError: no such axis here, dim or algorithm.
+    """
+    num_ranks = ranks_of("all_gather", axis)
+    strides = ring_strides("all_gather", algorithm, channels, num_ranks)
+    x = varying(x, axis)
+    parts = gathered(x.reshape(-1), axis, num_ranks, strides)
+    return join("all_gather", parts.reshape(num_ranks, *x.shape), dim, tiled)
+
+
+def reduce_scatter(
+    x: Num[Array, "*dims"],
+    *,
+    axis: Axis,
+    dim: int = 0,
+    tiled: bool = True,
+    op: str = "sum",
+    algorithm: str = "ring",
+    channels: int = 1,
+) -> Num[Array, "*dims"]:
+    """Every rank gets its part of the reduction: a part gathers its terms on its way round to its owner.
+
+        [A, B] {partial over X} -> [A_X, B]
+        per device [A, B] -> [A/N, B]  (dim 0; [N, B] -> [B] with tiled=False)
+        N-1 steps, (N-1)/N n bytes sent, n the array before
+
+    Sums are taken in the array's own dtype; cast it first where that is too coarse.
+
+    Args:
+      dim: the dim that is cut.
+      tiled: whether parts are runs of the dim; if not, the dim has one entry for each rank and goes away.
+      op: `sum`, `mean`, `max` or `min`.
+      axis, algorithm, channels: as for `all_gather`.
+
+    Raises:
+      ValueError: no such axis here, dim, op or algorithm; a dim that does not divide by N; an op the dtype has not.
+    """
+    num_ranks = ranks_of("reduce_scatter", axis)
+    strides = ring_strides("reduce_scatter", algorithm, channels, num_ranks)
+    x = varying(x, axis)
+    check_op("reduce_scatter", op, x.dtype)
+    parts = cut("reduce_scatter", x, dim, num_ranks, tiled)
+
+    def kernel(parts: jax.Array, combine: Combine) -> jax.Array:
+        return scattered(parts, axis, combine, strides)
+
+    flat = parts.reshape(num_ranks, math.prod(parts.shape[1:]))
+    mine = reduced(kernel, flat, op, num_ranks, spread=lambda y: gathered(y, axis, num_ranks, strides))
+    return mine.reshape(parts.shape[1:])
+
+
+def ring_all_reduce(x: jax.Array, *, axis: Axis, op: str, num_ranks: int, strides: Sequence[int]) -> jax.Array:
+    """A reduce-scatter, then an all-gather, both in the one buffer that holds the result in the end.
+
+        [A] {partial over X} -> [A];  per device [A] -> [A]
+        2(N-1) steps, 2(N-1)/N n bytes sent
+
+    Any shape: chunks are runs of the flattened array, padded to N equal ones.
+    """
+
+    def kernel(x: jax.Array, combine: Combine) -> jax.Array:
+        return unflat(_in_place(flat_parts(x, num_ranks), axis, combine, strides), x)
+
+    def linear(x: jax.Array) -> jax.Array:
+        mine = scattered(flat_parts(x, num_ranks), axis, lax.add, strides)
+        return unflat(gathered(mine, axis, num_ranks, strides), x)
+
+    return reduced(kernel, x, op, num_ranks, linear=linear)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loops. `parts` is [N, c], `mine` is [c]; T counts steps, and at step T the chunk to send is that of rank r - s T.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def gathered(mine: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
+    """`[c] -> [N, c]`: the chunks of all ranks."""
+    rank = lax.axis_index(axis)
+
+    def lane(mine: jax.Array, stride: int) -> jax.Array:
+        def step(T: jax.Array, held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            slots, passing = held
+            arrived = pass_on(passing, axis, stride, num_ranks)
+            return put(slots, arrived, (rank - stride * (T + 1)) % num_ranks), arrived
+
+        slots = jnp.broadcast_to(mine, (num_ranks, *mine.shape))
+        return lax.fori_loop(0, num_ranks - 1, step, (slots, mine))[0]
+
+    with jax.named_scope("ring_all_gather"):
+        return jnp.concatenate([lane(*each) for each in _lanes(mine, strides)], axis=-1)
+
+
+def scattered(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
+    """`[N, c] -> [c]`: this rank's chunk, reduced."""
+    num_ranks, rank = len(parts), lax.axis_index(axis)
+
+    def lane(parts: jax.Array, stride: int) -> jax.Array:
+        in_turn = reordered(parts, (rank - stride * jnp.arange(1, num_ranks + 1)) % num_ranks)
+
+        def step(passing: jax.Array, here: jax.Array) -> tuple[jax.Array, None]:
+            return combine(pass_on(passing, axis, stride, num_ranks), here), None
+
+        return lax.scan(step, in_turn[0], in_turn[1:])[0]
+
+    with jax.named_scope("ring_reduce_scatter"):
+        return jnp.concatenate([lane(*each) for each in _lanes(parts, strides)], axis=-1)
+
+
+def _in_place(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
+    """`[N, c] -> [N, c]`: all chunks reduced; each arriving chunk takes a slot that has been sent on already."""
+    num_ranks, rank = len(parts), lax.axis_index(axis)
+
+    def step(T: jax.Array | int, lanes: list[jax.Array], *, merge: Combine) -> list[jax.Array]:
+        return [turn(lane, stride, T, merge) for lane, stride in zip(lanes, strides, strict=False)]
+
+    def turn(slots: jax.Array, stride: int, T: jax.Array | int, merge: Combine) -> jax.Array:
+        outgoing, incoming = (rank - stride * T) % num_ranks, (rank - stride * (T + 1)) % num_ranks
+        arrived = pass_on(take(slots, outgoing), axis, stride, num_ranks)
+        return put(slots, merge(arrived, take(slots, incoming)), incoming)
+
+    def replace(arrived: jax.Array, here: jax.Array) -> jax.Array:
+        return arrived
+
+    with jax.named_scope("ring_all_reduce"):
+        lanes = [lane for lane, _ in _lanes(parts, strides)]
+        lanes = lax.fori_loop(1, num_ranks, functools.partial(step, merge=combine), lanes)
+        lanes = lax.fori_loop(num_ranks, 2 * num_ranks - 1, functools.partial(step, merge=replace), lanes)
+        return jnp.concatenate(lanes, axis=-1)
+
+
+def _lanes(x: jax.Array, strides: Sequence[int]) -> list[tuple[jax.Array, int]]:
+    """The last dim in one piece for each ring, as equal as can be; no more rings than elements."""
+    count = min(len(strides), max(x.shape[-1], 1))
+    return list(zip(jnp.array_split(x, count, axis=-1), strides, strict=False))
+
+
+def ring_strides(kernel: str, algorithm: str, channels: int, num_ranks: int) -> tuple[int, ...]:
+    """The strides of the rings of an algorithm; different ones share no link.
+
+    Raises:
+      ValueError: no such algorithm, or fewer than one channel.
+    """
+    check_choice(kernel, "algorithm", algorithm, RINGS)
+    checked_count(kernel, "channels", channels)
+    one_way = [stride for stride in range(1, num_ranks // 2 + 1) if math.gcd(stride, num_ranks) == 1] or [1]
+    chosen = [one_way[channel % len(one_way)] for channel in range(channels)]
+    return tuple(chosen) if algorithm == "ring" else tuple(s for stride in chosen for s in (stride, -stride))

@@ -1,0 +1,129 @@
+"""The few motions that kernels are made of: send to a neighbour, cut into parts, join, reduce with a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.collectives.check import Axis, check_cut, checked_dim
+
+Combine: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+"""(what arrived, what is here) -> what is here next."""
+
+COMBINE: dict[str, Combine] = {"sum": lax.add, "max": lax.max, "min": lax.min}
+
+
+def varying(x: jax.Array, axis: Axis) -> jax.Array:
+    """`x` as a value that may differ between ranks: what a permute gives back, and what loops must start with."""
+    x = jnp.asarray(x)
+    known = jax.typeof(x).manual_axis_type.varying
+    new = tuple(name for name in ((axis,) if isinstance(axis, str) else axis) if name not in known)
+    return lax.pcast(x, new, to="varying") if new else x
+
+
+def send(x: jax.Array, axis: Axis, pairs: Iterable[tuple[int, int]]) -> jax.Array:
+    """`x` of the source, at the target of each (source, target) pair; zeros at ranks that are nobody's target."""
+    return lax.ppermute(x, axis, list(pairs))
+
+
+def pass_on(x: jax.Array, axis: Axis, by: int, num_ranks: int) -> jax.Array:
+    """`x` of the rank `by` places back on the ring."""
+    return send(x, axis, [(rank, (rank + by) % num_ranks) for rank in range(num_ranks)])
+
+
+def reordered(parts: jax.Array, order: jax.Array) -> jax.Array:
+    """The parts `[N, ...]` in another order, none left out."""
+    return parts.at[order].get(mode="promise_in_bounds", unique_indices=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def cut(kernel: str, x: jax.Array, dim: int, num_ranks: int, tiled: bool) -> jax.Array:
+    """One part for each rank, in front: `[A, B] -> [N, A/N, B]` tiled, `[N, B] -> [N, B]` otherwise (dim 0)."""
+    dim = checked_dim(kernel, dim, x.ndim)
+    check_cut(kernel, x.shape[dim], dim, num_ranks, tiled)
+    if tiled:
+        x = x.reshape(*x.shape[:dim], num_ranks, x.shape[dim] // num_ranks, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x, dim, 0)
+
+
+def join(kernel: str, parts: jax.Array, dim: int, tiled: bool) -> jax.Array:
+    """The parts `[N, ...]` end to end along a dim, or stacked along a new one: `cut` undone."""
+    dim = checked_dim(kernel, dim, parts.ndim - tiled)
+    x = jnp.moveaxis(parts, 0, dim)
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]) if tiled else x
+
+
+def flat_parts(x: jax.Array, num_parts: int) -> jax.Array:
+    """Any array as `[num_parts, c]`, with zeros at the end where it does not divide."""
+    flat = x.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % num_parts)).reshape(num_parts, -1)
+
+
+def take(parts: jax.Array, index: jax.Array) -> jax.Array:
+    """One part of `[N, ...]`."""
+    return lax.dynamic_index_in_dim(parts, index, keepdims=False)
+
+
+def put(parts: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+    """The parts `[N, ...]` with one replaced, in place where the compiler can."""
+    return lax.dynamic_update_index_in_dim(parts, part, index, 0)
+
+
+def unflat(parts: jax.Array, like: jax.Array) -> jax.Array:
+    """`flat_parts` undone."""
+    return parts.reshape(-1)[: like.size].reshape(like.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reductions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def reduced(
+    kernel: Callable[[jax.Array, Combine], jax.Array],
+    x: jax.Array,
+    op: str,
+    num_ranks: int,
+    *,
+    linear: Callable[[jax.Array], jax.Array] | None = None,
+    spread: Callable[[jax.Array], jax.Array] = lambda y: y,
+) -> jax.Array:
+    """A reduction by any of `OPS`, with the derivative of the reference whatever the kernel does inside.
+
+    A sum's derivative is the kernel itself. That of max and min goes to the ranks that hold the extremum, in equal
+    shares, as `jnp.max` has it; pair by pair it would come out in unequal ones.
+
+    Args:
+      kernel: reduces by a given combination of two.
+      linear: the sum in a form that transposes well, when that is not the kernel's own.
+      spread: the result, brought to where its terms are.
+    """
+    if op == "mean":
+        return reduced(kernel, x, "sum", num_ranks, linear=linear) / num_ranks
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or (op == "sum" and linear is None):
+        return kernel(x, COMBINE[op])
+    total = linear or (lambda t: kernel(t, lax.add))
+
+    @jax.custom_jvp
+    def run(x: jax.Array) -> jax.Array:
+        return kernel(x, COMBINE[op])
+
+    @run.defjvp
+    def derivative(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (x,), (dx,) = primals, tangents
+        y = run(x)
+        if op == "sum":
+            return y, total(dx)
+        holds = (x == spread(y)).astype(x.dtype)
+        # Where nothing is received (off the root of a `reduce`) nobody holds anything.
+        return y, total(holds * dx) / jnp.maximum(total(holds), 1)
+
+    return run(x)

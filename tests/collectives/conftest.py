@@ -1,0 +1,52 @@
+"""Ranks to run kernels on: the first N host devices, stacked rows on the outside and per-device views inside."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from meshpar.ledger import hlo
+from meshpar.ledger.census import census
+
+
+class Ranks:
+    """The first N devices as one axis `x`, or several axes."""
+
+    def __init__(self, **axes: int) -> None:
+        devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values()))
+        self.mesh = Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+        self.count = devices.size
+
+    def view(self, kernel, *, check_vma: bool = True):
+        """A kernel as a function of rows, one for each rank."""
+        rows = P(tuple(self.mesh.axis_names))
+
+        def one(x):
+            return jax.tree.map(lambda y: y[None], kernel(jax.tree.map(lambda row: row[0], x)))
+
+        return jax.shard_map(one, mesh=self.mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
+
+    def compiled(self, kernel, shape, dtype="float32"):
+        """A kernel compiled for one row of this shape at each rank."""
+        return jax.jit(self.view(kernel)).lower(jax.ShapeDtypeStruct((self.count, *shape), dtype)).compile()
+
+    def sent(self, kernel, shape, dtype="float32"):
+        """The collectives of the compiled kernel, in the order they stand in it."""
+        return census(hlo.parse(self.compiled(kernel, shape, dtype).as_text()), self.mesh)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(5)`: five ranks along `x`; `ranks(outer=2, inner=3)`: six in two groups."""
+    cached = functools.cache(lambda axes: Ranks(**dict(axes)))
+
+    def get(count: int | None = None, **axes: int) -> Ranks:
+        return cached(tuple({"x": count, **axes}.items() if count else axes.items()))
+
+    return get

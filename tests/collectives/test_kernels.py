@@ -1,0 +1,230 @@
+"""Every kernel against its reference: value and gradient, any number of ranks, any dtype."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshpar import collectives as mc
+from meshpar.collectives import reference
+from meshpar.collectives.reduction import ALGORITHMS
+
+COUNTS = (1, 2, 3, 5, 6, 7, 8)
+
+
+class Case(NamedTuple):
+    kernel: Callable
+    reference: Callable
+    shape: Callable[[int], tuple[int, ...]]
+
+
+def case(name, shape, **options):
+    """A kernel and the reference of the same name; options that say how, not what, are the kernel's alone."""
+    what = {k: v for k, v in options.items() if k not in ("algorithm", "channels", "num_servers")}
+    kernel = functools.partial(getattr(mc, name), axis="x", **options)
+    return Case(kernel, functools.partial(getattr(reference, name), **what), shape)
+
+
+def whole(n):
+    return (5, 3)
+
+
+def divisible(n):
+    return (2, 3 * n)
+
+
+def per_rank(n):
+    return (3, n)
+
+
+CASES = {
+    "shift": case("shift", whole),
+    "shift back": case("shift", whole, by=-2),
+    "shift, ends": case("shift", whole, by=2, wrap=False),
+    "shift back, ends": case("shift", whole, by=-1, wrap=False),
+    "broadcast": case("broadcast", whole),
+    "reduce": case("reduce", whole),
+    "reduce mean": case("reduce", whole, op="mean"),
+    "reduce max": case("reduce", whole, op="max"),
+    "scatter": case("scatter", divisible, dim=1),
+    "scatter stacked": case("scatter", per_rank, dim=-1, tiled=False),
+    "gather": case("gather", whole, dim=1),
+    "gather stacked": case("gather", whole, dim=-1, tiled=False),
+    "all_gather": case("all_gather", whole, dim=-1),
+    "all_gather stacked": case("all_gather", whole, dim=2, tiled=False, algorithm="bidirectional"),
+    "all_gather, rings": case("all_gather", whole, channels=4),
+    "reduce_scatter": case("reduce_scatter", divisible, dim=1),
+    "reduce_scatter stacked": case("reduce_scatter", per_rank, dim=-1, tiled=False, algorithm="bidirectional"),
+    "reduce_scatter max": case("reduce_scatter", divisible, dim=-1, op="max"),
+    "reduce_scatter mean, rings": case("reduce_scatter", divisible, dim=1, op="mean", channels=3),
+    "all_reduce bidirectional, rings": case("all_reduce", whole, algorithm="bidirectional", channels=2),
+    "all_reduce more rings than elements": case("all_reduce", lambda n: (), channels=3),
+    "all_reduce ring min": case("all_reduce", whole, op="min"),
+    "all_reduce ring mean": case("all_reduce", whole, op="mean"),
+    **{f"all_reduce {algorithm}": case("all_reduce", whole, algorithm=algorithm) for algorithm in ALGORITHMS},
+    "all_reduce recursive doubling max": case("all_reduce", whole, algorithm="recursive_doubling", op="max"),
+    "all_reduce tree min": case("all_reduce", whole, algorithm="tree", op="min"),
+    "all_reduce, servers": case("all_reduce", whole, algorithm="parameter_server", num_servers=1),
+}
+ROOTED = [name for name in CASES if name.split()[0] in ("broadcast", "reduce", "scatter", "gather")]
+
+
+def parts_of(shape, dtype="float32", seed=0):
+    """Rows with ties in them, and all sums of which float32 holds exactly but bfloat16 does not."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-40, 40, shape) * 3, dtype)
+
+
+def with_gradient(f, parts):
+    """Value, and gradient for cotangents that differ everywhere."""
+    value, pull = jax.vjp(f, parts)
+    weights = jnp.cos(jnp.arange(value.size, dtype=value.dtype)).reshape(value.shape)
+    return value, pull(weights)[0]
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks):
+    """(kernels', references') results of all cases, in one program for each number of ranks and dtype.
+
+    With gradients for float32, without for other dtypes.
+    """
+
+    @functools.cache
+    def run(count, dtype="float32"):
+        row, apply = ranks(count), with_gradient if dtype == "float32" else lambda f, x: f(x)
+
+        def all_of(use):
+            return jax.jit(
+                lambda: {
+                    name: apply(use(one), parts_of((count, *one.shape(count)), dtype))
+                    for name, one in CASES.items()
+                    if dtype != "int32" or "mean" not in name
+                }
+            )()
+
+        return all_of(lambda one: row.view(one.kernel)), all_of(lambda one: one.reference)
+
+    return run
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_are_the_references(outcomes, name, count):
+    found, expected = outcomes(count)
+    np.testing.assert_array_equal(found[name][0], expected[name][0])  # sums of whole numbers are exact
+    np.testing.assert_allclose(found[name][1], expected[name][1], rtol=1e-5, atol=1e-6)  # float32, up to 8 terms
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "mean" not in name])
+def test_integers_are_exact(outcomes, name):
+    found, expected = outcomes(7, "int32")
+    assert found[name].dtype == jnp.int32
+    np.testing.assert_array_equal(found[name], expected[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_stays_bfloat16(outcomes, name):
+    found, expected = outcomes(8, "bfloat16")
+    assert found[name].dtype == jnp.bfloat16
+    # Seven additions, each rounded to 2^-8 of sums up to 8 * 120.
+    atol = 7 * 8 * 120 / 256 if name.startswith(("reduce", "all_reduce")) else 0
+    if "max" in name or "min" in name:
+        atol = 0
+    np.testing.assert_allclose(found[name].astype("float32"), expected[name].astype("float32"), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("root", [1, 4])
+@pytest.mark.parametrize("name", ["broadcast", "reduce max", "scatter", "gather"])
+def test_any_rank_is_a_root(ranks, name, root):
+    one = CASES[name]
+    parts = parts_of((5, *one.shape(5)))
+    found = jax.jit(ranks(5).view(functools.partial(one.kernel, root=root)))(parts)
+    np.testing.assert_array_equal(found, one.reference(parts, root=root))
+
+
+def test_several_axes_count_as_one(ranks):
+    row, parts = ranks(outer=2, inner=3), parts_of((6, 4))
+    both = functools.partial(mc.all_gather, axis=("outer", "inner"))
+    np.testing.assert_array_equal(jax.jit(row.view(both))(parts), reference.all_gather(parts))
+
+
+def test_other_axes_keep_apart(ranks):
+    parts = parts_of((6, 4))
+    found = jax.jit(ranks(outer=2, inner=3).view(functools.partial(mc.all_reduce, axis="outer")))(parts)
+    by_group = jax.vmap(reference.all_reduce, in_axes=1, out_axes=1)(parts.reshape(2, 3, 4))
+    np.testing.assert_array_equal(found, by_group.reshape(6, 4))
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_arrays_without_elements(ranks, name):
+    parts = jnp.zeros((3, 0, 4))
+    kernel = functools.partial(getattr(mc, name), axis="x", channels=2)
+    found = jax.jit(ranks(3).view(kernel))(parts)
+    np.testing.assert_array_equal(found, getattr(reference, name)(parts))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Properties
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole_and_halves(ranks):
+    """All-reduce, and reduce-scatter then all-gather, of 12 floats at each of 6 ranks, in one compiled program."""
+
+    @functools.cache
+    def program(algorithm):
+        ring = functools.partial(mc.all_reduce, axis="x", algorithm=algorithm, channels=2)
+        scatter = functools.partial(mc.reduce_scatter, axis="x", algorithm=algorithm, channels=2)
+        gather = functools.partial(mc.all_gather, axis="x", algorithm=algorithm, channels=2)
+        return jax.jit(ranks(6).view(lambda x: (ring(x), gather(scatter(x)))))
+
+    return program
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "bidirectional"])
+@settings(max_examples=20, deadline=None)
+@given(rows=st.lists(FLOATS, min_size=72, max_size=72))
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_to_the_bit(whole_and_halves, algorithm, rows):
+    whole, halves = whole_and_halves(algorithm)(np.array(rows, "float32").reshape(6, 12))
+    np.testing.assert_array_equal(np.asarray(whole).view("int32"), np.asarray(halves).view("int32"))
+
+
+@pytest.fixture(scope="module")
+def all_algorithms(ranks):
+    """Every all-reduce of five floats at each of 7 ranks."""
+
+    def run(x):
+        return {name: mc.all_reduce(x, axis="x", algorithm=name) for name in ALGORITHMS}
+
+    return jax.jit(ranks(7).view(run))
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.lists(FLOATS, min_size=35, max_size=35))
+def test_all_ranks_get_the_same_bits(all_algorithms, rows):
+    for name, found in all_algorithms(np.array(rows, "float32").reshape(7, 5)).items():
+        bits = np.asarray(found).view("int32")
+        assert (bits == bits[0]).all(), name
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=3),
+    algorithm=st.sampled_from(ALGORITHMS),
+    op=st.sampled_from(["sum", "max", "min"]),
+)
+def test_any_shape(ranks, shape, algorithm, op):
+    parts = parts_of((3, *shape), "int32")
+    found = jax.jit(ranks(3).view(functools.partial(mc.all_reduce, axis="x", algorithm=algorithm, op=op)))(parts)
+    np.testing.assert_array_equal(found, reference.all_reduce(parts, op=op))

@@ -1,0 +1,121 @@
+"""Kernels under jax's transforms: vmap, scan, derivatives of derivatives, and with the check of varying axes off."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshpar import collectives as mc
+from meshpar.collectives import reference
+from meshpar.collectives.reduction import ALGORITHMS
+
+N = 5
+KERNELS = {
+    "all_gather": (functools.partial(mc.all_gather, axis="x"), reference.all_gather),
+    "reduce_scatter": (functools.partial(mc.reduce_scatter, axis="x"), reference.reduce_scatter),
+    **{
+        f"all_reduce {name}": (functools.partial(mc.all_reduce, axis="x", algorithm=name), reference.all_reduce)
+        for name in ALGORITHMS
+    },
+    "all_reduce max": (
+        functools.partial(mc.all_reduce, axis="x", op="max"),
+        functools.partial(reference.all_reduce, op="max"),
+    ),
+    "reduce": (functools.partial(mc.reduce, axis="x"), reference.reduce),
+    "broadcast": (functools.partial(mc.broadcast, axis="x"), reference.broadcast),
+}
+
+
+def rows(*shape):
+    return jnp.asarray(np.random.default_rng(0).standard_normal((N, *shape)), "float32")
+
+
+def close(found, expected):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+
+
+@pytest.fixture(scope="module")
+def every_kernel(ranks):
+    """(kernels', references') results under one transform, each side in one program."""
+
+    def run(transform, *shape, **options):
+        x = rows(*shape)
+        found = jax.jit(lambda: {name: transform(ranks(N).view(k, **options), x) for name, (k, _) in KERNELS.items()})()
+        expected = jax.jit(lambda: {name: transform(r, x) for name, (_, r) in KERNELS.items()})()
+        return found, expected
+
+    return run
+
+
+def test_under_vmap(every_kernel):
+    close(*every_kernel(lambda f, x: jax.vmap(f, in_axes=-1, out_axes=-1)(x), N, 3))
+
+
+def test_inside_scan(every_kernel):
+    def scanned(f, x):
+        def body(total, scale):
+            y = f(x * scale)
+            return total + y.sum(), y
+
+        return lax.scan(body, jnp.float32(0), jnp.arange(3.0))
+
+    close(*every_kernel(scanned, N))
+
+
+def test_the_gradient_of_a_scan_whose_carry_is_reduced(ranks):
+    def looped(reduce):
+        def run(x):
+            return lax.scan(lambda h, _: (jnp.sin(reduce(h)), None), x, length=3)[0]
+
+        return run
+
+    kernel = looped(functools.partial(mc.all_reduce, axis="x", op="mean"))
+    plain = looped(functools.partial(reference.all_reduce, op="mean"))
+    weights = jnp.arange(N * 3.0).reshape(N, 3)
+    found = jax.jit(jax.grad(lambda x: (weights * ranks(N).view(kernel)(x)).sum()))(rows(3))
+    close(found, jax.grad(lambda x: (weights * plain(x)).sum())(rows(3)))
+
+
+def test_reverse_over_reverse_and_forward_over_reverse(every_kernel):
+    def curved(f, x):
+        def loss(x):
+            return (f(jnp.sin(x)) ** 3 * jnp.arange(N).reshape(N, 1)).sum()
+
+        slope = jax.grad(loss)
+        along = jnp.cos(x)
+        return jax.grad(lambda x: (slope(x) * along).sum())(x), jax.jvp(slope, (x,), (along,))[1]
+
+    close(*every_kernel(curved, N))
+
+
+def test_gradients_with_the_check_of_varying_axes_off(every_kernel):
+    def gradient(f, x):
+        return jax.grad(lambda x: (f(x) * jnp.arange(N).reshape(N, 1)).sum())(x)
+
+    close(*every_kernel(gradient, N, check_vma=False))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_gradient_of_an_array_that_all_ranks_share(ranks, check_vma):
+    def total(x):
+        rank = lax.axis_index("x")
+        return mc.all_reduce(x * (rank + 1), axis="x")[None] + mc.all_reduce(x, axis="x", op="mean")[None]
+
+    shared = jax.shard_map(total, mesh=ranks(N).mesh, in_specs=P(), out_specs=P("x"), check_vma=check_vma)
+    weights = jnp.arange(N * 3.0).reshape(N, 3)
+    found = jax.jit(jax.grad(lambda x: (shared(x) * weights).sum()))(jnp.ones(3))
+    close(found, (15 + 1) * weights.sum(0))
+
+
+def test_a_gradient_taken_inside(ranks):
+    def inside(x):
+        return jax.grad(lambda x: (mc.all_reduce(x, axis="x") * (lax.axis_index("x") + 1)).sum())(x)
+
+    found = jax.jit(ranks(N).view(inside))(rows(2))
+    close(found, jnp.full((N, 2), 15.0))  # every rank's loss depends on every rank's x: 1 + 2 + 3 + 4 + 5
