@@ -1,12 +1,14 @@
 """Collectives as short loops of messages between neighbours, for use inside `jax.shard_map`.
 
-    check.py    what was asked for: axis, ranks, op, dims ─┐
-    wire.py     send, pass on, cut, join ──────────────────┤
-                                                           ▼
-    point_to_point.py  shift, broadcast, reduce, scatter, gather
-    ring.py            all_gather, reduce_scatter ─────► reduction.py   all_reduce
-                                                           ▲
-    reference.py       what each of them computes, in plain global-view jax.numpy
+    check.py (what was asked for) ─┐
+    wire.py (send, cut, join)     ─┤
+                                   ▼
+           point_to_point.py  shift, broadcast, reduce, scatter, gather ─► tree.py ─┐
+           ring.py            all_gather, reduce_scatter ───────────────────────────┤
+           exchange.py        all_to_all ─┐                                         ▼
+                                          └─► hierarchical.py       reduction.py  all_reduce ─► bucket.py
+
+    reference.py   what each of them computes, in plain global-view jax.numpy
 
 Per-device view: a kernel takes what one rank holds and gives what it holds after. Results vary over the axis as far as
 `shard_map` knows, even where all ranks hold the same: `out_specs` name the axis, unless `check_vma=False`. Derivatives
@@ -20,11 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshpar.collectives import reference
+    from meshpar.collectives.bucket import bucketed_all_reduce
+    from meshpar.collectives.exchange import all_to_all
+    from meshpar.collectives.hierarchical import hierarchical_all_reduce, hierarchical_all_to_all
     from meshpar.collectives.point_to_point import broadcast, gather, reduce, scatter, shift
     from meshpar.collectives.reduction import all_reduce
     from meshpar.collectives.ring import all_gather, reduce_scatter
 
 _HOMES = {
+    "bucket": ("bucketed_all_reduce",),
+    "exchange": ("all_to_all",),
+    "hierarchical": ("hierarchical_all_reduce", "hierarchical_all_to_all"),
     "point_to_point": ("broadcast", "gather", "reduce", "scatter", "shift"),
     "ring": ("all_gather", "reduce_scatter"),
     "reduction": ("all_reduce",),
@@ -34,8 +42,12 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "broadcast",
+    "bucketed_all_reduce",
     "gather",
+    "hierarchical_all_reduce",
+    "hierarchical_all_to_all",
     "reduce",
     "reduce_scatter",
     "reference",

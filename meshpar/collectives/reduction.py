@@ -8,8 +8,8 @@ from jaxtyping import Array, Num
 
 from meshpar.collectives import tree
 from meshpar.collectives.check import Axis, check_choice, check_op, checked_count, ranks_of
-from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides
-from meshpar.collectives.wire import Combine, reduced, varying
+from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides, ring_sum
+from meshpar.collectives.wire import reduced, varying
 from meshpar.types import problem
 
 ALGORITHMS = (*RINGS, *tree.ALGORITHMS)
@@ -63,15 +63,17 @@ def all_reduce(
     check_op("all_reduce", op, x.dtype)
     if algorithm in RINGS:
         strides = ring_strides("all_reduce", algorithm, channels, num_ranks)
-        return ring_all_reduce(x, axis=axis, op=op, num_ranks=num_ranks, strides=strides)
+        return reduced(
+            lambda x, combine: ring_all_reduce(x, axis, combine, num_ranks, strides),
+            x,
+            op,
+            num_ranks,
+            linear=lambda x: ring_sum(x, axis, num_ranks, strides),
+        )
     run = tree.ALGORITHMS[algorithm]
     if algorithm == "parameter_server":
         run = functools.partial(run, num_servers=num_servers)
-
-    def kernel(x: Array, combine: Combine) -> Array:
-        return run(x, axis, combine, num_ranks)
-
-    return reduced(kernel, x, op, num_ranks)
+    return reduced(lambda x, combine: run(x, axis, combine, num_ranks), x, op, num_ranks)
 
 
 def _check_only(algorithm: str, option: str, given: int, having: tuple[str, ...]) -> None:

@@ -6,14 +6,16 @@ Row r of `parts` is the array that rank r holds before, row r of the result what
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num, Shaped
 
-_REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max, "min": jnp.min}
+_REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max, "min": jnp.min}
 
 
-def shift(parts: Shaped[Array, N * dims], *, by: int = 1, wrap: bool = True) -> Shaped[Array, N * dims]:
+def shift(parts: Shaped[Array, "N ..."], *, by: int = 1, wrap: bool = True) -> Shaped[Array, "N ..."]:
     """Row r is row `r - by`."""
     moved = jnp.roll(parts, by, axis=0)
     if wrap:
@@ -22,50 +24,48 @@ def shift(parts: Shaped[Array, N * dims], *, by: int = 1, wrap: bool = True) -> 
     return jnp.where((ranks - by >= 0) & (ranks - by < len(parts)), moved, jnp.zeros_like(moved))
 
 
-def broadcast(parts: Shaped[Array, N * dims], *, root: int = 0) -> Shaped[Array, N * dims]:
+def broadcast(parts: Shaped[Array, "N ..."], *, root: int = 0) -> Shaped[Array, "N ..."]:
     """Every row is the root's."""
     return jnp.broadcast_to(parts[root], parts.shape)
 
 
-def reduce(parts: Num[Array, N * dims], *, op: str = "sum", root: int = 0) -> Num[Array, N * dims]:
+def reduce(parts: Num[Array, "N ..."], *, op: str = "sum", root: int = 0) -> Num[Array, "N ..."]:
     """The root's row is the reduction over all rows, the others are zeros."""
     return _only(root, _total(parts, op), len(parts))
 
 
 def scatter(
-    parts: Shaped[Array, N * dims], *, root: int = 0, dim: int = 0, tiled: bool = True
-) -> Shaped[Array, N * dims]:
+    parts: Shaped[Array, "N ..."], *, root: int = 0, dim: int = 0, tiled: bool = True
+) -> Shaped[Array, "N ..."]:
     """Row r is part r of the root's row."""
     return _split(parts[root], len(parts), dim, tiled)
 
 
-def gather(
-    parts: Shaped[Array, N * dims], *, root: int = 0, dim: int = 0, tiled: bool = True
-) -> Shaped[Array, N * dims]:
+def gather(parts: Shaped[Array, "N ..."], *, root: int = 0, dim: int = 0, tiled: bool = True) -> Shaped[Array, "N ..."]:
     """The root's row is all rows, laid end to end or stacked; the others are zeros."""
     return _only(root, _joined(parts, dim, tiled), len(parts))
 
 
-def all_gather(parts: Shaped[Array, N * dims], *, dim: int = 0, tiled: bool = True) -> Shaped[Array, N * dims]:
+def all_gather(parts: Shaped[Array, "N ..."], *, dim: int = 0, tiled: bool = True) -> Shaped[Array, "N ..."]:
     """Every row is all rows, laid end to end or stacked."""
     return _everywhere(_joined(parts, dim, tiled), len(parts))
 
 
 def reduce_scatter(
-    parts: Num[Array, N * dims], *, op: str = "sum", dim: int = 0, tiled: bool = True
-) -> Num[Array, N * dims]:
+    parts: Num[Array, "N ..."], *, op: str = "sum", dim: int = 0, tiled: bool = True
+) -> Num[Array, "N ..."]:
     """Row r is part r of the reduction over all rows."""
     return _split(_total(parts, op), len(parts), dim, tiled)
 
 
-def all_reduce(parts: Num[Array, N * dims], *, op: str = "sum") -> Num[Array, N * dims]:
+def all_reduce(parts: Num[Array, "N ..."], *, op: str = "sum") -> Num[Array, "N ..."]:
     """Every row is the reduction over all rows."""
     return _everywhere(_total(parts, op), len(parts))
 
 
 def all_to_all(
-    parts: Shaped[Array, N * dims], *, split_dim: int = 0, concat_dim: int = 0, tiled: bool = True
-) -> Shaped[Array, N * dims]:
+    parts: Shaped[Array, "N ..."], *, split_dim: int = 0, concat_dim: int = 0, tiled: bool = True
+) -> Shaped[Array, "N ..."]:
     """Row r is part r of every row, laid end to end or stacked in the order of the rows."""
     pieces = jax.vmap(lambda row: _split(row, len(parts), split_dim, tiled))(parts)  # [source, target, ...]
     return jax.vmap(lambda column: _joined(column, concat_dim, tiled), in_axes=1)(pieces)

@@ -108,7 +108,7 @@ def reduce_scatter(
     return mine.reshape(parts.shape[1:])
 
 
-def ring_all_reduce(x: jax.Array, *, axis: Axis, op: str, num_ranks: int, strides: Sequence[int]) -> jax.Array:
+def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, strides: Sequence[int]) -> jax.Array:
     """A reduce-scatter, then an all-gather, both in the one buffer that holds the result in the end.
 
         [A] {partial over X} -> [A];  per device [A] -> [A]
@@ -116,15 +116,13 @@ def ring_all_reduce(x: jax.Array, *, axis: Axis, op: str, num_ranks: int, stride
 
     Any shape: chunks are runs of the flattened array, padded to N equal ones.
     """
+    return unflat(_in_place(flat_parts(x, num_ranks), axis, combine, strides), x)
 
-    def kernel(x: jax.Array, combine: Combine) -> jax.Array:
-        return unflat(_in_place(flat_parts(x, num_ranks), axis, combine, strides), x)
 
-    def linear(x: jax.Array) -> jax.Array:
-        mine = scattered(flat_parts(x, num_ranks), axis, lax.add, strides)
-        return unflat(gathered(mine, axis, num_ranks, strides), x)
-
-    return reduced(kernel, x, op, num_ranks, linear=linear)
+def ring_sum(x: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
+    """The same sum in two buffers, which is the one to transpose: in one, every step would add up n elements."""
+    mine = scattered(flat_parts(x, num_ranks), axis, lax.add, strides)
+    return unflat(gathered(mine, axis, num_ranks, strides), x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -65,6 +65,9 @@ CASES = {
     "reduce_scatter stacked": case("reduce_scatter", per_rank, dim=-1, tiled=False, algorithm="bidirectional"),
     "reduce_scatter max": case("reduce_scatter", divisible, dim=-1, op="max"),
     "reduce_scatter mean, rings": case("reduce_scatter", divisible, dim=1, op="mean", channels=3),
+    "all_to_all": case("all_to_all", lambda n: (3 * n, 2)),
+    "all_to_all across dims": case("all_to_all", divisible, split_dim=-1, concat_dim=0),
+    "all_to_all stacked": case("all_to_all", per_rank, split_dim=1, concat_dim=0, tiled=False),
     "all_reduce bidirectional, rings": case("all_reduce", whole, algorithm="bidirectional", channels=2),
     "all_reduce more rings than elements": case("all_reduce", lambda n: (), channels=3),
     "all_reduce ring min": case("all_reduce", whole, op="min"),
@@ -162,10 +165,10 @@ def test_other_axes_keep_apart(ranks):
     np.testing.assert_array_equal(found, by_group.reshape(6, 4))
 
 
-@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
 def test_arrays_without_elements(ranks, name):
     parts = jnp.zeros((3, 0, 4))
-    kernel = functools.partial(getattr(mc, name), axis="x", channels=2)
+    kernel = functools.partial(getattr(mc, name), axis="x")
     found = jax.jit(ranks(3).view(kernel))(parts)
     np.testing.assert_array_equal(found, getattr(reference, name)(parts))
 

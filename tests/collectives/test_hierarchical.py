@@ -1,0 +1,101 @@
+"""Two levels: the same result as one, and on each kind of link the steps and bytes of the closed form."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar import collectives as mc
+from meshpar.collectives import reference
+from meshpar.planner import cost
+from meshpar.types import MeshparError
+
+GROUPS = [(1, 3), (2, 2), (2, 3), (3, 2), (2, 4), (4, 1)]
+ELEMENTS = 840
+BYTES = 4 * ELEMENTS
+OPS = ("sum", "mean", "max")
+REDUCE = functools.partial(mc.hierarchical_all_reduce, inner="inner", outer="outer")
+EXCHANGE = functools.partial(mc.hierarchical_all_to_all, inner="inner", outer="outer")
+
+
+def rows(count, *shape):
+    return jnp.asarray(np.random.default_rng(0).integers(-40, 40, (count, *shape)), "float32")
+
+
+def with_gradient(f, x):
+    y, pull = jax.vjp(f, x)
+    return y, pull(jnp.cos(jnp.arange(float(y.size))).reshape(y.shape))[0]
+
+
+def by_axis(found):
+    """{axes: (permutes, bytes)}"""
+    return {
+        axes: (
+            sum(one.count_per_step for one in found if one.axes == axes),
+            sum(one.bytes_sent_per_step for one in found if one.axes == axes),
+        )
+        for axes in {one.axes for one in found}
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks):
+    """(found, expected): value and gradient of everything here, in one program for each shape of the groups."""
+
+    @functools.cache
+    def run(outer, inner):
+        count = outer * inner
+        reduce_in, exchange_in = rows(count, 5, 3), rows(count, 2, count)
+        cases = {op: (functools.partial(REDUCE, op=op), functools.partial(reference.all_reduce, op=op)) for op in OPS}
+        for name, tiled in (("all to all", True), ("stacked", False)):
+            options = {"split_dim": 1, "concat_dim": 0, "tiled": tiled}
+            cases[name] = functools.partial(EXCHANGE, **options), functools.partial(reference.all_to_all, **options)
+        arrays = {name: reduce_in if name in OPS else exchange_in for name in cases}
+        row = ranks(outer=outer, inner=inner)
+        return (
+            jax.jit(lambda: {name: with_gradient(row.view(cases[name][0]), x) for name, x in arrays.items()})(),
+            jax.jit(lambda: {name: with_gradient(cases[name][1], x) for name, x in arrays.items()})(),
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("name", [*OPS, "all to all", "stacked"])
+def test_value_and_gradient_are_those_of_one_level(outcomes, groups, name):
+    found, expected = (side[name] for side in outcomes(*groups))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6 if name == "mean" else 0)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(2, 2), (2, 3), (3, 2), (2, 4), (4, 2)])
+def test_each_kind_of_link_carries_what_the_closed_form_says(ranks, outer, inner):
+    found = by_axis(
+        ranks(outer=outer, inner=inner).sent(functools.partial(mc.hierarchical_all_reduce, **IN), (ELEMENTS,))
+    )
+    expected = cost.hierarchical_all_reduce(BYTES, outer * inner, inner=inner)
+    assert found == {
+        ("inner",): (expected.inside.steps, expected.inside.bytes_sent),
+        ("outer",): (expected.across.steps, expected.across.bytes_sent),
+    }
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(2, 2), (3, 2), (2, 4)])
+def test_one_message_for_each_pair_of_nodes(ranks, outer, inner):
+    elements = 24 * 10
+    found = by_axis(
+        ranks(outer=outer, inner=inner).sent(functools.partial(mc.hierarchical_all_to_all, **IN), (elements,))
+    )
+    inside, across = cost.all_to_all(4 * elements, inner), cost.all_to_all(4 * elements, outer)
+    assert found == {("inner",): (inside.steps, inside.bytes_sent), ("outer",): (across.steps, across.bytes_sent)}
+
+
+@pytest.mark.parametrize("name", ["hierarchical_all_reduce", "hierarchical_all_to_all"])
+def test_the_levels_are_two_axes(ranks, name):
+    kernel = functools.partial(getattr(mc, name), inner="x", outer="x")
+    with pytest.raises(MeshparError, match=f"{name}: .*inside the groups or across.*two different"):
+        jax.eval_shape(ranks(2).view(kernel), jnp.zeros((2, 4)))
