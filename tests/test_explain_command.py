@@ -33,6 +33,10 @@ def recipe(devices: int = 8) -> mp.Recipe:
         data=TextData(files=("no/such/file.txt",), seq_len=128), steps=3, batch_size=2 * devices,
     )
 
+def talkative(devices: int = 8) -> mp.Recipe:
+    print("a recipe that talks")
+    return recipe(devices)
+
 def shifted(model, batch, key):
     return next_token_loss(model, {name: jax.numpy.roll(x, 1, axis=0) for name, x in batch.items()}, key)
 
@@ -105,6 +109,28 @@ def test_a_report_as_json_has_the_promised_fields(explain, recipe):
             assert total["bytes_sent_per_device"] == pytest.approx(sent)
     assert found["mesh"] == {"data": 1, "stage": 1, "fsdp": 8, "expert": 1, "tensor": 1}
     assert (found["devices"], found["target"]) == (8, "cpu")
+
+
+def test_json_has_standard_output_for_itself(explain, recipe):
+    code, out, err = explain(f"{recipe}:talkative", "--json")
+    assert code == 0
+    assert json.loads(out)["devices"] == 8
+    assert "a recipe that talks" in err
+
+
+@pytest.mark.parametrize("option", ["--html", "--save-budget"])
+def test_a_file_that_cannot_be_written_is_no_finding(explain, recipe, tmp_path, option):
+    code, _, err = explain(recipe, option, tmp_path / ("x" * 300), "--check")
+    assert code == 2
+    assert "that failed (File name too long)" in err
+
+
+def test_a_folder_that_may_not_be_written_is_told_first(explain, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_explained", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    code, _, err = explain(recipe, "--html", tmp_path / "report.html")
+    assert code == 2
+    assert "you may not" in err
 
 
 def test_a_report_in_words_with_another_strategy_beside_it(explain, recipe, tmp_path):

@@ -93,18 +93,23 @@ def explain(
         _check_folder(path)
     from meshpar.ledger.budget import Budget
 
-    held_to = Budget.load(budget) if budget else None
-    layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
-    subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch)
-    if held_to is not None:
-        held_to.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
-    other = subject.against(against) if against else None
-    found = _explained(subject, other, held_to)
+    # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
+    with contextlib.redirect_stdout(sys.stderr):
+        held_to = Budget.load(budget) if budget else None
+        layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
+        subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch)
+        if held_to is not None:
+            held_to.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
+        other = subject.against(against) if against else None
+        found = _explained(subject, other, held_to)
     print_report(found, as_json=as_json)
     if html:
-        Path(html).write_text(_page(found, subject), encoding="utf-8")
+        page = _page(found, subject)
+        with _writing(html):
+            Path(html).write_text(page, encoding="utf-8")
     if save_budget:
-        Budget.of(found.report, subject.recipe.name).save(save_budget)
+        with _writing(save_budget):
+            Budget.of(found.report, subject.recipe.name).save(save_budget)
     reasons = found.reasons if check else []
     for reason in reasons:
         click.secho(f"meshpar: {reason}", fg="red", err=True)
@@ -443,6 +448,19 @@ def _check_folder(path: str) -> None:
     folder = Path(path).parent
     if not folder.is_dir():
         raise problem(f"{path}", "write to it", f"there is no folder {folder}", f"make it: mkdir -p {folder}")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise problem(f"{path}", "write to it", "you may not", "name a file in a folder of yours")
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """A file that cannot be written is a mistake of the user's, not a finding of the check."""
+    from meshpar.types import problem
+
+    try:
+        yield
+    except OSError as error:
+        raise problem(path, "write to it", f"that failed ({error.strerror})", "name another file") from None
 
 
 def _print_table(cluster: str | None, *, as_json: bool) -> None:

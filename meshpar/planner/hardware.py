@@ -25,7 +25,7 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if self.alpha_s < 0 or not self.bytes_per_s > 0:
+        if not 0 <= self.alpha_s < math.inf or not self.bytes_per_s > 0:
             raise problem(
                 "a cluster's link", f"use {self}", "a latency is at least 0 and a bandwidth above 0", "mend it"
             )
@@ -121,7 +121,9 @@ class Cluster:
         try:
             gpu = data["gpu"] if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
             gpu = gpu if isinstance(gpu, Gpu) else _gpu_from_json(gpu)
-            usual = cluster_of(gpu, nodes=int(data["nodes"]), gpus_per_node=int(data["gpus_per_node"]))
+            for key in ("nodes", "gpus_per_node"):
+                _check(key, data[key], type(data[key]) is int, "a whole number")
+            usual = cluster_of(gpu, nodes=data["nodes"], gpus_per_node=data["gpus_per_node"])
             links = {key: dataclasses.replace(getattr(usual, key), **data.get(key, {})) for key in ("inside", "across")}
             return dataclasses.replace(usual, **links)
         except MeshparError:
@@ -147,6 +149,10 @@ def parse_cluster(text: str | Cluster) -> Cluster:
     """
     if isinstance(text, Cluster):
         return text
+    if not isinstance(text, str):
+        raise problem(
+            f"cluster {text!r}", "be read", f"it is a {type(text).__name__}, no text", "write it as `h100:8x8`"
+        )
     if text.endswith(".json"):
         return _load(Path(text))
     match = re.fullmatch(r"([A-Za-z0-9_\-]+):(?:([0-9]{1,6})x)?([0-9]{1,6})", text.strip())
@@ -201,6 +207,27 @@ def _load(path: Path) -> Cluster:
 
 
 def _gpu_from_json(data: Mapping[str, Any]) -> Gpu:
-    chip = Chip(**{**data["chip"], "compute_capability": tuple(data["chip"]["compute_capability"])})
+    capability, kinds = data["chip"]["compute_capability"], data["device_kinds"]
+    is_capability = isinstance(capability, list | tuple) and [type(part) for part in capability] == [int, int]
+    _check("compute_capability", capability, is_capability, "two whole numbers, as [9, 0]")
+    are_kinds = isinstance(kinds, list | tuple) and bool(kinds) and all(isinstance(kind, str) for kind in kinds)
+    _check("device_kinds", kinds, are_kinds, "a list of at least one name")
+    chip = Chip(**{**data["chip"], "compute_capability": tuple(capability)})
     sources = tuple(tuple(source) for source in data.get("sources", ()))
-    return Gpu(**{**data, "device_kinds": tuple(data["device_kinds"]), "chip": chip, "sources": sources})
+    gpu = Gpu(**{**data, "device_kinds": tuple(kinds), "chip": chip, "sources": sources})
+    for one in (gpu, chip):
+        for field in dataclasses.fields(one):
+            if field.type in ("int", "float"):
+                _check_figure(field.name, getattr(one, field.name), is_whole=field.type == "int")
+    return gpu
+
+
+def _check_figure(field: str, value: Any, *, is_whole: bool) -> None:
+    is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
+    kind = "a whole number above 0" if is_whole else "a number above 0"
+    _check(field, value, is_number and 0 < value < math.inf, kind)
+
+
+def _check(field: str, value: Any, holds: bool, kind: str) -> None:
+    if not holds:
+        raise problem("a cluster's profile", f"set `{field}` to {value!r}", f"it is {kind}", "mend it")

@@ -133,6 +133,52 @@ def test_a_damaged_profile_is_refused(tmp_path, data, said):
         parse_cluster(str(tmp_path / "c.json"))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"nodes": 1.9},
+        {"nodes": True},
+        {"gpus_per_node": float("inf")},
+        {"across": {"alpha_s": float("nan")}},
+        {"across": {"alpha_s": float("inf")}},
+    ],
+)
+def test_figures_that_cannot_be_are_refused(wrong):
+    with pytest.raises(MeshparError, match=next(iter(wrong)) if "across" not in wrong else "alpha_s"):
+        Cluster.from_json({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("memory_bytes", -1),
+        ("memory_bytes", "80"),
+        ("memory_bytes", float("nan")),
+        ("bf16_flops_per_s", 0),
+        ("fp32_flops_per_s", None),
+        ("memory_bytes_per_s", 0),
+        ("device_kinds", []),
+        ("device_kinds", "NVIDIA H800"),
+        ("num_cores", 0),
+        ("clock_hz", -5),
+        ("compute_capability", [9]),
+        ("compute_capability", "90"),
+    ],
+)
+def test_a_gpu_of_ones_own_has_figures_that_can_be(field, value):
+    profile = parse_cluster("h100:1x8").to_json()
+    gpu = dataclasses.asdict(GPUS["h100"])
+    (gpu["chip"] if field in gpu["chip"] else gpu)[field] = value
+    with pytest.raises(MeshparError, match=f"set `{field}` to"):
+        Cluster.from_json({**profile, "gpu": gpu})
+
+
+@pytest.mark.parametrize("wrong", [8, None, ("h100", 8)])
+def test_what_is_no_text_is_refused(wrong):
+    with pytest.raises(MeshparError, match="no text"):
+        parse_cluster(wrong)
+
+
 def test_a_missing_profile_is_refused():
     with pytest.raises(MeshparError, match="nowhere.json"):
         parse_cluster("nowhere.json")
