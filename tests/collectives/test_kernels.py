@@ -125,7 +125,7 @@ def test_value_and_gradient_are_the_references(outcomes, name, count):
     np.testing.assert_allclose(found[name][1], expected[name][1], rtol=1e-5, atol=1e-6)  # float32, up to 8 terms
 
 
-@pytest.mark.parametrize("count", [5, 6, 7])
+@pytest.mark.parametrize("count", [6, 7])
 @pytest.mark.parametrize("name", [name for name in CASES if "mean" not in name])
 def test_integers_are_exact(outcomes, name, count):
     found, expected = outcomes(count, "int32")
@@ -135,10 +135,10 @@ def test_integers_are_exact(outcomes, name, count):
 
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16_stays_bfloat16(outcomes, name):
-    found, expected = outcomes(8, "bfloat16")
+    found, expected = outcomes(5, "bfloat16")
     assert found[name].dtype == jnp.bfloat16
-    # Seven additions, each rounded to 2^-8 of sums up to 8 * 120.
-    atol = 7 * 8 * 120 / 256 if name.startswith(("reduce", "all_reduce")) else 0
+    # Four additions, each rounded to 2^-8 of sums up to 5 * 120.
+    atol = 4 * 5 * 120 / 256 if name.startswith(("reduce", "all_reduce")) else 0
     if "max" in name or "min" in name:
         atol = 0
     np.testing.assert_allclose(found[name].astype("float32"), expected[name].astype("float32"), rtol=0, atol=atol)
