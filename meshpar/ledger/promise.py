@@ -54,6 +54,12 @@ class Leg:
     multiple: bool = False
     forward: bool = False
     """Whether only the forward pass may send it."""
+    serves: int = 1
+    """Micro-steps that one run serves: it is sent outside every loop."""
+    in_loop: bool = False
+    """Whether it is sent inside a loop, as in every micro-step."""
+    of_leaf: bool = False
+    """Whether it is about one parameter: one that is not stacked sends nothing in the loop over layers."""
 
     @property
     def bytes_sent_per_device(self) -> float:
@@ -207,9 +213,13 @@ def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
         *(one for decision, _, _ in leaves if (one := _gathered(facts, decision)) is not None),
         *(one for leaf in leaves if (one := _reduced(facts, *leaf)) is not None),
         *(one for decision, _, update in leaves if (one := _renewed(facts, decision, update)) is not None),
-        *_contracted(facts),
     ]
-    return _merged(found)
+    return _merged([*map(_of_leaf, found), *_contracted(facts)])
+
+
+def _of_leaf(one: Promised) -> Promised:
+    marked = (tuple(dataclasses.replace(leg, of_leaf=True) for leg in spelling) for spelling in one.spellings)
+    return dataclasses.replace(one, spellings=tuple(marked))
 
 
 def _facts(setup: Setup, options: StepOptions, batch: Any, on_cpu: bool) -> _Facts:
@@ -332,12 +342,17 @@ def _reduced(facts: _Facts, decision: Decision, grads: PartitionSpec, update: Pa
     if len(rest) > 1 and not inner:
         spellings.append([*scatter, *(facts.leg("all-reduce", (axis,), part, dtype) for axis in rest)])
     # The compiler does not bother to scatter small arrays, and XLA:CPU not always to find the slice behind a sum.
-    if scattered and (facts.on_cpu or elements * _ITEMSIZE.get(dtype, 4) < MIN_SHARDED_BYTES):
+    if scattered and (facts.on_cpu or elements * _ITEMSIZE.get(dtype, 4) <= MIN_SHARDED_BYTES):
         spellings.append([*inner, facts.leg("all-reduce", (*scattered, *rest), elements, dtype)])
         if rest and not inner:
             summed = facts.leg("all-reduce", rest, elements, dtype)
             spellings.append([summed, facts.leg("reduce-scatter", scattered, elements, dtype)])
             spellings.append([summed, facts.leg("all-reduce", scattered, elements, dtype)])
+    if keeps_sums:
+        spellings = [[dataclasses.replace(leg, in_loop=True) for leg in spelling] for spelling in spellings]
+        if rest:  # a sum of sums: the compiler may reduce that of all micro-steps, after their loop
+            later = facts.leg("all-reduce", rest, part, dtype, serves=facts.options.accumulate)
+            spellings.insert(1, [*(dataclasses.replace(leg, in_loop=True) for leg in scatter), later])
     stack = _stack(decision)
     runs = stack * facts.micro_steps
     # A table that is looked up and multiplied by has two gradients, which are summed after their reduction.
@@ -408,7 +423,8 @@ def _contracted(facts: _Facts) -> Iterator[Promised]:
     }
     for axis in facts.ordered(vocabulary):
         if facts.tokens is not None:
-            leg = facts.leg("all-reduce", (axis,), facts.tokens, "f32", forward=True)
+            in_loop = facts.options.accumulate > 1
+            leg = facts.leg("all-reduce", (axis,), facts.tokens, "f32", forward=True, in_loop=in_loop)
             most = 3 * facts.options.accumulate
             yield Promised(
                 role="loss over a split vocabulary",
@@ -510,6 +526,8 @@ class _Pool:
 
     left: list[tuple[Collective, int]]
     micro_steps: int
+    stacks: frozenset[int]
+    """Numbers of layers that are stacked."""
 
     def available(self, leg: Leg, stack: int) -> int:
         """How often a leg can be served."""
@@ -535,11 +553,17 @@ class _Pool:
         """
         found = []
         for at, (one, count) in enumerate(self.left):
-            if leg.forward and one.is_backward:
+            if (leg.forward and one.is_backward) or (leg.in_loop and not one.loops):
+                continue
+            if leg.of_leaf and stack == 1 and any(self._in_layers(one, layers) for layers in self.stacks):
                 continue
             if count and (one.axes, _kind(one)) == (leg.axes, leg.kind):
                 in_layers = self._in_layers(one, stack)
-                worth = _worth(leg, _elements(one), 1 if in_layers else stack)
+                if leg.serves > 1:
+                    of_all = not one.loops and _elements(one) == leg.elements * stack
+                    worth = leg.serves * stack * of_all
+                else:
+                    worth = _worth(leg, _elements(one), 1 if in_layers else stack)
                 if worth:
                     found.append((worth == 1 < stack and not in_layers, worth, at, count))
         return [(at, count, worth) for _, worth, at, count in sorted(found)]
@@ -575,7 +599,8 @@ def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, mic
       collectives: the program's census.
       micro_steps: the step's `accumulate`, to tell the loop over them from the one over layers.
     """
-    pool = _Pool([(part, part.count_per_step) for one in collectives for part in per_array(one)], micro_steps)
+    parts = [(part, part.count_per_step) for one in collectives for part in per_array(one)]
+    pool = _Pool(parts, micro_steps, frozenset(one.stack for one in promises if one.stack > 1))
     # Those that only one pass may serve choose first, then the largest.
     ordered = sorted(
         promises, key=lambda one: (not one.spellings[0][0].forward, -max(leg.elements for leg in one.spellings[0]))

@@ -72,7 +72,7 @@ def is_backward(op_name: str) -> bool:
 def source(module: Module, instruction: Instruction) -> str:
     """`file:line` of the innermost Python line that is the user's; empty when the program does not say."""
     stack = module.stack(instruction)
-    users = [frame for frame in stack if frame.file and not _PLUMBING.search(frame.file)]
+    users = [frame for frame in stack if frame.file[:1] not in ("", "<") and not _PLUMBING.search(frame.file)]
     chosen: Frame | None = next(iter(users or stack), None)
     return str(chosen) if chosen is not None and chosen.file else ""
 
