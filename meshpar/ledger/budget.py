@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,9 @@ class Budget:
         if missing or set(found) - fields:
             what = f"it lacks {', '.join(sorted(missing))}" if missing else f"it has {', '.join(set(found) - fields)}"
             raise _unusable(path, "take it as a budget", what)
+        for field in sorted(fields & set(found)):
+            if not _is_sound(field, found[field]):
+                raise _unusable(path, "take it as a budget", f"its `{field}` is garbled: {found[field]!r:.60}")
         return Budget(**found)
 
     def check_comparable(self, where: str, *, name: str, target: str, mesh: Mapping[str, int]) -> None:
@@ -156,6 +160,25 @@ _NOTHING: Mapping[str, float] = {"count_per_step": 0, "bytes_sent_per_device": 0
 
 def _flat(totals: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[str, float]]:
     return {(axes, kind): total for axes, kinds in totals.items() for kind, total in kinds.items()}
+
+
+def _is_sound(field: str, value: Any) -> bool:
+    """Whether a field read from a file is of its kind."""
+    if field in ("peak_bytes", "tolerance"):
+        return _is_amount(value)
+    if field == "mesh":
+        return isinstance(value, dict) and all(type(size) is int for size in value.values())
+    if field == "totals":
+        kinds: list[Any] = list(value.values()) if isinstance(value, dict) else [None]
+        totals = [total for kind in kinds for total in (kind.values() if isinstance(kind, dict) else [None])]
+        return all(isinstance(total, dict) and set(total) == set(_NOTHING) for total in totals) and all(
+            _is_amount(number) for total in totals for number in total.values()
+        )
+    return isinstance(value, str)
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _unusable(path: str | Path, asked: str, exists: str) -> Exception:

@@ -122,6 +122,26 @@ def test_a_field_too_many_is_refused(budget, tmp_path):
 # Two reports side by side --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "garbled",
+    [
+        {"totals": 5},
+        {"totals": {"data": 5}},
+        {"totals": {"data": {"all-reduce": {}}}},
+        {"totals": {"data": {"all-reduce": {"count_per_step": "2", "bytes_sent_per_device": 1.0}}}},
+        {"peak_bytes": "1 GB"},
+        {"mesh": ["fsdp"]},
+        {"tolerance": -1},
+        {"tolerance": float("nan")},
+        {"name": None},
+    ],
+)
+def test_a_garbled_field_is_refused(budget, tmp_path, garbled):
+    (tmp_path / "budget.json").write_text(json.dumps({**budget.to_json(), **garbled}))
+    with pytest.raises(mp.MeshparError, match=f"its `{next(iter(garbled))}` is garbled"):
+        Budget.load(tmp_path / "budget.json")
+
+
 def test_two_reports_side_by_side(report, planted):
     plant = planted.plant(strategy=mp.zero1()).on_cpu
     other = mp.explain(plant.step, plant.state, plant.batch)
