@@ -167,10 +167,12 @@ def _is_sound(field: str, value: Any) -> bool:
     if field in ("peak_bytes", "tolerance"):
         return _is_amount(value)
     if field == "mesh":
-        return isinstance(value, dict) and all(type(size) is int for size in value.values())
+        return isinstance(value, dict) and {type(size) for size in value.values()} <= {int}
     if field == "totals":
         kinds: list[Any] = list(value.values()) if isinstance(value, dict) else [None]
-        totals = [total for kind in kinds for total in (kind.values() if isinstance(kind, dict) else [None])]
+        totals: list[Any] = []
+        for kind in kinds:
+            totals += kind.values() if isinstance(kind, dict) else [None]
         return all(isinstance(total, dict) and set(total) == set(_NOTHING) for total in totals) and all(
             _is_amount(number) for total in totals for number in total.values()
         )
