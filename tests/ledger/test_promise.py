@@ -176,6 +176,9 @@ def test_a_strategy_sends_what_the_formulas_say(read, case, target):
         # Older GPU compilers do not scatter what is as small as a norm's scale: they sum it over both axes at once.
         assert counts.pop(("fsdp*tensor", "all-reduce")) == len_norms()
         assert sent.pop(("fsdp*tensor", "all-reduce")) <= 2 * F32 * len_norms() * D
+        scales = F32 * len_norms() * D
+        sent["fsdp", "reduce-scatter"] += ring(4) * scales
+        sent["tensor", "all-reduce"] += 2 * ring(2) * scales / 4
         counts["fsdp", "reduce-scatter"] += len_norms()
         counts["tensor", "all-reduce"] += len_norms()
     assert counts == {key: count for key, (count, _) in expected.items()}
