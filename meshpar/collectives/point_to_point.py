@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Num, Shaped
 
 from meshpar.collectives.check import Axis, check_op, checked_root, ranks_of
-from meshpar.collectives.wire import Combine, cut, join, pass_on, reduced, send, varying
+from meshpar.collectives.wire import Combine, cut, doublings, join, pass_on, reduced, send, varying
 
 
 def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = True) -> Shaped[Array, "*dims"]:
@@ -131,7 +131,7 @@ def tree_down(x: jax.Array, axis: Axis, num_ranks: int, root: int) -> jax.Array:
     """The root's array for all, `ceil(log2 N)` messages one after the other."""
     place = (lax.axis_index(axis) - root) % num_ranks
     with jax.named_scope("tree_down"):
-        for reach in _powers_below(num_ranks):
+        for reach in doublings(num_ranks):
             arrived = send(x, axis, _edges(reach, num_ranks, root))
             x = jnp.where((reach <= place) & (place < 2 * reach), arrived, x)
     return x
@@ -141,15 +141,11 @@ def tree_up(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, root: in
     """The reduction at the root, `ceil(log2 N)` messages one after the other; partial ones elsewhere."""
     place = (lax.axis_index(axis) - root) % num_ranks
     with jax.named_scope("tree_up"):
-        for reach in reversed(_powers_below(num_ranks)):
+        for reach in reversed(doublings(num_ranks)):
             arrived = send(x, axis, [(child, parent) for parent, child in _edges(reach, num_ranks, root)])
             is_parent = (place < reach) & (place + reach < num_ranks)
             x = jnp.where(is_parent, combine(arrived, x), x)
     return x
-
-
-def _powers_below(num_ranks: int) -> list[int]:
-    return [2**level for level in range((num_ranks - 1).bit_length())]
 
 
 def _edges(reach: int, num_ranks: int, root: int) -> list[tuple[int, int]]:

@@ -126,7 +126,8 @@ def ring_sum(x: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The loops. `parts` is [N, c], `mine` is [c]; T counts steps, and at step T the chunk to send is that of rank r - s T.
+# The loops. `parts` is [N, c], `mine` is [c]. T counts steps; the chunk that is sent at step T is that of rank r - s T.
+# All rings turn in one loop: loops of their own would run one after the other.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -134,33 +135,34 @@ def gathered(mine: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]
     """`[c] -> [N, c]`: the chunks of all ranks."""
     rank = lax.axis_index(axis)
 
-    def lane(mine: jax.Array, stride: int) -> jax.Array:
-        def step(T: jax.Array, held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            slots, passing = held
-            arrived = pass_on(passing, axis, stride, num_ranks)
-            return put(slots, arrived, (rank - stride * (T + 1)) % num_ranks), arrived
+    def turn(slots: jax.Array, passing: jax.Array, stride: int, T: jax.Array) -> tuple[jax.Array, jax.Array]:
+        arrived = pass_on(passing, axis, stride, num_ranks)
+        return put(slots, arrived, (rank - stride * (T + 1)) % num_ranks), arrived
 
-        slots = jnp.broadcast_to(mine, (num_ranks, *mine.shape))
-        return lax.fori_loop(0, num_ranks - 1, step, (slots, mine))[0]
+    def step(T: jax.Array, held: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+        return [turn(*lane, stride, T) for lane, stride in zip(held, strides, strict=False)]
 
     with jax.named_scope("ring_all_gather"):
-        return jnp.concatenate([lane(*each) for each in _lanes(mine, strides)], axis=-1)
+        held = [(jnp.broadcast_to(lane, (num_ranks, *lane.shape)), lane) for lane in _lanes(mine, strides)]
+        held = lax.fori_loop(0, num_ranks - 1, step, held)
+        return jnp.concatenate([slots for slots, _ in held], axis=-1)
 
 
 def scattered(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
     """`[N, c] -> [c]`: this rank's chunk, reduced."""
     num_ranks, rank = len(parts), lax.axis_index(axis)
 
-    def lane(parts: jax.Array, stride: int) -> jax.Array:
-        in_turn = reordered(parts, (rank - stride * jnp.arange(1, num_ranks + 1)) % num_ranks)
+    def in_turn(lane: jax.Array, stride: int) -> jax.Array:
+        return reordered(lane, (rank - stride * jnp.arange(1, num_ranks + 1)) % num_ranks)
 
-        def step(passing: jax.Array, here: jax.Array) -> tuple[jax.Array, None]:
-            return combine(pass_on(passing, axis, stride, num_ranks), here), None
-
-        return lax.scan(step, in_turn[0], in_turn[1:])[0]
+    def step(passing: list[jax.Array], here: list[jax.Array]) -> tuple[list[jax.Array], None]:
+        arrived = [pass_on(lane, axis, stride, num_ranks) for lane, stride in zip(passing, strides, strict=False)]
+        return list(map(combine, arrived, here)), None
 
     with jax.named_scope("ring_reduce_scatter"):
-        return jnp.concatenate([lane(*each) for each in _lanes(parts, strides)], axis=-1)
+        lanes = [in_turn(lane, stride) for lane, stride in zip(_lanes(parts, strides), strides, strict=False)]
+        mine, _ = lax.scan(step, [lane[0] for lane in lanes], [lane[1:] for lane in lanes])
+        return jnp.concatenate(mine, axis=-1)
 
 
 def _in_place(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
@@ -179,16 +181,14 @@ def _in_place(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[
         return arrived
 
     with jax.named_scope("ring_all_reduce"):
-        lanes = [lane for lane, _ in _lanes(parts, strides)]
-        lanes = lax.fori_loop(1, num_ranks, functools.partial(step, merge=combine), lanes)
+        lanes = lax.fori_loop(1, num_ranks, functools.partial(step, merge=combine), _lanes(parts, strides))
         lanes = lax.fori_loop(num_ranks, 2 * num_ranks - 1, functools.partial(step, merge=replace), lanes)
         return jnp.concatenate(lanes, axis=-1)
 
 
-def _lanes(x: jax.Array, strides: Sequence[int]) -> list[tuple[jax.Array, int]]:
+def _lanes(x: jax.Array, strides: Sequence[int]) -> list[jax.Array]:
     """The last dim in one piece for each ring, as equal as can be; no more rings than elements."""
-    count = min(len(strides), max(x.shape[-1], 1))
-    return list(zip(jnp.array_split(x, count, axis=-1), strides, strict=False))
+    return jnp.array_split(x, min(len(strides), max(x.shape[-1], 1)), axis=-1)
 
 
 def ring_strides(kernel: str, algorithm: str, channels: int, num_ranks: int) -> tuple[int, ...]:

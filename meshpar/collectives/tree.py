@@ -18,7 +18,7 @@ from jax import lax
 
 from meshpar.collectives.check import Axis
 from meshpar.collectives.point_to_point import tree_down, tree_up
-from meshpar.collectives.wire import Combine, flat_parts, put, send, take, unflat
+from meshpar.collectives.wire import Combine, doublings, flat_parts, put, send, take, unflat
 
 
 def recursive_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
@@ -31,7 +31,7 @@ def recursive_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: in
 
 
 def _doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-    for apart in _powers_below(num_ranks):
+    for apart in doublings(num_ranks):
         x = combine(_swapped(x, axis, apart, num_ranks), x)
     return x
 
@@ -47,12 +47,12 @@ def halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int)
 
 def _halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
     chunks, rank = flat_parts(x, num_ranks), lax.axis_index(axis)
-    for apart in reversed(_powers_below(num_ranks)):
+    for apart in reversed(doublings(num_ranks)):
         lower, upper = jnp.split(chunks, 2)
         is_upper = (rank & apart) != 0
         theirs, mine = jnp.where(is_upper, lower, upper), jnp.where(is_upper, upper, lower)
         chunks = combine(_swapped(theirs, axis, apart, num_ranks), mine)
-    for apart in _powers_below(num_ranks):
+    for apart in doublings(num_ranks):
         arrived = _swapped(chunks, axis, apart, num_ranks)
         is_upper = (rank & apart) != 0
         in_order = [jnp.where(is_upper, arrived, chunks), jnp.where(is_upper, chunks, arrived)]
@@ -117,7 +117,3 @@ def _folded(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, kernel: 
 
 def _swapped(x: jax.Array, axis: Axis, apart: int, num_ranks: int) -> jax.Array:
     return send(x, axis, [(rank, rank ^ apart) for rank in range(num_ranks)])
-
-
-def _powers_below(num_ranks: int) -> list[int]:
-    return [2**level for level in range((num_ranks - 1).bit_length())]

@@ -35,6 +35,11 @@ def pass_on(x: jax.Array, axis: Axis, by: int, num_ranks: int) -> jax.Array:
     return send(x, axis, [(rank, (rank + by) % num_ranks) for rank in range(num_ranks)])
 
 
+def doublings(num_ranks: int) -> list[int]:
+    """1, 2, 4, ... below the number of ranks: how far apart partners are in the steps of a recursive algorithm."""
+    return [2**level for level in range((num_ranks - 1).bit_length())]
+
+
 def reordered(parts: jax.Array, order: jax.Array) -> jax.Array:
     """The parts `[N, ...]` in another order, none left out."""
     return parts.at[order].get(mode="promise_in_bounds", unique_indices=True)

@@ -88,6 +88,14 @@ def test_several_rings_share_the_bytes_of_one(ranks, algorithm, channels, rings,
     assert moved(found) == (rings * expected.steps, expected.bytes_sent)
 
 
+@pytest.mark.parametrize(("name", "loops"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
+def test_several_rings_turn_at_the_same_time(ranks, name, loops):
+    kernel = functools.partial(getattr(mc, name), axis="x", algorithm="bidirectional", channels=2)
+    found = ranks(8).sent(kernel, (ELEMENTS,))
+    assert len(found) == 4 * loops
+    assert len({one.computation for one in found}) == loops  # a loop of its own would wait for the others
+
+
 def test_rings_use_different_links_where_there_are_any(ranks):
     kernel = functools.partial(mc.all_gather, axis="x", algorithm="bidirectional", channels=2)
     links = [pair for one in ranks(8).sent(kernel, (ELEMENTS,)) for pair in one.groups]
