@@ -153,6 +153,16 @@ def test_any_rank_is_a_root(ranks, name, root):
     np.testing.assert_array_equal(found, one.reference(parts, root=root))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.usefixtures("strict")
+def test_no_kernel_promotes_dtypes_or_broadcasts_silently(ranks, dtype):
+    for one in CASES.values():
+        parts = jax.ShapeDtypeStruct((5, *one.shape(5)), dtype)
+        view = ranks(5).view(one.kernel)
+        found = jax.eval_shape(lambda x, f=view: jax.vjp(f, x)[0], parts)
+        assert (found.shape, found.dtype) == (jax.eval_shape(one.reference, parts).shape, parts.dtype)
+
+
 def test_several_axes_count_as_one(ranks):
     row, parts = ranks(outer=2, inner=3), parts_of((6, 4))
     both = functools.partial(mc.all_gather, axis=("outer", "inner"))
