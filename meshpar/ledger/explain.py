@@ -6,7 +6,7 @@ step, state, batch ─► traced ─► compiled ─► census ─► promise ·
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.ledger.census import Collective, census
-from meshpar.ledger.lint import lint
+from meshpar.ledger.lint import Finding, lint
 from meshpar.ledger.memory import memory, remedies
 from meshpar.ledger.model_flops import model_flops
 from meshpar.ledger.pod import PodProcess
 from meshpar.ledger.prediction import compute, overlap, why_not_timed
 from meshpar.ledger.program import Program, compile_here
-from meshpar.ledger.promise import hold, promised
+from meshpar.ledger.promise import Promise, hold, promised
 from meshpar.ledger.report import Report, Sent
 from meshpar.ledger.target import require_aot
 from meshpar.ledger.timeline import Timeline, timeline
@@ -87,7 +87,8 @@ def _explain(
     reason = why_not_timed(program.target, cluster)
     times = None if reason or cluster is None else timeline(program.module, collectives, cluster)
     asked = model_flops(step, state, batch)
-    promises = promised(setup, step.options, batch, on_cpu=on_cpu)
+    held = hold(promised(setup, step.options, batch, on_cpu=on_cpu), collectives, micro_steps=step.options.accumulate)
+    findings = lint(program, collectives, setup, step.options, cluster)
     return Report(
         devices=setup.mesh.size,
         mesh=sizes,
@@ -95,10 +96,10 @@ def _explain(
         strategy=str(setup.strategy),
         memory=account,
         collectives=_sent(collectives, times, cluster),
-        promise=hold(promises, collectives, micro_steps=step.options.accumulate),
+        promise=held,
         overlap=overlap(times, reason),
         compute=compute(program.module, num_devices=setup.mesh.size, model_flops=asked, timeline=times, reason=reason),
-        findings=lint(program, collectives, setup, step.options, cluster),
+        findings=(*findings, *_other_dtypes(held)),
         compile_s=program.compile_s,
         notes=tuple(_notes(program, collectives)),
         timeline=times,
@@ -132,6 +133,23 @@ def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: 
         )
         for one, at in zip(collectives, timed, strict=True)
     )
+
+
+def _other_dtypes(promise: Promise) -> Iterator[Finding]:
+    """What is sent as promised, but in another dtype."""
+    for line in promise.kept:
+        if line.found_dtypes:
+            yield Finding(
+                rule="other-dtype",
+                module="",
+                source="",
+                what=f"{line.role} ({', '.join(line.tensors[:3])}{', ...' * (len(line.tensors) > 3)}): "
+                f"{line.kind} over {'*'.join(line.axes)} in {', '.join(line.found_dtypes)}, "
+                f"where the step's precision asks for {line.dtype}",
+                fix="give the model's matmuls dot_general=meshpar.precision.dot_general, so that gradients are summed "
+                "as Precision.reduce says; keep constants of a wider dtype out of the layers",
+                nbytes=int(line.found_bytes),
+            )
 
 
 def _notes(program: Program, collectives: tuple[Collective, ...]) -> list[str]:

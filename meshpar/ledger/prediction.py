@@ -134,6 +134,7 @@ def compute(
     opaque = (
         f"the FLOPs in `{target}`, {times} a step, are not seen" for target, times in work.custom_calls(module).items()
     )
+    fewer = "the program has fewer FLOPs than three forward passes: the batch itself needs no gradient"
     return Compute(
         flops_per_device=flops,
         model_flops_per_device=asked,
@@ -147,6 +148,7 @@ def compute(
         exposed_s=timeline.exposed_s if timeline is not None else {},
         notes=(
             *((reason,) if reason else ()),
+            *((fewer,) if asked is not None and flops < 0.99 * asked else ()),
             *(timeline.notes if timeline is not None else opaque),
             *(model_flops.notes if model_flops is not None else ()),
         ),

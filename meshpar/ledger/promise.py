@@ -10,7 +10,7 @@ What is promised follows from the rules, not from the program (a stacked leaf co
     weights that share a whole input        all-reduce of its gradient, backward         (column-parallel, Megatron's f)
     ... with the sequence split between     reduce-scatter where the sum was, all-gather where the whole is needed again
     logits split over the vocabulary        all-reduce of max, sum and target, one number a token
-    anything of up to 64 numbers            losses, metrics, norms: counted, not promised
+    numbers or vectors over the batch       losses, metrics, norms, statistics of a batch: counted, not promised
 
 A weight is row-parallel when its split dim stands before its `embed` dim, column-parallel when behind it (without
 names: the first or a later dim), as in Shoeybi et al. 2019, "Megatron-LM", section 3.
@@ -80,6 +80,10 @@ class Promised:
     """Layers stacked in one array: so many small collectives may come as one."""
     spellings: tuple[tuple[Leg, ...], ...]
     """Ways to do it; the first is what is promised, the others the compiler may choose."""
+    vector: int = 0
+    """Numbers along the longest dim of its tensors, all layers together."""
+    stacked: Promised | None = None
+    """For a leaf without names: the promise if its first dim turns out to be layers that a loop runs over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,12 +100,16 @@ class Line:
     """Promised, per step; for a range of counts, at the count found."""
     found_count: int
     found_bytes: float
+    dtype: str = ""
+    """Promised on the wire."""
+    found_dtypes: tuple[str, ...] = ()
+    """Where big arrays came in another dtype: which."""
     spelled: str = ""
     """The kind that stands for it in the program, where that is another one."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        lists = {"axes": list(self.axes), "tensors": list(self.tensors), "count": list(self.count)}
+        lists = {key: list(getattr(self, key)) for key in ("axes", "tensors", "count", "found_dtypes")}
         return dataclasses.asdict(self) | lists
 
 
@@ -209,12 +217,28 @@ def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
     """
     facts = _facts(setup, options, batch, on_cpu)
     leaves = list(zip(setup.table.params, _specs(setup.layout.grads), _specs(setup.layout.updates), strict=True))
-    found = [
-        *(one for decision, _, _ in leaves if (one := _gathered(facts, decision)) is not None),
-        *(one for leaf in leaves if (one := _reduced(facts, *leaf)) is not None),
-        *(one for decision, _, update in leaves if (one := _renewed(facts, decision, update)) is not None),
-    ]
-    return _merged([*map(_of_leaf, found), *_contracted(facts)])
+    found = []
+    for make in (
+        lambda d, g, u: _gathered(facts, d),
+        lambda d, g, u: _reduced(facts, d, g, u),
+        lambda d, g, u: _renewed(facts, d, u),
+    ):
+        for decision, grads, update in leaves:
+            one = make(decision, grads, update)
+            if one is not None:
+                layered = _as_layers(decision)
+                stacked = make(layered, grads, update) if layered is not None else None
+                found.append(dataclasses.replace(_of_leaf(one), stacked=stacked and _of_leaf(stacked)))
+    return _merged([*found, *_contracted(facts)])
+
+
+def _as_layers(decision: Decision) -> Decision | None:
+    """The decision about a leaf without names as if its first dim were layers; None when that cannot be."""
+    leaf = decision.leaf
+    if leaf.names is not None or len(leaf.shape) < 2 or leaf.shape[0] < 2:
+        return None
+    names = ("layers", *(None for _ in leaf.shape[1:]))
+    return dataclasses.replace(decision, leaf=dataclasses.replace(leaf, names=names))
 
 
 def _of_leaf(one: Promised) -> Promised:
@@ -235,10 +259,14 @@ def _facts(setup: Setup, options: StepOptions, batch: Any, on_cpu: bool) -> _Fac
 
     sequence = axes_of("norm_seq")
     others = axes_of(*(name for name in rules.names if name not in ("batch", "act_expert")))
-    shapes = [(np.shape(x), np.dtype(x.dtype)) for x in jax.tree.leaves(batch)]
+    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(batch)]
     split = math.prod(sizes[axis] for axis in batch_axes) * options.accumulate
     rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
-    tokens = [math.prod(shape) // split for shape, dtype in shapes if len(shape) > 1 and dtype.kind in "iu"]
+    # Rows of whole numbers are tokens where nothing else is in the batch; bytes are pixels.
+    has_floats = any(dtype.kind not in "iub" and len(shape) > 1 for shape, dtype in shapes)
+    rows_of_ids = [shape for shape, dtype in shapes if len(shape) == 2 and dtype.kind in "iu" and dtype.itemsize > 1]
+    has_images = any(len(shape) > 2 for shape, _ in shapes)
+    tokens = [] if has_floats or has_images else [math.prod(shape) // split for shape in rows_of_ids]
     return _Facts(
         setup=setup,
         options=options,
@@ -360,6 +388,7 @@ def _reduced(facts: _Facts, decision: Decision, grads: PartitionSpec, update: Pa
     return Promised(
         role="gradients",
         tensors=(decision.path,),
+        vector=stack * max(decision.leaf.shape, default=0),
         count=(runs, uses * runs),
         stack=stack,
         spellings=tuple(tuple(spelling) for spelling in spellings),
@@ -506,11 +535,12 @@ def _merged(found: Sequence[Promised]) -> tuple[Promised, ...]:
     """Promises that differ in their tensors only, as one."""
     merged: dict[Any, Promised] = {}
     for one in found:
-        key = (one.role, one.stack, one.spellings)
+        key = (one.role, one.stack, one.spellings, one.stacked)
         if key in merged:
             so_far = merged[key]
             count = (so_far.count[0] + one.count[0], so_far.count[1] + one.count[1])
-            one = dataclasses.replace(so_far, tensors=so_far.tensors + one.tensors, count=count)
+            vector = max(so_far.vector, one.vector)
+            one = dataclasses.replace(so_far, tensors=so_far.tensors + one.tensors, count=count, vector=vector)
         merged[key] = one
     return tuple(merged.values())
 
@@ -568,6 +598,14 @@ class _Pool:
                     found.append((worth == 1 < stack and not in_layers, worth, at, count))
         return [(at, count, worth) for _, worth, at, count in sorted(found)]
 
+    def has_layers(self, promise: Promised) -> bool:
+        """Whether a loop over layers sends what is promised of each."""
+        wanted = {(leg.axes, leg.kind, leg.elements) for spelling in promise.spellings for leg in spelling}
+        return any(
+            (one.axes, _kind(one), _elements(one)) in wanted and self._in_layers(one, promise.stack)
+            for one, _ in self.left
+        )
+
     def _in_layers(self, one: Collective, stack: int) -> bool:
         """Whether it runs in the loop over layers, and so serves one of them."""
         loops = sum(loop.trip_count == stack for loop in one.loops)
@@ -600,7 +638,9 @@ def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, mic
       micro_steps: the step's `accumulate`, to tell the loop over them from the one over layers.
     """
     parts = [(part, part.count_per_step) for one in collectives for part in per_array(one)]
-    pool = _Pool(parts, micro_steps, frozenset(one.stack for one in promises if one.stack > 1))
+    pool = _Pool(parts, micro_steps, frozenset())
+    promises = [one.stacked if one.stacked is not None and pool.has_layers(one.stacked) else one for one in promises]
+    pool.stacks = frozenset(one.stack for one in promises if one.stack > 1)
     # Those that only one pass may serve choose first, then the largest.
     ordered = sorted(
         promises, key=lambda one: (not one.spellings[0][0].forward, -max(leg.elements for leg in one.spellings[0]))
@@ -618,16 +658,31 @@ def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, mic
                     served[id(one)] += times
     lines = [line for one in promises for line in _lines(one, served[id(one)], claims[id(one)])]
     left = [(one, count) for one, count in pool.left if count]
-    small = [item for item in left if _elements(item[0]) <= SMALL]
-    written = [item for item in left if _elements(item[0]) > SMALL and item[0].origin == "kernel"]
-    surprising = [item for item in left if _elements(item[0]) > SMALL and item[0].origin != "kernel"]
+    small = [item for item in left if _is_bookkeeping(item[0], promises)]
+    others = [item for item in left if not _is_bookkeeping(item[0], promises)]
+    written = [item for item in others if item[0].origin == "kernel"]
+    surprising = [item for item in others if item[0].origin != "kernel"]
     return Promise(
         kept=_joined(line for line, is_kept in lines if is_kept),
         missing=_joined(line for line, is_kept in lines if not is_kept),
         surprise=_surprises(surprising, promises),
         written=_joined(_loose("written in a kernel", *item) for item in written),
-        small=_joined(_loose("losses, metrics, norms", *item) for item in small),
+        small=_joined(_loose("losses, metrics, norms, statistics", *item) for item in small),
     )
+
+
+def _is_bookkeeping(one: Collective, promises: Sequence[Promised]) -> bool:
+    """Whether it is a number, or a vector over the batch: losses, metrics, norms, statistics of a batch.
+
+    A vector is no longer than the longest dim of a parameter. An optimizer may move vectors of its own in any way.
+    """
+    if _elements(one) <= SMALL:
+        return True
+    gradients = [promise for promise in promises if promise.role == "gradients"]
+    axes = {axis for promise in gradients for spelling in promise.spellings for leg in spelling for axis in leg.axes}
+    is_vector = _elements(one) <= max((promise.vector for promise in gradients), default=0)
+    of_optimizer = one.module.partition("/")[0] == "update"
+    return is_vector and set(one.axes) <= axes and (one.kind == "all-reduce" or of_optimizer)
 
 
 def _lines(
@@ -663,8 +718,15 @@ def _line(one: Promised, leg: Leg, count: tuple[int, int], times: int, taken: Se
         # A run that serves a whole stack of layers counts for each of them.
         found_count=times * leg.times if taken else 0,
         found_bytes=found,
+        dtype=leg.dtype,
+        found_dtypes=tuple(sorted({part.dtype for part, _ in taken if _is_other_dtype(part, leg)})),
         spelled=", ".join(sorted(real)),
     )
+
+
+def _is_other_dtype(part: Collective, leg: Leg) -> bool:
+    """Whether a big array travels in another dtype than promised; norm scales may."""
+    return part.dtype != leg.dtype and 4 * leg.elements >= MIN_SHARDED_BYTES
 
 
 def _loose(role: str, one: Collective, count: int) -> Line:
@@ -689,6 +751,7 @@ def _joined(lines: Iterable[Line]) -> tuple[Line, ...]:
                 bytes_sent_per_device=so_far.bytes_sent_per_device + line.bytes_sent_per_device,
                 found_count=so_far.found_count + line.found_count,
                 found_bytes=so_far.found_bytes + line.found_bytes,
+                found_dtypes=tuple(sorted({*so_far.found_dtypes, *line.found_dtypes})),
             )
         joined[key] = line
     return tuple(joined.values())
@@ -739,6 +802,11 @@ def _weight_of(one: Collective, promises: Sequence[Promised]) -> str:
 
 def _fix(one: Collective, weight: str) -> str:
     kind, where = _kind(one), f"`{one.axes_label}`"
+    if one.module.partition("/")[0] == "update":
+        return (
+            f"the optimizer works on whole arrays over {where} and not on shards: use one that works number by number "
+            "(adamw, lion, sgd), or take it as the price of this one and keep a budget"
+        )
     if kind == "all-gather" and weight:
         return (
             f"a weight is gathered over {where} more often than the strategy says: use it inside the scan over layers, "

@@ -136,8 +136,10 @@ def tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     _check(payload_bytes, num_ranks)
     rounds, rest = _doublings(num_ranks)
     moved = float((rounds + rest) * payload_bytes)
+    # Of the two messages more, a rank sends one and receives the other.
+    sent = moved - rest // 2 * payload_bytes
     reduced = float((rounds + rest // 2) * payload_bytes)
-    return Cost(steps=rounds + rest, bytes_sent=moved, bytes_in_turn=moved, bytes_reduced=reduced)
+    return Cost(steps=rounds + rest, bytes_sent=sent, bytes_in_turn=moved, bytes_reduced=reduced)
 
 
 def halving_doubling_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
@@ -148,8 +150,9 @@ def halving_doubling_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     _check(payload_bytes, num_ranks)
     rounds, rest = _doublings(num_ranks)
     moved = all_reduce_lower_bound_bytes(payload_bytes, 2**rounds) + rest * payload_bytes
+    sent = moved - rest // 2 * payload_bytes  # as in the tree
     reduced = _all_but_own(payload_bytes, 2**rounds) + rest // 2 * payload_bytes
-    return Cost(steps=2 * rounds + rest, bytes_sent=moved, bytes_in_turn=moved, bytes_reduced=reduced)
+    return Cost(steps=2 * rounds + rest, bytes_sent=sent, bytes_in_turn=moved, bytes_reduced=reduced)
 
 
 def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int) -> HierarchicalCost:

@@ -376,3 +376,81 @@ def test_json_has_plain_data(read):
     found = verdict(*read("hsdp", "cpu"), "cpu").to_json()
     assert json.loads(json.dumps(found)) == found
     assert found.keys() >= {"kept", "missing", "surprise"}
+
+
+def explained(model, loss, batch, axes, strategy, tx=None):
+    """The promise of a small model's step on the CPU devices here."""
+    mesh = mp.MeshSpec(**axes).build()
+    state = mp.abstract_state(model, tx or optax.adam(1e-3), mesh=mesh, strategy=strategy)
+    return mp.explain(mp.train_step(loss), state, batch).promise
+
+
+def squares(model, batch, key):
+    return (model(batch["x"]) ** 2).mean(), {}
+
+
+def two_matmuls(apply, **names):
+    draw = jax.random.normal
+    return mp.from_functions(lambda key: {"a": draw(key, (96, 320)), "b": draw(key, (320, 96))}, apply, **names)
+
+
+@pytest.mark.parametrize(("strategy", "axes"), [(mp.ddp(), {"data": 8}), (mp.zero1(min_bytes=0), {"fsdp": 8})], ids=str)
+def test_layers_of_a_scan_need_no_names(strategy, axes):
+    def apply(params, x):
+        return jax.lax.scan(lambda h, w: (jax.numpy.tanh(h @ w), None), x @ params["in"], params["w"])[0]
+
+    model = mp.from_functions(
+        lambda key: {"in": jax.random.normal(key, (96, 128)), "w": jax.random.normal(key, (3, 128, 128))}, apply
+    )
+    found = explained(model, squares, {"x": np.ones((64, 96), np.float32)}, axes, strategy)
+    assert not found.missing
+    assert not found.surprise
+    gradients = [line for line in found.kept if line.role == "gradients"]
+    assert sum(line.found_count for line in gradients) == 1 + 3
+
+
+def test_bytes_are_no_tokens():
+    names = {"names": {"a": ("embed", "mlp"), "b": ("mlp", "embed")}}
+    model = two_matmuls(lambda p, x: jax.numpy.tanh(x.reshape(-1, 96) / 255.0 @ p["a"]) @ p["b"], **names)
+    images = {"x": np.zeros((256, 4, 8, 3), np.uint8)}
+    found = explained(model, squares, images, {"data": 2, "tensor": 4}, mp.ddp() | mp.tensor_parallel())
+    assert not found.missing
+    assert not found.surprise
+    assert "partial sums, forward" in {line.role for line in found.kept}
+
+
+def test_statistics_of_a_batch_are_no_surprise():
+    def apply(params, x):
+        h = x @ params["a"]
+        return jax.nn.relu((h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-5)) @ params["b"]
+
+    found = explained(two_matmuls(apply), squares, {"x": np.ones((64, 96), np.float32)}, {"data": 8}, mp.ddp())
+    assert not found.surprise
+    assert {(line.kind, line.axes) for line in found.small} == {("all-reduce", ("data",))}
+
+
+def test_an_optimizers_own_vectors_are_no_surprise_and_its_matrices_are():
+    model = two_matmuls(lambda p, x: jax.numpy.tanh(mp.constrain(x, "batch", None) @ p["a"]) @ p["b"],
+                        names={"a": ("embed", "mlp"), "b": ("mlp", "embed")})  # fmt: skip
+    batch = {"x": np.ones((2048, 96), np.float32)}
+    factored = optax.adafactor(1e-3, min_dim_size_to_factor=32)
+    assert not explained(model, squares, batch, {"fsdp": 8}, mp.fsdp(), factored).surprise
+    whole = explained(model, squares, batch, {"fsdp": 8}, mp.fsdp(), optax.contrib.muon(1e-3)).surprise
+    assert whole
+    assert all("optimizer" in one.fix for one in whole)
+
+
+@pytest.mark.pod
+def test_another_dtype_than_promised_is_told(pod):
+    """A layer that does not know of the reduction's dtype sums its gradients in its own."""
+    model = two_matmuls(lambda p, x: jax.numpy.tanh(x.astype("bfloat16") @ p["a"]) @ p["b"])
+    mesh = mp.MeshSpec(data=8).abstract()
+    state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=mp.ddp())
+    step = mp.train_step(squares, precision=mp.Precision(compute="bfloat16"))
+    batch = {"x": np.ones((2048, 96), np.float32)}
+    found = mp.explain(step, state, batch, "h100:1x8", pod=pod)
+    (line,) = found.promise.kept
+    assert (line.dtype, line.found_dtypes) == ("f32", ("bf16",))
+    (finding,) = [one for one in found.findings if one.rule == "other-dtype"]
+    assert "bf16" in finding.what
+    assert "f32" in finding.what

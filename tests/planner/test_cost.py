@@ -91,8 +91,9 @@ def test_halving_doubling_reaches_the_bound_for_powers_of_two(payload, doublings
 
 
 def test_ranks_beyond_a_power_of_two_take_two_whole_messages_more():
-    assert cost.tree_all_reduce(10, 6) == Cost(steps=4, bytes_sent=40, bytes_in_turn=40, bytes_reduced=30)
-    assert cost.halving_doubling_all_reduce(10, 6).bytes_sent == 2 * 3 / 4 * 10 + 20
+    assert cost.tree_all_reduce(10, 6) == Cost(steps=4, bytes_sent=30, bytes_in_turn=40, bytes_reduced=30)
+    assert cost.halving_doubling_all_reduce(10, 6).bytes_sent == 2 * 3 / 4 * 10 + 10
+    assert cost.halving_doubling_all_reduce(10, 6).bytes_in_turn == 2 * 3 / 4 * 10 + 20
     assert cost.halving_doubling_all_reduce(10, 6).bytes_reduced == 3 / 4 * 10 + 10
     assert cost.halving_doubling_all_reduce(10, 6).steps == 6
 
