@@ -156,7 +156,7 @@ def _notes(program: Program, collectives: tuple[Collective, ...]) -> list[str]:
     notes = []
     if program.target == "cpu":
         notes.append("XLA:CPU spells a reduce-scatter as an all-reduce and a slice, which sends twice the bytes")
-        notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and runs every collective by itself")
+        notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and waits for every collective")
     if any(not one.count_known for one in collectives):
         notes.append("a loop of unknown length counts once")
     if any(one.in_branch for one in collectives):

@@ -54,7 +54,7 @@ class Finding:
     """One costly mistake."""
 
     rule: str
-    """As in the table at the head of this module."""
+    """As in the table at the head of this module; `other-dtype` is `explain`'s own, from what the promise held."""
     module: str
     """Module path: named scopes, or a parameter's path."""
     source: str
