@@ -14,13 +14,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.ledger.census import Collective, census
+from meshpar.ledger.holding import Promise, hold
 from meshpar.ledger.lint import Finding, lint
 from meshpar.ledger.memory import memory, remedies
 from meshpar.ledger.model_flops import model_flops
 from meshpar.ledger.pod import PodProcess
 from meshpar.ledger.prediction import compute, overlap, why_not_timed
 from meshpar.ledger.program import Program, compile_here
-from meshpar.ledger.promise import Promise, hold, promised
+from meshpar.ledger.promise import promised
 from meshpar.ledger.report import Report, Sent
 from meshpar.ledger.target import require_aot
 from meshpar.ledger.timeline import Timeline, timeline

@@ -16,8 +16,8 @@ import optax
 
 from meshpar.ledger.census import per_array
 from meshpar.ledger.explain import explain
+from meshpar.ledger.holding import SMALL
 from meshpar.ledger.pod import PodProcess
-from meshpar.ledger.promise import SMALL
 from meshpar.ledger.report import Report
 from meshpar.ledger.target import require_aot
 from meshpar.mesh import MeshSpec

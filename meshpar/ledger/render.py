@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal
 
+from meshpar.ledger.holding import Line, Promise, Surprise
 from meshpar.ledger.memory import Memory
-from meshpar.ledger.promise import Line, Promise, Surprise
 from meshpar.ledger.report import Report, Sent
 from meshpar.table import human_bytes
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from meshpar.ledger import census
 from meshpar.ledger.census import Collective, Total
+from meshpar.ledger.holding import Promise
 from meshpar.ledger.lint import Finding
 from meshpar.ledger.memory import Memory
 from meshpar.ledger.prediction import Compute, Overlap
-from meshpar.ledger.promise import Promise
 from meshpar.ledger.timeline import Timeline
 
 

@@ -11,8 +11,9 @@ import pytest
 
 import meshpar as mp
 from meshpar.ledger.census import census
+from meshpar.ledger.holding import SMALL, hold
 from meshpar.ledger.program import compile_here
-from meshpar.ledger.promise import SMALL, hold, promised
+from meshpar.ledger.promise import promised
 from meshpar.models import TransformerConfig, next_token_loss
 
 # The reference decoder's sizes; a test sees that they are.

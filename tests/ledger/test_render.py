@@ -10,10 +10,10 @@ import pytest
 
 import meshpar as mp
 from meshpar.ledger import render
+from meshpar.ledger.holding import Promise
 from meshpar.ledger.lint import Finding
 from meshpar.ledger.memory import Contributor, Remedy
 from meshpar.ledger.prediction import Compute, Overlap
-from meshpar.ledger.promise import Promise
 
 NASTY = "layers/[red]x[/red]<script>alert(1)</script>&amp;\x1b[31m[/"
 
