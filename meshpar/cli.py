@@ -25,6 +25,8 @@ _PATIENCE = {
 }
 PIPE_WIDTH = 160
 """Columns of a report that does not go to a terminal."""
+BROKEN_PIPE = 141
+"""Exit code when standard output is closed: 128 and the number of the signal, as of other commands in a pipe."""
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -138,6 +140,13 @@ COMMANDS: dict[str, Lazy] = {
 
 class _Group(click.Group):
     """Commands of this file and of `COMMANDS`, of which none is imported to list them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # `meshpar explain ... | head`: whoever read has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+            ctx.exit(BROKEN_PIPE)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*super().list_commands(ctx), *COMMANDS]
@@ -355,8 +364,13 @@ def main(args: Sequence[str] | None = None) -> None:
         _complain("interrupted", 130)
     except ValueError as error:
         # Only the errors that are written for a person are shown without where they came from.
-        if type(error).__name__ not in ("MeshparError", "LaunchError") or "--traceback" in args:
+        if type(error).__name__ not in ("MeshparError", "LaunchError"):
             raise
+        if "--traceback" in args:
+            import traceback
+
+            traceback.print_exception(error)
+            sys.exit(2)
         _complain(str(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", ())), 2)
     else:
         sys.exit(code if isinstance(code, int) else 0)

@@ -273,9 +273,13 @@ def test_mistakes_are_one_paragraph(meshpar, monkeypatch, args, says):
     assert "Traceback" not in error
 
 
-def test_traceback_is_shown_when_asked(tmp_path):
-    with pytest.raises(ValueError, match="no such file"):
+def test_traceback_is_shown_when_asked(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
         cli.main(["shard", str(tmp_path / "none.py"), "--traceback"])
+    assert end.value.code == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "no such file" in shown
 
 
 # Devices -------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,18 @@ class Stream:
 
 def streamed(devices: int = 8) -> mp.Recipe:
     return recipe(devices).replace(data=Stream())
+
+def crashing(devices: int = 8) -> mp.Recipe:
+    return {}["no such key"]
+
+def wrong(model, batch, key):
+    return jax.numpy.zeros(3) + jax.numpy.zeros(4), {}
+
+def crashing_loss(devices: int = 8) -> mp.Recipe:
+    return recipe(devices).replace(loss=wrong)
+
+def leaving(devices: int = 8) -> mp.Recipe:
+    raise SystemExit(0)
 """
 
 
@@ -184,6 +198,53 @@ def test_check_fails_on_a_surprise_and_says_why_last(explain, recipe):
     assert all(reason.startswith("meshpar: not promised: ") for reason in reasons)
     assert "tiny.py" in error  # the line that did it
     assert explain(f"{recipe}:surprising")[0] == 0  # nobody asked for a check
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "raised"),
+    [
+        ("crashing", '{}["no such key"]', "KeyError ('no such key')"),
+        ("crashing_loss", "zeros(3) + ", "TypeError (add got incompatible shapes"),
+        ("leaving", "raise SystemExit", "SystemExit (0)"),
+    ],
+)
+def test_a_recipe_that_crashes_is_no_finding(explain, recipe, function, line, raised):
+    """Nor is it a pass; and the line is the recipe's, not that of what it called."""
+    at = next(number for number, text in enumerate(RECIPE.split("\n"), start=1) if line in text)
+    code, out, error = explain(f"{recipe}:{function}", "--check")
+    assert (code, out) == (2, "")
+    for part in (f"recipe `{recipe}:{function}`", raised, f"tiny.py:{at}", "--traceback"):
+        assert part in error
+    assert "Traceback" not in error
+
+
+def test_where_a_recipe_crashed_is_told_in_full_when_asked(explain, recipe):
+    code, _, error = explain(f"{recipe}:crashing", "--check", "--traceback")
+    assert code == 2
+    assert "in crashing" in error
+
+
+def test_a_recipe_that_is_no_python_is_no_finding(explain, tmp_path):
+    (tmp_path / "broken.py").write_text("import jax\n\ndef recipe(:\n")
+    code, _, error = explain(tmp_path / "broken.py", "--check")
+    assert code == 2
+    assert "SyntaxError" in error
+    assert "broken.py:3" in error
+
+
+def test_a_reader_who_leaves_is_no_finding(recipe):
+    """`meshpar explain ... | head`: no traceback, and the code of a command that a closed pipe ended."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "meshpar.cli", "explain", recipe, "--check", "--set", "model.num_layers=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+    )
+    command.stdout.close()
+    said = command.stderr.read()
+    assert (command.wait(), said) == (cli.BROKEN_PIPE, "")
 
 
 def test_a_shipped_recipe_keeps_its_promise(explain):

@@ -1,6 +1,7 @@
 """`meshpar explain`: a recipe's training step, compiled and read back.
 
-Exit codes: 0; 1 when `--check` finds something; 2 for what cannot be done as asked.
+Exit codes: 0; 1 when `--check` finds something and for nothing else; 2 for what cannot be done as asked, and for a
+recipe that raises an exception of its own.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def explain(
     from meshpar.ledger.budget import Budget
 
     # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), _crashes_told(recipe, against, with_traceback=traceback):
         held_to = Budget.load(budget) if budget else None
         layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
         subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch)
@@ -398,6 +399,43 @@ def _label(subject: Subject, other: Subject) -> str:
     if subject.recipe.mesh != other.recipe.mesh:
         return _axes(subject.recipe.mesh)
     return str(subject.recipe.strategy)
+
+
+@contextlib.contextmanager
+def _crashes_told(recipe: str, against: str | None, *, with_traceback: bool) -> Iterator[None]:
+    """A recipe's own exception is not a finding: Python's exit code for it, 1, would say that it is one."""
+    from meshpar.types import problem
+
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, click.ClickException) or type(error).__name__ in ("MeshparError", "LaunchError"):
+            raise
+        if with_traceback:
+            import traceback
+
+            traceback.print_exception(error)
+        files = {path: str(Path(path.partition(":")[0]).resolve()) for path in (recipe, against) if path}
+        file, line = _raised_at(error, tuple(files.values()))
+        said = "; ".join(filter(None, str(error).strip().split("\n")[:1])) or "no message"
+        raise problem(
+            f"recipe `{next((path for path, own in files.items() if own == file), recipe)}`",
+            "explain its training step",
+            f"it raised {type(error).__name__} ({said}) at {os.path.basename(file)}:{line}",
+            "mend that line; --traceback shows how it got there",
+        ) from None
+
+
+def _raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
+    """The line of a recipe that an exception went through last, else the line it is from."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno or 0
+    import traceback
+
+    frames = [
+        (os.path.realpath(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return next((at for at in reversed(frames) if at[0] in recipes), frames[-1])
 
 
 def _page(found: Explained, subject: Subject) -> str:
