@@ -399,7 +399,7 @@ class _Simulation:
                 one.kind,
                 one.payload_bytes,
                 one.group_size,
-                collective_link(one.kind, self._cluster, num_nodes=nodes, per_node=per_node),
+                collective_link(one.kind, self._cluster, num_nodes=nodes, per_node=per_node, axes=one.axes),
             )
             for nodes, per_node in self._layout(one.groups)
         )

@@ -20,7 +20,7 @@ Yuan 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from meshpar.planner.hardware import Cluster, Link
 from meshpar.types import near, problem
@@ -250,6 +250,7 @@ KINDS = tuple(_AS_SENT)
 """Kinds of collectives, as XLA names them."""
 
 _RINGS = frozenset({"all-reduce", "all-gather", "reduce-scatter", "collective-broadcast"})
+_MESSAGES = frozenset({"collective-permute", "send", "recv"})
 
 
 def bytes_sent(kind: str, payload_bytes: float, group_size: int) -> float:
@@ -288,13 +289,14 @@ def collective_time_s(
     return min(time_s, tree_all_reduce(payload_bytes, group_size).time_s(link, gamma_s_per_byte=gamma_s_per_byte))
 
 
-def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: int) -> Link:
+def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: int, axes: Sequence[str] = ()) -> Link:
     """The link that a collective over groups of `num_nodes * per_node` GPUs goes through.
 
-    Inside a node it is the node's. Between nodes a ring that visits `per_node` GPUs of each is laid `per_node` times,
-    once through the network port of each, so it has that many times a port's bandwidth (no more than inside a node),
-    and of its N-1 steps `num_nodes - 1` have the network's latency: NCCL's way (NVIDIA/nccl, src/graph/tuning.cc,
-    version 2.23, 2024). Exchanges and messages have a port each.
+    The one that was measured along its mesh axes, where the cluster's profile has it. Else, inside a node, the node's.
+    Between nodes a ring that visits `per_node` GPUs of each is laid `per_node` times, once through the network port of
+    each, so it has that many times a port's bandwidth (no more than inside a node), and of its N-1 steps
+    `num_nodes - 1` have the network's latency: NCCL's way (NVIDIA/nccl, src/graph/tuning.cc, version 2.23, 2024).
+    Exchanges and messages have a port each.
     """
     if num_nodes < 1 or per_node < 1:
         raise problem(
@@ -303,6 +305,9 @@ def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: in
             "a group has at least one",
             "give both as 1 or more",
         )
+    measured = cluster.measured(axes, permute=kind in _MESSAGES)
+    if measured is not None:
+        return measured
     if num_nodes == 1 or kind not in _RINGS:
         return cluster.link(crosses_node=num_nodes > 1)
     steps, across_steps = num_nodes * per_node - 1, num_nodes - 1

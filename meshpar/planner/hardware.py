@@ -1,4 +1,11 @@
-"""Clusters of GPUs: how many, joined by which links, by name or from a saved profile. SI units."""
+"""Clusters of GPUs: how many, joined by which links, by name or from a saved profile. SI units.
+
+A profile is a JSON file. Of GPUs it is a `Cluster`; of any other devices it is `Links`: what was measured between them
+by mesh axis (`meshpar bench collectives --save`), and nothing that would pass for a GPU.
+
+    {"gpu": "h100", "nodes": 2, "gpus_per_node": 8, "axes": {"data": {"alpha_s": 2.1e-5, "bytes_per_s": 4.4e10}}}
+    {"devices": "cpu", "axes": {"data": ...}, "permutes": {"data": ...}}
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -42,6 +49,55 @@ protocol (NVIDIA/nccl, src/graph/tuning.cc, `hwLat`, version 2.23, 2024). Measur
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Links:
+    """Measured links by mesh axis, between devices that the catalogue does not know; each at any distance along it."""
+
+    devices: str
+    """What jax calls them: `cpu`."""
+    axes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
+    """As XLA's own collectives use it, by axis; several axes that count as one go by `data*fsdp`."""
+    permutes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
+    """As single messages use it, of which `meshpar.collectives` is made; where an axis is missing, `axes` serves."""
+
+    def __post_init__(self) -> None:
+        if not self.axes and not self.permutes:
+            raise problem(
+                f"profile `{self.name}`",
+                "hold links",
+                "it names no mesh axis",
+                "measure some: meshpar bench collectives --mesh data=8 --save my.json",
+            )
+
+    @property
+    def name(self) -> str:
+        """`cpu links of data, tensor`."""
+        return f"{self.devices} links of {', '.join(dict.fromkeys((*self.axes, *self.permutes)))}"
+
+    def measured(self, axes: Sequence[str], *, permute: bool = False) -> Link | None:
+        """The measured link along mesh axes; None when it is not known. See `measured_link`."""
+        return measured_link(self, axes, permute=permute)
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as plain data; `Links.from_json` reads it back."""
+        return {"devices": self.devices, **_axes_to_json(self)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Links:
+        """Reads a profile.
+
+        Raises:
+          ValueError: a field is missing, unknown or of the wrong kind.
+        """
+        _check_fields(data, {"devices", "axes", "permutes"})
+        _check("devices", data.get("devices"), isinstance(data.get("devices"), str), "a name, as jax gives it")
+        return Links(devices=data["devices"], **_axes_from_json(data))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile to a JSON file."""
+        _write(path, self.to_json())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes of equal GPUs; device i stands in node `i // gpus_per_node`."""
 
@@ -52,6 +108,10 @@ class Cluster:
     """Between GPUs of one node."""
     across: Link
     """Between nodes."""
+    axes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
+    """Measured along a mesh axis, as XLA's own collectives use it: comes before `inside` and `across`."""
+    permutes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
+    """Likewise, as single messages use it, of which `meshpar.collectives` is made."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -73,6 +133,48 @@ class Cluster:
         """The link that messages inside a node or between nodes use."""
         return self.across if crosses_node else self.inside
 
+    def measured(self, axes: Sequence[str], *, permute: bool = False) -> Link | None:
+        """The measured link along mesh axes; None when the profile has none. See `measured_link`."""
+        return measured_link(self, axes, permute=permute)
+
+    def layout(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> tuple[int, int]:
+        """(nodes, devices in each of them) of a group of devices that differ only along these mesh axes.
+
+        Where groups differ: the most nodes, and the fewest devices in one.
+
+        Args:
+          axes: names of mesh axes.
+          mesh: the mesh, or its axis sizes in order; its devices are counted in its own order.
+
+        Raises:
+          ValueError: the mesh lacks an axis, or has more devices than the cluster.
+        """
+        sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
+        num_devices = math.prod(sizes.values())
+        if num_devices > self.num_devices:
+            raise problem(
+                f"cluster `{self.name}`",
+                f"hold a mesh of {num_devices} devices",
+                f"it has {self.num_devices} GPUs",
+                "name a cluster of as many",
+            )
+        along = tuple(at for at, axis in enumerate(sizes) if axis in self._known(axes, sizes))
+        nodes = np.arange(num_devices).reshape(tuple(sizes.values())) // self.gpus_per_node
+        groups = np.moveaxis(nodes, along, range(-len(along), 0)).reshape(
+            -1, math.prod(nodes.shape[at] for at in along)
+        )
+        counts = [np.unique(group, return_counts=True)[1] for group in groups]
+        return max(map(len, counts)), int(min(count.min() for count in counts))
+
+    def _known(self, axes: Iterable[str], sizes: Mapping[str, int]) -> list[str]:
+        wanted = list(axes)
+        for axis in wanted:
+            if axis not in sizes:
+                raise problem(
+                    f"cluster `{self.name}`", f"look at mesh axis `{axis}`", "the mesh has none", near(axis, sizes)
+                )
+        return wanted
+
     def crosses_node(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> bool:
         """Whether devices that differ only along these mesh axes stand in different nodes.
 
@@ -84,12 +186,7 @@ class Cluster:
           ValueError: the mesh lacks an axis.
         """
         sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
-        wanted = list(axes)
-        for axis in wanted:
-            if axis not in sizes:
-                raise problem(
-                    f"cluster `{self.name}`", f"look at mesh axis `{axis}`", "the mesh has none", near(axis, sizes)
-                )
+        wanted = self._known(axes, sizes)
         nodes = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())) // self.gpus_per_node
         along = tuple(at for at, axis in enumerate(sizes) if axis in wanted)
         return bool(along) and bool((nodes.min(axis=along) != nodes.max(axis=along)).any())
@@ -106,6 +203,7 @@ class Cluster:
             "gpus_per_node": self.gpus_per_node,
             "inside": dataclasses.asdict(self.inside),
             "across": dataclasses.asdict(self.across),
+            **_axes_to_json(self),
         }
 
     @staticmethod
@@ -115,9 +213,7 @@ class Cluster:
         Raises:
           ValueError: a field is missing, unknown or of the wrong kind.
         """
-        known = {"gpu", "nodes", "gpus_per_node", "inside", "across"}
-        for key in data.keys() - known:
-            raise problem("a cluster's profile", f"set `{key}`", "a profile has no such field", near(key, known))
+        _check_fields(data, {"gpu", "nodes", "gpus_per_node", "inside", "across", "axes", "permutes"})
         try:
             gpu = data["gpu"] if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
             gpu = gpu if isinstance(gpu, Gpu) else _gpu_from_json(gpu)
@@ -125,7 +221,7 @@ class Cluster:
                 _check(key, data[key], type(data[key]) is int, "a whole number")
             usual = cluster_of(gpu, nodes=data["nodes"], gpus_per_node=data["gpus_per_node"])
             links = {key: dataclasses.replace(getattr(usual, key), **data.get(key, {})) for key in ("inside", "across")}
-            return dataclasses.replace(usual, **links)
+            return dataclasses.replace(usual, **links, **_axes_from_json(data))
         except MeshparError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -138,23 +234,61 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Writes the profile to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        _write(path, self.to_json())
+
+
+Profile: TypeAlias = Cluster | Links
+"""What a saved profile may hold, and all that the time of a message needs."""
+
+
+def measured_link(profile: Profile, axes: Sequence[str], *, permute: bool = False) -> Link | None:
+    """The link that was measured along mesh axes.
+
+    Several axes have a measurement of their own, or else the worse figures of their links when each has one.
+
+    Args:
+      profile: a cluster or links.
+      axes: mesh axes that count as one.
+      permute: whether single messages use it, not XLA's own collectives.
+    """
+    known = {**profile.axes, **profile.permutes} if permute else {**profile.permutes, **profile.axes}
+    whole, parts = known.get("*".join(axes)), [known.get(axis) for axis in axes]
+    if whole is not None or not parts or None in parts:
+        return whole
+    each = [part for part in parts if part is not None]
+    return Link(alpha_s=max(one.alpha_s for one in each), bytes_per_s=min(one.bytes_per_s for one in each))
+
+
+def parse_profile(text: str | Profile) -> Profile:
+    """What a user named: a cluster, as `parse_cluster` takes it, or the file of a profile of any devices.
+
+    Raises:
+      ValueError: no such GPU, no such file, or neither form.
+    """
+    if isinstance(text, Links):
+        return text
+    return _load(Path(text)) if isinstance(text, str) and text.endswith(".json") else parse_cluster(text)
 
 
 def parse_cluster(text: str | Cluster) -> Cluster:
     """The cluster that a user named: `h100:8x8` (GPU:NODESxGPUS), `h100:8` (one node), or a profile's file `my.json`.
 
     Raises:
-      ValueError: no such GPU, no such file, or neither form.
+      ValueError: no such GPU, no such file, neither form, or a profile of devices that are no known GPU.
     """
     if isinstance(text, Cluster):
         return text
+    if isinstance(text, Links):
+        raise _no_gpu(text.name, text)
     if not isinstance(text, str):
         raise problem(
             f"cluster {text!r}", "be read", f"it is a {type(text).__name__}, no text", "write it as `h100:8x8`"
         )
     if text.endswith(".json"):
-        return _load(Path(text))
+        profile = _load(Path(text))
+        if isinstance(profile, Links):
+            raise _no_gpu(text, profile)
+        return profile
     match = re.fullmatch(r"([A-Za-z0-9_\-]+):(?:([0-9]{1,6})x)?([0-9]{1,6})", text.strip())
     if match is None:
         raise problem(
@@ -196,14 +330,65 @@ def peak_flops_per_s(device_kind: str, dtype: str = "bfloat16") -> float | None:
     return gpu.fp32_flops_per_s if dtype == "float32" else gpu.bf16_flops_per_s
 
 
-def _load(path: Path) -> Cluster:
+def _no_gpu(name: str, links: Links) -> MeshparError:
+    return problem(
+        f"cluster profile `{name}`",
+        "stand for a cluster of GPUs",
+        f"it was measured on `{links.devices}` devices: it holds links, and nothing about a GPU",
+        'name GPUs, as h100:1x8; the profile itself serves algorithm="auto" and meshpar cost --axis',
+    )
+
+
+def _load(path: Path) -> Profile:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise problem(f"cluster profile `{path}`", "be read", f"{error}", "give the path of a saved profile") from None
     if not isinstance(data, Mapping):
         raise problem(f"cluster profile `{path}`", "be read", "it holds no JSON object", "save one with `Cluster.save`")
-    return Cluster.from_json(data)
+    return Links.from_json(data) if "devices" in data else Cluster.from_json(data)
+
+
+def _write(path: str | Path, profile: Mapping[str, Any]) -> None:
+    try:
+        Path(path).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        exists = f"it cannot: {error.strerror}"
+        raise problem(
+            f"cluster profile `{path}`", "be written", exists, "name a file in a folder that exists"
+        ) from None
+
+
+def _axes_to_json(profile: Profile) -> dict[str, Any]:
+    fields = {"axes": profile.axes, "permutes": profile.permutes}
+    return {
+        field: {axis: dataclasses.asdict(link) for axis, link in links.items()}
+        for field, links in fields.items()
+        if links
+    }
+
+
+def _axes_from_json(data: Mapping[str, Any]) -> dict[str, dict[str, Link]]:
+    found: dict[str, dict[str, Link]] = {}
+    for field in ("axes", "permutes"):
+        links = data.get(field, {})
+        _check(field, links, isinstance(links, Mapping), "a link for each mesh axis")
+        found[field] = {axis: _link_from_json(f"{field}.{axis}", link) for axis, link in links.items()}
+    return found
+
+
+def _link_from_json(field: str, data: Any) -> Link:
+    named = {one.name for one in dataclasses.fields(Link)}
+    kind = 'a link, as {"alpha_s": 2e-6, "bytes_per_s": 4.5e11}'
+    _check(field, data, isinstance(data, Mapping) and data.keys() == named, kind)
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in data.values())
+    _check(field, dict(data), numbers, kind)
+    return Link(**data)
+
+
+def _check_fields(data: Mapping[str, Any], known: set[str]) -> None:
+    for key in data.keys() - known:
+        raise problem("a cluster's profile", f"set `{key}`", "a profile has no such field", near(key, known))
 
 
 def _gpu_from_json(data: Mapping[str, Any]) -> Gpu:

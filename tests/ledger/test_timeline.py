@@ -395,6 +395,13 @@ def test_groups_that_cross_nodes_use_the_network(groups, size, seconds):
     assert found.step_s == pytest.approx(seconds)
 
 
+def test_a_link_that_was_measured_along_the_axis_comes_first():
+    ring = dataclasses.replace(SLOW, axes={"tensor": Link(alpha_s=0, bytes_per_s=2e9)})
+    assert clock(GATHER % (4000000, "{{0,1,2,3},{4,5,6,7}}"), cluster=ring).step_s == pytest.approx(6 * MS)
+    other = dataclasses.replace(SLOW, axes={"data": Link(alpha_s=0, bytes_per_s=2e9)})
+    assert clock(GATHER % (4000000, "{{0,1,2,3},{4,5,6,7}}"), cluster=other).step_s == pytest.approx(12 * MS)
+
+
 def test_the_slowest_group_decides():
     """Of two groups of four on nodes of five the second crosses: one of its devices stands in the first node."""
     nodes = dataclasses.replace(SLOW, nodes=2, gpus_per_node=5)

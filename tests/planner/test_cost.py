@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -309,3 +310,15 @@ def test_work_and_rates_have_to_make_sense():
         cost.roofline_s(1, 1, flops_per_s=0, bytes_per_s=1)
     with pytest.raises(MeshparError, match="at least one"):
         cost.collective_link("all-reduce", parse_cluster("h100:8"), num_nodes=0, per_node=1)
+
+
+def test_a_measured_axis_comes_before_the_kind_of_link():
+    ring, message = Link(alpha_s=3e-5, bytes_per_s=2e9), Link(alpha_s=1e-5, bytes_per_s=1e9)
+    cluster = dataclasses.replace(parse_cluster("h100:8x8"), axes={"data": ring}, permutes={"data": message})
+    where = {"num_nodes": 8, "per_node": 8}
+    assert cost.collective_link("all-reduce", cluster, axes=("data",), **where) == ring
+    assert cost.collective_link("all-to-all", cluster, axes=("data",), **where) == ring
+    assert cost.collective_link("collective-permute", cluster, axes=("data",), **where) == message
+    for axes in (("fsdp",), ("data", "fsdp"), ("unknown",), ()):
+        usual = cost.collective_link("all-reduce", parse_cluster("h100:8x8"), **where)
+        assert cost.collective_link("all-reduce", cluster, axes=axes, **where) == usual

@@ -184,3 +184,99 @@ def test_a_missing_profile_is_refused():
         parse_cluster("nowhere.json")
     with pytest.raises(MeshparError, match="garbles"):
         Cluster.from_json({})
+
+
+# Measured links by mesh axis -----------------------------------------------------------------------------------------
+
+SLOW, FAST, MESSAGE = (
+    Link(alpha_s=9e-6, bytes_per_s=1e9),
+    Link(alpha_s=1e-6, bytes_per_s=9e9),
+    Link(alpha_s=5e-6, bytes_per_s=3e9),
+)
+MEASURED = dataclasses.replace(
+    parse_cluster("h100:2x4"), axes={"data": SLOW, "tensor": FAST}, permutes={"tensor": MESSAGE}
+)
+
+
+def test_a_profile_keeps_its_links_by_axis(tmp_path):
+    MEASURED.save(tmp_path / "mine.json")
+    assert parse_cluster(str(tmp_path / "mine.json")) == MEASURED
+    assert hardware.parse_profile(str(tmp_path / "mine.json")) == MEASURED
+    assert hash(MEASURED) == hash(parse_cluster(str(tmp_path / "mine.json")))
+    assert json.loads((tmp_path / "mine.json").read_text())["axes"]["data"] == {"alpha_s": 9e-6, "bytes_per_s": 1e9}
+
+
+def test_the_link_of_an_axis_is_the_measured_one():
+    assert MEASURED.measured(["tensor"]) == FAST
+    assert MEASURED.measured(["tensor"], permute=True) == MESSAGE
+    assert MEASURED.measured(["data"], permute=True) == SLOW  # what XLA's collectives saw is better than nothing
+    assert MEASURED.measured(["fsdp"]) is None
+    assert MEASURED.measured([]) is None
+
+
+def test_several_axes_have_the_worse_of_their_links_unless_measured_together():
+    assert MEASURED.measured(["data", "tensor"]) == Link(alpha_s=9e-6, bytes_per_s=1e9)
+    assert MEASURED.measured(["data", "fsdp"]) is None
+    both = dataclasses.replace(MEASURED, axes={**MEASURED.axes, "data*tensor": MESSAGE})
+    assert both.measured(["data", "tensor"]) == MESSAGE
+
+
+def test_a_profile_of_other_devices_holds_links_only(tmp_path):
+    path = str(tmp_path / "cpu.json")
+    links = hardware.Links(devices="cpu", axes={"data": SLOW}, permutes={"data": MESSAGE})
+    links.save(path)
+    assert hardware.parse_profile(path) == links
+    assert hardware.parse_profile(links) is links
+    assert links.measured(["data"], permute=True) == MESSAGE
+    for asked in (path, links):
+        with pytest.raises(MeshparError, match="measured on `cpu` devices: it holds links, and nothing about a GPU"):
+            parse_cluster(asked)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"axes": [1]}, "a link for each mesh axis"),
+        ({"axes": {"data": {"alpha_s": 1e-6}}}, "bytes_per_s"),
+        ({"axes": {"data": 3}}, "axes.data"),
+        ({"permutes": {"data": {"alpha_s": "1", "bytes_per_s": 1e9}}}, "permutes.data"),
+        ({"axes": {"data": {"alpha_s": -1, "bytes_per_s": 1e9}}}, "at least 0"),
+        ({"axis": {}}, "did you mean `axes`"),
+    ],
+)
+def test_a_garbled_link_of_an_axis_is_told(tmp_path, wrong, said):
+    for data in ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, **wrong}, {"devices": "cpu", **wrong}):
+        (tmp_path / "c.json").write_text(json.dumps(data))
+        with pytest.raises(MeshparError, match=said):
+            hardware.parse_profile(str(tmp_path / "c.json"))
+
+
+@pytest.mark.parametrize("data", [{"devices": "cpu"}, {"devices": "cpu", "axes": {}}])
+def test_links_of_no_axis_are_refused(data):
+    with pytest.raises(MeshparError, match="names no mesh axis"):
+        hardware.Links.from_json(data)
+
+
+def test_devices_of_a_profile_go_by_a_name():
+    with pytest.raises(MeshparError, match="set `devices` to 3"):
+        hardware.Links.from_json({"devices": 3, "axes": {"data": {"alpha_s": 0, "bytes_per_s": 1}}})
+
+
+def test_a_profile_that_cannot_be_written_is_told(tmp_path):
+    with pytest.raises(MeshparError, match="folder that exists"):
+        MEASURED.save(tmp_path / "no" / "where.json")
+
+
+def test_how_a_group_lies_on_the_nodes():
+    cluster = parse_cluster("h100:2x4")
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    assert cluster.layout(["tensor"], mesh) == (1, 2)
+    assert cluster.layout(["fsdp", "tensor"], mesh) == (1, 4)
+    assert cluster.layout(["data"], mesh) == (2, 1)
+    assert cluster.layout(["data", "tensor"], mesh) == (2, 2)
+    assert parse_cluster("h100:3x2").layout(["tensor"], {"data": 2, "tensor": 3}) == (2, 1)
+    assert cluster.layout([], mesh) == (1, 1)
+    with pytest.raises(MeshparError, match="did you mean `tensor`"):
+        cluster.layout(["tensr"], mesh)
+    with pytest.raises(MeshparError, match="16 devices"):
+        cluster.layout(["data"], {"data": 16})
