@@ -5,6 +5,7 @@
                                    ▼
            point_to_point.py  shift, broadcast, reduce, scatter, gather ─► tree.py ─┐
            ring.py            all_gather, reduce_scatter ───────────────────────────┤
+           matmul.py          all_gather_matmul, matmul_reduce_scatter              │
            exchange.py        all_to_all ─┐                                         ▼
                                           └─► hierarchical.py       reduction.py  all_reduce ─► bucket.py
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from meshpar.collectives.bucket import bucketed_all_reduce
     from meshpar.collectives.exchange import all_to_all
     from meshpar.collectives.hierarchical import hierarchical_all_reduce, hierarchical_all_to_all
+    from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
     from meshpar.collectives.point_to_point import broadcast, gather, reduce, scatter, shift
     from meshpar.collectives.reduction import all_reduce
     from meshpar.collectives.ring import all_gather, reduce_scatter
@@ -33,6 +35,7 @@ _HOMES = {
     "bucket": ("bucketed_all_reduce",),
     "exchange": ("all_to_all",),
     "hierarchical": ("hierarchical_all_reduce", "hierarchical_all_to_all"),
+    "matmul": ("all_gather_matmul", "matmul_reduce_scatter"),
     "point_to_point": ("broadcast", "gather", "reduce", "scatter", "shift"),
     "ring": ("all_gather", "reduce_scatter"),
     "reduction": ("all_reduce",),
@@ -41,6 +44,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "all_gather",
+    "all_gather_matmul",
     "all_reduce",
     "all_to_all",
     "broadcast",
@@ -48,6 +52,7 @@ __all__ = [
     "gather",
     "hierarchical_all_reduce",
     "hierarchical_all_to_all",
+    "matmul_reduce_scatter",
     "reduce",
     "reduce_scatter",
     "reference",

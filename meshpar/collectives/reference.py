@@ -71,6 +71,22 @@ def all_to_all(
     return jax.vmap(lambda column: _joined(column, concat_dim, tiled), in_axes=1)(pieces)
 
 
+def all_gather_matmul(
+    parts: Num[Array, "N ..."], weights: Num[Array, "N E ..."], *, dim: int = -2
+) -> Num[Array, "N ..."]:
+    """Row r is all rows laid end to end, times weight r."""
+    whole = all_gather(parts, dim=dim)
+    return jax.vmap(lambda x, w: jnp.tensordot(x, w, 1))(whole, weights)
+
+
+def matmul_reduce_scatter(
+    parts: Num[Array, "N ..."], weights: Num[Array, "N ... E"], *, dim: int = -2
+) -> Num[Array, "N ..."]:
+    """Row r is part r of the sum of every row times its weight."""
+    products = jax.vmap(lambda h, w: jnp.tensordot(h, w, w.ndim - 1))(parts, weights)
+    return reduce_scatter(products, dim=dim)
+
+
 def _total(parts: jax.Array, op: str) -> jax.Array:
     return _REDUCE[op](parts, axis=0).astype(parts.dtype)
 

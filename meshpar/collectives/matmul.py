@@ -1,0 +1,314 @@
+"""Matmuls that talk while they compute: rows gathered on the way in, sums scattered on the way out.
+
+N ranks in a ring that is used both ways at once: N // 2 hops forward and (N-1) // 2 back bring everybody's rows to
+everybody. A block of the product is computed from what is here while the next message is under way.
+
+Each kernel is the other one's transpose. The derivatives are written out (`jax.custom_vjp`), so that the gradient of a
+weight is one matmul over all rows: with one for each block, every sum over other mesh axes, which XLA puts right behind
+the matmul, would be sent N times.
+
+Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Models".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num
+
+from meshpar.collectives.check import Axis, check_cut, ranks_of
+from meshpar.collectives.wire import pass_on, varying
+from meshpar.types import problem
+
+def all_gather_matmul(
+    x: Num[Array, "*rows E"],
+    weights: Num[Array, "E *out"] | Sequence[Num[Array, "E *out"]],
+    *,
+    axis: Axis,
+    dim: int = -2,
+    weight_grad_dtype: jax.typing.DTypeLike | None = None,
+) -> Num[Array, "*all_rows *out"] | tuple[Num[Array, "*all_rows *out"], ...]:
+    """The rows of all ranks, times this rank's columns of a weight; several weights share the one gather.
+
+        [T_X, E] @ [E, M_X] -> [T, M_X]
+        per device [t, E] @ [E, m] -> [N t, m]
+        N // 2 steps, (N-1)/N n bytes sent, n the gathered rows (half each way round, at the same time)
+
+    Backward is `matmul_reduce_scatter` of the cotangents, and the rows go round once more for the gradient of the
+    weight: (N-1)/N n bytes sent each. Nothing but the rank's own rows is kept in between, which is what splitting the
+    sequence is for. Blocks are summed in float32 at the least.
+
+    Args:
+      x: this rank's rows, with any dims before and after the one that is gathered; the last is contracted.
+      weights: one, or a tuple of them, contracted over the first dim; any number of dims.
+      axis: mesh axis, or several as one.
+      dim: the dim of x that is gathered, not the last.
+      weight_grad_dtype: dtype in which the gradient of a weight is formed, before it is cast to the weight's. None:
+        the weight's own, and float32 at the least.
+
+    Returns:
+      a product for each weight, in a tuple if they came in one.
+
+    Raises:
+      ValueError: no such axis here, or dim; shapes or dtypes that do not go together.
+    """
+    kernel = "all_gather_matmul"
+    num_ranks = ranks_of(kernel, axis)
+    is_one = not isinstance(weights, tuple | list)
+    x, *each = _varying_alike([x, *([weights] if is_one else weights)], axis)
+    _check_operands(kernel, x, each, [(x.shape[-1:], w.shape[:1]) for w in each])
+    plan = _Plan(axis, num_ranks, _checked_rows(kernel, dim, x.ndim), 1, weight_grad_dtype)
+    with jax.named_scope(kernel):
+        products = _gather_matmul(plan, x, tuple(each))
+    return products[0] if is_one else products
+
+
+def matmul_reduce_scatter(
+    h: Num[Array, "*rows_and_inner"],
+    weight: Num[Array, "*inner E"],
+    *,
+    axis: Axis,
+    dim: int = -2,
+    weight_grad_dtype: jax.typing.DTypeLike | None = None,
+) -> Num[Array, "*own_rows E"]:
+    """This rank's columns times its rows of a weight, summed over the ranks; every rank gets some rows of the sum.
+
+        [T, M_X] @ [M_X, E] {partial over X} -> [T_X, E]
+        per device [T, m] @ [m, E] -> [T/N, E]
+        N // 2 steps, (N-1)/N n bytes sent, n the sum before scattering (half each way round, at the same time)
+
+    Backward is `all_gather_matmul` of the cotangent, the same bytes; what it gathers serves the weight's gradient, too.
+    Products and sums are taken in float32 at the least, and rounded to the operands' dtype for each message.
+
+    Args:
+      h: all rows; its last dims are contracted with all of the weight's but the last.
+      weight: any number of dims.
+      axis: mesh axis, or several as one.
+      dim: the dim of the result that is scattered, not the last. It has to divide by N.
+      weight_grad_dtype: as for `all_gather_matmul`.
+
+    Raises:
+      ValueError: no such axis here, or dim; a dim that does not divide by N; shapes or dtypes that do not go together.
+    """
+    kernel = "matmul_reduce_scatter"
+    num_ranks = ranks_of(kernel, axis)
+    h, weight = _varying_alike([h, weight], axis)
+    num_inner = max(weight.ndim - 1, 0)
+    _check_operands(kernel, h, [weight], [(h.shape[max(h.ndim - num_inner, 0) :], weight.shape[:-1])])
+    dim = _checked_rows(kernel, dim, h.ndim - num_inner + 1)
+    check_cut(kernel, h.shape[dim], dim, num_ranks, tiled=True)
+    plan = _Plan(axis, num_ranks, dim, num_inner, weight_grad_dtype)
+    with jax.named_scope(kernel):
+        return _matmul_scatter(plan, h, weight)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernels with their derivatives
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What a kernel was asked for."""
+
+    axis: Axis
+    num_ranks: int
+    dim: int
+    num_inner: int
+    """Dims that are contracted: the first ones of a weight, the last ones of what it multiplies."""
+    weight_grad_dtype: jax.typing.DTypeLike | None
+
+
+# The forward rules call the kernel as it is called from outside, not what is in it: a remat policy that keeps results
+# of matmuls would find the blocks otherwise, and N partial sums are N times what their sum takes.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_matmul(plan: _Plan, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return _laid_out(plan, x, lambda rows: [_times(plan, rows, w) for w in weights])
+
+
+def _gather_matmul_forward(plan: _Plan, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple:
+    return _gather_matmul(plan, x, weights), (x, weights)
+
+
+def _gather_matmul_backward(plan: _Plan, saved: tuple, grads: tuple[jax.Array, ...]) -> tuple:
+    x, weights = saved
+    pairs = list(zip(grads, weights, strict=True))
+
+    def partial_sum(rank: jax.Array) -> jax.Array:
+        return functools.reduce(lax.add, [_times_transposed(plan, _rows(plan, g, rank), w) for g, w in pairs])
+
+    with jax.named_scope("all_gather_matmul"):
+        d_x = _summed_at_home(plan, partial_sum, x.dtype)
+        (all_x,) = _laid_out(plan, x, lambda rows: [rows])
+        return d_x, tuple(_weight_grad(plan, all_x, g, w) for g, w in pairs)
+
+
+_gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul_scatter(plan: _Plan, h: jax.Array, weight: jax.Array) -> jax.Array:
+    return _summed_at_home(plan, lambda rank: _times(plan, _rows(plan, h, rank), weight), h.dtype)
+
+
+def _matmul_scatter_forward(plan: _Plan, h: jax.Array, weight: jax.Array) -> tuple:
+    return _matmul_scatter(plan, h, weight), (h, weight)
+
+
+def _matmul_scatter_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
+    h, weight = saved
+    with jax.named_scope("matmul_reduce_scatter"):
+        d_h, all_grad = _laid_out(plan, grad, lambda rows: [_times_transposed(plan, rows, weight), rows])
+        return d_h, _weight_grad(plan, h, all_grad, weight)
+
+
+_matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two rings
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _laid_out(
+    plan: _Plan, own: jax.Array, product: Callable[[jax.Array], list[jax.Array]]
+) -> tuple[jax.Array, ...]:
+    """Products of the rows of all ranks, in the order of the ranks; each computed as its rows arrive."""
+    size = own.shape[plan.dim]
+
+    def room(block: jax.Array) -> jax.Array:
+        shape = (*block.shape[: plan.dim], plan.num_ranks * size, *block.shape[plan.dim + 1 :])
+        return _varying_alike([lax.empty(shape, own.dtype), block], plan.axis)[0]
+
+    whole: list[jax.Array] = []
+    for rank, rows in _arrivals(plan, own):
+        blocks = [block.astype(own.dtype) for block in product(rows)]
+        whole = whole or [room(block) for block in blocks]
+        whole = [
+            lax.dynamic_update_slice_in_dim(all_rows, block, rank * size, plan.dim)
+            for all_rows, block in zip(whole, blocks, strict=True)
+        ]
+    return tuple(whole)
+
+
+def _arrivals(plan: _Plan, own: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """(rank, its rows) of all ranks, own ones first, then the nearest from both sides, which pass on what they got."""
+    rank = lax.axis_index(plan.axis)
+    behind = ahead = own
+    yield rank, own
+    for hop in range(1, plan.num_ranks // 2 + 1):
+        behind = pass_on(behind, plan.axis, 1, plan.num_ranks)
+        yield (rank - hop) % plan.num_ranks, behind
+        if hop <= (plan.num_ranks - 1) // 2:
+            ahead = pass_on(ahead, plan.axis, -1, plan.num_ranks)
+            yield (rank + hop) % plan.num_ranks, ahead
+
+
+def _summed_at_home(
+    plan: _Plan, partial_sum: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """The sum over ranks of `partial_sum(r)`, at rank r.
+
+    It starts at the ranks farthest from r on both sides and gathers its terms on the way; each rank computes its term
+    while the sum of those before it is under way.
+    """
+    rank, farthest = lax.axis_index(plan.axis), plan.num_ranks // 2
+    arrived: dict[int, jax.Array] = {}
+
+    def added(term: jax.Array, *sums: jax.Array) -> jax.Array:
+        return functools.reduce(lax.add, [one.astype(term.dtype) for one in sums], term).astype(dtype)
+
+    for hop in range(farthest, 0, -1):
+        for by in (1, -1):
+            if by == 1 or hop <= (plan.num_ranks - 1) // 2:
+                term = partial_sum((rank + by * hop) % plan.num_ranks)
+                so_far = added(term, *([arrived[by]] if by in arrived else []))
+                arrived[by] = pass_on(so_far, plan.axis, by, plan.num_ranks)
+    return added(partial_sum(rank), *arrived.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _rows(plan: _Plan, all_rows: jax.Array, rank: jax.Array) -> jax.Array:
+    size = all_rows.shape[plan.dim] // plan.num_ranks
+    return lax.dynamic_slice_in_dim(all_rows, rank * size, size, plan.dim)
+
+
+def _times(plan: _Plan, rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """`[*rows, *inner] @ [*inner, *out]`, float32 at the least."""
+    inner = range(plan.num_inner)
+    contracted = tuple(rows.ndim - plan.num_inner + dim for dim in inner), tuple(inner)
+    return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=_wide(rows.dtype))
+
+
+def _times_transposed(plan: _Plan, rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """`[*rows, *out] @ [*inner, *out]ᵀ`, float32 at the least."""
+    outer = range(plan.num_inner, weight.ndim)
+    contracted = tuple(rows.ndim - weight.ndim + dim for dim in outer), tuple(outer)
+    return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=_wide(rows.dtype))
+
+
+def _weight_grad(plan: _Plan, rows: jax.Array, grads: jax.Array, weight: jax.Array) -> jax.Array:
+    """`[*rows, *inner]ᵀ @ [*rows, *out]` in one matmul."""
+    lead = tuple(range(rows.ndim - plan.num_inner))
+    dtype = plan.weight_grad_dtype or _wide(weight.dtype)
+    grad = lax.dot_general(rows, grads, ((lead, lead), ((), ())), preferred_element_type=dtype)
+    return grad.astype(weight.dtype)
+
+
+def _wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(dtype)
+
+
+def _varying_alike(operands: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
+    """All of them varying over the axis, and over every other one that any of them varies over.
+
+    So the gradient of one that is the same at ranks of another axis is summed over that axis, by jax.
+    """
+    arrays = [varying(one, axis) for one in operands]
+    everywhere = tuple(sorted({name for one in arrays for name in jax.typeof(one).manual_axis_type.varying}))
+    return [varying(one, everywhere) for one in arrays]
+
+
+def _checked_rows(kernel: str, dim: int, num_dims: int) -> int:
+    if not isinstance(dim, int) or not -num_dims <= dim < num_dims - 1 or dim == -1:
+        raise problem(
+            kernel,
+            f"split the rows along dim {dim!r}",
+            f"there are {num_dims} dims, and the last is no row" if num_dims else "it is a scalar",
+            f"give one of 0 to {num_dims - 2}" if num_dims > 1 else "give a matrix",
+        )
+    return dim % num_dims
+
+
+def _check_operands(
+    kernel: str, rows: jax.Array, weights: Sequence[jax.Array], contracted: Sequence[tuple[tuple, tuple]]
+) -> None:
+    if not weights:
+        raise problem(kernel, "multiply with no weights", "there is nothing to compute", "give one or more")
+    for weight, (dims, weight_dims) in zip(weights, contracted, strict=True):
+        if dims != weight_dims or not weight_dims:
+            raise problem(
+                kernel,
+                f"multiply {rows.shape} with a weight of {weight.shape}",
+                f"the dims that would be contracted are {dims} and {weight_dims}",
+                "give every rank its own part of both, cut along the same dims",
+            )
+        if rows.dtype != weight.dtype:
+            raise problem(
+                kernel,
+                f"multiply {rows.dtype} with a weight of {weight.dtype}",
+                "both travel and multiply in one dtype",
+                f"cast the weight to {rows.dtype}, or the other to {weight.dtype}",
+            )
