@@ -8,6 +8,8 @@
            matmul.py          all_gather_matmul, matmul_reduce_scatter              │
            exchange.py        all_to_all ─┐                                         ▼
                                           └─► hierarchical.py       reduction.py  all_reduce ─► bucket.py
+           quantized.py       the same with a byte an element: encode ─► XLA's own collective ─► decode, sum
+    attention.py   ring_attention, over sequences in the order of order.py: zigzag, to_zigzag, from_zigzag
 
     reference.py   what each of them computes, in plain global-view jax.numpy
 
@@ -23,20 +25,38 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshpar.collectives import reference
+    from meshpar.collectives.attention import ring_attention
     from meshpar.collectives.bucket import bucketed_all_reduce
     from meshpar.collectives.exchange import all_to_all
     from meshpar.collectives.hierarchical import hierarchical_all_reduce, hierarchical_all_to_all
     from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
+    from meshpar.collectives.order import from_zigzag, to_zigzag, unzigzag, zigzag
     from meshpar.collectives.point_to_point import broadcast, gather, reduce, scatter, shift
+    from meshpar.collectives.quantized import (
+        dequantize,
+        quantize,
+        quantized_all_gather,
+        quantized_all_reduce,
+        quantized_reduce_scatter,
+    )
     from meshpar.collectives.reduction import all_reduce
     from meshpar.collectives.ring import all_gather, reduce_scatter
 
 _HOMES = {
+    "attention": ("ring_attention",),
     "bucket": ("bucketed_all_reduce",),
     "exchange": ("all_to_all",),
     "hierarchical": ("hierarchical_all_reduce", "hierarchical_all_to_all"),
     "matmul": ("all_gather_matmul", "matmul_reduce_scatter"),
+    "order": ("from_zigzag", "to_zigzag", "unzigzag", "zigzag"),
     "point_to_point": ("broadcast", "gather", "reduce", "scatter", "shift"),
+    "quantized": (
+        "dequantize",
+        "quantize",
+        "quantized_all_gather",
+        "quantized_all_reduce",
+        "quantized_reduce_scatter",
+    ),
     "ring": ("all_gather", "reduce_scatter"),
     "reduction": ("all_reduce",),
 }
@@ -49,15 +69,25 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "bucketed_all_reduce",
+    "dequantize",
+    "from_zigzag",
     "gather",
     "hierarchical_all_reduce",
     "hierarchical_all_to_all",
     "matmul_reduce_scatter",
+    "quantize",
+    "quantized_all_gather",
+    "quantized_all_reduce",
+    "quantized_reduce_scatter",
     "reduce",
     "reduce_scatter",
     "reference",
+    "ring_attention",
     "scatter",
     "shift",
+    "to_zigzag",
+    "unzigzag",
+    "zigzag",
 ]
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Num, Shaped
+from jaxtyping import Array, Float, Num, Shaped
+
+from meshpar.collectives.order import unzigzag, zigzag
 
 _REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max, "min": jnp.min}
 
@@ -87,6 +89,23 @@ def matmul_reduce_scatter(
     return reduce_scatter(products, dim=dim)
 
 
+def quantized_all_gather(parts: Shaped[Array, "N ..."], *, dim: int = 0, tiled: bool = True) -> Shaped[Array, "N ..."]:
+    """What it is near to: every row is all rows."""
+    return all_gather(parts, dim=dim, tiled=tiled)
+
+
+def quantized_reduce_scatter(
+    parts: Num[Array, "N ..."], *, op: str = "sum", dim: int = 0, tiled: bool = True
+) -> Num[Array, "N ..."]:
+    """What it is near to: row r is part r of the sum or mean over all rows."""
+    return reduce_scatter(parts, op=op, dim=dim, tiled=tiled)
+
+
+def quantized_all_reduce(parts: Num[Array, "N ..."], *, op: str = "sum") -> Num[Array, "N ..."]:
+    """What it is near to: every row is the sum or mean over all rows."""
+    return all_reduce(parts, op=op)
+
+
 def _total(parts: jax.Array, op: str) -> jax.Array:
     return _REDUCE[op](parts, axis=0).astype(parts.dtype)
 
@@ -107,3 +126,44 @@ def _split(row: jax.Array, num_ranks: int, dim: int, tiled: bool) -> jax.Array:
     if tiled:
         return jnp.stack(jnp.split(row, num_ranks, axis=dim))
     return jnp.moveaxis(row, dim, 0)
+
+
+def ring_attention(
+    q: Float[Array, "N B t H D"],
+    k: Float[Array, "N B t K D"],
+    v: Float[Array, "N B t K D"],
+    *,
+    causal: bool = True,
+    order: str = "zigzag",
+    scale: float | None = None,
+) -> Float[Array, "N B t H D"]:
+    """Softmax attention over the whole sequence, the rows put one behind the other in the order of its positions.
+
+    Softmax is taken in float32 at the least.
+    """
+    num_ranks = len(q)
+    q, k, v = (_sequence(x, order) for x in (q, k, v))
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bshd->bhqs", q, k, preferred_element_type=wide)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = jnp.where(jnp.tri(q.shape[1], dtype=bool), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    o = jnp.einsum("bhqs,bshd->bqhd", weights, v)
+    return jnp.stack(jnp.split(zigzag(o, num_ranks) if order == "zigzag" else o, num_ranks, axis=1))
+
+
+def to_zigzag(parts: Shaped[Array, "N ..."], *, dim: int = 1) -> Shaped[Array, "N ..."]:
+    """The rows, parts of a sequence one behind the other, as its parts in zigzag order."""
+    return _split(zigzag(_joined(parts, dim, tiled=True), len(parts), dim=dim), len(parts), dim, tiled=True)
+
+
+def from_zigzag(parts: Shaped[Array, "N ..."], *, dim: int = 1) -> Shaped[Array, "N ..."]:
+    """The rows, parts of a sequence in zigzag order, as its parts one behind the other."""
+    return _split(unzigzag(_joined(parts, dim, tiled=True), len(parts), dim=dim), len(parts), dim, tiled=True)
+
+
+def _sequence(parts: jax.Array, order: str) -> jax.Array:
+    whole = jnp.concatenate(list(parts), axis=1)
+    return unzigzag(whole, len(parts)) if order == "zigzag" else whole

@@ -232,6 +232,76 @@ def ring_tree_crossover_bytes(num_ranks: int, link: Link) -> float | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Quantized
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def quantized_bytes(num_elements: int, *, block: int = 256) -> int:
+    """What an array takes on the wire: a byte an element and four a block of at most `block`, blocks of one size."""
+    if num_elements < 0 or block < 1:
+        raise problem(
+            "quantized array",
+            f"send {num_elements} elements in blocks of {block}",
+            "an array has 0 elements or more, and a block at least one",
+            "give both as such",
+        )
+    num_blocks = -(-num_elements // block)
+    return num_blocks * (-(-num_elements // max(num_blocks, 1)) + 4)
+
+
+def quantized_all_gather(
+    num_elements: int, num_ranks: int, *, inner: int | None = None, block: int = 256
+) -> HierarchicalCost:
+    """Every rank's `num_elements / N` elements to all others, quantized once.
+
+    With nodes of `inner` ranks (None: one node) counterparts gather first, across; what they then have goes round
+    inside. Wang et al. 2023, "ZeRO++", as what follows.
+    """
+    nodes, inner = _nodes("quantized all-gather", num_ranks, inner)
+    mine = quantized_bytes(-(-num_elements // num_ranks), block=block)
+    inside, across = ring_all_gather(num_ranks * mine, inner), ring_all_gather(nodes * mine, nodes)
+    return HierarchicalCost(inside=inside, across=across)
+
+
+def quantized_reduce_scatter(
+    num_elements: int, num_ranks: int, *, inner: int | None = None, block: int = 256
+) -> HierarchicalCost:
+    """An all-to-all of parts, summed where they arrive.
+
+    With nodes of `inner` ranks (None: one node) they are exchanged and summed inside first: a K-th goes across.
+    """
+    nodes, inner = _nodes("quantized reduce-scatter", num_ranks, inner)
+    part = quantized_bytes(-(-num_elements // num_ranks), block=block)
+    inside, across = all_to_all(num_ranks * part, inner), all_to_all(nodes * part, nodes)
+    return HierarchicalCost(
+        inside=dataclasses.replace(inside, bytes_reduced=inside.bytes_sent),
+        across=dataclasses.replace(across, bytes_reduced=across.bytes_sent),
+    )
+
+
+def quantized_all_reduce(
+    num_elements: int, num_ranks: int, *, inner: int | None = None, block: int = 256
+) -> HierarchicalCost:
+    """The reduce-scatter, then the all-gather."""
+    scattered = quantized_reduce_scatter(num_elements, num_ranks, inner=inner, block=block)
+    gathered = quantized_all_gather(num_elements, num_ranks, inner=inner, block=block)
+    return HierarchicalCost(inside=scattered.inside + gathered.inside, across=scattered.across + gathered.across)
+
+
+def _nodes(what: str, num_ranks: int, inner: int | None) -> tuple[int, int]:
+    """(nodes, ranks in each)."""
+    inner = num_ranks if inner is None else inner
+    if inner < 1 or num_ranks % inner:
+        raise problem(
+            what,
+            f"form groups of {inner} out of {num_ranks} ranks",
+            "groups of one size do not divide them",
+            f"use a divisor of {num_ranks}",
+        )
+    return num_ranks // inner, inner
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Collectives as the compiler names them
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,335 @@
+"""Attention over a sequence that is split over ranks: keys and values go round a ring, queries stay.
+
+Work is done tile by tile: a tile is a run of queries against a run of keys, and what a mask rules out is on no list of
+tiles. Softmax is taken online, in float32 at the least. The backward pass makes the tiles again from the saved
+log-sum-exp of every query, and gradients of keys and values travel with them until they are home.
+
+Shape suffixes: n tiles of s positions each make up a rank's t positions; B batch, K key/value heads, G query heads for
+each of them, D head width.
+
+Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; Dao et al.
+2022, "FlashAttention", for the online softmax and its backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_of
+from meshpar.collectives.order import check_two_chunks
+from meshpar.collectives.wire import pass_on, put, take, varying
+from meshpar.types import problem
+
+ORDERS = ("zigzag", "contiguous")
+
+Tiles: TypeAlias = Int[Array, "P 2"]
+"""(tile of queries, tile of keys) of P tiles."""
+Carry = TypeVar("Carry")
+
+
+def ring_attention(
+    q: Float[Array, "B t H D"],
+    k: Float[Array, "B t K D"],
+    v: Float[Array, "B t K D"],
+    *,
+    axis: Axis,
+    causal: bool = True,
+    order: Literal["zigzag", "contiguous"] = "zigzag",
+    scale: float | None = None,
+    tile: int = 512,
+) -> Float[Array, "B t H D"]:
+    """Softmax attention of all queries to all keys of a sequence whose positions are split over the ranks.
+
+        [B, T_X, H, D], 2 x [B, T_X, K, D] -> [B, T_X, H, D];  per device t = T/N for T
+        forward   N-1 steps, (N-1) n bytes sent, n the keys and values of one rank
+        backward  2(N-1) messages, (N-1) (n + m) bytes sent, m their gradients in float32 (float64 for float64)
+
+    While one block of keys and values is worked on the next is under way. Under a causal mask in zigzag order every rank
+    does half a block's work in every step but the first, with no branch: `2 B H D t² (N + s/t)` FLOPs a rank in all, of
+    `4 B H D t² N` without the mask (s positions in a tile), and 2.5 times that backward.
+    Beyond its arguments, result and two blocks of keys and values on their way, a rank holds the result in float32 and
+    the scores of one tile, `B H s²` of them; backward, gradients in float32 and the scores of one tile twice. It keeps
+    arguments, result and `B H t` log-sum-exps for the backward pass. There is no forward-mode derivative.
+
+    Args:
+      q, k, v: H is a multiple of K; query heads `[i G, (i+1) G)`, G = H/K, share key/value head i.
+      axis: mesh axis, or several as one.
+      causal: a position sees itself and those before it.
+      order: which positions a rank has. "zigzag": chunks i and 2N-1-i of 2N (`zigzag` brings a sequence there). With
+        "contiguous" rank i has the i-th of N parts; under a causal mask early ranks then wait for late ones. Without
+        the mask the two are the same.
+      scale: of the scores before softmax; None: `D ** -0.5`.
+      tile: positions in a tile: the divisor of a rank's t (of t/2 in zigzag order) that is nearest to this.
+
+    Raises:
+      ValueError: no such axis here, shapes that do not go together, an odd t in zigzag order.
+
+    Sources: Liu et al. 2023, "Ring Attention"; Brandon et al. 2023, "Striped Attention", for the balance.
+    """
+    num_ranks = ranks_of("ring_attention", axis)
+    _check(q, k, v)
+    check_choice("ring_attention", "order", order, ORDERS)
+    checked_count("ring_attention", "tile", tile)
+    if order == "zigzag":
+        check_two_chunks("ring_attention", q.shape[1], 1)
+    length = q.shape[1] // 2 if order == "zigzag" else q.shape[1]
+    ring = _Ring(axis, num_ranks, causal, order, q.shape[-1] ** -0.5 if scale is None else scale)
+    q, k, v = _alike(axis, q, k, v)
+    with jax.named_scope("ring_attention"):
+        cut = functools.partial(_cut, size=_nearest_divisor(length, tile))
+        q_nBKGsD = cut(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
+        o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1))
+        return jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape)
+
+
+class _Ring(NamedTuple):
+    """What does not depend on arrays."""
+
+    axis: Axis
+    num_ranks: int
+    causal: bool
+    order: str
+    scale: float
+
+    def next(self, x: Array) -> Array:
+        """Of the rank before: after s steps the block here is that of rank i - s."""
+        return pass_on(x, self.axis, 1, self.num_ranks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward and backward: one walk round the ring each. kv is [n, 2, B, K, s, D]: one message for both.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Softmax(NamedTuple):
+    """An online softmax: what the tiles so far add up to."""
+
+    sum_nBKGsD: Array
+    """Of values, weighed by `exp(score - top)`."""
+    top_nBKGs: Array
+    """The highest score."""
+    total_nBKGs: Array
+    """Of the weights."""
+
+
+class _Gradients(NamedTuple):
+    """What the tiles so far add to the gradients of a rank's queries, and of a block of keys and values."""
+
+    q_nBKGsD: Array
+    kv_n2BKsD: Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(ring: _Ring, q: Array, kv: Array) -> Array:
+    return _forward(ring, q, kv)[0]
+
+
+def _forward(ring: _Ring, q: Array, kv: Array) -> tuple[Array, tuple[Array, ...]]:
+    N, wide = ring.num_ranks, _at_least_float32(q.dtype)
+
+    def step(s: Any, held: tuple[Array, _Softmax], *, is_last: bool = False) -> tuple[Array, _Softmax]:
+        kv, softmax = held
+        coming = kv if is_last else ring.next(kv)
+        return coming, _in_step(ring, s, len(q), functools.partial(_tile_forward, ring, q, kv, False), softmax)
+
+    coming = ring.next(kv) if N > 1 else kv
+    softmax = _Softmax(
+        _full_like(q, q.shape, 0, wide),
+        _full_like(q, q.shape[:-1], -np.inf, wide),
+        _full_like(q, q.shape[:-1], 0, wide),
+    )
+    softmax = _each(_own_tiles(ring, len(q)), functools.partial(_tile_forward, ring, q, kv, ring.causal), softmax)
+    if N > 1:
+        held = _loop(1, N - 1, step, (coming, softmax))
+        _, softmax = step(N - 1, held, is_last=True)
+    o = (softmax.sum_nBKGsD / softmax.total_nBKGs[..., None]).astype(q.dtype)
+    return o, (q, kv, o, softmax.top_nBKGs + jnp.log(softmax.total_nBKGs))
+
+
+def _backward(ring: _Ring, saved: tuple[Array, ...], do: Array) -> tuple[Array, Array]:
+    """The gradients of a block travel one step behind it, and take in those of every rank on their way."""
+    q, kv, o, lse = saved
+    N, wide = ring.num_ranks, _at_least_float32(q.dtype)
+    rows = (q, do, lse, jnp.sum(do.astype(wide) * o.astype(wide), axis=-1))
+    none = _full_like(kv, kv.shape, 0, wide)
+
+    def visit(s: Any, kv: Array, dq: Array) -> _Gradients:
+        tile = functools.partial(_tile_backward, ring, rows, kv, False)
+        return _in_step(ring, s, len(q), tile, _Gradients(dq, none))
+
+    def step(s: Any, held: tuple[Array, ...], *, is_last: bool = False) -> tuple[Array, ...]:
+        kv, dq, leaving = held
+        arriving, coming = ring.next(leaving), kv if is_last else ring.next(kv)
+        dq, dkv = visit(s, kv, dq)
+        return coming, dq, arriving + dkv
+
+    # The rank's own tiles in two parts: one while the first block arrives, one while the last gradients come home.
+    own = functools.partial(_tile_backward, ring, rows, kv, ring.causal)
+    tiles = _own_tiles(ring, len(q))
+    half = len(tiles) // 2
+    coming = ring.next(kv) if N > 1 else kv
+    dq, mine = _each(tiles[:half], own, _Gradients(_full_like(q, q.shape, 0, wide), none))
+    home = none
+    if N > 1:
+        after = ring.next(coming) if N > 2 else coming
+        held = (after, *visit(1, coming, dq))
+        held = _loop(2, N - 1, step, held)
+        _, dq, leaving = step(N - 1, held, is_last=True) if N > 2 else held
+        home = ring.next(leaving)
+    dq, mine = _each(tiles[half:], own, _Gradients(dq, mine))
+    return dq.astype(q.dtype), (home + mine).astype(kv.dtype)
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _loop(first: int, end: int, step: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+    return lax.fori_loop(first, end, step, carry) if end > first else carry
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists of tiles
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _own_tiles(ring: _Ring, n: int) -> Tiles:
+    """Of a rank's queries and its own keys. Its positions rise in either order, so a causal mask is a triangle."""
+    return _pairs((i, j) for i in range(n) for j in range(n) if j <= i or not ring.causal)
+
+
+def _in_step(ring: _Ring, s: Any, n: int, tile: Callable[[Carry, Array], Carry], carry: Carry) -> Carry:
+    """Work on the tiles of a rank's queries and the keys of the rank s before it. No mask runs through any of them."""
+    everything = _pairs(itertools.product(range(n), range(n)))
+    if not ring.causal:
+        return _each(everything, tile, carry)
+    rank = lax.axis_index(ring.axis)
+    is_earlier = (rank - s) % ring.num_ranks < rank
+    if ring.order == "contiguous":
+        return lax.cond(is_earlier, functools.partial(_each, everything, tile), lambda carry: carry, carry)
+    # Late queries see the early keys of every rank. Of a rank before this one the early queries see the early keys
+    # too, and of one behind it the late queries see the late keys: as many either way.
+    early, late = range(n // 2), range(n // 2, n)
+    always = _pairs(itertools.product(late, early))
+    either = _pairs(itertools.product(early, early)) + jnp.where(is_earlier, 0, n // 2)
+    return _each(jnp.concatenate(_alike(ring.axis, always, either)), tile, carry)
+
+
+def _pairs(pairs: Iterable[tuple[int, int]]) -> Tiles:
+    return jnp.asarray(list(pairs), "int32")
+
+
+def _each(tiles: Tiles, tile: Callable[[Carry, Array], Carry], carry: Carry) -> Carry:
+    """Tile after tile, so that the scores of one are all there is of scores."""
+    return lax.scan(lambda carry, at: (tile(carry, at), None), carry, tiles)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One tile
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _tile_forward(ring: _Ring, q: Array, kv: Array, mask: bool, softmax: _Softmax, at: Array) -> _Softmax:
+    i, j = at
+    k, v = take(kv, j)
+    before = _Softmax(*(take(x, i) for x in softmax))
+    scores = _scores(ring, take(q, i), k, i - j if mask else None)
+    top = jnp.maximum(before.top_nBKGs, scores.max(-1))
+    weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(before.top_nBKGs - top)
+    values = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v, top.dtype)
+    after = _Softmax(before.sum_nBKGsD * kept[..., None] + values, top, before.total_nBKGs * kept + weights.sum(-1))
+    return _Softmax(*(put(x, new, i) for x, new in zip(softmax, after, strict=True)))
+
+
+def _tile_backward(
+    ring: _Ring, rows: tuple[Array, ...], kv: Array, mask: bool, gradients: _Gradients, at: Array
+) -> _Gradients:
+    i, j = at
+    q, do, lse, do_o = (take(x, i) for x in rows)
+    k, v = take(kv, j)
+    weights = jnp.exp(_scores(ring, q, k, i - j if mask else None) - lse[..., None])
+    d_weights = _einsum("bkgqd,bksd->bkgqs", do, v, lse.dtype)
+    d_scores = (weights * (d_weights - do_o[..., None]) * ring.scale).astype(q.dtype)
+    dq = _einsum("bkgqs,bksd->bkgqd", d_scores, k, lse.dtype)
+    dk = _einsum("bkgqs,bkgqd->bksd", d_scores, q, lse.dtype)
+    dv = _einsum("bkgqs,bkgqd->bksd", weights.astype(do.dtype), do, lse.dtype)
+    return _Gradients(_added(gradients.q_nBKGsD, dq, i), _added(gradients.kv_n2BKsD, jnp.stack([dk, dv]), j))
+
+
+def _scores(ring: _Ring, q: Array, k: Array, tiles_ahead: Array | None) -> Array:
+    """Scaled scores; where a mask runs through, how many tiles the queries are ahead of the keys."""
+    scores = _einsum("bkgqd,bksd->bkgqs", q, k, _at_least_float32(q.dtype)) * ring.scale
+    if tiles_ahead is None:
+        return scores
+    size = q.shape[-2]
+    seen = tiles_ahead * size + jnp.arange(size)[:, None] >= jnp.arange(size)
+    return jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
+
+
+def _einsum(formula: str, a: Array, b: Array, wide: jnp.dtype) -> Array:
+    return jnp.einsum(formula, a, b, preferred_element_type=wide)
+
+
+def _added(tiles: Array, new: Array, at: Array) -> Array:
+    return put(tiles, take(tiles, at) + new, at)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _cut(x: Array, size: int) -> Array:
+    """`[B, t, ..., D] -> [n, B, ..., s, D]`: a tile is one run of memory, laid out as a batch of matmuls takes it."""
+    tiles = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+    return jnp.moveaxis(tiles, (1, 2), (0, -2))
+
+
+def _nearest_divisor(length: int, wanted: int) -> int:
+    divisors = [size for size in range(1, length + 1) if length % size == 0]
+    return min(divisors, key=lambda size: max(size / wanted, wanted / size))
+
+
+def _at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _alike(axis: Axis, *arrays: Array) -> list[Array]:
+    """The arrays as values that vary over the axis, and over every other that one of them varies over."""
+    names = {axis} if isinstance(axis, str) else set(axis)
+    names = names.union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    return [varying(x, tuple(sorted(names))) for x in arrays]
+
+
+def _full_like(x: Array, shape: tuple[int, ...], value: float, dtype: jnp.dtype) -> Array:
+    """A constant that varies over the axes over which x does, as what a loop carries must."""
+    return varying(jnp.full(shape, value, dtype), tuple(sorted(jax.typeof(x).manual_axis_type.varying)))
+
+
+def _check(q: Array, k: Array, v: Array) -> None:
+    def bad(exists: str, fix: str) -> Exception:
+        shapes = f"q {q.dtype}{list(q.shape)}, k {k.dtype}{list(k.shape)}, v {v.dtype}{list(v.shape)}"
+        return problem("ring_attention", f"attend with {shapes}", exists, fix)
+
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise bad("each has four dims, [batch, positions, heads, head width]", "reshape them")
+    if k.shape != v.shape:
+        raise bad("keys and values travel as one array, so they have one shape", "pad the narrower heads with zeros")
+    if (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
+        raise bad("batch, positions and head width of queries and keys are the same", "split both the same way")
+    if not k.shape[2] or q.shape[2] % k.shape[2]:
+        raise bad(
+            f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads", "give every group as many"
+        )
+    if 0 in q.shape:
+        raise bad("there is nothing in them", "give every dim one entry at least")
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise bad("they are of one floating dtype", "cast them, to bfloat16 say")
