@@ -7,6 +7,7 @@ n is the payload in bytes, N the ranks of a group. A message of n bytes takes `a
     ring all-reduce                          2(N-1)           2(N-1)/N n
     ring all-gather, ring reduce-scatter     N-1              (N-1)/N n
     tree all-reduce (recursive doubling)     log2 N           n log2 N
+    binomial tree all-reduce, up and down    2 log2 N         n log2 N at the root
     halving-doubling all-reduce              2 log2 N         2(N-1)/N n
     hierarchical all-reduce, K inside        2(K-1) inside    2(K-1)/K n inside
                                              2(N/K-1) across  2(N/K-1)/(N/K) n/K across
@@ -155,6 +156,14 @@ def halving_doubling_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     return Cost(steps=2 * rounds + rest, bytes_sent=sent, bytes_in_turn=moved, bytes_reduced=reduced)
 
 
+def binomial_tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
+    """One tree that reduces up to a root and broadcasts down again: `2 log2 N` whole messages, log2 N rounded up."""
+    _check(payload_bytes, num_ranks)
+    levels = (num_ranks - 1).bit_length()
+    whole = float(levels * payload_bytes)
+    return Cost(steps=2 * levels, bytes_sent=whole, bytes_in_turn=2 * whole, bytes_reduced=whole)
+
+
 def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int) -> HierarchicalCost:
     """Reduce-scatter inside groups of `inner` ranks, all-reduce of `n / inner` across, all-gather inside (all rings).
 
@@ -215,20 +224,27 @@ def ring_chunk_bytes(payload_bytes: float, num_ranks: int) -> float:
     return payload_bytes / num_ranks
 
 
-def ring_tree_crossover_bytes(num_ranks: int, link: Link) -> float | None:
+def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | None = None) -> float | None:
     """The payload at which ring and tree all-reduce take equally long: the tree is quicker below, the ring above.
 
     For N a power of two it is `(2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta)`.
+
+    Args:
+      num_ranks: N.
+      link: between them.
+      tree_link: what the tree goes through, where that is another one.
 
     Returns:
       bytes; 0 on a link without latency, where the ring is never slower; None when there is no crossover: for two
       ranks, where the tree takes a step less and the same bytes, and for one, which sends nothing.
     """
     ring, tree = ring_all_reduce(1.0, num_ranks), tree_all_reduce(1.0, num_ranks)
-    fewer_steps, more_bytes = ring.steps - tree.steps, tree.bytes_in_turn - ring.bytes_in_turn
-    if more_bytes <= 0:
+    other = tree_link or link
+    ahead_s = ring.steps * link.alpha_s - tree.steps * other.alpha_s
+    behind_s_per_byte = tree.bytes_in_turn * other.beta_s_per_byte - ring.bytes_in_turn * link.beta_s_per_byte
+    if behind_s_per_byte <= 0:
         return None
-    return fewer_steps * link.alpha_s / (more_bytes * link.beta_s_per_byte)
+    return max(ahead_s, 0.0) / behind_s_per_byte
 
 
 # ---------------------------------------------------------------------------------------------------------------------
