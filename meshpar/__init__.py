@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from meshpar.step import shard_batch as shard_batch
     from meshpar.step import train_step as train_step
     from meshpar.strategies import Strategy as Strategy
+    from meshpar.strategies import context_parallel as context_parallel
     from meshpar.strategies import ddp as ddp
     from meshpar.strategies import expert_parallel as expert_parallel
     from meshpar.strategies import fsdp as fsdp
@@ -66,6 +67,7 @@ _HOMES = {
     "rules": ("Rules", "constrain", "first", "names", "replicated", "use"),
     "strategies": (
         "Strategy", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor_parallel", "expert_parallel",
+        "context_parallel",
     ),
     "adapters": ("Model", "from_nnx", "from_linen", "from_functions"),
     "table": ("ShardingTable", "shardings"),

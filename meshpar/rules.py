@@ -24,6 +24,9 @@ ACTIVATION_NAMES = (
     "batch", "seq", "norm_seq", "act_embed", "act_heads", "act_kv_heads", "act_head_dim", "act_mlp", "act_vocab",
     "act_expert",
 )  # fmt: skip
+REFINES = {"norm_seq": "seq"}
+"""A name whose dim is split as another's, and then further over the axes of its own rule: the sequence of the residual
+stream is that of attention, cut finer where sequence parallelism cuts it."""
 BATCH_AXES = ("data", "fsdp", "expert")
 """The axes over which the presets split the batch: every one that does not split a layer's own work."""
 
@@ -422,7 +425,7 @@ def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], via: _Rule | None
 
 
 def _rule_for(leaf: Leaf, dim: int, name: str, rules: Rules) -> _Rule | None:
-    rule = rules.name_rule(name)
+    rule = _refined(name, rules)
     if rule is None and name not in rules.known:
         raise problem(
             f"`{leaf.path}` dim {dim} (`{name}`, size {leaf.shape[dim]})",
@@ -431,6 +434,17 @@ def _rule_for(leaf: Leaf, dim: int, name: str, rules: Rules) -> _Rule | None:
             near_or(str(name), rules.names, f"write Rules({name}=...) with a mesh axis, or {name}=None: not split"),
         )
     return rule
+
+
+def _refined(name: str, rules: Rules) -> _Rule | None:
+    """The rule for a name; for one that refines another, with the axes of that one in front."""
+    own, coarser = rules.name_rule(name), rules.name_rule(REFINES.get(name, ""))
+    if own is None or coarser is None:
+        return own or coarser
+    if not (isinstance(own.value, str | tuple) and isinstance(coarser.value, str | tuple)):
+        return own
+    axes = spec_axes(coarser.value)
+    return dataclasses.replace(own, value=(*axes, *(axis for axis in spec_axes(own.value) if axis not in axes)))
 
 
 def _unnamed(leaf: Leaf, rules: Rules, sizes: dict[str, int]) -> Decision:
@@ -613,35 +627,51 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     Raises:
       ValueError: outside `use`; or a name, axis or size that does not fit, as for parameters.
     """
+    here, leaf = _ambient_leaf("constrain", x, names)
+    spec = _activation_spec(leaf, here)  # on one device too: a mistyped name is an error there as well
+    if here.mesh.size == 1:
+        return x
+    # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
+    sharding = spec if _manual_axes(here) else NamedSharding(here.mesh, spec)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
+    """How `constrain(x, *names)` lays an activation on the mesh, over the axes that are XLA's to split here.
+
+    Raises:
+      ValueError: as `constrain` does.
+    """
+    here, leaf = _ambient_leaf("spec_of", x, names)
+    return _activation_spec(leaf, here)
+
+
+def _ambient_leaf(asked_by: str, x: Any, names: tuple[str | None, ...]) -> tuple[Ambient, Leaf]:
     here = _ambient.value
     if here is None:
         raise problem(
-            f"constrain(x of shape {x.shape}, {', '.join(map(repr, names))})",
+            f"{asked_by}(x of shape {x.shape}, {', '.join(map(repr, names))})",
             "lay an activation on the mesh",
             "no mesh and rules are in force",
             "call the model inside `with mp.use(mesh, strategy):`; train_step and eval_step do it for you",
         )
-    leaf = Leaf(path=f"activation {'×'.join(str(n) for n in names)}", shape=x.shape, dtype=x.dtype, names=names)
-    sharding = _activation_sharding(leaf, here)
-    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+    path = f"activation {'×'.join(str(n) for n in names)}"
+    return here, Leaf(path=path, shape=x.shape, dtype=x.dtype, names=names)
 
 
-def _activation_sharding(leaf: Leaf, here: Ambient) -> NamedSharding | PartitionSpec | None:
-    if here.mesh.size == 1:
-        resolve(leaf, here.rules, here.mesh)  # a mistyped name is an error on one device too
-        return None
-    manual = {
-        axis
-        for axis, kind in zip(*_context_axes(), strict=True)
-        if kind == AxisType.Manual and axis in here.mesh.axis_names
-    }
+def _activation_spec(leaf: Leaf, here: Ambient) -> PartitionSpec:
+    manual = _manual_axes(here)
     if not manual:
-        return NamedSharding(here.mesh, resolve(leaf, here.rules, here.mesh).spec)
+        return resolve(leaf, here.rules, here.mesh).spec
     auto = {axis: 1 if axis in manual else size for axis, size in axis_sizes(here.mesh).items()}
     spec = resolve(leaf, here.rules, auto).spec
     kept = (tuple(a for a in spec_axes(entry) if a not in manual) for entry in spec)
-    # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
     return PartitionSpec(*((axes if len(axes) != 1 else axes[0]) or None for axes in kept))
+
+
+def _manual_axes(here: Ambient) -> frozenset[str]:
+    axes = zip(*_context_axes(), strict=True)
+    return frozenset(axis for axis, kind in axes if kind == AxisType.Manual and axis in here.mesh.axis_names)
 
 
 def _context_axes() -> tuple[tuple[str, ...], tuple[AxisType, ...]]:

@@ -335,8 +335,34 @@ def expert_parallel(*, axis: str = "expert") -> Strategy:
     )
 
 
+def context_parallel(*, axis: str = "context") -> Strategy:
+    """Context parallel: the sequence split over `axis` in every layer, for sequences too long for one device.
+
+    Only attention looks across positions: the shipped decoders run it as a ring, in which keys and values travel from
+    rank to rank (`meshpar.collectives.ring_attention`; Liu et al. 2023, "Ring Attention"). Weights are whole over
+    `axis` unless another strategy splits them, as in `mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel()`, and
+    their gradients are reduced over it. The batch is whole over `axis`: each rank takes its positions of every row.
+    With `tensor_parallel(sequence=True)`, joined in either order, the residual stream is split over both.
+
+    Args:
+      axis: the mesh axis to split over, one of your own: MeshSpec(fsdp=2, context=4).
+    """
+    _axes("context_parallel", axis)
+    rules = Rules.preset("context_parallel", known=PARAMETER_NAMES)
+    label = "context_parallel()" if axis == "context" else f"context_parallel(axis={axis!r})"
+    return Strategy(
+        params=rules,
+        grads=rules,
+        optimizer=rules,
+        activations=_activations("context_parallel", {"seq": axis}),
+        label=label,
+        needs=(Need(axis=axis, strategy=label, why="leave it out, for there is nothing to split the sequence over"),),
+    )
+
+
 PRESETS: dict[str, Callable[..., Strategy]] = {
-    preset.__name__: preset for preset in (ddp, zero1, zero2, zero3, fsdp, hsdp, tensor_parallel, expert_parallel)
+    preset.__name__: preset
+    for preset in (ddp, zero1, zero2, zero3, fsdp, hsdp, tensor_parallel, expert_parallel, context_parallel)
 }
 
 

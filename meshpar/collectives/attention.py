@@ -53,9 +53,9 @@ def ring_attention(
         forward   N-1 steps, (N-1) n bytes sent, n the keys and values of one rank
         backward  2(N-1) messages, (N-1) (n + m) bytes sent, m their gradients in float32 (float64 for float64)
 
-    While one block of keys and values is worked on the next is under way. Under a causal mask in zigzag order every rank
-    does half a block's work in every step but the first, with no branch: `2 B H D t² (N + s/t)` FLOPs a rank in all, of
-    `4 B H D t² N` without the mask (s positions in a tile), and 2.5 times that backward.
+    While one block of keys and values is worked on the next is under way. Under a causal mask in zigzag order every
+    rank does half a block's work in every step but the first, with no branch: `2 B H D t² (N + s/t)` FLOPs in all (s
+    positions in a tile), of `4 B H D t² N` without the mask; 2.5 times that backward.
     Beyond its arguments, result and two blocks of keys and values on their way, a rank holds the result in float32 and
     the scores of one tile, `B H s²` of them; backward, gradients in float32 and the scores of one tile twice. It keeps
     arguments, result and `B H t` log-sum-exps for the backward pass. There is no forward-mode derivative.
@@ -166,7 +166,7 @@ def _backward(ring: _Ring, saved: tuple[Array, ...], do: Array) -> tuple[Array, 
         tile = functools.partial(_tile_backward, ring, rows, kv, False)
         return _in_step(ring, s, len(q), tile, _Gradients(dq, none))
 
-    def step(s: Any, held: tuple[Array, ...], *, is_last: bool = False) -> tuple[Array, ...]:
+    def step(s: Any, held: tuple[Array, Array, Array], *, is_last: bool = False) -> tuple[Array, Array, Array]:
         kv, dq, leaving = held
         arriving, coming = ring.next(leaving), kv if is_last else ring.next(kv)
         dq, dkv = visit(s, kv, dq)
