@@ -211,6 +211,104 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
     return figure
 
 
+def ring_steps(held: Any, *, title: str = "") -> Figure:
+    """A ring all-reduce, step by step: whose terms each slot of each rank's buffer holds.
+
+    One panel for the start and one after each step, a row for each rank, a column for each chunk; a cell names the
+    ranks whose terms are in it, its colour says how many they are, and a dark edge that it has just arrived. The upper
+    panels are the reduce-scatter, the lower ones the all-gather.
+
+    Args:
+      held: numbers [2N-1, N, N, N]: how often, after a step, a rank's chunk holds the term of each rank.
+      title: above the picture.
+    """
+    states = np.asarray(held)
+    num_ranks = states.shape[1]
+    figure, panels = _figure(0.5 + 2.2 * num_ranks, 5.6, columns=num_ranks, rows=2)
+    for spare in panels.flat[0 if num_ranks > 1 else 1 :]:
+        spare.axis("off")
+    places = [(0, column) for column in range(num_ranks)] + [(1, column) for column in range(1, num_ranks)]
+    for step, (place, state) in enumerate(zip(places, states, strict=True)):
+        panel = panels[place] if num_ranks > 1 else panels[0]
+        panel.axis("on")
+        _draw_slots(panel, state, arrived=(state != states[max(step - 1, 0)]).any(axis=-1))
+        phase = "reduce-scatter" if step < num_ranks else "all-gather"
+        panel.set_title(f"step {step}: {phase}" if step else "start", color=INK, fontsize=9)
+        if place[1] == (0 if place[0] == 0 else 1):
+            panel.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    _terms_legend(panels.flat[num_ranks] if num_ranks > 1 else panels[1], num_ranks)
+    figure.suptitle(title, color=INK, fontweight="bold", fontsize=11)
+    return figure
+
+
+def collective_times(
+    sizes_bytes: Sequence[float],
+    times_s: Mapping[str, Sequence[float]],
+    *,
+    crossovers_bytes: Mapping[str, float] | None = None,
+    title: str = "",
+) -> Figure:
+    """How long a collective takes, by size of the message: a line for each algorithm, both scales logarithmic.
+
+    Args:
+      sizes_bytes: of the message.
+      times_s: algorithm to its time at each of these sizes.
+      crossovers_bytes: sizes to mark, with what they are.
+      title: above the picture.
+    """
+    figure, axes = _figure(8.0, 4.6)
+    colors = axis_colors([f"algorithm {number}" for number in range(len(times_s))]).values()
+    for (name, times), color, style in zip(times_s.items(), colors, itertools.cycle(_DASHES), strict=False):
+        axes.plot(sizes_bytes, times, color=color, lw=2.0, ls=style, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for name, size in (crossovers_bytes or {}).items():
+        axes.axvline(size, color=BASELINE, lw=1.2, ls=(0, (5, 3)))
+        axes.annotate(
+            f"{name}\n{human_bytes(int(size))}", (size, 0.03), (5, 0), xycoords=("data", "axes fraction"),
+            textcoords="offset points", color=BASELINE, fontsize=9, va="bottom",
+        )  # fmt: skip
+    axes.xaxis.set_major_formatter(lambda size, _: human_bytes(int(size)))
+    axes.yaxis.set_major_formatter(lambda time_s, _: _human_time(time_s))
+    axes.set_xlim(min(sizes_bytes), max(sizes_bytes))
+    axes.grid(color=FAINT, lw=0.5)
+    axes.set_xlabel("bytes of the message", color=INK)
+    axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11)
+    axes.legend(frameon=False, labelcolor=INK)
+    return figure
+
+
+def sent_by_link(sent_bytes: Mapping[str, Mapping[str, float]], *, title: str = "") -> Figure:
+    """What goes over each kind of link: a group of bars for each algorithm, a bar in it for each kind.
+
+    Args:
+      sent_bytes: algorithm to kind of link to bytes.
+      title: above the picture.
+    """
+    links = list(dict.fromkeys(link for parts in sent_bytes.values() for link in parts))
+    colors = dict(zip(links, itertools.cycle((AXES["fsdp"], AXES["tensor"], *MORE)), strict=False))
+    height = 0.8 / max(len(links), 1)
+    figure, axes = _figure(9.0, 1.2 + 0.32 * len(sent_bytes) * max(len(links), 1))
+    for row, parts in enumerate(sent_bytes.values()):
+        for place, link in enumerate(links):
+            at = row - 0.4 + (place + 0.5) * height
+            axes.barh(at, parts.get(link, 0.0), height=0.9 * height, color=colors[link], label=link if not row else "")
+            axes.text(
+                parts.get(link, 0.0), at, " " + human_bytes(int(parts.get(link, 0.0))), va="center", color=INK,
+                fontsize=8,
+            )  # fmt: skip
+    axes.set_yticks(range(len(sent_bytes)), list(sent_bytes))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.1)
+    axes.set_xlim(left=0)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=max(len(links), 1), frameon=False, fontsize=9, labelcolor=INK)
+    return figure
+
+
 def axis_colors(labels: Sequence[str]) -> dict[str, str]:
     """A colour for each label of mesh axes: `fsdp`, `data*fsdp`."""
     others = itertools.cycle(MORE)
@@ -265,13 +363,13 @@ def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device"
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _figure(width: float, height: float, *, columns: int = 1) -> tuple[Figure, Any]:
+def _figure(width: float, height: float, *, columns: int = 1, rows: int = 1) -> tuple[Figure, Any]:
     """A figure that no window and no global list of figures knows of."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-    panels = figure.subplots(1, columns)
-    for panel in np.atleast_1d(panels):
+    panels = figure.subplots(rows, columns)
+    for panel in np.atleast_1d(panels).flat:
         panel.tick_params(colors=INK, length=3)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
@@ -553,6 +651,60 @@ def _legend(figure: Figure, segment: Segment, colors: Mapping[str, str]) -> None
         fontsize=9,
         labelcolor=INK,
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collectives
+# ---------------------------------------------------------------------------------------------------------------------
+
+TERMS, COMPLETE = ("#f1f4f7", "#5b93c7"), "#7cc08a"
+"""Colours of a partial sum, from one term to all but one, and of a whole one."""
+_DASHES = ("-", "--", "-.", ":")
+
+
+def _draw_slots(panel: Axes, state: np.ndarray, *, arrived: np.ndarray) -> None:
+    from matplotlib.patches import Rectangle
+
+    num_ranks = len(state)
+    for rank, chunk in np.ndindex(num_ranks, num_ranks):
+        holders = np.flatnonzero(state[rank, chunk])
+        edge: dict[str, Any] = {"edgecolor": INK if arrived[rank, chunk] else "white", "lw": 1.6}
+        color = _terms_color(int(state[rank, chunk].sum()), num_ranks)
+        panel.add_patch(Rectangle((chunk - 0.47, rank - 0.47), 0.94, 0.94, facecolor=color, **edge))
+        if num_ranks <= 6:
+            text = "".join(map(str, holders))
+            panel.text(chunk, rank, text, ha="center", va="center", color=INK, fontsize=8 if num_ranks <= 4 else 6)
+    panel.set_xlim(-0.53, num_ranks - 0.47)
+    panel.set_ylim(num_ranks - 0.47, -0.53)
+    panel.set_aspect("equal")
+    panel.set_xticks(range(num_ranks))
+    panel.set_yticks([])
+    panel.tick_params(length=0, labelsize=8)
+    panel.spines[:].set_visible(False)
+    panel.set_xlabel("chunk", color=INK, fontsize=8)
+
+
+def _terms_color(terms: int, num_ranks: int) -> Any:
+    from matplotlib.colors import to_rgb
+
+    if terms == num_ranks:
+        return COMPLETE
+    share = (terms - 1) / max(num_ranks - 2, 1)
+    return tuple((1 - share) * low + share * high for low, high in zip(*map(to_rgb, TERMS), strict=True))
+
+
+def _terms_legend(panel: Axes, num_ranks: int) -> None:
+    from matplotlib.patches import Patch
+
+    words = {1: "1 term"} | {terms: f"{terms} terms" for terms in range(2, num_ranks)} | {num_ranks: "all terms"}
+    handles = [Patch(facecolor=_terms_color(terms, num_ranks), label=word) for terms, word in words.items()]
+    handles.append(Patch(facecolor="white", edgecolor=INK, lw=1.6, label="just arrived"))
+    panel.legend(handles=handles, loc="center", frameon=False, labelcolor=INK, fontsize=9)
+
+
+def _human_time(time_s: float) -> str:
+    scale, unit = next(((size, unit) for size, unit in ((1, "s"), (1e-3, "ms")) if time_s >= size), (1e-6, "µs"))
+    return f"{time_s / scale:.3g} {unit}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

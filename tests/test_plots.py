@@ -299,3 +299,58 @@ def test_bars_are_as_long_as_the_bytes_sent():
 def test_bars_of_nothing_sent():
     figure = plots.axes_bytes({"one device": Sends({})})
     assert [text.strip() for text in texts(figure)] == ["0"]
+
+
+# Collectives ---------------------------------------------------------------------------------------------------------
+
+
+def held_by_hand(num_ranks):
+    """[step, rank, chunk, term] of a ring: at step T rank r receives chunk r - T - 1."""
+    states = [np.eye(num_ranks, dtype=int)[:, None, :].repeat(num_ranks, axis=1)]
+    for step in range(1, 2 * num_ranks - 1):
+        state = states[-1].copy()
+        for rank in range(num_ranks):
+            chunk = (rank - step - 1) % num_ranks
+            arrived = states[-1][rank - 1, chunk]
+            state[rank, chunk] = arrived + (state[rank, chunk] if step < num_ranks else 0)
+        states.append(state)
+    return np.array(states)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_ring_is_drawn_step_by_step(num_ranks):
+    held = held_by_hand(num_ranks)
+    figure = plots.ring_steps(held, title="a ring")
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == ["start"] + [
+        f"step {step}: {'reduce-scatter' if step < num_ranks else 'all-gather'}" for step in range(1, 2 * num_ranks - 1)
+    ]
+    for axes, state in zip(panels, held, strict=True):
+        cells = [text.get_text() for text in axes.texts]
+        assert cells == ["".join(map(str, np.flatnonzero(terms))) for row in state for terms in row]
+        colors = {len(text): to_hex(cell.get_facecolor()) for text, cell in zip(cells, axes.patches, strict=True)}
+        assert len(set(colors.values())) == len(colors)
+        arrived = [to_hex(cell.get_edgecolor()) == plots.INK for cell in axes.patches]
+        assert sum(arrived) == (0 if axes is panels[0] else num_ranks)
+    assert {to_hex(cell.get_facecolor()) for cell in panels[-1].patches} == {plots.COMPLETE}
+
+
+def test_times_of_algorithms_are_drawn_as_given():
+    sizes, times = [1e3, 1e6], {"ring": [1e-5, 1e-3], "tree": [5e-6, 4e-3]}
+    figure = plots.collective_times(sizes, times, crossovers_bytes={"ring = tree": 2e4})
+    (axes,) = figure.axes
+    *drawn, mark = axes.lines
+    found = {line.get_label(): [*map(list, line.get_xydata())] for line in drawn}
+    assert found == {name: [*map(list, zip(sizes, of, strict=True))] for name, of in times.items()}
+    assert list(mark.get_xdata()) == [2e4, 2e4]
+    assert texts(figure) == ["ring = tree\n20 kB"]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+
+
+def test_bars_of_links_are_as_long_as_the_bytes():
+    sent = {"flat": {"inside": 3e6, "across": 1e6}, "two levels": {"inside": 2e6, "across": 5e5}}
+    figure = plots.sent_by_link(sent)
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [3e6, 1e6, 2e6, 5e5]
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(sent)
+    assert [text.strip() for text in texts(figure)] == ["3 MB", "1 MB", "2 MB", "500 kB"]

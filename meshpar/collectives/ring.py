@@ -167,23 +167,39 @@ def scattered(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[
 
 def _in_place(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
     """`[N, c] -> [N, c]`: all chunks reduced; each arriving chunk takes a slot that has been sent on already."""
-    num_ranks, rank = len(parts), lax.axis_index(axis)
+    num_ranks = len(parts)
 
     def step(T: jax.Array | int, lanes: list[jax.Array], *, merge: Combine) -> list[jax.Array]:
-        return [turn(lane, stride, T, merge) for lane, stride in zip(lanes, strides, strict=False)]
-
-    def turn(slots: jax.Array, stride: int, T: jax.Array | int, merge: Combine) -> jax.Array:
-        outgoing, incoming = (rank - stride * T) % num_ranks, (rank - stride * (T + 1)) % num_ranks
-        arrived = pass_on(take(slots, outgoing), axis, stride, num_ranks)
-        return put(slots, merge(arrived, take(slots, incoming)), incoming)
-
-    def replace(arrived: jax.Array, here: jax.Array) -> jax.Array:
-        return arrived
+        return [_turned(lane, axis, stride, T, merge) for lane, stride in zip(lanes, strides, strict=False)]
 
     with jax.named_scope("ring_all_reduce"):
         lanes = lax.fori_loop(1, num_ranks, functools.partial(step, merge=combine), _lanes(parts, strides))
-        lanes = lax.fori_loop(num_ranks, 2 * num_ranks - 1, functools.partial(step, merge=replace), lanes)
+        lanes = lax.fori_loop(num_ranks, 2 * num_ranks - 1, functools.partial(step, merge=_replaced), lanes)
         return jnp.concatenate(lanes, axis=-1)
+
+
+def _turned(slots: jax.Array, axis: Axis, stride: int, T: jax.Array | int, merge: Combine) -> jax.Array:
+    """`[N, c] -> [N, c]`: step T of an all-reduce."""
+    num_ranks, rank = len(slots), lax.axis_index(axis)
+    outgoing, incoming = (rank - stride * T) % num_ranks, (rank - stride * (T + 1)) % num_ranks
+    arrived = pass_on(take(slots, outgoing), axis, stride, num_ranks)
+    return put(slots, merge(arrived, take(slots, incoming)), incoming)
+
+
+def _replaced(arrived: jax.Array, here: jax.Array) -> jax.Array:
+    return arrived
+
+
+def ring_states(x: Num[Array, "*dims"], *, axis: Axis) -> Num[Array, "T N c"]:
+    """The slots of a ring all-reduce before its first step and after each of its 2(N-1): to look at, not to use.
+
+    per device [A] -> [2N-1, N, A/N], any shape
+    """
+    num_ranks = ranks_of("ring_states", axis)
+    states = [flat_parts(varying(x, axis), num_ranks)]
+    for step in range(1, 2 * num_ranks - 1):
+        states.append(_turned(states[-1], axis, 1, step, lax.add if step < num_ranks else _replaced))
+    return jnp.stack(states)
 
 
 def _lanes(x: jax.Array, strides: Sequence[int]) -> list[jax.Array]:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshpar import collectives as mc
-from meshpar.collectives import reference
+from meshpar.collectives import reference, ring
 from meshpar.collectives.reduction import ALGORITHMS
 
 COUNTS = [1, 2, 3, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))]
@@ -242,3 +242,17 @@ def test_any_shape(ranks, shape, algorithm, op):
     parts = parts_of((3, *shape), "int32")
     found = jax.jit(ranks(3).view(functools.partial(mc.all_reduce, axis="x", algorithm=algorithm, op=op)))(parts)
     np.testing.assert_array_equal(found, reference.all_reduce(parts, op=op))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_the_steps_of_a_ring_lead_to_what_it_gives(ranks, count):
+    """Slots hold one term more with every step of the first half, and the result after the last step."""
+    terms = jnp.repeat(jnp.eye(count, dtype=int)[:, None, :], count, axis=1)  # [rank, chunk, whose term]
+    here = ranks(count)
+    states = np.asarray(here.view(functools.partial(ring.ring_states, axis="x"))(terms))
+    states = states.reshape(count, 2 * count - 1, count, count)
+    assert (states[:, 0] == np.asarray(terms)).all()
+    assert (states[:, -1] == np.asarray(here.view(functools.partial(mc.all_reduce, axis="x"))(terms))).all()
+    for step in range(count):
+        assert states[:, step].sum(axis=-1).max() == step + 1
+        assert states[:, step].sum() == count * (count + sum(range(1, step + 1)))
