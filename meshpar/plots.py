@@ -263,10 +263,10 @@ def collective_times(
     axes.set_xscale("log")
     axes.set_yscale("log")
     for name, size in (crossovers_bytes or {}).items():
-        axes.axvline(size, color=BASELINE, lw=1.2, ls=(0, (5, 3)))
+        axes.axvline(size, color=INK, lw=1.0, ls=(0, (2, 2)))
         axes.annotate(
             f"{name}\n{human_bytes(int(size))}", (size, 0.03), (5, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", color=BASELINE, fontsize=9, va="bottom",
+            textcoords="offset points", color=INK, fontsize=9, va="bottom",
         )  # fmt: skip
     axes.xaxis.set_major_formatter(lambda size, _: human_bytes(int(size)))
     axes.yaxis.set_major_formatter(lambda time_s, _: _human_time(time_s))
