@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,8 @@ class _Plan:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_matmul(plan: _Plan, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return _laid_out(plan, x, lambda rows: [_times(plan, rows, w) for w in weights])
+    (products,) = _turned(plan, _gathering(plan, x, lambda rows: [_times(plan, rows, w, x.dtype) for w in weights]))
+    return tuple(products)
 
 
 def _gather_matmul_forward(plan: _Plan, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple:
@@ -140,15 +142,15 @@ def _gather_matmul_forward(plan: _Plan, x: jax.Array, weights: tuple[jax.Array, 
 
 def _gather_matmul_backward(plan: _Plan, saved: tuple, grads: tuple[jax.Array, ...]) -> tuple:
     x, weights = saved
-    pairs = list(zip(grads, weights, strict=True))
+    wide = _wide(x.dtype)
 
-    def partial_sum(rank: jax.Array) -> jax.Array:
-        return functools.reduce(lax.add, [_times_transposed(plan, _rows(plan, g, rank), w) for g, w in pairs])
+    def term(grads: list[jax.Array]) -> jax.Array:
+        pairs = zip(grads, weights, strict=True)
+        return functools.reduce(lax.add, [_times_transposed(plan, g, w, wide) for g, w in pairs])
 
     with jax.named_scope("all_gather_matmul"):
-        d_x = _summed_at_home(plan, partial_sum, x.dtype)
-        (all_x,) = _laid_out(plan, x, lambda rows: [rows])
-        return d_x, tuple(_weight_grad(plan, all_x, g, w) for g, w in pairs)
+        d_x, (all_x,) = _turned(plan, _scattering(plan, grads, term, x.dtype), _gathering(plan, x, lambda rows: [rows]))
+        return d_x, tuple(_weight_grad(plan, all_x, g, w) for g, w in zip(grads, weights, strict=True))
 
 
 _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
@@ -156,7 +158,8 @@ _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_scatter(plan: _Plan, h: jax.Array, weight: jax.Array) -> jax.Array:
-    return _summed_at_home(plan, lambda rank: _times(plan, _rows(plan, h, rank), weight), h.dtype)
+    wide = _wide(h.dtype)
+    return _turned(plan, _scattering(plan, (h,), lambda rows: _times(plan, *rows, weight, wide), h.dtype))[0]
 
 
 def _matmul_scatter_forward(plan: _Plan, h: jax.Array, weight: jax.Array) -> tuple:
@@ -165,8 +168,12 @@ def _matmul_scatter_forward(plan: _Plan, h: jax.Array, weight: jax.Array) -> tup
 
 def _matmul_scatter_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
     h, weight = saved
+
+    def product(rows: jax.Array) -> list[jax.Array]:
+        return [_times_transposed(plan, rows, weight, h.dtype), rows]
+
     with jax.named_scope("matmul_reduce_scatter"):
-        d_h, all_grad = _laid_out(plan, grad, lambda rows: [_times_transposed(plan, rows, weight), rows])
+        ((d_h, all_grad),) = _turned(plan, _gathering(plan, grad, product))
         return d_h, _weight_grad(plan, h, all_grad, weight)
 
 
@@ -174,65 +181,100 @@ _matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two rings
+# The rings. Rows go round in two lanes: the first half of each rank's from rank r to r + 1, the second half to r - 1.
+# At step T a lane of stride s brings what has to do with rank r - s T.
+#
+# It is a loop because XLA schedules each turn of one for itself: unrolled, it sends all messages first.
 # ---------------------------------------------------------------------------------------------------------------------
 
+STRIDES = (1, -1)
 
-def _laid_out(
-    plan: _Plan, own: jax.Array, product: Callable[[jax.Array], list[jax.Array]]
-) -> tuple[jax.Array, ...]:
-    """Products of the rows of all ranks, in the order of the ranks; each computed as its rows arrive."""
-    size = own.shape[plan.dim]
 
-    def room(block: jax.Array) -> jax.Array:
+class _Ring(NamedTuple):
+    """What goes round: before the first step, at step T from 1 to N-1, and what is made of it after the last."""
+
+    held: Any
+    step: Callable[[jax.Array, Any], Any]
+    end: Callable[[Any], Any]
+
+
+def _turned(plan: _Plan, *rings: _Ring) -> list[Any]:
+    """The rings' results, turned in one loop: loops of their own would run one after the other."""
+
+    def step(T: jax.Array, held: list[Any]) -> list[Any]:
+        return [ring.step(T, one) for ring, one in zip(rings, held, strict=True)]
+
+    held = lax.fori_loop(1, plan.num_ranks, step, [ring.held for ring in rings])
+    return [ring.end(one) for ring, one in zip(rings, held, strict=True)]
+
+
+def _gathering(plan: _Plan, own: jax.Array, product: Callable[[jax.Array], list[jax.Array]]) -> _Ring:
+    """Products of the rows of all ranks, in the order of the ranks; each computed while the rows after are under way."""
+    rank, size = lax.axis_index(plan.axis), own.shape[plan.dim]
+
+    def room(block: jax.ShapeDtypeStruct) -> jax.Array:
         shape = (*block.shape[: plan.dim], plan.num_ranks * size, *block.shape[plan.dim + 1 :])
-        return _varying_alike([lax.empty(shape, own.dtype), block], plan.axis)[0]
+        return _varying_alike([lax.empty(shape, block.dtype), own], plan.axis)[0]
 
-    whole: list[jax.Array] = []
-    for rank, rows in _arrivals(plan, own):
-        blocks = [block.astype(own.dtype) for block in product(rows)]
-        whole = whole or [room(block) for block in blocks]
-        whole = [
-            lax.dynamic_update_slice_in_dim(all_rows, block, rank * size, plan.dim)
-            for all_rows, block in zip(whole, blocks, strict=True)
-        ]
-    return tuple(whole)
+    def multiplied(T: jax.Array | int, lanes: list[jax.Array], whole: list[jax.Array]) -> list[jax.Array]:
+        blocks: list[jax.Array] = []
+        for lane, stride, offset in zip(lanes, STRIDES, _offsets(size), strict=False):
+            blocks, start = product(_after(lane, blocks)), (rank - stride * T) % plan.num_ranks * size + offset
+            whole = [
+                lax.dynamic_update_slice_in_dim(all_rows, block, start, plan.dim)
+                for all_rows, block in zip(whole, blocks, strict=True)
+            ]
+        return whole
 
+    def step(T: jax.Array, held: tuple[list[jax.Array], list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
+        lanes, whole = held
+        return _passed_on(plan, lanes), multiplied(T - 1, lanes, whole)
 
-def _arrivals(plan: _Plan, own: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """(rank, its rows) of all ranks, own ones first, then the nearest from both sides, which pass on what they got."""
-    rank = lax.axis_index(plan.axis)
-    behind = ahead = own
-    yield rank, own
-    for hop in range(1, plan.num_ranks // 2 + 1):
-        behind = pass_on(behind, plan.axis, 1, plan.num_ranks)
-        yield (rank - hop) % plan.num_ranks, behind
-        if hop <= (plan.num_ranks - 1) // 2:
-            ahead = pass_on(ahead, plan.axis, -1, plan.num_ranks)
-            yield (rank + hop) % plan.num_ranks, ahead
+    lanes = jnp.split(own, _offsets(size)[1:], axis=plan.dim)
+    whole = [room(block) for block in jax.eval_shape(product, own)]
+    return _Ring((lanes, whole), step, lambda held: multiplied(plan.num_ranks - 1, *held))
 
 
-def _summed_at_home(
-    plan: _Plan, partial_sum: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLike
-) -> jax.Array:
-    """The sum over ranks of `partial_sum(r)`, at rank r.
+def _scattering(
+    plan: _Plan,
+    operands: Sequence[jax.Array],
+    term: Callable[[list[jax.Array]], jax.Array],
+    dtype: jax.typing.DTypeLike,
+) -> _Ring:
+    """The sum over ranks of a term for each rank, made of that rank's rows of the operands; at that rank.
 
-    It starts at the ranks farthest from r on both sides and gathers its terms on the way; each rank computes its term
-    while the sum of those before it is under way.
+    Each rank computes its term while the sum of those before it is under way.
     """
-    rank, farthest = lax.axis_index(plan.axis), plan.num_ranks // 2
-    arrived: dict[int, jax.Array] = {}
+    rank, size = lax.axis_index(plan.axis), operands[0].shape[plan.dim] // plan.num_ranks
+    ends = [*_offsets(size)[1:], size]
 
-    def added(term: jax.Array, *sums: jax.Array) -> jax.Array:
-        return functools.reduce(lax.add, [one.astype(term.dtype) for one in sums], term).astype(dtype)
+    def added(T: jax.Array | int, arrived: list[jax.Array] | None) -> list[jax.Array]:
+        sums: list[jax.Array] = []
+        for lane, (stride, offset, end) in enumerate(zip(STRIDES, _offsets(size), ends, strict=False)):
+            start = _after((rank - stride * T) % plan.num_ranks * size + offset, sums)
+            rows = [lax.dynamic_slice_in_dim(one, start, end - offset, plan.dim) for one in operands]
+            mine = term(rows)
+            sums.append((mine if arrived is None else arrived[lane].astype(mine.dtype) + mine).astype(dtype))
+        return sums
 
-    for hop in range(farthest, 0, -1):
-        for by in (1, -1):
-            if by == 1 or hop <= (plan.num_ranks - 1) // 2:
-                term = partial_sum((rank + by * hop) % plan.num_ranks)
-                so_far = added(term, *([arrived[by]] if by in arrived else []))
-                arrived[by] = pass_on(so_far, plan.axis, by, plan.num_ranks)
-    return added(partial_sum(rank), *arrived.values())
+    def step(T: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        return added(T + 1, _passed_on(plan, sums))
+
+    return _Ring(added(1, None), step, lambda sums: jnp.concatenate(sums, axis=plan.dim))
+
+
+def _passed_on(plan: _Plan, lanes: list[jax.Array]) -> list[jax.Array]:
+    return [pass_on(lane, plan.axis, by, plan.num_ranks) for lane, by in zip(lanes, STRIDES, strict=False)]
+
+
+def _offsets(size: int) -> list[int]:
+    """Where lanes begin among so many rows; a single row has one lane."""
+    return [0, -(-size // 2)] if size > 1 else [0]
+
+
+def _after(x: jax.Array, done: list[jax.Array]) -> jax.Array:
+    """`x`, but not before something is done: blocks that could run at once are merged into one matmul by XLA."""
+    return lax.optimization_barrier((x, done))[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,23 +282,18 @@ def _summed_at_home(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _rows(plan: _Plan, all_rows: jax.Array, rank: jax.Array) -> jax.Array:
-    size = all_rows.shape[plan.dim] // plan.num_ranks
-    return lax.dynamic_slice_in_dim(all_rows, rank * size, size, plan.dim)
-
-
-def _times(plan: _Plan, rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """`[*rows, *inner] @ [*inner, *out]`, float32 at the least."""
+def _times(plan: _Plan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`[*rows, *inner] @ [*inner, *out]`."""
     inner = range(plan.num_inner)
     contracted = tuple(rows.ndim - plan.num_inner + dim for dim in inner), tuple(inner)
-    return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=_wide(rows.dtype))
+    return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=dtype)
 
 
-def _times_transposed(plan: _Plan, rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """`[*rows, *out] @ [*inner, *out]ᵀ`, float32 at the least."""
+def _times_transposed(plan: _Plan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`[*rows, *out] @ [*inner, *out]ᵀ`."""
     outer = range(plan.num_inner, weight.ndim)
     contracted = tuple(rows.ndim - weight.ndim + dim for dim in outer), tuple(outer)
-    return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=_wide(rows.dtype))
+    return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=dtype)
 
 
 def _weight_grad(plan: _Plan, rows: jax.Array, grads: jax.Array, weight: jax.Array) -> jax.Array:
