@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
+from meshpar.models import context
 from meshpar.models.config import Attention, RopeScaling
 from meshpar.rules import constrain
+from meshpar.types import problem
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The layout of activations
@@ -222,6 +224,9 @@ def attend(
 ) -> tuple[Float[Array, "B T H D"], LayerCache | None]:
     """Attention between its projections: layout, rotation, the cache where there is one, and the attention itself.
 
+    Where the rules in force split the sequence, a whole one is in the order of `meshpar.models.context` and keys and
+    values go round a ring. With a cache the sequence is in its own order and attention is the plain form's.
+
     Args:
       q_BTHD, k_BTKD, v_BTKD: as the projections make them.
       angles: of the T positions.
@@ -235,13 +240,27 @@ def attend(
     q_BTHD = rotate(heads_layout(q_BTHD, "act_heads"), angles)
     k_BTKD = rotate(heads_layout(k_BTKD, "act_kv_heads"), angles)
     v_BTKD = heads_layout(v_BTKD, "act_kv_heads")
-    if cache is None:
+    if cache is None and context.sequence_axes(q_BTHD):
+        o_BTHD = _split_attention(q_BTHD, k_BTKD, v_BTKD, implementation)
+    elif cache is None:
         o_BTHD = causal_attention(q_BTHD, k_BTKD, v_BTKD, implementation=implementation)
     else:
         assert length is not None
         cache = extend(cache, length, k_BTKD, v_BTKD)
         o_BTHD = cached_attention(q_BTHD, *cache, first_position=length)
     return heads_layout(o_BTHD, "act_heads"), cache
+
+
+def _split_attention(q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, implementation: Attention) -> Array:
+    if implementation != "xla":
+        axes = context.sequence_axes(q_BTHD)
+        raise problem(
+            f"TransformerConfig(attention={implementation!r})",
+            f"attend over a sequence that is split over {' × '.join(f'`{axis}`' for axis in axes)}",
+            "it takes whole sequences only; a split one is attended to round a ring of ranks",
+            'use attention="xla", or leave out context_parallel()',
+        )
+    return context.ring(q_BTHD, k_BTKD, v_BTKD)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

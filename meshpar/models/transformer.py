@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
-from meshpar.models import layers
+from meshpar.models import context, layers
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.precision import dot_general, remat_layer
@@ -129,11 +129,14 @@ class Transformer(nnx.Module):
         """
         table_VE = self.embed.embedding[...]
         with jax.named_scope("embed"):
+            if cache is None:
+                tokens, positions = context.entered(tokens, positions)
             x_BTE = layers.embed(table_VE, tokens)
         angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
         with jax.named_scope("head"):
             h_BTE = layers.block_input(self.final_norm(x_BTE))
+            h_BTE = context.left(h_BTE) if cache is None else h_BTE
             logits_BTV = tied_logits(table_VE, h_BTE) if self.cfg.tied_embeddings else self.head(h_BTE)
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Int, Integer
 
-from meshpar.models import layers
+from meshpar.models import context, layers
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.models.transformer import Initializer, advanced, embedding_init, into_residual, rope_of, tied_logits
@@ -95,6 +95,8 @@ class LinenTransformer(nn.Module):
             cfg.vocab_size, cfg.embed_dim, param_dtype=dtype, embedding_init=init, name="embed"
         ).embedding
         with jax.named_scope("embed"):
+            if cache is None:
+                tokens, positions = context.entered(tokens, positions)
             x_BTE = layers.embed(table_VE, tokens)
         angles = rope_of(cfg, tokens, positions, cache, x_BTE.dtype)
         blocks = _scanned_block(cfg)(cfg, name="layers")
@@ -103,6 +105,7 @@ class LinenTransformer(nn.Module):
         cache = advanced(cache, kv, angles)
         with jax.named_scope("head"):
             h_BTE = layers.block_input(_norm(cfg, "final_norm")(x_BTE))
+            h_BTE = context.left(h_BTE) if cache is None else h_BTE
             if cfg.tied_embeddings:
                 logits_BTV = tied_logits(table_VE, h_BTE)
             else:

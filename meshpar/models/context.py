@@ -1,0 +1,112 @@
+"""The decoders with their sequence split over devices: its order on the way in and out, and attention round the ring.
+
+    tokens ─► zigzag order ─► layers, each position beside its own ─► final norm ─► natural order ─► logits, loss
+                                └─ attention: keys and values round the ring
+
+Tokens are whole over the axes that split the sequence, so they are put into zigzag order where they are; hidden states
+go back in two messages a step. In between only attention looks across positions, and it is told which rank has which.
+
+Shape suffixes as in `meshpar.models.layers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Integer
+
+from meshpar.collectives import from_zigzag, ring_attention, zigzag
+from meshpar.rules import ambient, constrain, spec_of
+from meshpar.types import axis_sizes, problem, spec_axes
+
+TILE = 512
+"""Positions in a tile of attention: scores of `B H 512²` are all that a device holds of them."""
+
+
+def sequence_axes(x: Array) -> tuple[str, ...]:
+    """Mesh axes of more than one rank over which the rules in force split the sequence of x `[B, T, ...]`."""
+    here = ambient()
+    if here is None or here.mesh.size == 1:
+        return ()
+    spec = spec_of(x, None, "seq", *[None] * (x.ndim - 2))
+    return tuple(axis for axis in spec_axes(spec[1]) if axis_sizes(here.mesh)[axis] > 1)
+
+
+def entered(
+    tokens_BT: Integer[Array, "B T"], positions_BT: Int[Array, "B T"] | None
+) -> tuple[Integer[Array, "B T"], Int[Array, "B T"] | None]:
+    """Tokens and their positions in the order in which the layers take a whole sequence.
+
+    Raises:
+      ValueError: T is not a multiple of two chunks for every rank of the axes that split it.
+    """
+    axes = sequence_axes(tokens_BT)
+    if not axes:
+        return tokens_BT, positions_BT
+    num_ranks = _check_length(tokens_BT, axes)
+    if positions_BT is None:
+        positions_1T = jnp.arange(tokens_BT.shape[1])[None]
+        positions_BT = constrain(zigzag(positions_1T, num_ranks), None, "seq")
+    else:
+        positions_BT = constrain(zigzag(positions_BT, num_ranks), "batch", "seq")
+    return constrain(zigzag(tokens_BT, num_ranks), "batch", "seq"), positions_BT
+
+
+def left(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+    """Hidden states of a whole sequence, from the order of the layers back to the natural one."""
+    axes = sequence_axes(h_BTE)
+    if not axes:
+        return h_BTE
+    spec = spec_of(h_BTE, "batch", "seq", "act_embed")
+    return _per_device(functools.partial(from_zigzag, axis=axes, dim=1), (spec,), spec)(h_BTE)
+
+
+def ring(
+    q_BTHD: Float[Array, "B T H D"], k_BTKD: Float[Array, "B T K D"], v_BTKD: Float[Array, "B T K D"]
+) -> Float[Array, "B T H D"]:
+    """Causal attention over a sequence in zigzag order, split over `sequence_axes`.
+
+    Per device where rows and heads are split too: both are apart from each other, so nothing is left to the compiler.
+    Where rules split query heads and not key heads, heads stay the compiler's.
+    """
+    q = spec_of(q_BTHD, "batch", "seq", "act_heads", None)
+    kv = spec_of(k_BTKD, "batch", "seq", "act_kv_heads", None)
+    if q[2] != kv[2]:
+        q = kv = PartitionSpec(*q[:2])
+    kernel = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), tile=TILE)
+    return _per_device(kernel, (q, kv, kv), q)(q_BTHD, k_BTKD, v_BTKD)
+
+
+def _per_device(kernel: Callable[..., Array], specs: tuple[PartitionSpec, ...], out: PartitionSpec) -> Any:
+    here = ambient()
+    assert here is not None
+    # Inside another shard_map the mesh is that of the context, some of whose axes are manual already.
+    is_nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.shard_map(
+        kernel,
+        mesh=None if is_nested else here.mesh,
+        in_specs=specs,
+        out_specs=out,
+        axis_names={axis for spec in specs for entry in spec for axis in spec_axes(entry)},
+    )
+
+
+def _check_length(tokens_BT: Array, axes: tuple[str, ...]) -> int:
+    here = ambient()
+    assert here is not None
+    num_ranks = math.prod(axis_sizes(here.mesh)[axis] for axis in axes)
+    length, unit = tokens_BT.shape[1], 2 * num_ranks
+    if length % unit:
+        raise problem(
+            f"tokens of shape {tokens_BT.shape} dim 1 (`seq`)",
+            f"split over {' × '.join(f'`{axis}`' for axis in axes)} ({num_ranks}) in zigzag order, two chunks a rank",
+            f"{length} positions are not a multiple of {unit}",
+            f"use sequences of {-(-length // unit) * unit}",
+        )
+    return num_ranks
