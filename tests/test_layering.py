@@ -32,13 +32,20 @@ HOUSE: dict[str, list[str] | str] = {
     "data": ["types"],
     "checkpoint": ["state"],
     "loop": ["step", "data", "checkpoint"],
-    "collectives": ["types", "mesh"],
+    # Arithmetic that kernels use, too: algorithm="auto" asks it, while a program is traced, what a message would take.
+    "planner.catalogue": [],
+    "planner.units": ["types"],
+    "planner.hardware": ["types", "planner.catalogue"],
+    "planner.cost": ["planner.hardware"],
+    "planner.accounts": ["planner.cost", "planner.units"],
+    "planner.choice": ["planner.accounts"],
+    "collectives": ["types", "mesh", "planner.choice"],
     "moe": ["collectives", "rules"],
     "pipeline.schedules": ["types"],
     "pipeline.simulate": ["pipeline.schedules"],
     "pipeline": ["collectives", "rules", "pipeline.simulate"],
     "models": ["rules", "adapters", "precision", "moe", "pipeline"],
-    "planner": ["mesh", "rules", "strategies", "pipeline.schedules"],
+    "planner": ["mesh", "rules", "strategies", "pipeline.schedules", "planner.choice"],
     "ledger": ABOVE,
     "plots": ABOVE,
     "config": ["loop"],
@@ -46,6 +53,7 @@ HOUSE: dict[str, list[str] | str] = {
     "bench": ABOVE,
     "cli": ABOVE,
     "ledger.command": ABOVE,
+    "planner.command": ABOVE,
 }
 SPINE = ["types", "mesh", "rules", "strategies", "adapters", "precision", "table", "state", "step", "data"]
 SPINE += ["checkpoint", "loop", "config"]

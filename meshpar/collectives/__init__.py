@@ -1,6 +1,7 @@
 """Collectives as short loops of messages between neighbours, for use inside `jax.shard_map`.
 
     check.py (what was asked for) ─┐
+    auto.py (by which algorithm)  ─┤
     wire.py (send, cut, join)     ─┤
                                    ▼
            point_to_point.py  shift, broadcast, reduce, scatter, gather ─► tree.py ─┐
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshpar.collectives import reference
     from meshpar.collectives.attention import ring_attention
+    from meshpar.collectives.auto import Choice, choose
     from meshpar.collectives.bucket import bucketed_all_reduce
     from meshpar.collectives.exchange import all_to_all
     from meshpar.collectives.hierarchical import hierarchical_all_reduce, hierarchical_all_to_all
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "attention": ("ring_attention",),
+    "auto": ("Choice", "choose"),
     "bucket": ("bucketed_all_reduce",),
     "exchange": ("all_to_all",),
     "hierarchical": ("hierarchical_all_reduce", "hierarchical_all_to_all"),
@@ -63,12 +66,14 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Choice",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
     "all_to_all",
     "broadcast",
     "bucketed_all_reduce",
+    "choose",
     "dequantize",
     "from_zigzag",
     "gather",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from meshpar.collectives.check import Axis, ranks_of
 from meshpar.collectives.reduction import all_reduce
 from meshpar.collectives.wire import varying
+from meshpar.planner.hardware import Profile
 from meshpar.types import PyTree, problem
 
 
@@ -23,6 +24,7 @@ def bucketed_all_reduce(
     op: str = "sum",
     algorithm: str = "ring",
     channels: int = 1,
+    cluster: str | Profile | None = None,
 ) -> PyTree:
     """All-reduce of every array of a tree: one all-reduce a bucket, last arrays first.
 
@@ -37,7 +39,7 @@ def bucketed_all_reduce(
     Args:
       tree: arrays of any shapes; each dtype has its own buckets.
       bucket_bytes: a bucket is closed before it would grow beyond this. An array that is larger has one to itself.
-      axis, op, algorithm, channels: as for `all_reduce`.
+      axis, op, algorithm, channels, cluster: as for `all_reduce`; `auto` chooses for each bucket by its size.
 
     Raises:
       ValueError: `bucket_bytes` is not positive, or what `all_reduce` raises.
@@ -55,7 +57,7 @@ def bucketed_all_reduce(
     for bucket in buckets(leaves, bucket_bytes):
         flat = jnp.concatenate([leaves[at].reshape(-1) for at in bucket])
         with jax.named_scope("bucket"):
-            total = all_reduce(flat, axis=axis, op=op, algorithm=algorithm, channels=channels)
+            total = all_reduce(flat, axis=axis, op=op, algorithm=algorithm, channels=channels, cluster=cluster)
         ends = list(itertools.accumulate(leaves[at].size for at in bucket))
         for at, part in zip(bucket, jnp.split(total, ends[:-1]), strict=True):
             leaves[at] = part.reshape(leaves[at].shape)

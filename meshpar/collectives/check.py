@@ -67,6 +67,17 @@ def check_choice(kernel: str, what: str, asked: object, options: Iterable[str]) 
         raise problem(kernel, f"use {what}={asked!r}", f"there are {shown}", fix)
 
 
+def check_only(kernel: str, algorithm: str, option: str, given: int, having: tuple[str, ...]) -> None:
+    """Raises `ValueError` when an option is set for an algorithm that has none of the kind."""
+    if given != 1 and algorithm not in having:
+        raise problem(
+            kernel,
+            f"use {option}={given!r} with algorithm={algorithm!r}",
+            f"that one has no {option}",
+            f"leave it out, or take {' or '.join(repr(one) for one in having)}",
+        )
+
+
 def check_op(kernel: str, op: str, dtype: jnp.dtype) -> None:
     """Raises `ValueError` when there is no such reduction, or none for this dtype."""
     check_choice(kernel, "op", op, OPS)

@@ -7,10 +7,12 @@ import functools
 from jaxtyping import Array, Num
 
 from meshpar.collectives import tree
-from meshpar.collectives.check import Axis, check_choice, check_op, checked_count, ranks_of
+from meshpar.collectives.auto import AUTO, picked
+from meshpar.collectives.check import Axis, check_choice, check_only, check_op, checked_count, ranks_of
+from meshpar.collectives.hierarchical import hierarchical_all_reduce
 from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides, ring_sum
 from meshpar.collectives.wire import reduced, varying
-from meshpar.types import problem
+from meshpar.planner.hardware import Profile
 
 ALGORITHMS = (*RINGS, *tree.ALGORITHMS)
 """What `all_reduce` knows."""
@@ -24,6 +26,7 @@ def all_reduce(
     op: str = "sum",
     channels: int = 1,
     num_servers: int = 1,
+    cluster: str | Profile | None = None,
 ) -> Num[Array, "*dims"]:
     """Every rank gets the reduction over all ranks.
 
@@ -37,6 +40,8 @@ def all_reduce(
         tree                2 log2 N      n log2 N each way along the longest path
         root                2(N-1)        (N-1) n in and out of rank 0; for comparison only
         parameter_server    2(N-1)        (N-1) n/S in and out of each of S servers; for comparison only
+        auto                              the quickest of them by the alpha-beta model, see `choose`; over several
+                                          axes also in two levels, the last axis inside: `hierarchical_all_reduce`
 
     When N is no power of two, recursive doubling and halving-doubling take two whole messages more, and log2 N is
     rounded down; the tree's is rounded up. All ranks get the same bits. Sums are taken in the array's own dtype.
@@ -49,18 +54,22 @@ def all_reduce(
       op: `sum`, `mean`, `max` or `min`.
       channels: for the rings: so many at once (pairs of them when bidirectional), over different links where N allows.
       num_servers: for the parameter server: S, the first ranks.
+      cluster: for `auto`: what the ranks are linked by, as `h100:8x8` or a profile's file (see `auto.py`).
 
     Raises:
       ValueError: no such axis here, algorithm or op; an op the dtype has not; channels or servers of an algorithm
-        that has none.
+        that has none; `auto` with links unknown.
     """
     num_ranks = ranks_of("all_reduce", axis)
-    check_choice("all_reduce", "algorithm", algorithm, ALGORITHMS)
-    _check_only(algorithm, "channels", channels, RINGS)
-    _check_only(algorithm, "num_servers", num_servers, ("parameter_server",))
+    check_choice("all_reduce", "algorithm", algorithm, (*ALGORITHMS, AUTO))
+    check_only("all_reduce", algorithm, "channels", channels, RINGS)
+    check_only("all_reduce", algorithm, "num_servers", num_servers, ("parameter_server",))
     checked_count("all_reduce", "num_servers", num_servers, most=num_ranks)
     x = varying(x, axis)
     check_op("all_reduce", op, x.dtype)
+    algorithm = picked("all_reduce", algorithm, x.nbytes, axis, num_ranks, cluster)
+    if algorithm == "hierarchical":
+        return hierarchical_all_reduce(x, inner=axis[-1], outer=tuple(axis[:-1]), op=op)
     if algorithm in RINGS:
         strides = ring_strides("all_reduce", algorithm, channels, num_ranks)
         return reduced(
@@ -74,13 +83,3 @@ def all_reduce(
     if algorithm == "parameter_server":
         run = functools.partial(run, num_servers=num_servers)
     return reduced(lambda x, combine: run(x, axis, combine, num_ranks), x, op, num_ranks)
-
-
-def _check_only(algorithm: str, option: str, given: int, having: tuple[str, ...]) -> None:
-    if given != 1 and algorithm not in having:
-        raise problem(
-            "all_reduce",
-            f"use {option}={given!r} with algorithm={algorithm!r}",
-            f"that one has no {option}",
-            f"leave it out, or take {' or '.join(repr(one) for one in having)}",
-        )

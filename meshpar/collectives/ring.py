@@ -1,5 +1,8 @@
 """Ring algorithms: every rank sends to the next one at every step. Bandwidth-optimal.
 
+All-gather and reduce-scatter also go by recursive doubling and halving (`tree.py`): the same bytes in fewer steps, for
+a power of two of ranks.
+
 N ranks. A ring of stride s goes from rank r to rank r + s (mod N), s coprime with N. Several rings at once cut every
 chunk into as many lanes, each of which goes round its own ring.
 
@@ -10,14 +13,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num, Shaped
 
-from meshpar.collectives.check import Axis, check_choice, check_op, checked_count, ranks_of
+from meshpar.collectives import tree
+from meshpar.collectives.auto import AUTO, picked
+from meshpar.collectives.check import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.wire import (
     Combine,
     cut,
@@ -31,8 +36,12 @@ from meshpar.collectives.wire import (
     unflat,
     varying,
 )
+from meshpar.planner.hardware import Profile
+from meshpar.types import problem
 
 RINGS = ("ring", "bidirectional")
+GATHERS = (*RINGS, "recursive_doubling")
+SCATTERS = (*RINGS, "recursive_halving")
 
 
 def all_gather(
@@ -43,27 +52,32 @@ def all_gather(
     tiled: bool = True,
     algorithm: str = "ring",
     channels: int = 1,
+    cluster: str | Profile | None = None,
 ) -> Shaped[Array, "*dims"]:
     """Every rank gets the arrays of all ranks: each passes on what it has just received.
 
         [A_X, B] -> [A, B]
         per device [A/N, B] -> [A, B]  (dim 0; [B] -> [N, B] with tiled=False)
-        N-1 steps, (N-1)/N n bytes sent, n the gathered array
+        N-1 steps, (N-1)/N n bytes sent, n the gathered array; log2 N steps, as many bytes by recursive doubling
 
     Args:
       axis: mesh axis, or several as one.
       dim: where the parts stand in the result, in the order of their ranks.
       tiled: whether they are laid end to end; if not, they are stacked along a new dim.
-      algorithm: `ring`, or `bidirectional`: half goes round one way and half the other, at the same time.
+      algorithm: `ring`; `bidirectional`: half goes round one way and half the other, at the same time;
+        `recursive_doubling`, for a power of two of ranks; or `auto`, the quickest by `choose`.
       channels: so many rings at once (pairs of rings when bidirectional), over different links where N allows.
+      cluster: for `auto`: what the ranks are linked by, as `h100:8x8` or a profile's file (see `auto.py`).
 
     Raises:
-      ValueError: no such axis here, dim or algorithm.
+      ValueError: no such axis here, dim or algorithm; an algorithm that N does not allow; `auto` with links unknown.
     """
     num_ranks = ranks_of("all_gather", axis)
-    strides = ring_strides("all_gather", algorithm, channels, num_ranks)
     x = varying(x, axis)
-    parts = gathered(x.reshape(-1), axis, num_ranks, strides)
+    check_choice("all_gather", "algorithm", algorithm, (*GATHERS, AUTO))
+    check_only("all_gather", algorithm, "channels", channels, RINGS)
+    algorithm = picked("all_gather", algorithm, num_ranks * x.nbytes, axis, num_ranks, cluster)
+    parts = _gather_by(algorithm, axis, num_ranks, channels)(x.reshape(-1))
     return join("all_gather", parts.reshape(num_ranks, *x.shape), dim, tiled)
 
 
@@ -76,12 +90,13 @@ def reduce_scatter(
     op: str = "sum",
     algorithm: str = "ring",
     channels: int = 1,
+    cluster: str | Profile | None = None,
 ) -> Num[Array, "*dims"]:
     """Every rank gets its part of the reduction: a part gathers its terms on its way round to its owner.
 
         [A, B] {partial over X} -> [A_X, B]
         per device [A, B] -> [A/N, B]  (dim 0; [N, B] -> [B] with tiled=False)
-        N-1 steps, (N-1)/N n bytes sent, n the array before
+        N-1 steps, (N-1)/N n bytes sent, n the array before; log2 N steps, as many bytes by recursive halving
 
     Sums are taken in the array's own dtype; cast it first where that is too coarse.
 
@@ -89,23 +104,52 @@ def reduce_scatter(
       dim: the dim that is cut.
       tiled: whether parts are runs of the dim; if not, the dim has one entry for each rank and goes away.
       op: `sum`, `mean`, `max` or `min`.
-      axis, algorithm, channels: as for `all_gather`.
+      axis, channels, cluster: as for `all_gather`.
+      algorithm: likewise, with `recursive_halving` for a power of two of ranks.
 
     Raises:
-      ValueError: no such axis here, dim, op or algorithm; a dim that does not divide by N; an op the dtype has not.
+      ValueError: no such axis here, dim, op or algorithm; a dim that does not divide by N; an op the dtype has not; an
+        algorithm that N does not allow; `auto` with links unknown.
     """
     num_ranks = ranks_of("reduce_scatter", axis)
-    strides = ring_strides("reduce_scatter", algorithm, channels, num_ranks)
     x = varying(x, axis)
+    check_choice("reduce_scatter", "algorithm", algorithm, (*SCATTERS, AUTO))
+    check_only("reduce_scatter", algorithm, "channels", channels, RINGS)
     check_op("reduce_scatter", op, x.dtype)
     parts = cut("reduce_scatter", x, dim, num_ranks, tiled)
 
-    def kernel(parts: jax.Array, combine: Combine) -> jax.Array:
-        return scattered(parts, axis, combine, strides)
-
+    algorithm = picked("reduce_scatter", algorithm, x.nbytes, axis, num_ranks, cluster)
+    kernel = _scatter_by(algorithm, axis, num_ranks, channels)
+    back = "recursive_doubling" if algorithm == "recursive_halving" else algorithm
     flat = parts.reshape(num_ranks, math.prod(parts.shape[1:]))
-    mine = reduced(kernel, flat, op, num_ranks, spread=lambda y: gathered(y, axis, num_ranks, strides))
+    mine = reduced(kernel, flat, op, num_ranks, spread=_gather_by(back, axis, num_ranks, channels))
     return mine.reshape(parts.shape[1:])
+
+
+def _gather_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Callable[[jax.Array], jax.Array]:
+    if algorithm == "recursive_doubling":
+        _check_power_of_two("all_gather", algorithm, num_ranks)
+        return functools.partial(tree.doubled, axis=axis, num_ranks=num_ranks)
+    strides = ring_strides("all_gather", algorithm, channels, num_ranks)
+    return functools.partial(gathered, axis=axis, num_ranks=num_ranks, strides=strides)
+
+
+def _scatter_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Callable[[jax.Array, Combine], jax.Array]:
+    if algorithm == "recursive_halving":
+        _check_power_of_two("reduce_scatter", algorithm, num_ranks)
+        return lambda parts, combine: tree.halved(parts, axis, combine)
+    strides = ring_strides("reduce_scatter", algorithm, channels, num_ranks)
+    return lambda parts, combine: scattered(parts, axis, combine, strides)
+
+
+def _check_power_of_two(kernel: str, algorithm: str, num_ranks: int) -> None:
+    if num_ranks & (num_ranks - 1):
+        raise problem(
+            kernel,
+            f"use algorithm={algorithm!r} on {num_ranks} ranks",
+            f"ranks pair up anew at each step, and {num_ranks} is no power of two",
+            "use a ring, or algorithm='auto'",
+        )
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, strides: Sequence[int]) -> jax.Array:

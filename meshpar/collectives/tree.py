@@ -46,18 +46,36 @@ def halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int)
 
 
 def _halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-    chunks, rank = flat_parts(x, num_ranks), lax.axis_index(axis)
-    for apart in reversed(doublings(num_ranks)):
-        lower, upper = jnp.split(chunks, 2)
-        is_upper = (rank & apart) != 0
-        theirs, mine = jnp.where(is_upper, lower, upper), jnp.where(is_upper, upper, lower)
-        chunks = combine(_swapped(theirs, axis, apart, num_ranks), mine)
-    for apart in doublings(num_ranks):
-        arrived = _swapped(chunks, axis, apart, num_ranks)
-        is_upper = (rank & apart) != 0
-        in_order = [jnp.where(is_upper, arrived, chunks), jnp.where(is_upper, chunks, arrived)]
-        chunks = jnp.concatenate(in_order)
-    return unflat(chunks, x)
+    return unflat(doubled(halved(flat_parts(x, num_ranks), axis, combine), axis, num_ranks), x)
+
+
+def halved(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+    """`[P, c] -> [c]`: this rank's chunk, reduced.
+
+    log2 P steps, (P-1)/P n bytes sent
+    """
+    num_ranks, rank = len(parts), lax.axis_index(axis)
+    with jax.named_scope("recursive_halving"):
+        for apart in reversed(doublings(num_ranks)):
+            lower, upper = jnp.split(parts, 2)
+            is_upper = (rank & apart) != 0
+            theirs, mine = jnp.where(is_upper, lower, upper), jnp.where(is_upper, upper, lower)
+            parts = combine(_swapped(theirs, axis, apart, num_ranks), mine)
+    return parts[0]
+
+
+def doubled(mine: jax.Array, axis: Axis, num_ranks: int) -> jax.Array:
+    """`[c] -> [P, c]`: the chunks of all ranks.
+
+    log2 P steps, (P-1)/P n bytes sent
+    """
+    rank, parts = lax.axis_index(axis), mine[None]
+    with jax.named_scope("recursive_doubling"):
+        for apart in doublings(num_ranks):
+            arrived = _swapped(parts, axis, apart, num_ranks)
+            is_upper = (rank & apart) != 0
+            parts = jnp.concatenate([jnp.where(is_upper, arrived, parts), jnp.where(is_upper, parts, arrived)])
+    return parts
 
 
 def binary_tree(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:

@@ -6,6 +6,7 @@ n is the payload in bytes, N the ranks of a group. A message of n bytes takes `a
     algorithm                                steps            bytes sent per rank
     ring all-reduce                          2(N-1)           2(N-1)/N n
     ring all-gather, ring reduce-scatter     N-1              (N-1)/N n
+    doubling all-gather, halving r.-scatter  log2 N           (N-1)/N n
     tree all-reduce (recursive doubling)     log2 N           n log2 N
     binomial tree all-reduce, up and down    2 log2 N         n log2 N at the root
     halving-doubling all-reduce              2 log2 N         2(N-1)/N n
@@ -100,6 +101,27 @@ def ring_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
     """As the all-gather, each part summed on its way. The payload is the array before scattering."""
     return dataclasses.replace(
         ring_all_gather(payload_bytes, num_ranks), bytes_reduced=_all_but_own(payload_bytes, num_ranks)
+    )
+
+
+def doubling_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
+    """Ranks 1, 2, 4, ... apart swap what they have: the ring's bytes in `log2 N` steps, for a power of two of ranks."""
+    sent = _all_but_own(payload_bytes, num_ranks)
+    rounds, rest = _doublings(num_ranks)
+    if rest:
+        raise problem(
+            "recursive doubling",
+            f"gather over {num_ranks} ranks",
+            "ranks pair up anew at each step, so there has to be a power of two of them",
+            "use a ring",
+        )
+    return Cost(steps=rounds, bytes_sent=sent, bytes_in_turn=sent)
+
+
+def halving_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
+    """The all-gather by doubling backwards, what arrives summed: `log2 N` steps, for a power of two of ranks."""
+    return dataclasses.replace(
+        doubling_all_gather(payload_bytes, num_ranks), bytes_reduced=_all_but_own(payload_bytes, num_ranks)
     )
 
 

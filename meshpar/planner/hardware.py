@@ -220,8 +220,10 @@ class Cluster:
             for key in ("nodes", "gpus_per_node"):
                 _check(key, data[key], type(data[key]) is int, "a whole number")
             usual = cluster_of(gpu, nodes=data["nodes"], gpus_per_node=data["gpus_per_node"])
-            links = {key: dataclasses.replace(getattr(usual, key), **data.get(key, {})) for key in ("inside", "across")}
-            return dataclasses.replace(usual, **links, **_axes_from_json(data))
+            links: dict[str, Any] = _axes_from_json(data)
+            for key in ("inside", "across"):
+                links[key] = dataclasses.replace(getattr(usual, key), **data.get(key, {}))
+            return dataclasses.replace(usual, **links)
         except MeshparError:
             raise
         except (KeyError, TypeError, ValueError) as error:

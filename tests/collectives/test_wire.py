@@ -36,6 +36,7 @@ ALL_REDUCES = {
     "ring": cost.ring_all_reduce,
     "recursive_doubling": cost.tree_all_reduce,
     "halving_doubling": cost.halving_doubling_all_reduce,
+    "tree": cost.binomial_tree_all_reduce,
     "root": cost.naive_root_all_reduce,
 }
 
@@ -67,6 +68,18 @@ def test_a_ring_gather_and_a_ring_scatter_are_half_an_all_reduce_each(ranks, cou
         (scatter, cost.ring_reduce_scatter(BYTES, count)),
     ):
         assert moved(found) == (expected.steps, expected.bytes_sent)
+        assert set(sent_by(found).values()) == {expected.bytes_sent}
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_halving_and_doubling_send_the_rings_bytes_in_fewer_steps(ranks, count):
+    gather = functools.partial(mc.all_gather, axis="x", algorithm="recursive_doubling")
+    scatter = functools.partial(mc.reduce_scatter, axis="x", algorithm="recursive_halving")
+    for found, expected in (
+        (ranks(count).sent(gather, (ELEMENTS // count,)), cost.doubling_all_gather(BYTES, count)),
+        (ranks(count).sent(scatter, (ELEMENTS,)), cost.halving_reduce_scatter(BYTES, count)),
+    ):
+        assert moved(found) == (expected.steps, expected.bytes_in_turn)
         assert set(sent_by(found).values()) == {expected.bytes_sent}
 
 

@@ -1,0 +1,116 @@
+"""Which algorithm of `meshpar.collectives` is quickest for a message, by the alpha-beta model, and why.
+
+Its kernels send single messages, with one port a rank: they are priced over that link, measured along the mesh axis
+where the profile has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshpar.planner.accounts import Account, Comparison, account, printed
+from meshpar.planner.hardware import Link, Profile, parse_profile
+from meshpar.planner.units import si
+from meshpar.types import MeshLike, near, problem
+
+# The kernel's word for it, and the account's. Ties go to the first.
+KERNELS: Mapping[str, Mapping[str, str]] = {
+    "all_reduce": {
+        "ring": "ring",
+        "recursive_doubling": "recursive-doubling",
+        "halving_doubling": "halving-doubling",
+        "tree": "tree",
+    },
+    "all_gather": {"ring": "all-gather", "recursive_doubling": "doubling-all-gather"},
+    "reduce_scatter": {"ring": "reduce-scatter", "recursive_halving": "halving-reduce-scatter"},
+}
+"""What is chosen from, by kernel. Rings both ways cost what a ring costs; root and server are never quickest."""
+POWERS_OF_TWO = ("doubling-all-gather", "halving-reduce-scatter")
+"""What runs on a power of two of ranks only."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The quickest algorithm for a message, and what the others would take. Prints as a table."""
+
+    kernel: str
+    algorithm: str
+    """As the kernel's `algorithm=` names it; `hierarchical` is `hierarchical_all_reduce`."""
+    time_s: float
+    alternatives: Mapping[str, Account]
+    """Every algorithm that was looked at, the quickest first."""
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The choice as plain data."""
+        return {
+            "kernel": self.kernel,
+            "algorithm": self.algorithm,
+            "time_s": self.time_s,
+            "why": self.why,
+            "alternatives": {name: one.to_json() for name, one in self.alternatives.items()},
+        }
+
+    def __rich__(self) -> Any:
+        table = Comparison(accounts=tuple(self.alternatives.values())).__rich__()
+        table.caption = f"{self.why}\n{table.caption}"
+        return table
+
+    def __str__(self) -> str:
+        return printed(self)
+
+
+def choose(
+    kernel: str,
+    payload_bytes: float,
+    num_ranks: int,
+    *,
+    cluster: str | Profile | Link,
+    axes: Sequence[str] = (),
+    mesh: MeshLike | None = None,
+) -> Choice:
+    """The algorithm that `algorithm="auto"` takes.
+
+        print(choose("all_reduce", 25e6, 8, cluster="h100:1x8"))
+
+    Args:
+      kernel: `all_reduce`, `all_gather` or `reduce_scatter`.
+      payload_bytes: of an all-gather the gathered array, else the array before.
+      num_ranks: ranks that take part together.
+      cluster: `h100:8x8`, a profile's file, a `Cluster`, measured `Links`, or a single `Link`.
+      axes: the mesh axes that the ranks differ along. Of several, all but the last may be taken across groups and the
+        last inside: an all-reduce is then priced in two levels, too.
+      mesh: the mesh that has these axes, in the order of the cluster's devices; without it the ranks stand one after
+        the other.
+
+    Raises:
+      ValueError: no such kernel; no such cluster, or one that is too small; a profile that has not measured the axes.
+    """
+    if kernel not in KERNELS:
+        exists = "no algorithm is chosen for it"
+        raise problem(f"kernel `{kernel}`", "choose an algorithm", exists, near(kernel, KERNELS))
+    over = cluster if isinstance(cluster, Link) else parse_profile(cluster)
+    names = dict(KERNELS[kernel])
+    if num_ranks & (num_ranks - 1):
+        names = {name: priced for name, priced in names.items() if priced not in POWERS_OF_TWO}
+    if kernel == "all_reduce" and len(axes) > 1 and mesh is not None:
+        names["hierarchical"] = "hierarchical"
+    how: dict[str, Any] = {"axes": axes, "mesh": mesh, "by_messages": True}
+    accounts = {name: account(priced, payload_bytes, num_ranks, over, **how) for name, priced in names.items()}
+    ranked = dict(sorted(accounts.items(), key=lambda item: item[1].time_s))
+    (first, best), *rest = ranked.items()
+    return Choice(kernel=kernel, algorithm=first, time_s=best.time_s, alternatives=ranked, why=_why(first, best, rest))
+
+
+def _why(first: str, best: Account, rest: Sequence[tuple[str, Account]]) -> str:
+    shown = f"{first}: {si(best.time_s, 's')}, {best.steps} steps, {si(best.bytes_sent, 'B')} sent per rank"
+    if not rest:
+        return f"{shown}; there is no other for {best.num_ranks} ranks"
+    second, other = rest[0]
+    if best.time_s == other.time_s:
+        return f"{shown}; {second} takes as long"
+    mostly = "latency" if best.latency_s > best.bandwidth_s else "bandwidth"
+    slower = f"{other.time_s / best.time_s:.2f} times that" if best.time_s else "longer"
+    return f"{shown}, mostly {mostly}; next {second}: {slower}"

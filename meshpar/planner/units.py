@@ -1,0 +1,38 @@
+"""Figures as people write them: `24.5 GB`, `3.89 ms`, `450 GB/s`, and `14GB` read back. SI: 1 kB is 1e3 bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from meshpar.types import problem
+
+_PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9, "p": 1e-12}
+_LARGE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def si(value: float, unit: str, *, digits: int = 4) -> str:
+    """A figure with a unit and the SI prefix that suits it; bytes are never less than whole."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g} {unit}"
+    prefixes = [(p, size) for p, size in _PREFIXES.items() if size >= 1 or not unit.startswith("B")]
+    # Rounded first: 999.99 is 1 of the prefix above.
+    rounded = abs(float(f"{value:.{digits}g}"))
+    prefix, size = next(((p, size) for p, size in prefixes if rounded >= size), prefixes[-1])
+    return f"{float(f'{value / size:.{digits}g}'):.15g} {prefix}{unit}"
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes that a user wrote: `14e9`, `14GB`, `256 kB`.
+
+    Raises:
+      ValueError: neither form.
+    """
+    found = re.fullmatch(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?) *([kmgt]?)b?", text.strip().lower())
+    try:
+        if found is None:
+            raise ValueError
+        return float(found.group(1)) * _LARGE[found.group(2)]
+    except ValueError:
+        exists = "it is no number of bytes"
+        raise problem(f"`{text}`", "be read as bytes", exists, "write 14e9, 14GB or 256kB (SI: 1 kB is 1e3)") from None

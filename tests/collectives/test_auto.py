@@ -1,0 +1,236 @@
+"""`algorithm="auto"`: the choice, where the links come from, and that what runs is what was chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar import collectives as mc
+from meshpar.collectives import auto, reference
+from meshpar.planner import cost
+from meshpar.planner.hardware import Link, Links, parse_cluster
+from meshpar.types import MeshparError
+
+SLOW_START = Links(devices="cpu", axes={"x": Link(alpha_s=1.0, bytes_per_s=1e12)})
+SLOW_BYTES = Links(devices="cpu", axes={"x": Link(alpha_s=1e-12, bytes_per_s=1.0)})
+GROUPS = Links(
+    devices="cpu",
+    axes={"outer": Link(alpha_s=1e-6, bytes_per_s=1e3), "inner": Link(alpha_s=1e-9, bytes_per_s=1e12)},
+)
+
+
+def rows(count, size=24, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(0).integers(-40, 40, (count, size)), dtype)
+
+
+def steps_of(ranks, count, kernel, size=24):
+    return sum(one.count_per_step for one in ranks(count).sent(kernel, (size,)))
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster_named(monkeypatch):
+    monkeypatch.delenv(auto.VARIABLE, raising=False)
+
+
+# The choice ----------------------------------------------------------------------------------------------------------
+
+
+def test_short_messages_take_few_steps_and_long_ones_few_bytes():
+    link = Link(alpha_s=1e-6, bytes_per_s=1e11)
+    crossover = cost.ring_tree_crossover_bytes(6, link)
+    short = mc.choose("all_reduce", crossover * 0.5, 6, cluster=link)
+    long = mc.choose("all_reduce", crossover * 100, 6, cluster=link)
+    assert (short.algorithm, long.algorithm) == ("recursive_doubling", "ring")
+    for choice in (short, long):
+        times = [one.time_s for one in choice.alternatives.values()]
+        assert times == sorted(times)
+        assert choice.time_s == times[0] == choice.alternatives[choice.algorithm].time_s
+
+
+def test_with_a_power_of_two_of_ranks_halving_has_the_rings_bytes_in_fewer_steps():
+    assert mc.choose("all_reduce", 1e9, 8, cluster="h100:1x8").algorithm == "halving_doubling"
+    assert mc.choose("all_gather", 1e9, 8, cluster="h100:1x8").algorithm == "recursive_doubling"
+    assert mc.choose("reduce_scatter", 1e9, 8, cluster="h100:1x8").algorithm == "recursive_halving"
+    assert mc.choose("all_gather", 1e9, 6, cluster="h100:1x8").algorithm == "ring"
+
+
+def test_a_tie_goes_to_the_first():
+    free = Link(alpha_s=0, bytes_per_s=1e9)
+    found = mc.choose("all_gather", 1e6, 8, cluster=free)
+    assert found.algorithm == "ring"
+    assert "recursive_doubling takes as long" in found.why
+
+
+def test_messages_go_by_one_port_between_nodes():
+    cluster = parse_cluster("h100:2x8")
+    found = mc.choose("all_gather", 16e6, 16, cluster=cluster)
+    assert {leg.link for one in found.alternatives.values() for leg in one.legs} == {cluster.across}
+    inside = mc.choose("all_gather", 16e6, 4, cluster=cluster, axes=("b",), mesh={"a": 4, "b": 4})
+    assert inside.alternatives["ring"].legs[0].link == cluster.inside
+
+
+def test_over_several_axes_two_levels_are_looked_at():
+    mesh = {"data": 2, "tensor": 8}
+    found = mc.choose("all_reduce", 1e9, 16, cluster="h100:2x8", axes=("data", "tensor"), mesh=mesh)
+    assert found.algorithm == "hierarchical"
+    inside, across = found.alternatives["hierarchical"].legs
+    cluster = parse_cluster("h100:2x8")
+    assert (inside.link, across.link) == (cluster.inside, cluster.across)
+
+
+def test_a_choice_says_why_and_prints_all_it_looked_at():
+    found = mc.choose("all_reduce", 25e6, 8, cluster="h100:1x8")
+    assert found.why.startswith("halving_doubling: ")
+    assert "mostly bandwidth; next ring: 1.14 times that" in found.why
+    for word in (*(name.replace("_", "-") for name in found.alternatives), "h100:1x8", "1.14 times"):
+        assert word in str(found)
+    data = found.to_json()
+    assert data["algorithm"] == "halving_doubling"
+    assert list(data["alternatives"]) == list(found.alternatives)
+
+
+def test_choices_that_cannot_be_made():
+    for arguments, cluster, said in (
+        (("all_reduced", 1, 2), "h100:1x8", "did you mean `all_reduce`"),
+        (("all_reduce", -1, 2), "h100:1x8", "no message is shorter than 0"),
+        (("all_reduce", 1, 0), "h100:1x8", "0 ranks"),
+        (("all_reduce", 1, 16), "h100:1x8", "it has 8 GPUs"),
+        (("all_reduce", 1, 2), "h1000:1x8", "did you mean `h100`"),
+    ):
+        with pytest.raises(MeshparError, match=said):
+            mc.choose(*arguments, cluster=cluster)
+    with pytest.raises(MeshparError, match="along mesh axis `y`, but it was measured along `x`"):
+        mc.choose("all_reduce", 1, 2, cluster=SLOW_START, axes=("y",), mesh={"y": 2})
+
+
+# What runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "links", "steps"),
+    [
+        ("all_reduce", SLOW_START, 2 + 2),  # recursive doubling: over 4 of 5 ranks, and two messages more
+        ("all_reduce", SLOW_BYTES, 8),  # a ring
+        ("all_gather", SLOW_START, 4),
+        ("reduce_scatter", SLOW_BYTES, 4),
+    ],
+)
+def test_what_was_chosen_is_what_runs(ranks, name, links, steps):
+    kernel = functools.partial(getattr(mc, name), axis="x", algorithm="auto", cluster=links)
+    assert steps_of(ranks, 5, kernel, size=25) == steps
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("links", [SLOW_START, SLOW_BYTES], ids=["slow start", "slow bytes"])
+def test_value_and_gradient_are_the_references(ranks, count, links):
+    def everything(make):
+        def of(x):
+            return [one(x) for one in make]
+
+        def with_gradients(x):
+            value, pull = jax.vjp(of, x)
+            weights = [jnp.cos(jnp.arange(one.size, dtype=one.dtype)).reshape(one.shape) for one in value]
+            return value, pull(weights)[0]
+
+        return jax.jit(with_gradients)(rows(count))
+
+    auto_ = {"axis": "x", "algorithm": "auto", "cluster": links}
+    names = ("all_reduce", "all_gather", "reduce_scatter")
+    kernels = [ranks(count).view(functools.partial(getattr(mc, name), **auto_)) for name in names]
+    kernels += [ranks(count).view(functools.partial(mc.reduce_scatter, op="max", **auto_))]
+    references = [getattr(reference, name) for name in names]
+    references += [functools.partial(reference.reduce_scatter, op="max")]
+    (found, gradient), (expected, of_reference) = everything(kernels), everything(references)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)  # sums of whole numbers are exact
+    np.testing.assert_allclose(gradient, of_reference, rtol=1e-5, atol=1e-5)  # float32, up to 8 terms and kernels
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
+def test_doubling_and_halving_keep_the_dtype(ranks, dtype):
+    parts = rows(4, dtype=dtype)
+    gather = ranks(4).view(functools.partial(mc.all_gather, axis="x", dim=-1, algorithm="recursive_doubling"))
+    scatter = ranks(4).view(functools.partial(mc.reduce_scatter, axis="x", algorithm="recursive_halving"))
+    found = jax.jit(lambda x: (gather(x), scatter(x)))(parts)
+    for one, other in zip(found, (reference.all_gather(parts), reference.reduce_scatter(parts)), strict=True):
+        assert one.dtype == dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def test_two_levels_over_two_axes(ranks):
+    kernel = functools.partial(mc.all_reduce, axis=("outer", "inner"), algorithm="auto", cluster=GROUPS)
+    row, parts = ranks(outer=2, inner=3), rows(6)
+    np.testing.assert_array_equal(jax.jit(row.view(kernel))(parts), reference.all_reduce(parts))
+    sent = {one.axes for one in row.sent(kernel, (24,))}
+    assert sent == {("inner",), ("outer",)}
+
+
+def test_each_bucket_has_its_own_choice(ranks):
+    links = Links(devices="cpu", axes={"x": Link(alpha_s=1e-6, bytes_per_s=1e9)})
+    assert cost.ring_tree_crossover_bytes(3, links.axes["x"]) < 4000
+    tree = {"a": rows(3, 4), "b": rows(3, 3000)}
+    kernel = functools.partial(mc.bucketed_all_reduce, axis="x", algorithm="auto", cluster=links, bucket_bytes=1000)
+    found = jax.jit(ranks(3).view(kernel))(tree)
+    for name, parts in tree.items():
+        np.testing.assert_array_equal(found[name], reference.all_reduce(parts))
+    text = str(jax.make_jaxpr(ranks(3).view(kernel))(tree))
+    assert text.count("ppermute") == 3 + 2  # recursive doubling unrolled, and the ring's two loops
+
+
+# Where the links come from -------------------------------------------------------------------------------------------
+
+
+def trace(ranks, **options):
+    kernel = functools.partial(mc.all_reduce, axis="x", **options)
+    return jax.eval_shape(ranks(2).view(kernel), rows(2))
+
+
+def test_links_that_nobody_knows_are_an_error(ranks):
+    with pytest.raises(MeshparError, match="nothing says how the `cpu` devices of this mesh are linked") as raised:
+        trace(ranks, algorithm="auto")
+    assert 'cluster="h100:8x8" or MESHPAR_CLUSTER=h100:8x8' in raised.value.fix
+
+
+def test_the_environment_names_a_cluster_or_a_profile(ranks, monkeypatch, tmp_path):
+    monkeypatch.setenv(auto.VARIABLE, "h100:1x8")
+    assert trace(ranks, algorithm="auto").shape == (2, 24)
+    SLOW_START.save(tmp_path / "mine.json")
+    monkeypatch.setenv(auto.VARIABLE, str(tmp_path / "mine.json"))
+    assert trace(ranks, algorithm="auto").shape == (2, 24)
+    monkeypatch.setenv(auto.VARIABLE, "h1000:1x8")
+    with pytest.raises(MeshparError, match="did you mean `h100`"):
+        trace(ranks, algorithm="auto")
+    trace(ranks, algorithm="auto", cluster=SLOW_START)  # the argument comes first
+
+
+def test_devices_of_the_catalogue_need_no_name(ranks, monkeypatch):
+    gpu = dataclasses.replace(parse_cluster("h100:1x8").gpu, device_kinds=("cpu",))
+    monkeypatch.setattr(auto, "gpu_of_kind", lambda kind: gpu if kind == "cpu" else None)
+    assert trace(ranks, algorithm="auto").shape == (2, 24)
+    seen = []
+    monkeypatch.setattr(auto, "choose", lambda *args, **kw: seen.append(kw["cluster"]) or mc.choose(*args, **kw))
+    trace(ranks, algorithm="auto")
+    assert (seen[0].gpu, seen[0].nodes, seen[0].gpus_per_node) == (gpu, 1, 2)
+
+
+def test_one_rank_needs_no_links(ranks):
+    kernel = functools.partial(mc.all_reduce, axis="x", algorithm="auto")
+    np.testing.assert_array_equal(ranks(1).view(kernel)(rows(1)), rows(1))
+
+
+def test_mistakes(ranks):
+    with pytest.raises(MeshparError, match="that one is named already"):
+        trace(ranks, cluster="h100:1x8")
+    with pytest.raises(MeshparError, match="that one has no channels"):
+        trace(ranks, algorithm="auto", channels=2, cluster="h100:1x8")
+    with pytest.raises(MeshparError, match="it has 1 GPUs"):
+        trace(ranks, algorithm="auto", cluster="h100:1x1")
+    for name, algorithm in (("all_gather", "recursive_doubling"), ("reduce_scatter", "recursive_halving")):
+        kernel = functools.partial(getattr(mc, name), axis="x", algorithm=algorithm)
+        with pytest.raises(MeshparError, match="6 is no power of two"):
+            jax.eval_shape(ranks(6).view(kernel), rows(6))
