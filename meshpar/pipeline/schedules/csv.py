@@ -1,0 +1,97 @@
+"""Schedules as files: the compute-only format of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from meshpar.pipeline.schedules.ops import Block, Op, problem
+from meshpar.pipeline.schedules.schedule import Schedule
+
+_KINDS = {"F": "F", "B": "BW", "I": "B", "W": "W"}
+"""Letters of the format, and the ops that each stands for: its B is the whole backward."""
+_LETTERS = {kinds: letter for letter, kinds in _KINDS.items()}
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
+    """See `Schedule.from_csv`."""
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        cells = [[cell.strip() for cell in row] for row in csv.reader(file)]
+    found = [
+        [_actions(cell, f"{path}, row {r}, column {c}") for c, cell in enumerate(row) if cell]
+        for r, row in enumerate(cells)
+    ]
+    parts = _parts(str(path), found)
+    rows = [
+        [
+            tuple(Op(kind, microbatch, held.index(part)) for part, letter, microbatch in block for kind in _KINDS[letter])
+            for block in row
+        ]
+        for row, held in zip(found, parts, strict=True)
+    ]  # fmt: skip
+    return Schedule.from_order(name or Path(path).stem, rows, parts=parts)
+
+
+def _actions(cell: str, where: str) -> list[tuple[int, str, int]]:
+    """The (global stage, letter, microbatch) of a cell."""
+    pair = _PAIR.fullmatch(cell)
+    matches = [_ACTION.fullmatch(action.strip()) for action in (pair[1].split(";") if pair else [cell])]
+    found = [(int(match[1]), match[2], int(match[3])) for match in matches if match]
+    letters = [letter for _, letter, _ in found]
+    if len(found) < len(matches) or (pair and (letters[0] != "F" or letters[1:] not in (["B"], ["I"]))):
+        raise problem(
+            where,
+            f"read `{cell}`",
+            "a cell is global stage, op (F, B, I or W) and microbatch, or an overlapped F and B or I",
+            "write it as `3F1`, or `(5F9;5B5)OVERLAP_F_B`; leave it empty for an idle tick",
+        )
+    return found
+
+
+def _parts(path: str, rows: Sequence[Sequence[list[tuple[int, str, int]]]]) -> list[list[int]]:
+    """The global stages that each row names, lowest first."""
+    held = [sorted({part for block in row for part, _, _ in block}) for row in rows]
+    for rank, parts in enumerate(held):
+        if len(parts) != len(held[0]) or not parts:
+            raise problem(
+                f"{path}, row {rank}",
+                f"run global stages {parts} on that rank",
+                f"row 0 has {len(held[0])} of them; every rank holds equally many",
+                "give each rank a row, with the same number of global stages in each",
+            )
+    return held
+
+
+def write(schedule: Schedule, path: str | PathLike[str]) -> None:
+    """See `Schedule.to_csv`."""
+    rows = [[""] * schedule.ticks for _ in range(schedule.stages)]
+    for stage, row in enumerate(rows):
+        begins = [tick for tick in range(schedule.ticks) if schedule.busy[tick, stage] and not (tick and schedule.joined[tick - 1, stage])]
+        for tick, block in zip(begins, schedule.order()[stage], strict=True):
+            row[tick] = _cell(schedule, stage, tick, block)
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def _cell(schedule: Schedule, stage: int, tick: int, block: Block) -> str:
+    """A block in the format's words."""
+    kinds: dict[tuple[int, int, bool], str] = {}
+    for op in block:
+        key = op.microbatch, int(schedule.parts[stage, op.chunk]), op.kind == "F"
+        kinds[key] = kinds.get(key, "") + op.kind
+    words = [f"{part}{_LETTERS[letters]}{microbatch}" for (microbatch, part, _), letters in kinds.items()]
+    if len(words) == 1:
+        return words[0]
+    if len(words) == 2 and block[0].kind == "F" and block[1].kind == "B":
+        return f"({';'.join(words)})OVERLAP_F_B"
+    raise problem(
+        f"schedule `{schedule.name}`, tick {tick}, stage {stage}",
+        f"write {'&'.join(op.text() for op in block)} as one cell",
+        "the format has single ops, whole backwards, and an F overlapped with a backward",
+        "give the others ticks of their own, or save it as JSON",
+    )

@@ -1,0 +1,153 @@
+"""From the order of every stage's ops to ticks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from meshpar.pipeline.schedules.ops import KINDS, Block, Op, problem
+
+Event = tuple[str, int, int]
+"""(kind, microbatch, part of the model): done once in a step, wherever that is."""
+
+
+def needs(kind: str, microbatch: int, part: int, num_parts: int) -> Event | None:
+    """What an op waits for; None for the first forward."""
+    if kind == "F":
+        return ("F", microbatch, part - 1) if part else None
+    if kind == "B":
+        return ("B", microbatch, part + 1) if part < num_parts - 1 else ("F", microbatch, part)
+    return "B", microbatch, part
+
+
+def starts(name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray) -> list[list[int]]:
+    """When each block begins if every stage starts each as soon as it can; every op takes one tick, messages none.
+
+    Raises:
+      ValueError: the stages wait for each other, or for an op that is in no row.
+    """
+    num_parts = int(parts.max()) + 1
+    done: dict[Event, int] = {}
+    begun: list[list[int]] = [[] for _ in rows]
+    free = [0] * len(rows)
+    waiting: dict[Event, list[int]] = defaultdict(list)
+    ready = list(range(len(rows)))
+    while ready:
+        stage = ready.pop()
+        while len(begun[stage]) < len(rows[stage]):
+            block = rows[stage][len(begun[stage])]
+            outside = list(_inputs(block, parts[stage], num_parts))
+            missing = [event for event in outside if event not in done]
+            if missing:
+                waiting[missing[0]].append(stage)
+                break
+            begin = max([free[stage], *(done[event] for event in outside)])
+            begun[stage].append(begin)
+            free[stage] = begin + len(block)
+            for op in block:
+                event = (op.kind, op.microbatch, int(parts[stage, op.chunk]))
+                done[event] = free[stage]
+                ready += waiting.pop(event, [])
+    for stage, row in enumerate(rows):
+        if len(begun[stage]) < len(row):
+            raise _deadlock(name, stage, row[len(begun[stage])], rows, parts)
+    return begun
+
+
+def _inputs(block: Block, parts: np.ndarray, num_parts: int) -> Iterator[Event]:
+    """What the block waits for and does not make itself."""
+    own = {(op.kind, op.microbatch, int(parts[op.chunk])) for op in block}
+    for op in block:
+        event = needs(op.kind, op.microbatch, int(parts[op.chunk]), num_parts)
+        if event is not None and event not in own:
+            yield event
+
+
+def _deadlock(name: str, stage: int, block: Block, rows: Sequence[Sequence[Block]], parts: np.ndarray) -> Exception:
+    have = {(op.kind, op.microbatch, int(parts[s, op.chunk])) for s, row in enumerate(rows) for b in row for op in b}
+    awaited = [event for event in _inputs(block, parts[stage], int(parts.max()) + 1)]
+    absent = [event for event in awaited if event not in have]
+    kind, microbatch, part = (absent or awaited)[0]
+    what = f"{kind} of microbatch {microbatch} on part {part} of the model"
+    return problem(
+        f"schedule `{name}`, stage {stage}",
+        f"run {'&'.join(op.text() for op in block)}, which waits for {what}",
+        "no stage runs that op" if absent else "the stage that runs it waits, in the end, for this one: a deadlock",
+        f"add it to the row of the stage that holds part {part}" if absent else "change the order of one of their rows",
+    )
+
+
+def placed(rows: Sequence[Sequence[Block]], begun: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The table `[tick, stage, kind, (microbatch, chunk)]` and its mask `joined[tick, stage]`, one op to a cell."""
+    ticks = max((at + len(block) for row, ats in zip(rows, begun) for block, at in zip(row, ats)), default=0)
+    table = np.full((ticks, len(rows), len(KINDS), 2), -1, np.int32)
+    joined = np.zeros((ticks, len(rows)), bool)
+    for stage, (row, ats) in enumerate(zip(rows, begun, strict=True)):
+        for block, at in zip(row, ats, strict=True):
+            for tick, op in enumerate(block, at):
+                table[tick, stage, op.number] = op.microbatch, op.chunk
+            joined[at : at + len(block) - 1, stage] = True
+    return table, joined
+
+
+def paired(table: np.ndarray, joined: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same with an overlapped pair's F and B in one tick, wherever no other stage loses by that.
+
+    Two ticks become one, as long as both, if each stage has in them one op, two of one block, or none; and nothing
+    that ends in the first is awaited in the second. That last holds by itself: a block awaits everything at its start.
+    """
+    busy = table[..., 0] >= 0
+    ops = busy.any(2)
+    pair = (joined[:-1] & busy[:-1, :, 0] & busy[1:, :, 1]).any(1)
+    # A stage that begins something new in the second tick may be waiting for what another ends in the first.
+    begins = ops[1:] & ~joined[:-1]
+    fits = ~begins.any(1)
+    keep = np.ones(len(table), bool)
+    tick = 0
+    while tick < len(table) - 1:
+        if pair[tick] and fits[tick]:
+            table[tick] = np.maximum(table[tick], table[tick + 1])
+            joined[tick] = joined[tick + 1]
+            keep[tick + 1] = False
+            tick += 1
+        tick += 1
+    return table[keep], joined[keep]
+
+
+def filled(rows: Sequence[Sequence[Op]], parts: np.ndarray, limit: int) -> list[list[Block]]:
+    """F and B in the order given, each as soon as it can, and W wherever a stage would otherwise idle.
+
+    Args:
+      limit: chunks' activations a stage may hold, each from its F through its W; F waits when that many are held.
+    """
+    num_parts = int(parts.max()) + 1
+    done: dict[Event, int] = {}
+    pending: list[list[Op]] = [[] for _ in rows]
+    held, at = [0] * len(rows), [0] * len(rows)
+    order: list[list[Block]] = [[] for _ in rows]
+    now = 0
+    while any(pending) or any(here < len(row) for here, row in zip(at, rows)):
+        picked: list[tuple[int, Op]] = []
+        for stage, row in enumerate(rows):
+            op = row[at[stage]] if at[stage] < len(row) else None
+            if op is not None and _can(op, done, int(parts[stage, op.chunk]), num_parts, now, held[stage] < limit):
+                picked.append((stage, op))
+                at[stage] += 1
+            elif pending[stage]:
+                picked.append((stage, pending[stage].pop(0)))
+        for stage, op in picked:
+            order[stage].append((op,))
+            done[op.kind, op.microbatch, int(parts[stage, op.chunk])] = now
+            held[stage] += (op.kind == "F") - (op.kind == "W")
+            if op.kind == "B":
+                pending[stage].append(op._replace(kind="W"))
+        now += 1
+        assert picked, f"the stages wait for each other at {[row[here:][:1] for row, here in zip(rows, at)]}"
+    return order
+
+
+def _can(op: Op, done: dict[Event, int], part: int, num_parts: int, now: int, room: bool) -> bool:
+    event = needs(op.kind, op.microbatch, part, num_parts)
+    return (event is None or done.get(event, now) < now) and (room or op.kind != "F")

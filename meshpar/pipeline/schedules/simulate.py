@@ -1,0 +1,164 @@
+"""A schedule on the clock: with any costs, in lockstep ticks or each stage as soon as it can."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from meshpar.pipeline.schedules.check import block_ticks
+from meshpar.pipeline.schedules.ops import B, F, problem
+
+if TYPE_CHECKING:
+    from meshpar.pipeline.schedules.schedule import Schedule
+
+Costs: TypeAlias = ArrayLike
+"""A number, or one for each stage."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Timeline:
+    """When each stage does what, in the unit of the costs."""
+
+    start: np.ndarray
+    """`[tick, stage, kind]`: when that op begins; NaN where there is none."""
+    end: np.ndarray
+    """`[tick, stage, kind]`: when it is done. F and B of an overlapped pair begin and end together."""
+    busy: np.ndarray
+    """`[stage]`: time spent on ops."""
+
+    @property
+    def makespan(self) -> float:
+        """From the first op of all to the last."""
+        return float(np.nanmax(self.end) - np.nanmin(self.start))
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Makespan bubble: the idle share when all stages begin and end together, one step alone."""
+        return float(1 - self.busy.sum() / (len(self.busy) * self.makespan))
+
+    @cached_property
+    def span(self) -> np.ndarray:
+        """`[stage]`: from a stage's first op to its last."""
+        return np.nanmax(self.end, axis=(0, 2)) - np.nanmin(self.start, axis=(0, 2))
+
+    @property
+    def span_bubble(self) -> np.ndarray:
+        """`[stage]`: idle time between a stage's first op and its last; the worst one is what a run of steps pays."""
+        return self.span - self.busy
+
+    @property
+    def span_bubble_fraction(self) -> float:
+        """The idle share of the span, of the worst stage."""
+        return float((self.span_bubble / self.span).max())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Simulation:
+    """One schedule, both ways."""
+
+    free: Timeline
+    """Each stage begins a block as soon as it can."""
+    lockstep: Timeline
+    """All stages begin a tick together: each pays the tick's longest cell, and the messages after it."""
+
+    @property
+    def price_of_lockstep(self) -> float:
+        """How much longer the step takes in lockstep: 0.1 is a tenth."""
+        return self.lockstep.makespan / self.free.makespan - 1
+
+
+def simulate(schedule: Schedule, *, f: Costs, b: Costs, w: Costs, comm: Costs, pair: Costs | None) -> Simulation:
+    """See `Schedule.simulate`."""
+    cost = np.stack([_per_stage(schedule, name, value) for name, value in (("f", f), ("b", b), ("w", w))], axis=1)
+    messages = _per_stage(schedule, "comm", comm)
+    together = cost.sum(1) if pair is None else _per_stage(schedule, "pair", pair)
+    share = schedule.stages / schedule.num_parts
+    lengths = _lengths(schedule, cost * share, (cost.sum(1) - together) * share)
+    return Simulation(free=_free(schedule, lengths, messages), lockstep=_lockstep(schedule, lengths, messages))
+
+
+def _per_stage(schedule: Schedule, name: str, value: Costs) -> np.ndarray:
+    found = np.asarray(value, float)
+    if found.shape not in ((), (schedule.stages,)) or not np.all(np.isfinite(found)) or np.any(found < 0):
+        raise problem(
+            f"`{name}` of schedule `{schedule.name}`",
+            f"simulate with costs {found.tolist()}",
+            f"it takes a number from 0 on, or one for each of {schedule.stages} stages",
+            f"give {name}=1.0, or {schedule.stages} of them",
+        )
+    return np.broadcast_to(found, (schedule.stages,))
+
+
+def _lengths(schedule: Schedule, cost: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+    """How long each cell takes, `[tick, stage]`.
+
+    Args:
+      cost: `[stage, kind]`.
+      hidden: `[stage]`, what an overlapped pair saves; taken from the cell that holds both its F and its B, or else
+        from its B's.
+    """
+    ops = schedule.table[..., 0] >= 0
+    pairs = ops[..., F] & ops[..., B]
+    pairs[1:] |= schedule.joined[:-1] & ops[:-1, :, F] & ops[1:, :, B]
+    return np.maximum((ops * cost).sum(2) - pairs * hidden, 0.0)
+
+
+def _free(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> Timeline:
+    first, last = block_ticks(schedule)
+    needs = _needs(schedule)
+    wait, length = comm.tolist(), lengths.tolist()
+    begins = np.zeros(lengths.shape)
+    ends = [[0.0] * schedule.stages for _ in range(schedule.ticks)]
+    """When what a cell makes is there: at the end of its block."""
+    free = [0.0] * schedule.stages
+    # Blocks by their first tick: whatever one needs is in a block that ended, and so began, in an earlier tick.
+    for tick, stage in np.argwhere(schedule.busy & (first == np.arange(schedule.ticks)[:, None])).tolist():
+        at, cells = free[stage], range(tick, last[tick, stage] + 1)
+        for origin, other in (need for cell in cells for need in needs.get((cell, stage), ())):
+            at = max(at, ends[origin][other] + (wait[stage] if other != stage else 0.0))
+        for cell in cells:
+            begins[cell, stage] = at
+            at += length[cell][stage]
+        for cell in cells:
+            ends[cell][stage] = at
+        free[stage] = at
+    nothing = np.where(schedule.table[..., 0] >= 0, 0.0, np.nan)
+    return Timeline(
+        start=begins[..., None] + nothing, end=(begins + lengths)[..., None] + nothing, busy=lengths.sum(0)
+    )  # fmt: skip
+
+
+def _needs(schedule: Schedule) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Of each cell that needs something of another part of the model: the cells (tick, stage) that make it."""
+    done_in, on = schedule.done_in, schedule.done_on
+    found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for kind, users, makers in ((F, np.s_[:, 1:], np.s_[:, :-1]), (B, np.s_[:, :-1], np.s_[:, 1:])):
+        cells = (done_in[kind][users], on[users], done_in[kind][makers], on[makers])
+        for tick, stage, origin, other in zip(*(array.ravel().tolist() for array in cells), strict=True):
+            found[tick, stage].append((origin, other))
+    return found
+
+
+def _lockstep(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> Timeline:
+    ops = schedule.table[..., 0] >= 0
+    after = _sends(schedule) * comm.max()
+    ends = (lengths.max(1) + after).cumsum()
+    start = (ends - after - lengths.max(1))[:, None, None] + np.zeros(ops.shape)
+    end = start + lengths[..., None]
+    nothing = np.where(ops, 0.0, np.nan)
+    return Timeline(start=start + nothing, end=end + nothing, busy=lengths.sum(0))
+
+
+def _sends(schedule: Schedule) -> np.ndarray:
+    """Whether anything leaves a stage at the end of a tick: bool `[tick]`."""
+    on = schedule.done_on
+    crosses = on[:, 1:] != on[:, :-1]
+    found = np.zeros(schedule.ticks, bool)
+    found[schedule.done_in[F, :, :-1][crosses]] = True
+    found[schedule.done_in[B, :, 1:][crosses]] = True
+    return found

@@ -1,0 +1,207 @@
+"""Where each stage keeps what: the smallest buffers with which a table can be run."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshpar.pipeline.schedules.ops import KINDS, B, F, W, problem
+
+if TYPE_CHECKING:
+    from meshpar.pipeline.schedules.schedule import Schedule
+
+UP, DOWN, STAY = range(3)
+"""Where a result goes: to stage + 1, to stage − 1 (both on a ring), or to another chunk of the same stage."""
+SHIFTS = (1, -1, 0)
+"""Of `UP`, `DOWN` and `STAY`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Slots:
+    """Which buffer slot each op of a table reads and writes, and where its messages go; −1: none.
+
+    In a tick a stage runs its cell, which reads slots and writes the first two kinds; then messages move, and what
+    arrives is written into the inbox. A slot can be written anew in the tick after its last reader's, one of the inbox
+    at the end of that tick.
+    """
+
+    stash: np.ndarray
+    """int32 `[tick, stage, kind]`: what F leaves for B and W. As many slots as `Schedule.peak_activations` says."""
+    backlog: np.ndarray
+    """int32 `[tick, stage, kind]`: what B leaves for W; none when both are in one cell."""
+    inbox: np.ndarray
+    """int32 `[tick, stage, kind]`: the slot that holds an F's input or a B's output gradient.
+
+    None for F of part 0, which begins with the batch, and for B of the last part, which begins with the loss."""
+    sends: np.ndarray
+    """int32 `[tick, stage, direction, lane]`: which kind's result (F or B) leaves the cell that way."""
+    arrives: np.ndarray
+    """int32 `[tick, stage, direction, lane]`: the inbox slot for what comes by that way at the end of the tick.
+
+    What comes `UP` was sent by stage − 1, what comes `DOWN` by stage + 1."""
+
+    @property
+    def num_stash(self) -> np.ndarray:
+        """Slots of each stage, `[stage]`."""
+        return self.stash.max((0, 2), initial=-1) + 1
+
+    @property
+    def num_backlog(self) -> np.ndarray:
+        """Slots of each stage, `[stage]`."""
+        return self.backlog.max((0, 2), initial=-1) + 1
+
+    @property
+    def num_inbox(self) -> np.ndarray:
+        """Slots of each stage, `[stage]`."""
+        return self.inbox.max((0, 2), initial=-1) + 1
+
+    @property
+    def lanes(self) -> np.ndarray:
+        """Messages that leave one stage in one tick, at most: `[direction]`."""
+        return (self.sends >= 0).any((0, 1)).sum(1)
+
+    def validate(self, schedule: Schedule) -> Slots:
+        """These slots themselves, if every op of the schedule finds in its slot what is meant for it.
+
+        Raises:
+          ValueError: a slot is empty, or holds something else; names tick, stage and microbatch.
+        """
+        _replay(self, schedule)
+        return self
+
+
+def assign(schedule: Schedule) -> Slots:
+    """See `Schedule.slots`. Only for a schedule that validates."""
+    shape = schedule.table.shape[:3]
+    stash, backlog, inbox = (np.full(shape, -1, np.int32) for _ in range(3))
+    done, on = schedule.done_in, schedule.done_on
+
+    slot = _colored(on, done[F], done[W])
+    for kind in (F, B, W):
+        stash[done[kind], on, kind] = slot
+    apart = done[B] < done[W]
+    slot = _colored(on[apart], done[B][apart], done[W][apart])
+    for kind in (B, W):
+        backlog[done[kind][apart], on[apart], kind] = slot
+
+    sends, arrives = _messages(schedule, inbox)
+    return Slots(stash=stash, backlog=backlog, inbox=inbox, sends=sends, arrives=arrives)
+
+
+def _colored(stage: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """A slot for each interval of ticks, both ends included: the lowest that is free on its stage."""
+    slots = np.full(stage.shape, -1)
+    free: dict[int, list[int]] = {}
+    held: dict[int, list[tuple[int, int]]] = {}
+    size: dict[int, int] = {}
+    for index in np.argsort(first, axis=None, kind="stable").tolist():
+        here = int(stage.flat[index])
+        ending, spare = held.setdefault(here, []), free.setdefault(here, [])
+        while ending and ending[0][0] < first.flat[index]:
+            heapq.heappush(spare, heapq.heappop(ending)[1])
+        if not spare:
+            heapq.heappush(spare, size.setdefault(here, 0))
+            size[here] += 1
+        slots.flat[index] = heapq.heappop(spare)
+        heapq.heappush(ending, (int(last.flat[index]), int(slots.flat[index])))
+    return slots
+
+
+def _messages(schedule: Schedule, inbox: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`sends` and `arrives`; fills `inbox`."""
+    done, on = schedule.done_in, schedule.done_on
+    # Every message: who makes it, in which tick, and who uses it. Forward goes up the parts, backward down them.
+    ways = ((F, np.s_[:, :-1], np.s_[:, 1:]), (B, np.s_[:, 1:], np.s_[:, :-1]))
+    made, used, origin, goal = (
+        np.concatenate([array(kind, source, target).ravel() for kind, source, target in ways])
+        for array in (
+            lambda kind, source, target: done[kind][source],
+            lambda kind, source, target: done[kind][target],
+            lambda kind, source, target: on[source],
+            lambda kind, source, target: on[target],
+        )
+    )
+    kind = np.repeat([F, B], len(made) // 2)
+    slot = _colored(goal, made + 1, used)
+    inbox[used, goal, kind] = slot
+    direction = np.select([goal == origin, (goal - origin) % schedule.stages == 1], [STAY, UP], DOWN)
+    # A cell that sends two results the same way, F's first, gives each a lane of its own.
+    taken = np.zeros((*inbox.shape[:2], len(SHIFTS), len(KINDS)), bool)
+    taken[made, origin, direction, kind] = True
+    lane = (taken.cumsum(3) - 1)[made, origin, direction, kind]
+    shape = (*inbox.shape[:2], len(SHIFTS), int(lane.max(initial=0)) + 1)
+    sends, arrives = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
+    sends[made, origin, direction, lane] = kind
+    arrives[made, goal, direction, lane] = slot
+    return sends, arrives
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Playing a table through, buffers and all
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """The buffers of all stages: what each slot holds."""
+
+    def __init__(self, slots: Slots, schedule: Schedule) -> None:
+        self.slots, self.schedule = slots, schedule
+        self.held: dict[tuple[str, int, int], tuple[int, int, int]] = {}
+
+    def write(self, buffer: str, stage: int, slot: int, what: tuple[int, int, int]) -> None:
+        self.held[buffer, stage, slot] = what
+
+    def read(self, buffer: str, tick: int, stage: int, kind: int, wanted: tuple[int, int, int]) -> None:
+        slot = int(getattr(self.slots, buffer)[tick, stage, kind])
+        found = self.held.get((buffer, stage, slot))
+        if found != wanted:
+            raise problem(
+                f"{buffer} of schedule `{self.schedule.name}`, tick {tick}, stage {stage}",
+                f"read what {_told(wanted)} left, from slot {slot}",
+                f"the slot holds what {_told(found)} left" if found else "nothing has been written there",
+                "take the slots that `Schedule.slots()` gives",
+            )
+
+
+def _told(what: tuple[int, int, int]) -> str:
+    kind, microbatch, part = what
+    return f"{KINDS[kind]} of microbatch {microbatch} on part {part}"
+
+
+def _replay(slots: Slots, schedule: Schedule) -> None:
+    memory = _Memory(slots, schedule)
+    for tick in range(schedule.ticks):
+        results = [_run_cell(memory, tick, stage) for stage in range(schedule.stages)]
+        for stage, direction, lane in np.argwhere(slots.arrives[tick] >= 0).tolist():
+            origin = (stage - SHIFTS[direction]) % schedule.stages
+            kind = int(slots.sends[tick, origin, direction, lane])
+            if kind in results[origin]:
+                slot = int(slots.arrives[tick, stage, direction, lane])
+                memory.write("inbox", stage, slot, results[origin][kind])
+
+
+def _run_cell(memory: _Memory, tick: int, stage: int) -> dict[int, tuple[int, int, int]]:
+    """Reads and writes of one cell; gives its results by kind."""
+    slots, schedule = memory.slots, memory.schedule
+    results: dict[int, tuple[int, int, int]] = {}
+    for op in schedule.cell(tick, stage):
+        kind, part = op.number, int(schedule.parts[stage, op.chunk])
+        what = (kind, op.microbatch, part)
+        before = part - 1 if kind == F else part + 1
+        if kind != W and 0 <= before < schedule.num_parts:
+            memory.read("inbox", tick, stage, kind, (kind, op.microbatch, before))
+        if kind != F:
+            memory.read("stash", tick, stage, kind, (F, op.microbatch, part))
+        if kind == W and slots.backlog[tick, stage, W] >= 0:
+            memory.read("backlog", tick, stage, W, (B, op.microbatch, part))
+        elif kind == W and (B, op.microbatch, part) != results.get(B):
+            memory.read("backlog", tick, stage, W, (B, op.microbatch, part))
+        if kind == F:
+            memory.write("stash", stage, int(slots.stash[tick, stage, F]), what)
+        if kind == B:
+            memory.write("backlog", stage, int(slots.backlog[tick, stage, B]), what)
+        results[kind] = what
+    return results
