@@ -134,6 +134,11 @@ COMMANDS: dict[str, Lazy] = {
         help="Show what the compiler inserted: collectives, memory, overlap; for a pod you do not have.",
         needs_devices=False,  # it decides for itself: with --cluster nothing runs on devices
     ),
+    "cost": Lazy(
+        home="meshpar.planner.command:cost",
+        help="What a collective costs by each algorithm: steps, bytes, time, the formulas.",
+        needs_devices=False,
+    ),
 }
 """Commands whose options stand beside what they run; `train` and `shard` are below."""
 

@@ -240,7 +240,7 @@ class Account:
         table = Table(title=f"{self.name}: {self.algorithm.kind} of {n} over {ranks} ranks", show_header=False)
         for row in self._rows():
             table.add_row(*row)
-        table.caption = "\n".join([self._symbols(), f"links of {self.over}", *self.notes])
+        table.caption = "\n".join([self._symbols(), f"links: {self.over}", *self.notes])
         table.caption_justify = "left"
         return table
 
@@ -314,7 +314,7 @@ class Comparison:
                 si(one.bus_bytes_per_s, "B/s"),
                 "; ".join(dict.fromkeys(leg.where for leg in one.legs)),
             )
-        lines = [f"links of {first.over}"]
+        lines = [f"links: {first.over}"]
         lines += [f"lower bound of any {first.algorithm.kind}: {si(first.lower_bound_bytes, 'B')} sent per rank"]
         if first.algorithm.kind == "all-reduce":
             lines.append("ring / recursive doubling: {}, {}".format(*_crossover_words(first.crossover_bytes)))
@@ -381,7 +381,7 @@ def account(
         )
         crossover = cost.ring_tree_crossover_bytes(num_ranks, ring.link, tree_link=tree.link)
     return Account(
-        over="the given α and bandwidth" if isinstance(over, Link) else over.name,
+        over="as given" if isinstance(over, Link) else over.name,
         algorithm=known,
         payload_bytes=float(payload_bytes),
         num_ranks=num_ranks,
