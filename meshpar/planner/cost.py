@@ -340,6 +340,49 @@ def _nodes(what: str, num_ranks: int, inner: int | None) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Attention over a split sequence
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ring_attention(kv_bytes: float, num_ranks: int) -> Cost:
+    """Forward: keys and values of every rank go round the ring (Liu et al. 2023). `kv_bytes` are those of one rank."""
+    _check(kv_bytes, num_ranks)
+    sent = float((num_ranks - 1) * kv_bytes)
+    return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
+
+
+def ring_attention_backward(kv_bytes: float, gradient_bytes: float, num_ranks: int) -> Cost:
+    """Backward: keys and values once more, and their gradients behind them, summed on the way home.
+
+    Args:
+      kv_bytes: keys and values of one rank.
+      gradient_bytes: their gradients in the dtype they are summed in, float32 for bfloat16.
+      num_ranks: N.
+    """
+    gradients = ring_attention(gradient_bytes, num_ranks)
+    summed = dataclasses.replace(gradients, bytes_reduced=gradients.bytes_sent)
+    return ring_attention(kv_bytes, num_ranks) + summed
+
+
+def ring_attention_flops(
+    *, batch: int, seq_len: int, num_heads: int, head_dim: int, num_ranks: int, tile: int, causal: bool = True
+) -> int:
+    """FLOPs of one rank's forward pass, tiles of `tile` positions; 2.5 times that backward.
+
+    Without a mask `4 B H D T²/N`. Under a causal one in zigzag order `2 B H D T/N (T + tile)`: half of it, and the
+    upper halves of the tiles on the diagonal, which are computed and masked.
+    """
+    square = 2 * batch * num_heads * head_dim * (seq_len // num_ranks)
+    return square * (seq_len + tile) if causal else 2 * square * seq_len
+
+
+def zigzag_order(payload_bytes: float, num_ranks: int) -> Cost:
+    """A rank's part of a sequence from contiguous to zigzag order or back: its two chunks, a message each."""
+    _check(payload_bytes, num_ranks)
+    return message(payload_bytes / 2) + message(payload_bytes / 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Collectives as the compiler names them
 # ---------------------------------------------------------------------------------------------------------------------
 
