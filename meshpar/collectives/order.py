@@ -57,7 +57,7 @@ def to_zigzag(x: Shaped[Array, "*dims"], *, axis: Axis, dim: int = 1) -> Shaped[
     """The rank's part of a sequence from contiguous to zigzag order.
 
         [B, T_X] -> [B, T_X];  per device [B, t] -> [B, t]  (dim 1)
-        2 steps, n bytes sent, n what one rank holds
+        2 steps, n bytes sent, n what one rank holds (of two ranks half of both: the other chunks are in place)
 
     Chunks 2i and 2i + 1 leave in a message each: the even chunks of all ranks go to different ranks, and so do the odd.
 
@@ -81,7 +81,7 @@ def from_zigzag(x: Shaped[Array, "*dims"], *, axis: Axis, dim: int = 1) -> Shape
     """`to_zigzag` undone: the rank's part of a sequence from zigzag back to contiguous order.
 
         [B, T_X] -> [B, T_X];  per device [B, t] -> [B, t]  (dim 1)
-        2 steps, n bytes sent, n what one rank holds
+        2 steps, n bytes sent, n what one rank holds (of two ranks half of both: the other chunks are in place)
 
     Args:
       axis, dim: as for `to_zigzag`.

@@ -138,6 +138,25 @@ def ring_broadcast(payload_bytes: float, num_ranks: int) -> Cost:
     return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
 
 
+def all_gather_matmul(payload_bytes: float, num_ranks: int, *, backward: bool = False) -> Cost:
+    """What the overlapped matmul sends: a ring all-gather, half of it each way. The payload is the gathered rows.
+
+    Backward it scatters the sum of their gradients, and in the same steps gathers the rows once more.
+    """
+    gather = ring_all_gather(payload_bytes, num_ranks)
+    if not backward:
+        return gather
+    return dataclasses.replace(gather + ring_reduce_scatter(payload_bytes, num_ranks), steps=gather.steps)
+
+
+def matmul_reduce_scatter(payload_bytes: float, num_ranks: int, *, backward: bool = False) -> Cost:
+    """What the overlapped matmul sends: a ring reduce-scatter, half of it each way. The payload is the sum, unscattered.
+
+    Backward it gathers the gradient.
+    """
+    return ring_all_gather(payload_bytes, num_ranks) if backward else ring_reduce_scatter(payload_bytes, num_ranks)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # All-reduce
 # ---------------------------------------------------------------------------------------------------------------------
@@ -377,9 +396,14 @@ def ring_attention_flops(
 
 
 def zigzag_order(payload_bytes: float, num_ranks: int) -> Cost:
-    """A rank's part of a sequence from contiguous to zigzag order or back: its two chunks, a message each."""
+    """A rank's part of a sequence from contiguous to zigzag order or back: its two chunks, a message each.
+
+    Of two ranks one chunk each is in its place, of one rank both are.
+    """
     _check(payload_bytes, num_ranks)
-    return message(payload_bytes / 2) + message(payload_bytes / 2)
+    steps = min(num_ranks - 1, 2)
+    sent = steps * payload_bytes / 2
+    return Cost(steps=steps, bytes_sent=sent, bytes_in_turn=sent)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
