@@ -1,7 +1,7 @@
 """Matmuls that talk while they compute: rows gathered on the way in, sums scattered on the way out.
 
-N ranks in a ring that is used both ways at once: N // 2 hops forward and (N-1) // 2 back bring everybody's rows to
-everybody. A block of the product is computed from what is here while the next message is under way.
+N ranks in a ring that is used both ways at once: half of everybody's rows goes round one way, half the other. A block
+of the product is computed from what is here while the next message is under way.
 
 Each kernel is the other one's transpose. The derivatives are written out (`jax.custom_vjp`), so that the gradient of a
 weight is one matmul over all rows: with one for each block, every sum over other mesh axes, which XLA puts right behind
@@ -27,6 +27,7 @@ from meshpar.collectives.check import Axis, check_cut, ranks_of
 from meshpar.collectives.wire import pass_on, varying
 from meshpar.types import problem
 
+
 def all_gather_matmul(
     x: Num[Array, "*rows E"],
     weights: Num[Array, "E *out"] | Sequence[Num[Array, "E *out"]],
@@ -39,11 +40,12 @@ def all_gather_matmul(
 
         [T_X, E] @ [E, M_X] -> [T, M_X]
         per device [t, E] @ [E, m] -> [N t, m]
-        N // 2 steps, (N-1)/N n bytes sent, n the gathered rows (half each way round, at the same time)
+        N-1 steps, (N-1)/N n bytes sent, n the gathered rows; half of it each way round
 
-    Backward is `matmul_reduce_scatter` of the cotangents, and the rows go round once more for the gradient of the
-    weight: (N-1)/N n bytes sent each. Nothing but the rank's own rows is kept in between, which is what splitting the
-    sequence is for. Blocks are summed in float32 at the least.
+    Backward is `matmul_reduce_scatter` of the cotangents, and in the same steps the rows go round once more for the
+    gradients of the weights: 2(N-1)/N n bytes sent, however many weights there are. Only the rank's own rows are kept
+    in between, which is what splitting the sequence is for (Korthikanti et al. 2022, "Reducing Activation Recomputation
+    in Large Transformer Models"). A block is one matmul over all of E, which bfloat16 operands sum in float32.
 
     Args:
       x: this rank's rows, with any dims before and after the one that is gathered; the last is contracted.
@@ -82,10 +84,10 @@ def matmul_reduce_scatter(
 
         [T, M_X] @ [M_X, E] {partial over X} -> [T_X, E]
         per device [T, m] @ [m, E] -> [T/N, E]
-        N // 2 steps, (N-1)/N n bytes sent, n the sum before scattering (half each way round, at the same time)
+        N-1 steps, (N-1)/N n bytes sent, n the sum before scattering; half of it each way round
 
-    Backward is `all_gather_matmul` of the cotangent, the same bytes; what it gathers serves the weight's gradient, too.
-    Products and sums are taken in float32 at the least, and rounded to the operands' dtype for each message.
+    Backward is `all_gather_matmul` of the cotangent, with the same bytes; what it gathers serves the weight's gradient,
+    too. Products and sums are taken in float32 at the least, and rounded to the operands' dtype for each message.
 
     Args:
       h: all rows; its last dims are contracted with all of the weight's but the last.
@@ -149,7 +151,7 @@ def _gather_matmul_backward(plan: _Plan, saved: tuple, grads: tuple[jax.Array, .
         return functools.reduce(lax.add, [_times_transposed(plan, g, w, wide) for g, w in pairs])
 
     with jax.named_scope("all_gather_matmul"):
-        d_x, (all_x,) = _turned(plan, _scattering(plan, grads, term, x.dtype), _gathering(plan, x, lambda rows: [rows]))
+        d_x, (all_x,) = _turned(plan, _scattering(plan, grads, term, x.dtype), _gathering(plan, x))
         return d_x, tuple(_weight_grad(plan, all_x, g, w) for g, w in zip(grads, weights, strict=True))
 
 
@@ -184,7 +186,9 @@ _matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
 # The rings. Rows go round in two lanes: the first half of each rank's from rank r to r + 1, the second half to r - 1.
 # At step T a lane of stride s brings what has to do with rank r - s T.
 #
-# It is a loop because XLA schedules each turn of one for itself: unrolled, it sends all messages first.
+# They are loops because XLA schedules each turn for itself: unrolled, all messages are sent first. Inside a turn, XLA's
+# GPU scheduler has one message under way at a time unless told otherwise, and hands all work it can to one of them. So
+# the data depend on each other in such a way that there is a matmul for either.
 # ---------------------------------------------------------------------------------------------------------------------
 
 STRIDES = (1, -1)
@@ -208,31 +212,44 @@ def _turned(plan: _Plan, *rings: _Ring) -> list[Any]:
     return [ring.end(one) for ring, one in zip(rings, held, strict=True)]
 
 
-def _gathering(plan: _Plan, own: jax.Array, product: Callable[[jax.Array], list[jax.Array]]) -> _Ring:
-    """Products of the rows of all ranks, in the order of the ranks; each computed while the rows after are under way."""
+def _gathering(plan: _Plan, own: jax.Array, product: Callable[[jax.Array], list[jax.Array]] | None = None) -> _Ring:
+    """The rows of all ranks in order, or products of them: each is made while the other lane's rows are under way."""
     rank, size = lax.axis_index(plan.axis), own.shape[plan.dim]
+    offsets = _offsets(size)
+
+    def made(rows: jax.Array) -> list[jax.Array]:
+        return [rows] if product is None else product(rows)
 
     def room(block: jax.ShapeDtypeStruct) -> jax.Array:
         shape = (*block.shape[: plan.dim], plan.num_ranks * size, *block.shape[plan.dim + 1 :])
         return _varying_alike([lax.empty(shape, block.dtype), own], plan.axis)[0]
 
-    def multiplied(T: jax.Array | int, lanes: list[jax.Array], whole: list[jax.Array]) -> list[jax.Array]:
-        blocks: list[jax.Array] = []
-        for lane, stride, offset in zip(lanes, STRIDES, _offsets(size), strict=False):
-            blocks, start = product(_after(lane, blocks)), (rank - stride * T) % plan.num_ranks * size + offset
-            whole = [
-                lax.dynamic_update_slice_in_dim(all_rows, block, start, plan.dim)
-                for all_rows, block in zip(whole, blocks, strict=True)
-            ]
-        return whole
+    def put(whole: list[jax.Array], blocks: list[jax.Array], T: jax.Array | int, lane: int) -> list[jax.Array]:
+        start = (rank - STRIDES[lane] * T) % plan.num_ranks * size + offsets[lane]
+        return [
+            lax.dynamic_update_slice_in_dim(all_rows, block, start, plan.dim)
+            for all_rows, block in zip(whole, blocks, strict=True)
+        ]
 
     def step(T: jax.Array, held: tuple[list[jax.Array], list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
-        lanes, whole = held
-        return _passed_on(plan, lanes), multiplied(T - 1, lanes, whole)
+        (first, *second), whole = held
+        arrived = [pass_on(first, plan.axis, STRIDES[0], plan.num_ranks)]
+        blocks: list[jax.Array] = []
+        for rows in second:  # of the step before: computed while the first lane is under way
+            blocks = made(rows)
+            whole = put(whole, blocks, T - 1, 1)
+            outgoing = rows if product is None else _held_back(rows, blocks)
+            arrived.append(pass_on(outgoing, plan.axis, STRIDES[1], plan.num_ranks))
+        # While the second lane is under way.
+        return arrived, put(whole, made(_after(arrived[0], blocks)), T, 0)
 
-    lanes = jnp.split(own, _offsets(size)[1:], axis=plan.dim)
-    whole = [room(block) for block in jax.eval_shape(product, own)]
-    return _Ring((lanes, whole), step, lambda held: multiplied(plan.num_ranks - 1, *held))
+    def end(held: tuple[list[jax.Array], list[jax.Array]]) -> list[jax.Array]:
+        (_, *second), whole = held
+        return put(whole, made(second[0]), plan.num_ranks - 1, 1) if second else whole
+
+    lanes = jnp.split(own, offsets[1:], axis=plan.dim)
+    whole = [room(block) for block in jax.eval_shape(made, own)]
+    return _Ring((lanes, put(whole, made(lanes[0]), 0, 0)), step, end)
 
 
 def _scattering(
@@ -258,13 +275,10 @@ def _scattering(
         return sums
 
     def step(T: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        return added(T + 1, _passed_on(plan, sums))
+        sent = zip(sums, STRIDES, strict=False)
+        return added(T + 1, [pass_on(one, plan.axis, stride, plan.num_ranks) for one, stride in sent])
 
     return _Ring(added(1, None), step, lambda sums: jnp.concatenate(sums, axis=plan.dim))
-
-
-def _passed_on(plan: _Plan, lanes: list[jax.Array]) -> list[jax.Array]:
-    return [pass_on(lane, plan.axis, by, plan.num_ranks) for lane, by in zip(lanes, STRIDES, strict=False)]
 
 
 def _offsets(size: int) -> list[int]:
@@ -273,8 +287,19 @@ def _offsets(size: int) -> list[int]:
 
 
 def _after(x: jax.Array, done: list[jax.Array]) -> jax.Array:
-    """`x`, but not before something is done: blocks that could run at once are merged into one matmul by XLA."""
+    """`x`, but not before something is done, as far as optimizations go: XLA merges blocks that could run at once."""
     return lax.optimization_barrier((x, done))[0]
+
+
+def _held_back(x: jax.Array, done: list[jax.Array]) -> jax.Array:
+    """`x`, but not before something is done. XLA drops barriers before it schedules; it does not see through this one.
+
+    Nothing is greater than infinity, NaN included.
+    """
+    if not done[0].size or not jnp.issubdtype(done[0].dtype, jnp.floating):
+        return x
+    corner = lax.slice(done[0], (0,) * done[0].ndim, (1,) * done[0].ndim).reshape(())
+    return jnp.where(corner > jnp.asarray(jnp.inf, corner.dtype), jnp.zeros_like(x), x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
