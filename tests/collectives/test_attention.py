@@ -1,0 +1,272 @@
+"""Ring attention against attention over the whole sequence; what it sends, computes and keeps; the zigzag order."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshpar import collectives as mc
+from meshpar.collectives import reference
+from meshpar.ledger import hlo, work
+from meshpar.ledger.census import census
+from meshpar.planner import cost
+from meshpar.types import MeshparError
+
+COUNTS = [1, 2, 3, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))]
+CASES = {
+    "zigzag": {},
+    "zigzag, small tiles": {"tile": 1},
+    "zigzag, scaled": {"scale": 0.3},
+    "contiguous": {"order": "contiguous"},
+    "contiguous, small tiles": {"order": "contiguous", "tile": 2},
+    "all to all": {"causal": False},
+    "all to all, small tiles": {"causal": False, "order": "contiguous", "tile": 3},
+}
+
+
+def arrays(count, *, B=2, t=6, H=4, K=2, D=3, dtype="float64"):
+    """Queries, keys and values of every rank, and weights for the sum that is differentiated."""
+    rng = np.random.default_rng(0)
+    shapes = ((count, B, t, H, D), (count, B, t, K, D), (count, B, t, K, D), (count, B, t, H, D))
+    *qkv, weights = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    return tuple(qkv), weights
+
+
+def kernel(**options):
+    return lambda qkv: mc.ring_attention(*qkv, axis="x", **options)
+
+
+def plain(**options):
+    what = {name: value for name, value in options.items() if name != "tile"}
+    return lambda qkv: reference.ring_attention(*qkv, **what)
+
+
+def with_gradients(f, qkv, weights):
+    value, pull = jax.vjp(f, qkv)
+    return value, pull(weights)[0]
+
+
+def both(row, cases, dtype, apply=with_gradients, **sizes):
+    """(kernel's, reference's) results of some cases, each side in one program."""
+    qkv, weights = arrays(row.count, dtype=dtype, **sizes)
+    found = jax.jit(lambda: {n: apply(row.view(kernel(**CASES[n])), qkv, weights) for n in cases})()
+    return found, jax.jit(lambda: {n: apply(plain(**CASES[n]), qkv, weights) for n in cases})()
+
+
+def close(found, expected, tolerance):
+    def check(a, b):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(a, "float64"), np.asarray(b, "float64"), rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(check, found, expected)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_values_and_gradients_are_those_of_attention_over_the_whole_sequence(ranks, count):
+    with jax.enable_x64(True):
+        close(*both(ranks(count), CASES, "float64"), 1e-12)
+
+
+def test_float32_and_bfloat16(ranks):
+    close(*both(ranks(3), ["zigzag, small tiles"], "float32", H=6, K=2), 1e-5)
+    # Both sides round scores' weights and results to 8 bits, at different places: sums of a dozen terms of about one.
+    found = both(ranks(3), ["zigzag, small tiles"], "bfloat16", H=6, K=2)
+    close(*found, 0.1)
+
+
+def test_one_key_head_for_all_and_one_for_each(ranks):
+    for num_kv_heads in (1, 4):
+        close(*both(ranks(2), ["zigzag"], "float32", K=num_kv_heads, B=1, t=2), 1e-5)
+
+
+def test_under_vmap_in_a_scan_and_with_the_check_of_varying_axes_off(ranks):
+    row, (qkv, weights) = ranks(3), arrays(3, dtype="float32")
+
+    def stacked(f):
+        many = jax.tree.map(lambda x: jnp.stack([x, x * 0.5], axis=-1), qkv)
+        return jax.grad(lambda many: (jax.vmap(f, -1, -1)(many) * weights[..., None]).sum())(many)
+
+    def scanned(f):
+        def body(q, _):
+            return f((q, *qkv[1:])), None
+
+        return jax.grad(lambda q: (lax.scan(body, q, length=2)[0] * weights).sum())(qkv[0])
+
+    def all_of(f, unchecked):
+        return jax.jit(lambda: (stacked(f), scanned(f), with_gradients(unchecked, qkv, weights)))()
+
+    found = all_of(row.view(kernel()), row.view(kernel(), check_vma=False))
+    close(found, all_of(plain(), plain()), 1e-4)
+
+
+def test_what_is_whole_on_some_ranks_and_split_on_others(ranks):
+    """Keys and values that all rows share: their gradients are summed over the rows' axis."""
+    mesh, (qkv, weights) = ranks(rows=2, x=2).mesh, arrays(2, dtype="float32")
+    spec = P(None, "x")
+    q, k, v, w = (x.reshape(x.shape[1], -1, *x.shape[3:]) for x in (*qkv, weights))
+    split = jax.shard_map(
+        functools.partial(mc.ring_attention, axis="x", order="contiguous"),
+        mesh=mesh, in_specs=(P("rows", "x"), spec, spec), out_specs=P("rows", "x"),
+    )  # fmt: skip
+
+    def one_rank(q, k, v):
+        k, v = (jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (k, v))
+        return reference.ring_attention(q[None], k[None], v[None], order="contiguous")[0]
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda qkv: (f(*qkv) * w).sum()))((q, k[:1], v[:1]))
+
+    close(gradients(split), gradients(one_rank), 1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the compiled program sends, computes and keeps
+# ---------------------------------------------------------------------------------------------------------------------
+
+B, HEADS, KV_HEADS, WIDTH, LENGTH = 1, 4, 2, 8, 840
+KV_BYTES = 2 * B * KV_HEADS * WIDTH * 4
+"""Of keys and values, for one position."""
+
+
+@pytest.fixture(scope="module")
+def compiled(ranks):
+    """(ranks, is it the backward pass, options) -> the compiled kernel over 1680 positions."""
+
+    @functools.cache
+    def run(count, is_backward, tile=105, **options):
+        length = 2 * LENGTH // count
+        q = jax.ShapeDtypeStruct((count, B, length, HEADS, WIDTH), "float32")
+        kv = jax.ShapeDtypeStruct((count, B, length, KV_HEADS, WIDTH), "float32")
+        view = ranks(count).view(kernel(tile=tile, **options))
+
+        if not is_backward:
+            return jax.jit(view).lower((q, kv, kv)).compile()
+        _, pull = jax.eval_shape(functools.partial(jax.vjp, view), (q, kv, kv))
+        return jax.jit(lambda pull, w: pull(w)).lower(pull, q).compile()
+
+    return run
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))])
+def test_messages_and_bytes_are_those_of_the_closed_forms(ranks, compiled, count):
+    block = KV_BYTES * (2 * LENGTH // count)
+    forward, backward = cost.ring_attention(block, count), cost.ring_attention_backward(block, block, count)
+    for is_backward, expected in ((False, forward), (True, backward)):
+        found = census(hlo.parse(compiled(count, is_backward).as_text()), ranks(count).mesh)
+        assert {one.kind for one in found} == {"collective-permute"}
+        assert sum(one.count_per_step for one in found) == expected.steps
+        assert sum(one.bytes_sent_per_step for one in found) == expected.bytes_sent
+
+
+def test_a_mask_saves_half_of_the_work_on_every_rank(compiled):
+    """In zigzag order there is no branch to skip work in: the one program of all ranks has half the FLOPs."""
+
+    def flops(is_backward=False, **options):
+        module = hlo.parse(compiled(4, is_backward, **options).as_text())
+        assert not any(matmul.in_branch for matmul in work.matmuls(module)) or "order" in options
+        return work.flops_per_step(module)
+
+    sizes = {"batch": B, "seq_len": 2 * LENGTH, "num_heads": HEADS, "head_dim": WIDTH, "num_ranks": 4}
+    for tile in (105, 42):
+        assert flops(tile=tile) == cost.ring_attention_flops(**sizes, tile=tile)
+    full = flops(causal=False)
+    assert full == cost.ring_attention_flops(**sizes, tile=105, causal=False)
+    assert 0.5 < flops(tile=42) / full < 0.52
+    assert flops(is_backward=True) == 2.5 * flops()
+    # In contiguous order a branch skips blocks; the last rank, which skips none, has twice the work of zigzag's.
+    assert flops(order="contiguous") > 1.6 * flops()
+
+
+def test_no_array_holds_the_scores_of_a_block(compiled):
+    """Temporaries grow with a tile of scores, not with a block of them: t is 420 here, and t² floats are 0.7 MB."""
+    block_bytes = 4 * B * HEADS * 420 * 420
+
+    def temporary_bytes(is_backward, tile):
+        return compiled(4, is_backward, tile=tile).memory_analysis().temp_size_in_bytes
+
+    for is_backward in (False, True):
+        assert temporary_bytes(is_backward, 42) < block_bytes / 3 < temporary_bytes(is_backward, 210)
+
+
+def test_a_tile_is_the_divisor_nearest_to_the_wish():
+    from meshpar.collectives.attention import _nearest_divisor
+
+    assert [_nearest_divisor(length, 512) for length in (8192, 768, 640, 1021, 6, 1)] == [512, 384, 640, 1021, 6, 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The zigzag order
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_from_both_ends_meet():
+    x = jnp.arange(16).reshape(2, 8)
+    np.testing.assert_array_equal(mc.zigzag(x, 2), [[0, 1, 6, 7, 2, 3, 4, 5], [8, 9, 14, 15, 10, 11, 12, 13]])
+    np.testing.assert_array_equal(mc.zigzag(jnp.arange(8), 4, dim=0), [0, 7, 1, 6, 2, 5, 3, 4])
+    np.testing.assert_array_equal(mc.unzigzag(mc.zigzag(x, 4, dim=-1), 4, dim=-1), x)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_there_and_back_in_two_messages(ranks, count):
+    x = jnp.arange(count * 2 * 6 * 3.0).reshape(count, 2, 6, 3)
+    for name, dim in (("to_zigzag", 1), ("from_zigzag", 1), ("from_zigzag", -2)):
+        move = functools.partial(getattr(mc, name), axis="x", dim=dim)
+        expected = functools.partial(getattr(reference, name), dim=1)
+        found, pulled = jax.jit(functools.partial(with_gradients, ranks(count).view(move)))(x, jnp.cos(x))
+        value, gradient = with_gradients(expected, x, jnp.cos(x))
+        np.testing.assert_array_equal(found, value)
+        np.testing.assert_array_equal(pulled, gradient)
+    sent = ranks(count).sent(functools.partial(mc.from_zigzag, axis="x"), (2, 6, 3))
+    closed = cost.zigzag_order(4 * 2 * 6 * 3, count)
+    assert sum(one.count_per_step for one in sent) == closed.steps
+    assert sum(one.bytes_sent_per_step for one in sent) == closed.bytes_sent
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+
+Q, KV = (2, 4, 4, 3), (2, 4, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((2, 3, 4, 3), (2, 3, 2, 3), (2, 3, 2, 3)), {}, "the 3 positions of a rank.*3 is odd.*pad .* to 4 positions"),
+        ((Q, KV, KV), {"order": "zig-zag"}, "order='zig-zag'.*did you mean `zigzag`"),
+        ((Q, KV, KV), {"tile": 0}, "tile=0"),
+        ((Q, (2, 4, 3, 3), (2, 4, 3, 3)), {}, "4 query heads are no multiple of 3"),
+        ((Q, KV, (2, 4, 2, 5)), {}, "keys and values travel as one array"),
+        ((Q, (2, 6, 2, 3), (2, 6, 2, 3)), {}, "batch, positions and head width of queries and keys are the same"),
+        ((Q[1:], KV[1:], KV[1:]), {}, "each has four dims"),
+        ((Q, KV, KV), {"axis": "y"}, "mesh axis `y`"),
+    ],
+)
+def test_what_does_not_fit_is_told(ranks, shapes, options, message):
+    qkv = tuple(jnp.ones((2, *shape)) for shape in shapes)
+    with pytest.raises(MeshparError, match=message):
+        jax.eval_shape(ranks(2).view(lambda qkv: mc.ring_attention(*qkv, **{"axis": "x", **options})), qkv)
+
+
+def test_dtypes_are_one_and_floating(ranks):
+    for dtypes in (("float32", "bfloat16", "bfloat16"), ("int32",) * 3):
+        qkv = tuple(jnp.ones((2, *shape), dtype) for shape, dtype in zip((Q, KV, KV), dtypes, strict=True))
+        with pytest.raises(MeshparError, match="one floating dtype"):
+            jax.eval_shape(ranks(2).view(kernel()), qkv)
+
+
+def test_outside_a_shard_map():
+    with pytest.raises(MeshparError, match="not inside a `jax.shard_map`"):
+        mc.ring_attention(*(jnp.ones(shape) for shape in (Q, KV, KV)), axis="x")
+
+
+def test_a_sequence_that_has_no_such_chunks():
+    for move in (mc.zigzag, mc.unzigzag):
+        with pytest.raises(MeshparError, match="into 6 chunks.*8 is not a multiple of 6.*pad it to 12"):
+            move(jnp.ones((2, 8)), 3)
