@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,13 @@ from meshpar.collectives.check import Axis, check_cut, ranks_of
 from meshpar.collectives.wire import pass_on, varying
 from meshpar.types import problem
 
+Weight: TypeAlias = Num[Array, "E *out"]
+"""A rank's part of a weight; its first dim is contracted."""
+
 
 def all_gather_matmul(
     x: Num[Array, "*rows E"],
-    weights: Num[Array, "E *out"] | Sequence[Num[Array, "E *out"]],
+    weights: Weight | Sequence[Weight],
     *,
     axis: Axis,
     dim: int = -2,
@@ -161,7 +164,7 @@ _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_scatter(plan: _Plan, h: jax.Array, weight: jax.Array) -> jax.Array:
     wide = _wide(h.dtype)
-    return _turned(plan, _scattering(plan, (h,), lambda rows: _times(plan, *rows, weight, wide), h.dtype))[0]
+    return _turned(plan, _scattering(plan, (h,), lambda rows: _times(plan, rows[0], weight, wide), h.dtype))[0]
 
 
 def _matmul_scatter_forward(plan: _Plan, h: jax.Array, weight: jax.Array) -> tuple:

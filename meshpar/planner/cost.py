@@ -150,7 +150,7 @@ def all_gather_matmul(payload_bytes: float, num_ranks: int, *, backward: bool = 
 
 
 def matmul_reduce_scatter(payload_bytes: float, num_ranks: int, *, backward: bool = False) -> Cost:
-    """What the overlapped matmul sends: a ring reduce-scatter, half of it each way. The payload is the sum, unscattered.
+    """What the overlapped matmul sends: a ring reduce-scatter, half of it each way. The payload is the whole sum.
 
     Backward it gathers the gradient.
     """
