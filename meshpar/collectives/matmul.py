@@ -27,7 +27,7 @@ from meshpar.collectives.check import Axis, check_cut, ranks_of
 from meshpar.collectives.wire import pass_on, varying
 from meshpar.types import problem
 
-Weight: TypeAlias = Num[Array, "E *out"]
+Weight: TypeAlias = Num[Array, "E ..."]
 """A rank's part of a weight; its first dim is contracted."""
 
 
