@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, B, F, W, problem
+from meshpar.pipeline.schedules.ops import KINDS, B, Block, F, W, problem
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.schedule import Schedule
@@ -26,6 +27,31 @@ def check(schedule: Schedule) -> None:
     _check_once(schedule, ops)
     _check_places(schedule, ops)
     _check_times(schedule, ops)
+
+
+def check_rows(name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray) -> None:
+    """Raise for rows of blocks that no table can hold.
+
+    Raises:
+      ValueError: an op of no known kind, microbatch or chunk, or not one row of parts for each stage.
+    """
+    if parts.ndim != 2 or len(parts) != len(rows):
+        raise problem(
+            f"schedule `{name}`",
+            f"run {len(rows)} rows of blocks",
+            f"there are {len(parts)} rows of `parts`",
+            "give [stage][chunk], one row for each stage",
+        )
+    for stage, row in enumerate(rows):
+        for number, block in enumerate(row):
+            for op in block:
+                if op.kind not in tuple(KINDS) or op.microbatch < 0 or not 0 <= op.chunk < parts.shape[1]:
+                    raise problem(
+                        f"schedule `{name}`, stage {stage}, block {number}",
+                        f"run {op.text()}",
+                        f"an op is F, B or W of a microbatch from 0 on and of a chunk from 0 to {parts.shape[1] - 1}",
+                        "correct it, or give `parts` with a column for each chunk",
+                    )
 
 
 class _Ops:
@@ -67,6 +93,13 @@ def _check_numbers(schedule: Schedule) -> None:
                 "one of them stands there twice",
                 "give each chunk of a stage a part of its own",
             )
+    if schedule.microbatches < 1:
+        raise problem(
+            f"schedule `{schedule.name}`",
+            f"train on {schedule.microbatches} microbatches",
+            "a step has at least 1",
+            "give the table cells",
+        )
     microbatch, chunk = schedule.table[..., 0], schedule.table[..., 1]
     wrong = (microbatch >= schedule.microbatches) | ((microbatch >= 0) & ((chunk < 0) | (chunk >= schedule.chunks)))
     for tick, stage, kind in np.argwhere(wrong):
@@ -92,7 +125,7 @@ def _check_blocks(schedule: Schedule) -> None:
 def _check_once(schedule: Schedule, ops: _Ops) -> None:
     count = np.bincount(ops.key, minlength=ops.at.size).reshape(ops.at.shape)
     for kind, microbatch, part in np.argwhere(count > 1):
-        first, second, *_ = np.flatnonzero(ops.key == ops.key[ops.at[kind, microbatch, part]])
+        first, second, *_ = np.flatnonzero(ops.key == ops.key[ops.at[kind, microbatch, part]]).tolist()
         raise problem(
             ops.where(schedule, second),
             f"run it for part {part} of the model",

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
+import numpy as np
+
 from meshpar.pipeline.schedules.ops import Block, Op, problem
 from meshpar.pipeline.schedules.schedule import Schedule
 
@@ -21,7 +23,9 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     """See `Schedule.from_csv`."""
     with Path(path).open(newline="", encoding="utf-8") as file:
-        cells = [[cell.strip() for cell in row] for row in csv.reader(file)]
+        cells = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
+    if not any(map(any, cells)):
+        raise problem(str(path), "read a schedule", "it has no cell", "write a row for each rank, as `0F0,0B0`")
     found = [
         [_actions(cell, f"{path}, row {r}, column {c}") for c, cell in enumerate(row) if cell]
         for r, row in enumerate(cells)
@@ -29,7 +33,7 @@ def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     parts = _parts(str(path), found)
     rows = [
         [
-            tuple(Op(kind, microbatch, held.index(part)) for part, letter, microbatch in block for kind in _KINDS[letter])
+            tuple(Op(kind, i, held.index(part)) for part, letter, i in block for kind in _KINDS[letter])
             for block in row
         ]
         for row, held in zip(found, parts, strict=True)
@@ -71,7 +75,7 @@ def write(schedule: Schedule, path: str | PathLike[str]) -> None:
     """See `Schedule.to_csv`."""
     rows = [[""] * schedule.ticks for _ in range(schedule.stages)]
     for stage, row in enumerate(rows):
-        begins = [tick for tick in range(schedule.ticks) if schedule.busy[tick, stage] and not (tick and schedule.joined[tick - 1, stage])]
+        begins = np.flatnonzero(schedule.begins[:, stage]).tolist()
         for tick, block in zip(begins, schedule.order()[stage], strict=True):
             row[tick] = _cell(schedule, stage, tick, block)
     with Path(path).open("w", newline="", encoding="utf-8") as file:

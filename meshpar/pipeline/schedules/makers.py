@@ -210,7 +210,8 @@ def _zero_bubble(stages: int, microbatches: int, limit: int) -> list[list[Block]
             row += [Op("W", i - late)] if i >= late else []
             row += [Op("F", i + ahead)] if i + ahead < microbatches else []
         row += [Op("W", i) for i in range(max(0, microbatches - late), microbatches)]
-        rows.append([(op,) for op in row])
+        blocks: list[Block] = [(op,) for op in row]
+        rows.append(blocks)
     return rows
 
 

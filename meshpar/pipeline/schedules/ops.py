@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from meshpar.types import MeshparError
 
 KINDS = "FBW"
-"""Forward, backward to the input, backward to the weights; the index of a kind in this string is its number in tables."""
+"""Forward, backward to the input, backward to the weights; a kind's place in this string is its number in tables."""
 F, B, W = range(3)
 
 

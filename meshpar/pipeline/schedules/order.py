@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, Block, Op, problem
+from meshpar.pipeline.schedules.ops import KINDS, B, Block, F, Op, problem
 
 Event = tuple[str, int, int]
 """(kind, microbatch, part of the model): done once in a step, wherever that is."""
@@ -67,7 +67,7 @@ def _inputs(block: Block, parts: np.ndarray, num_parts: int) -> Iterator[Event]:
 
 def _deadlock(name: str, stage: int, block: Block, rows: Sequence[Sequence[Block]], parts: np.ndarray) -> Exception:
     have = {(op.kind, op.microbatch, int(parts[s, op.chunk])) for s, row in enumerate(rows) for b in row for op in b}
-    awaited = [event for event in _inputs(block, parts[stage], int(parts.max()) + 1)]
+    awaited = list(_inputs(block, parts[stage], int(parts.max()) + 1))
     absent = [event for event in awaited if event not in have]
     kind, microbatch, part = (absent or awaited)[0]
     what = f"{kind} of microbatch {microbatch} on part {part} of the model"
@@ -81,7 +81,8 @@ def _deadlock(name: str, stage: int, block: Block, rows: Sequence[Sequence[Block
 
 def placed(rows: Sequence[Sequence[Block]], begun: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """The table `[tick, stage, kind, (microbatch, chunk)]` and its mask `joined[tick, stage]`, one op to a cell."""
-    ticks = max((at + len(block) for row, ats in zip(rows, begun) for block, at in zip(row, ats)), default=0)
+    ends = (ats[-1] + len(row[-1]) for row, ats in zip(rows, begun, strict=True) if row)
+    ticks = max(ends, default=0)
     table = np.full((ticks, len(rows), len(KINDS), 2), -1, np.int32)
     joined = np.zeros((ticks, len(rows)), bool)
     for stage, (row, ats) in enumerate(zip(rows, begun, strict=True)):
@@ -99,11 +100,9 @@ def paired(table: np.ndarray, joined: np.ndarray) -> tuple[np.ndarray, np.ndarra
     that ends in the first is awaited in the second. That last holds by itself: a block awaits everything at its start.
     """
     busy = table[..., 0] >= 0
-    ops = busy.any(2)
-    pair = (joined[:-1] & busy[:-1, :, 0] & busy[1:, :, 1]).any(1)
+    pair = np.any(joined[:-1] & busy[:-1, :, F] & busy[1:, :, B], axis=1)
     # A stage that begins something new in the second tick may be waiting for what another ends in the first.
-    begins = ops[1:] & ~joined[:-1]
-    fits = ~begins.any(1)
+    fits = ~np.any(busy[1:].any(2) & ~joined[:-1], axis=1)
     keep = np.ones(len(table), bool)
     tick = 0
     while tick < len(table) - 1:
@@ -128,7 +127,7 @@ def filled(rows: Sequence[Sequence[Op]], parts: np.ndarray, limit: int) -> list[
     held, at = [0] * len(rows), [0] * len(rows)
     order: list[list[Block]] = [[] for _ in rows]
     now = 0
-    while any(pending) or any(here < len(row) for here, row in zip(at, rows)):
+    while any(pending) or any(here < len(row) for here, row in zip(at, rows, strict=True)):
         picked: list[tuple[int, Op]] = []
         for stage, row in enumerate(rows):
             op = row[at[stage]] if at[stage] < len(row) else None
@@ -144,7 +143,9 @@ def filled(rows: Sequence[Sequence[Op]], parts: np.ndarray, limit: int) -> list[
             if op.kind == "B":
                 pending[stage].append(op._replace(kind="W"))
         now += 1
-        assert picked, f"the stages wait for each other at {[row[here:][:1] for row, here in zip(rows, at)]}"
+        assert picked, (
+            f"the stages wait for each other at {[row[here:][:1] for row, here in zip(rows, at, strict=True)]}"
+        )
     return order
 
 

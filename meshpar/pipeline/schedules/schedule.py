@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from meshpar.pipeline.schedules import order
-from meshpar.pipeline.schedules.ops import KINDS, B, Block, F, Op, W, problem
+from meshpar.pipeline.schedules.check import check, check_rows
+from meshpar.pipeline.schedules.ops import KINDS, Block, F, Op, W, problem
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.simulate import Costs, Simulation
@@ -47,7 +48,7 @@ class Schedule:
     def __post_init__(self) -> None:
         shapes = {"table": (np.int32, 4), "parts": (np.int32, 2), "joined": (np.bool_, 2)}
         for field, (dtype, dims) in shapes.items():
-            array = np.array(getattr(self, field), dtype)
+            array: np.ndarray = np.array(getattr(self, field), dtype)
             if array.ndim != dims:
                 raise problem(
                     f"`{field}` of schedule `{self.name}`",
@@ -65,7 +66,7 @@ class Schedule:
             raise problem(
                 f"schedule `{self.name}`",
                 f"run a table of shape {self.table.shape} on stages that hold parts {self.parts.tolist()}",
-                f"that takes a table [ticks, {len(self.parts)}, {len(KINDS)}, 2] and `joined` [ticks, {len(self.parts)}]",
+                f"they take a table [ticks, {len(self.parts)}, {len(KINDS)}, 2], `joined` [ticks, {len(self.parts)}]",
                 "give one row of `parts` for each stage of the table",
             )
 
@@ -91,6 +92,7 @@ class Schedule:
           ValueError: the order is a deadlock, or the schedule does not validate.
         """
         held = np.array(parts if parts is not None else [[stage] for stage in range(len(rows))], np.int32)
+        check_rows(name, rows, held)
         count = 1 + max((op.microbatch for row in rows for block in row for op in block), default=-1)
         table, joined = order.placed(rows, order.starts(name, rows, held))
         table, joined = order.paired(table, joined)
@@ -159,9 +161,8 @@ class Schedule:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
         """What `to_json` gave; also with `name`, `table` and, for more than one chunk a stage, `parts` alone."""
-        found = cls.from_table(
-            data["table"], parts=data.get("parts"), microbatches=data.get("microbatches"), name=data.get("name", "table")
-        )  # fmt: skip
+        given = {field: data[field] for field in ("name", "microbatches", "parts") if field in data}
+        found = cls.from_table(data["table"], **given)
         joined = np.zeros(found.joined.shape, bool)
         for tick, stage in data.get("joined", ()):
             joined[tick, stage] = True
@@ -200,21 +201,22 @@ class Schedule:
     def order(self) -> list[list[Block]]:
         """Of each stage, its blocks in order."""
         rows: list[list[Block]] = [[] for _ in range(self.stages)]
-        for stage, row in enumerate(rows):
-            goes_on = False
-            for tick in np.flatnonzero(self.busy[:, stage]):
-                cell = self.cell(tick, stage)
-                if goes_on:
-                    row[-1] += cell
-                else:
-                    row.append(cell)
-                goes_on = self.joined[tick, stage]
+        for tick, stage in np.argwhere(self.busy).tolist():
+            if self.begins[tick, stage]:
+                rows[stage].append(())
+            rows[stage][-1] += self.cell(tick, stage)
         return rows
 
     @cached_property
     def busy(self) -> np.ndarray:
         """bool `[tick, stage]`: whether the stage runs something."""
-        return (self.table[..., 0] >= 0).any(2)
+        return np.any(self.table[..., 0] >= 0, axis=2)
+
+    @cached_property
+    def begins(self) -> np.ndarray:
+        """bool `[tick, stage]`: whether the stage begins a block."""
+        after = np.vstack([np.zeros_like(self.joined[:1]), self.joined[:-1]])
+        return self.busy & ~after
 
     @cached_property
     def done_in(self) -> np.ndarray:
@@ -276,8 +278,6 @@ class Schedule:
         Raises:
           ValueError: it cannot; names the tick, the stage and the microbatch.
         """
-        from meshpar.pipeline.schedules.check import check
-
         check(self)
         return self
 

@@ -109,7 +109,7 @@ def _lengths(schedule: Schedule, cost: np.ndarray, hidden: np.ndarray) -> np.nda
 
 
 def _free(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> Timeline:
-    first, last = block_ticks(schedule)
+    _, last = block_ticks(schedule)
     needs = _needs(schedule)
     wait, length = comm.tolist(), lengths.tolist()
     begins = np.zeros(lengths.shape)
@@ -117,7 +117,7 @@ def _free(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> Timeline
     """When what a cell makes is there: at the end of its block."""
     free = [0.0] * schedule.stages
     # Blocks by their first tick: whatever one needs is in a block that ended, and so began, in an earlier tick.
-    for tick, stage in np.argwhere(schedule.busy & (first == np.arange(schedule.ticks)[:, None])).tolist():
+    for tick, stage in np.argwhere(schedule.begins).tolist():
         at, cells = free[stage], range(tick, last[tick, stage] + 1)
         for origin, other in (need for cell in cells for need in needs.get((cell, stage), ())):
             at = max(at, ends[origin][other] + (wait[stage] if other != stage else 0.0))

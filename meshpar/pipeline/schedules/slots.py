@@ -195,9 +195,7 @@ def _run_cell(memory: _Memory, tick: int, stage: int) -> dict[int, tuple[int, in
             memory.read("inbox", tick, stage, kind, (kind, op.microbatch, before))
         if kind != F:
             memory.read("stash", tick, stage, kind, (F, op.microbatch, part))
-        if kind == W and slots.backlog[tick, stage, W] >= 0:
-            memory.read("backlog", tick, stage, W, (B, op.microbatch, part))
-        elif kind == W and (B, op.microbatch, part) != results.get(B):
+        if kind == W and (slots.backlog[tick, stage, W] >= 0 or results.get(B) != (B, op.microbatch, part)):
             memory.read("backlog", tick, stage, W, (B, op.microbatch, part))
         if kind == F:
             memory.write("stash", stage, int(slots.stash[tick, stage, F]), what)

@@ -1,0 +1,122 @@
+"""Schedules as files and as text: what is written is read back, and others' files are understood."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshpar.pipeline.schedules import SCHEDULES, Op, Schedule, make
+from meshpar.types import MeshparError
+
+NAMES = [*SCHEDULES]
+
+# A V-shaped schedule of two ranks and four stages, as torch.distributed.pipelining's compute-only format has it.
+TWO_RANKS = """\
+0F0,0F1,0F2,3F0,3I0,3W0,3F1,(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,3B3,0I2,0W2,0I3,0W3
+,1F0,2F0,1F1,2F1,1F2,2I0,2W0,2F2,1I0,1W0,(1F3;2B1)OVERLAP_F_B,(2F3;1B1)OVERLAP_F_B,2B2,1B2,2I3,1I3,2W3, 1W3
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 5), (6, 16)])
+def test_csv_round_trips(name, p, m, tmp_path):
+    schedule = make(name, p, m)
+    schedule.to_csv(tmp_path / "schedule.csv")
+    assert Schedule.from_csv(tmp_path / "schedule.csv", name=name) == schedule
+
+
+def test_csv_is_written_as_the_format_says(tmp_path):
+    make("1f1b", 2, 2).to_csv(tmp_path / "1f1b.csv")
+    assert (tmp_path / "1f1b.csv").read_text() == "0F0,0F1,,,0B0,,,0B1,\n,1F0,1B0,,1F1,1B1,,,\n"
+    make("zb-h1", 2, 2).to_csv(tmp_path / "zb.csv")
+    assert (tmp_path / "zb.csv").read_text() == "0F0,0F1,,0I0,0W0,0I1,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"
+    make("dualpipe-v", 2, 4).to_csv(tmp_path / "dual.csv")
+    rows = [row.split(",") for row in (tmp_path / "dual.csv").read_text().splitlines()]
+    cells = [cell for cell in rows[0] if cell]
+    assert cells[:9] == [
+        "0F0",
+        "0F1",
+        "0F2",
+        "3F0",
+        "3I0",
+        "3W0",
+        "3F1",
+        "(0F3;3B1)OVERLAP_F_B",
+        "(3F2;0B0)OVERLAP_F_B",
+    ]
+
+
+def test_a_file_of_others(tmp_path):
+    path = tmp_path / "theirs.csv"
+    path.write_text(TWO_RANKS)
+    schedule = Schedule.from_csv(path)
+    assert (schedule.name, schedule.stages, schedule.microbatches) == ("theirs", 2, 4)
+    assert schedule.parts.tolist() == [[0, 3], [1, 2]]
+    first = schedule.order()[0]
+    assert first[4:6] == [(Op("B", 0, 1),), (Op("W", 0, 1),)]
+    assert first[7] == (Op("F", 3, 0), Op("B", 1, 1), Op("W", 1, 1))
+    schedule.slots().validate(schedule)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0\n", "row 0, column 1: asked to read `0X0`"),
+        ("0F0,0UNSHARD\n", "`0UNSHARD`"),
+        ("0F0,(0B0;0F1)OVERLAP_F_B\n", r"`\(0B0;0F1\)OVERLAP_F_B`"),
+        ("0F0,(0F1)OVERLAP_F_B\n", "overlapped F and B or I"),
+        ("0F0,0B0\n1F0,1B0,2F0,2B0\n", "row 1: asked to run global stages \\[1, 2\\]"),
+        ("0F0,0I0\n", "no tick runs W"),
+        ("0F0,0B0\n1F0\n", "no stage runs that op"),
+        ("", "it has no cell"),
+        (",,\n", "it has no cell"),
+    ],
+)
+def test_a_file_that_cannot_be_run(text, message, tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(MeshparError, match=message):
+        Schedule.from_csv(path)
+
+
+def test_blocks_that_the_format_has_no_word_for(tmp_path):
+    schedule = Schedule.from_table(
+        [[("F", 0)], [("B", 0)], [("F", 1)], [[("B", 1), ("W", 0)]], [("W", 1)]], name="odd"
+    )  # fmt: skip
+    with pytest.raises(MeshparError, match="tick 3, stage 0: asked to write B1.0&W0.0 as one cell"):
+        schedule.to_csv(tmp_path / "odd.csv")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_json_round_trips(name):
+    schedule = make(name, 4, 8)
+    data = json.loads(json.dumps(schedule.to_json()))
+    assert Schedule.from_json(data) == schedule
+    assert data["name"] == name
+    assert (data["stages"], data["microbatches"], data["ticks"]) == (4, 8, schedule.ticks)
+    assert data["bubble_fraction"] == schedule.bubble_fraction
+    assert data["peak_activations"] == schedule.peak_activations.tolist()
+    assert data["makespan"] == schedule.simulate().free.makespan
+    assert data["table"][0][0] == ["F", 0, 0]
+    assert data["table"][0][1] is None
+
+
+def test_text_has_a_line_for_each_stage():
+    assert make("zb-h1", 2, 2).text() == (
+        "stage 0  F0 F1 ·  B0 W0 B1 W1\n"
+        "stage 1  ·  F0 B0 F1 B1 W0 W1"
+    )  # fmt: skip
+    assert str(make("zb-v", 1, 1)) == "stage 0  F0.0 F0.1 B0.1 B0.0 W0.1 W0.0"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_folds_to_a_width(name):
+    schedule = make(name, 4, 8)
+    folded = schedule.text(width=60)
+    assert max(map(len, folded.split("\n"))) <= 60
+    bands = [band.split("\n") for band in folded.split("\n\n")]
+    assert {len(band) for band in bands} == {4}
+    for stage in range(4):
+        cells = [cell for band in bands for cell in band[stage].removeprefix(f"stage {stage}").split()]
+        assert cells == schedule.text().split("\n")[stage].removeprefix(f"stage {stage}").split()
