@@ -33,6 +33,8 @@ ORDERS = ("zigzag", "contiguous")
 
 Tiles: TypeAlias = Int[Array, "P 2"]
 """(tile of queries, tile of keys) of P tiles."""
+_Part: TypeAlias = Literal["all", "first", "second"]
+"""Of a list: the whole of it, or one half."""
 Carry = TypeVar("Carry")
 
 
@@ -162,30 +164,32 @@ def _backward(ring: _Ring, saved: tuple[Array, ...], do: Array) -> tuple[Array, 
     rows = (q, do, lse, jnp.sum(do.astype(wide) * o.astype(wide), axis=-1))
     none = _full_like(kv, kv.shape, 0, wide)
 
-    def visit(s: Any, kv: Array, dq: Array) -> _Gradients:
-        tile = functools.partial(_tile_backward, ring, rows, kv, False)
-        return _in_step(ring, s, len(q), tile, _Gradients(dq, none))
+    def visit(s: Any, kv: Array, gradients: _Gradients, part: _Part) -> _Gradients:
+        return _in_step(ring, s, len(q), functools.partial(_tile_backward, ring, rows, kv, False), gradients, part)
 
     def step(s: Any, held: tuple[Array, Array, Array], *, is_last: bool = False) -> tuple[Array, Array, Array]:
+        # Gradients arrive during the first half of the work and the next block during the second: XLA has one permute
+        # under way at a time on GPUs, and without the barrier would wait for the gradients first.
         kv, dq, leaving = held
-        arriving, coming = ring.next(leaving), kv if is_last else ring.next(kv)
-        dq, dkv = visit(s, kv, dq)
-        return coming, dq, arriving + dkv
+        arriving = ring.next(leaving)
+        dq, dkv = visit(s, kv, _Gradients(dq, none), "first")
+        kv, dq, dkv = lax.optimization_barrier((kv, dq, dkv + arriving))
+        coming = kv if is_last else ring.next(kv)
+        return coming, *visit(s, kv, _Gradients(dq, dkv), "second")
 
     # The rank's own tiles in two parts: one while the first block arrives, one while the last gradients come home.
     own = functools.partial(_tile_backward, ring, rows, kv, ring.causal)
     tiles = _own_tiles(ring, len(q))
-    half = len(tiles) // 2
     coming = ring.next(kv) if N > 1 else kv
-    dq, mine = _each(tiles[:half], own, _Gradients(_full_like(q, q.shape, 0, wide), none))
+    dq, mine = _each(_part(tiles, "first"), own, _Gradients(_full_like(q, q.shape, 0, wide), none))
     home = none
     if N > 1:
         after = ring.next(coming) if N > 2 else coming
-        held = (after, *visit(1, coming, dq))
+        held = (after, *visit(1, coming, _Gradients(dq, none), "all"))
         held = _loop(2, N - 1, step, held)
         _, dq, leaving = step(N - 1, held, is_last=True) if N > 2 else held
         home = ring.next(leaving)
-    dq, mine = _each(tiles[half:], own, _Gradients(dq, mine))
+    dq, mine = _each(_part(tiles, "second"), own, _Gradients(dq, mine))
     return dq.astype(q.dtype), (home + mine).astype(kv.dtype)
 
 
@@ -206,9 +210,11 @@ def _own_tiles(ring: _Ring, n: int) -> Tiles:
     return _pairs((i, j) for i in range(n) for j in range(n) if j <= i or not ring.causal)
 
 
-def _in_step(ring: _Ring, s: Any, n: int, tile: Callable[[Carry, Array], Carry], carry: Carry) -> Carry:
+def _in_step(
+    ring: _Ring, s: Any, n: int, tile: Callable[[Carry, Array], Carry], carry: Carry, part: _Part = "all"
+) -> Carry:
     """Work on the tiles of a rank's queries and the keys of the rank s before it. No mask runs through any of them."""
-    everything = _pairs(itertools.product(range(n), range(n)))
+    everything = _part(_pairs(itertools.product(range(n), range(n))), part)
     if not ring.causal:
         return _each(everything, tile, carry)
     rank = lax.axis_index(ring.axis)
@@ -220,15 +226,22 @@ def _in_step(ring: _Ring, s: Any, n: int, tile: Callable[[Carry, Array], Carry],
     early, late = range(n // 2), range(n // 2, n)
     always = _pairs(itertools.product(late, early))
     either = _pairs(itertools.product(early, early)) + jnp.where(is_earlier, 0, n // 2)
-    return _each(jnp.concatenate(_alike(ring.axis, always, either)), tile, carry)
+    return _each(_part(jnp.concatenate(_alike(ring.axis, always, either)), part), tile, carry)
 
 
 def _pairs(pairs: Iterable[tuple[int, int]]) -> Tiles:
     return jnp.asarray(list(pairs), "int32")
 
 
+def _part(tiles: Tiles, part: _Part) -> Tiles:
+    half = len(tiles) // 2
+    return {"all": tiles, "first": tiles[:half], "second": tiles[half:]}[part]
+
+
 def _each(tiles: Tiles, tile: Callable[[Carry, Array], Carry], carry: Carry) -> Carry:
     """Tile after tile, so that the scores of one are all there is of scores."""
+    if not len(tiles):
+        return carry
     return lax.scan(lambda carry, at: (tile(carry, at), None), carry, tiles)[0]
 
 
