@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from meshpar.step import eval_step as eval_step
     from meshpar.step import shard_batch as shard_batch
     from meshpar.step import train_step as train_step
+    from meshpar.strategies import Quantize as Quantize
     from meshpar.strategies import Strategy as Strategy
     from meshpar.strategies import context_parallel as context_parallel
     from meshpar.strategies import ddp as ddp
@@ -66,7 +67,7 @@ _HOMES = {
     "mesh": ("MeshSpec",),
     "rules": ("Rules", "constrain", "first", "names", "replicated", "use"),
     "strategies": (
-        "Strategy", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor_parallel", "expert_parallel",
+        "Quantize", "Strategy", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor_parallel", "expert_parallel",
         "context_parallel",
     ),
     "adapters": ("Model", "from_nnx", "from_linen", "from_functions"),

@@ -55,12 +55,26 @@ def cast_floating(tree: PyTree, dtype: str | None) -> PyTree:
 # What the step tells the model's layers while it traces them
 # ---------------------------------------------------------------------------------------------------------------------
 
+MATMUL = "matmul"
+"""Name, for `jax.checkpoint`, of the result of a matmul with a weight that policies cannot see for what it is."""
+
+_NAMED = jax.checkpoint_policies.save_only_these_names(MATMUL)
+
 REMAT_POLICIES: dict[str, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "all_dots": jax.checkpoint_policies.dots_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _NAMED
+    ),
+    "all_dots": jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, _NAMED),
 }
 """What a rematerialised layer keeps: nothing but its input; results of matmuls with weights; of all matmuls."""
+
+
+SECOND_SHARD = "second_shard"
+"""Name, for `jax.checkpoint`, of what a quantizing strategy keeps inside the node from forward to backward."""
+
+Gather = Callable[[str, PyTree], PyTree]
+"""(path of the stacked layers, one layer's shards) -> its weights."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,7 +83,10 @@ class Numerics:
 
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: str | None = None
+    gather: Gather | None = None
+    """In force while a model is traced whose layers hold shards."""
     num_layers_marked: int = 0
+    num_layers_gathered: int = 0
 
 
 _numerics = jax.make_user_context(default_value=None)
@@ -95,6 +112,45 @@ def numerics(precision: Precision, remat: str | None) -> Iterator[Numerics]:
         yield wishes
 
 
+@contextlib.contextmanager
+def gathering(gather: Gather) -> Iterator[Numerics]:
+    """Put in force, within `numerics`, how `layer_weights` makes whole weights of a layer's shards."""
+    wishes = _numerics.value
+    assert wishes is not None
+    before, wishes.gather = wishes.gather, gather
+    try:
+        yield wishes
+    finally:
+        wishes.gather = before
+
+
+def gathers_layers() -> bool:
+    """Whether layers hold shards that `layer_weights` has to make whole."""
+    wishes = _numerics.value
+    return wishes is not None and wishes.gather is not None
+
+
+def layer_weights(params: PyTree, *, at: str = "layers") -> PyTree:
+    """One layer's parameters as the layer computes with them: call it on the slice that a scan over layers gets.
+
+    They are as they were, unless the strategy quantizes what it gathers (`mp.fsdp(quantize=...)`): then they are shards
+    here, gathered one layer at a time. Inside `remat_layer`, so that the backward pass gathers them again instead of
+    keeping every layer's.
+
+    Args:
+      params: a tree of arrays without the dim of the layers, with the paths that they have in the model.
+      at: the path of the stacked layers in the model, or its end.
+
+    Raises:
+      ValueError: a path that no parameter has.
+    """
+    wishes = _numerics.value
+    if wishes is None or wishes.gather is None:
+        return params
+    wishes.num_layers_gathered += 1
+    return wishes.gather(at, params)
+
+
 def remat_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function as one layer, which the step's `remat` policy recomputes in the backward pass.
 
@@ -117,10 +173,42 @@ def remat_policy() -> Callable[..., Any] | None:
     Asking for it marks a layer, as `remat_layer` does.
     """
     wishes = _numerics.value
-    if wishes is None or wishes.remat is None:
+    if wishes is None or (wishes.remat is None and wishes.gather is None):
         return None
     wishes.num_layers_marked += 1
-    return REMAT_POLICIES[wishes.remat]
+    policy = None if wishes.remat is None else REMAT_POLICIES[wishes.remat]
+    return policy if wishes.gather is None else _regathering(policy)
+
+
+_LAYOUT_ONLY = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy"})
+"""What costs no arithmetic: a weight in another form must not be kept in its place."""
+
+
+def _regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The policy, or with None to keep everything, but for gathered weights; second shards are kept.
+
+    Weights come out of messages, which are bytes: whatever is made of bytes is made again.
+    """
+
+    def keeps(primitive: Any, *operands: Any, **params: Any) -> Any:
+        if primitive.name == "name" and params["name"] == SECOND_SHARD:
+            return True
+        if any(getattr(operand, "dtype", None) == jnp.uint8 for operand in operands):
+            return False
+        if policy is None:
+            return primitive.name not in _LAYOUT_ONLY
+        return policy(primitive, *operands, **params)
+
+    return keeps
+
+
+def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
+    """In which dtype the gradient of a weight of dtype `dtype` leaves its matmul, as in `dot_general`.
+
+    None outside of a step.
+    """
+    wishes = _numerics.value
+    return None if wishes is None else wishes.precision.reduce_dtype(dtype)
 
 
 def dot_general(

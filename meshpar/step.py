@@ -20,11 +20,12 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.precision import Precision, cast_floating, check_remat, numerics
+from meshpar.precision import Precision, cast_floating, check_remat, gathering, numerics
 from meshpar.rules import Rules, resolve, use
 from meshpar.state import Setup, TrainState
 from meshpar.strategies import Strategy, as_strategy
 from meshpar.types import AnyMesh, Leaf, PyTree, axis_sizes, path_str, problem, spec_axes, tree_leaves_with_paths
+from meshpar.unshard import Unshard, make_unshard
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 """(model, batch, key) -> (loss, metrics): a scalar mean over the batch, and a dict of scalars."""
@@ -380,15 +381,28 @@ def _micro_step(
     (loss, (metrics, extra)), grads = jax.value_and_grad(
         lambda p: _loss(loss_fn, setup, p, extra, batch, key), has_aux=True
     )(params)
-    if options.weight is not None and options.weight not in metrics:
+    grads = jax.tree.map(lambda g: g.astype(options.precision.reduce_dtype(g.dtype)), grads)
+    return _weighed(options, loss, metrics, grads, extra)
+
+
+def _weight(options: StepOptions, metrics: dict[str, jax.Array]) -> jax.Array | None:
+    if options.weight is None:
+        return None
+    if options.weight not in metrics:
         raise problem(
             f"train_step(weight={options.weight!r})",
             "weigh micro-steps by that metric",
             f"the loss function returned {sorted(metrics)}",
             "add it to the metrics",
         )
-    weight = jnp.ones((), loss.dtype) if options.weight is None else metrics[options.weight]
-    grads = jax.tree.map(lambda g: g.astype(options.precision.reduce_dtype(g.dtype)), grads)
+    return metrics[options.weight]
+
+
+def _weighed(
+    options: StepOptions, loss: jax.Array, metrics: dict[str, jax.Array], grads: PyTree, extra: PyTree
+) -> _Sums:
+    given = _weight(options, metrics)
+    weight = jnp.ones((), loss.dtype) if given is None else given
     # Means are taken in float32 at the least: counts and float16 losses would not survive a weight or a division.
     loss, metrics, weight = jax.tree.map(_wide, (loss, metrics, weight))
     if options.weight is not None:
@@ -402,9 +416,13 @@ def _micro_step(
 
 
 def _gradients(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> _Sums:
+    setup = state.setup
+    axes = _batch_axes(batch_sharding(setup.mesh, setup.strategy))
+    unshard = make_unshard(setup, options.precision, axes)
+    if unshard is not None:
+        return _quantized(loss_fn, options, state, batch, key, unshard)
     if options.accumulate > 1 and options.accumulate_mode == "once":
         return _reduced_once(loss_fn, options, state, batch, key)
-    setup = state.setup
     params = _compute_params(setup, state.params, options.precision)
     shardings = setup.named(_grad_specs(setup, options))
 
@@ -468,42 +486,157 @@ def _reduced_once(loss_fn: LossFn, options: StepOptions, state: TrainState, batc
     axes = _batch_axes(batch_sharding(setup.mesh, setup.strategy))
     params = cast_floating(state.params, options.precision.compute)
     params = _constrained(params, setup.named(_without(setup.layout.params, axes)))
-    random_keys = setup.model.random_keys()
 
-    def local(params: PyTree, extra: PyTree, rows: PyTree, key_data: jax.Array) -> _Sums:
-        here = jax.random.fold_in(jax.random.wrap_key_data(key_data), lax.axis_index(axes)) if axes else key
-        micro_batches = jax.tree.map(
-            lambda x: x.reshape(options.accumulate, x.shape[0] // options.accumulate, *x.shape[1:]), rows
-        )
-
-        def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> _Sums:
-            return _micro_step(loss_fn, options, setup, params, extra, micro, key)
-
-        own = _own_keys(extra, random_keys, axes)
-        sums = _accumulate(micro_step, own, micro_batches, here, options.accumulate)
-        kept = _common_keys(extra, own, sums.extra, random_keys, axes)
-        sums = dataclasses.replace(sums, extra=kept)
+    def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> _Sums:
+        sums = _local_sums(_whole_step(loss_fn, options, setup, params), options, setup, axes, extra, rows, key)
         if options.weight is not None:
             sums = _evened(sums, axes, options, params)
-        return _reduce_all_but_gradients(sums, axes) if axes else sums
+        if not axes:
+            return sums
+        # Every device's own gradients behind a dim that the axes split.
+        sums = _reduce_all_but_gradients(sums, axes)
+        return dataclasses.replace(sums, grads=jax.tree.map(lambda g: g[None], sums.grads))
 
     if not axes:
-        return local(params, state.extra, batch, jax.random.key_data(key))
-    whole = PartitionSpec()
-    sums = jax.shard_map(
-        local,
-        mesh=setup.mesh,
-        in_specs=(whole, whole, PartitionSpec(axes), whole),
-        out_specs=_Sums(whole, whole, PartitionSpec(axes), whole, whole),  # type: ignore[arg-type]
-        axis_names=set(axes),
-        # The loss is differentiated inside, with no collective in it: there is nothing for the check to protect, and
-        # it would refuse ordinary models whose scan carries start as constants.
-        check_vma=False,
-    )(params, state.extra, batch, jax.random.key_data(key))
+        return local(params, state.extra, batch, key)
+    sums = _by_device(local, setup, axes, PartitionSpec(), PartitionSpec(axes))(params, state.extra, batch, key)
     # Left to XLA, for a scatter written by hand would first gather what other axes split.
     # lax.reduce, for jnp.sum would widen a narrow reduction to float32.
     summed = jax.tree.map(lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads)
     return dataclasses.replace(sums, grads=_constrained(summed, setup.named(setup.layout.grads)))
+
+
+def _quantized(
+    loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array, unshard: Unshard
+) -> _Sums:
+    """Weights gathered and gradients scattered in few bits, by hand: `meshpar.unshard` says how.
+
+    Manual over the axes that split the batch, as when gradients are reduced once; parameters enter as shards. In mode
+    "each" every micro-step gathers and scatters, stacked layers inside the loops over them; in mode "once" all weights
+    are gathered before the micro-steps and all gradients scattered behind them.
+    """
+    setup, axes = state.setup, unshard.batch_axes
+    once = options.accumulate > 1 and options.accumulate_mode == "once"
+    noise = jax.random.fold_in(key, options.accumulate)  # micro-steps fold in the numbers below
+
+    def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> _Sums:
+        if once:
+            whole = unshard.whole(params, noise)
+            step = _whole_step(loss_fn, options, setup, whole)
+        else:
+            step = _sharded_step(loss_fn, options, setup, unshard, params, noise)
+        sums = _local_sums(step, options, setup, axes, extra, rows, key)
+        if once:
+            sums = sums if options.weight is None else _evened(sums, axes, options, whole)
+            sums = dataclasses.replace(sums, grads=unshard.scattered(sums.grads, noise))
+        return _reduce_all_but_gradients(sums, axes)
+
+    run = _by_device(local, setup, axes, unshard.specs, unshard.specs)
+    sums = run(state.params, state.extra, batch, key, noise)
+    if options.accumulate == 1 and options.weight is None:  # a mean over devices, where XLA's own is one over rows
+        loss, metrics, grads = jax.tree.map(
+            lambda x: x / sums.weight.astype(x.dtype), (sums.loss, sums.metrics, sums.grads)
+        )
+        sums = dataclasses.replace(sums, loss=loss, metrics=metrics, grads=grads)
+    return dataclasses.replace(sums, grads=_constrained(sums.grads, setup.named(_grad_specs(setup, options))))
+
+
+def _by_device(
+    local: Callable[..., _Sums], setup: Setup, axes: tuple[str, ...], params: PyTree, grads: PyTree
+) -> Callable[..., _Sums]:
+    """A function of (params, extra, rows, keys...) run by every device along the axes that split the batch.
+
+    Args:
+      params, grads: specs of what enters and what leaves.
+    """
+    whole = PartitionSpec()
+
+    def run(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> _Sums:
+        def inside(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> _Sums:
+            return local(held, extra, rows, *map(jax.random.wrap_key_data, keys))
+
+        return jax.shard_map(
+            inside,
+            mesh=setup.mesh,
+            in_specs=(params, whole, PartitionSpec(axes), *[whole] * len(keys)),
+            out_specs=_Sums(whole, whole, grads, whole, whole),  # type: ignore[arg-type]
+            axis_names=set(axes),
+            # The loss is differentiated inside, and its collectives have derivatives of their own: there is nothing for
+            # the check to protect, and it would refuse ordinary models whose scan carries start as constants.
+            check_vma=False,
+        )(held, extra, rows, *map(jax.random.key_data, keys))
+
+    return run
+
+
+_Step = Callable[[PyTree, PyTree, jax.Array], _Sums]
+"""(extra, micro-batch, key) -> sums of one micro-step."""
+
+
+def _whole_step(loss_fn: LossFn, options: StepOptions, setup: Setup, params: PyTree) -> _Step:
+    def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> _Sums:
+        return _micro_step(loss_fn, options, setup, params, extra, micro, key)
+
+    return micro_step
+
+
+def _sharded_step(
+    loss_fn: LossFn, options: StepOptions, setup: Setup, unshard: Unshard, params: PyTree, noise: jax.Array
+) -> _Step:
+    """Gradients by shards: those of all devices have met, each weighed, when they come out."""
+
+    def loss_of(params: PyTree, extra: PyTree, micro: PyTree, key: jax.Array, weight: jax.Array | None) -> Any:
+        def gather(at: str, layer: PyTree) -> PyTree:
+            return unshard.layer(noise, weight, at, layer)
+
+        with gathering(gather) as wishes:
+            before = wishes.num_layers_gathered
+            try:
+                out = _loss(loss_fn, setup, unshard.entered(params, noise, weight), extra, micro, key)
+            except (TypeError, ValueError) as error:
+                _check_layers_gathered(setup, unshard, wishes.num_layers_gathered - before, error)
+                raise
+            _check_layers_gathered(setup, unshard, wishes.num_layers_gathered - before, None)
+        return out
+
+    def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> _Sums:
+        wide = jax.tree.map(_wide, params)
+        # Gradients meet weighed, so the weight is known before: a forward pass of which XLA keeps what it takes, which
+        # is little where the weight is a count of tokens.
+        weight = None
+        if options.weight is not None:
+            weight = _wide(jnp.asarray(_weight(options, loss_of(wide, extra, micro, key, None)[1][0])))
+        (loss, (metrics, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(wide, extra, micro, key, weight)
+        return dataclasses.replace(_weighed(options, loss, metrics, {}, after), grads=grads)
+
+    return micro_step
+
+
+def _check_layers_gathered(setup: Setup, unshard: Unshard, count: int, cause: Exception | None) -> None:
+    if unshard.per_layer and not count:
+        raise problem(
+            f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}",
+            "gather one layer at a time",
+            "the model scans its stacked layers and never calls meshpar.precision.layer_weights",
+            "call it on the slice of the parameters that the scan's body gets, inside remat_layer",
+        ) from cause
+
+
+def _local_sums(
+    step: _Step, options: StepOptions, setup: Setup, axes: tuple[str, ...], extra: PyTree, rows: PyTree, key: jax.Array
+) -> _Sums:
+    """The micro-steps of one device's rows, with random keys of its own."""
+    random_keys = setup.model.random_keys()
+    here = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
+    own = _own_keys(extra, random_keys, axes)
+    if options.accumulate == 1:
+        sums = step(own, rows, here)
+    else:
+        micro_batches = jax.tree.map(
+            lambda x: x.reshape(options.accumulate, x.shape[0] // options.accumulate, *x.shape[1:]), rows
+        )
+        sums = _accumulate(step, own, micro_batches, here, options.accumulate)
+    return dataclasses.replace(sums, extra=_common_keys(extra, own, sums.extra, random_keys, axes))
 
 
 def _own_keys(extra: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]) -> PyTree:
@@ -547,14 +680,13 @@ def _evened(sums: _Sums, axes: tuple[str, ...], options: StepOptions, params: Py
 
 
 def _reduce_all_but_gradients(sums: _Sums, axes: tuple[str, ...]) -> _Sums:
-    """Sum over devices, model extras averaged; every device's own gradients behind a dim that the axes split."""
+    """Sum over devices, model extras averaged; gradients as they are."""
 
     def reduce_extra(x: jax.Array) -> jax.Array:
         return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else lax.pmax(x, axes)
 
     loss, metrics, weight = lax.psum((sums.loss, sums.metrics, sums.weight), axes)
-    own = jax.tree.map(lambda g: g[None], sums.grads)
-    return _Sums(loss, metrics, own, weight, jax.tree.map(reduce_extra, sums.extra))
+    return _Sums(loss, metrics, sums.grads, weight, jax.tree.map(reduce_extra, sums.extra))
 
 
 def _is_spec(x: Any) -> bool:

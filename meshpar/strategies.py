@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from meshpar.rules import ACTIVATION_NAMES, BATCH_AXES, PARAMETER_NAMES, DimRule, Largest, Rules
 from meshpar.types import AnyMesh, axis_sizes, near, problem
@@ -20,6 +20,9 @@ MIN_SHARDED_BYTES = 2**16
 
 PARTS = ("params", "grads", "optimizer", "activations")
 
+QUANTIZED = ("int8", "fp8")
+"""What weights and gradients can be sent as."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Need:
@@ -28,6 +31,55 @@ class Need:
     axis: str
     strategy: str
     why: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """In how few bits split parameters and their gradients travel.
+
+    Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training".
+    """
+
+    weights: str | None = "int8"
+    """Weights, when they are gathered: "int8", "fp8" (e4m3), or None: in the compute dtype (qwZ)."""
+    gradients: str | None = "int8"
+    """Gradients, when they meet: each rank adds up what arrives in float32 (qgZ). None: in the reduction dtype."""
+    block: int = 256
+    """The most elements that share a scale."""
+    stochastic: bool = False
+    """Round up or down at random, right in the mean, instead of to the nearest."""
+    secondary: str | tuple[str, ...] | None = None
+    """Axes inside a node over which a second shard is kept from forward to backward, so that the backward pass gathers
+    inside the node only (hpZ): `size of the other axes` times the bytes of the first, one byte a parameter. Gradients
+    then meet inside the node first, too."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.secondary, list):
+            object.__setattr__(self, "secondary", tuple(self.secondary))
+        for field in ("weights", "gradients"):
+            name = getattr(self, field)
+            if name is not None and name not in QUANTIZED:
+                fix = near(str(name), QUANTIZED)
+                raise problem(f"quantize {field}={name!r}", "send them in that", "there is no such format", fix)
+        if self.weights is None and self.gradients is None and self.secondary is None:
+            fix = 'write quantize="int8", or leave it out'
+            raise problem("quantize", "send weights and gradients as they are", "that is what quantize=None does", fix)
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+            exists = "a block has a whole number of elements, one or more"
+            raise problem(f"quantize block={self.block!r}", "share scales among so many", exists, "write block=256")
+        if not isinstance(self.stochastic, bool):
+            exists = "it is neither True nor False"
+            raise problem(f"quantize stochastic={self.stochastic!r}", "round so", exists, "write one of them")
+
+    @property
+    def literal(self) -> str | dict[str, object]:
+        """The shortest plain value that means the same."""
+        changed = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        }
+        if self.weights == self.gradients and set(changed) <= {"weights", "gradients"} and self.weights:
+            return self.weights
+        return changed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +100,8 @@ class Strategy:
     """Above this size a leaf that no rule splits, and none says to replicate, is an error."""
     needs: tuple[Need, ...] = ()
     """Axes without which it would be another strategy."""
+    quantize: Quantize | None = None
+    """How split parameters and their gradients travel; None: as XLA sends them."""
 
     def __post_init__(self) -> None:
         for part in PARTS:
@@ -74,6 +128,7 @@ class Strategy:
             label=f"{self.label} | {other.label}",
             big_leaf_bytes=min(self.big_leaf_bytes, other.big_leaf_bytes),
             needs=self.needs + other.needs,
+            quantize=other.quantize or self.quantize,
         )
 
     def _check_not_undone(self, other: Strategy) -> None:
@@ -186,9 +241,12 @@ def _axes(origin: str, axis: str | tuple[str, ...]) -> tuple[str, ...]:
     return axes
 
 
-def _call(name: str, default: str, axis: str | tuple[str, ...], min_bytes: int) -> str:
+def _call(
+    name: str, default: str, axis: str | tuple[str, ...], min_bytes: int, quantize: Quantize | None = None
+) -> str:
     parts = [] if axis == default else [f"axis={axis!r}"]
     parts += [] if min_bytes == MIN_SHARDED_BYTES else [f"min_bytes={min_bytes}"]
+    parts += [] if quantize is None else [f"quantize={quantize.literal!r}"]
     return f"{name}({', '.join(parts)})"
 
 
@@ -240,30 +298,51 @@ def zero2(*, axis: str | tuple[str, ...] = "fsdp", min_bytes: int = MIN_SHARDED_
     )
 
 
-def zero3(*, axis: str | tuple[str, ...] = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strategy:
+def zero3(
+    *,
+    axis: str | tuple[str, ...] = "fsdp",
+    min_bytes: int = MIN_SHARDED_BYTES,
+    quantize: str | Mapping[str, object] | Quantize | None = None,
+) -> Strategy:
     """ZeRO-3: parameters, gradients and optimizer state split over `axis`; weights are gathered where they are used.
 
     Args:
       axis: the mesh axis, or axes, to split over.
       min_bytes: unnamed leaves smaller than this stay whole.
+      quantize: as for `fsdp`.
     """
-    return _zero3("zero3", axis, min_bytes)
+    return _zero3("zero3", axis, min_bytes, quantize)
 
 
-def fsdp(*, axis: str | tuple[str, ...] = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strategy:
+def fsdp(
+    *,
+    axis: str | tuple[str, ...] = "fsdp",
+    min_bytes: int = MIN_SHARDED_BYTES,
+    quantize: str | Mapping[str, object] | Quantize | None = None,
+) -> Strategy:
     """Fully sharded data parallel: another name for ZeRO-3 (Zhao et al. 2023, "PyTorch FSDP").
 
     On a model with no names at all every leaf of at least `min_bytes` is split on its largest dim that divides, and
     the table says so.
 
+    With `quantize` it is ZeRO++ (Wang et al. 2023): weights of two dims or more are gathered, and their gradients
+    exchanged, in a byte an element. The loss is then given a device's own rows only, as in `train_step` with
+    `accumulate_mode="once"`; `eval_step` gathers weights as they are.
+
     Args:
       axis: the mesh axis, or axes, to split over.
       min_bytes: unnamed leaves smaller than this stay whole.
+      quantize: "int8" or "fp8" for weights and gradients; or fields of `Quantize`, as a dict or as such.
     """
-    return _zero3("fsdp", axis, min_bytes)
+    return _zero3("fsdp", axis, min_bytes, quantize)
 
 
-def hsdp(*, axis: str | tuple[str, ...] = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strategy:
+def hsdp(
+    *,
+    axis: str | tuple[str, ...] = "fsdp",
+    min_bytes: int = MIN_SHARDED_BYTES,
+    quantize: str | Mapping[str, object] | Quantize | None = None,
+) -> Strategy:
     """Hybrid sharding: ZeRO-3 inside a group of `axis`, replicated over `data`.
 
     Gathers and scatters stay in the group; only 1/size of the gradients is all-reduced across groups.
@@ -271,21 +350,54 @@ def hsdp(*, axis: str | tuple[str, ...] = "fsdp", min_bytes: int = MIN_SHARDED_B
     Args:
       axis: the mesh axis, or axes, to split over.
       min_bytes: unnamed leaves smaller than this stay whole.
+      quantize: as for `fsdp`; the all-reduce across groups is quantized too.
     """
-    strategy = _zero3("hsdp", axis, min_bytes)
+    strategy = _zero3("hsdp", axis, min_bytes, quantize)
     need = Need(axis="data", strategy="hsdp()", why="use fsdp(), which it is with nothing to replicate over")
     return strategy.replace(needs=(*strategy.needs, need))
 
 
-def _zero3(origin: str, axis: str | tuple[str, ...], min_bytes: int) -> Strategy:
+def _zero3(
+    origin: str,
+    axis: str | tuple[str, ...],
+    min_bytes: int,
+    quantize: str | Mapping[str, object] | Quantize | None,
+) -> Strategy:
     sharded = _sharded(origin, axis, min_bytes)
+    wire = _quantize(origin, _axes(origin, axis), quantize)
     return Strategy(
         params=sharded,
         grads=sharded,
         optimizer=sharded,
         activations=_activations(origin),
-        label=_call(origin, "fsdp", axis, min_bytes),
+        label=_call(origin, "fsdp", axis, min_bytes, wire),
+        quantize=wire,
     )
+
+
+def _quantize(
+    origin: str, axes: tuple[str, ...], given: str | Mapping[str, object] | Quantize | None
+) -> Quantize | None:
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        known = [field.name for field in dataclasses.fields(Quantize)]
+        for name in given:
+            if name not in known:
+                exists = "Quantize has no such field"
+                raise problem(f"{origin}(quantize={given!r})", f"set `{name}`", exists, near(str(name), known))
+        given = Quantize(**given)  # type: ignore[arg-type]
+    wire = given if isinstance(given, Quantize) else Quantize(weights=given, gradients=given)
+    if wire.secondary is not None:
+        inside = _axes(f"{origin}(quantize=...) secondary", wire.secondary)
+        if not set(inside) < set(axes):
+            raise problem(
+                f"{origin}(axis={axes!r}, quantize=...) secondary={wire.secondary!r}",
+                "keep a second shard inside the node",
+                "those are some of the axes that parameters are split over, and the others go across nodes",
+                'split over both kinds: mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"})',
+            )
+    return wire
 
 
 def tensor_parallel(*, sequence: bool = False, axis: str = "tensor") -> Strategy:

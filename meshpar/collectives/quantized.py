@@ -188,7 +188,7 @@ def decoded(
     return restored.reshape(*message.shape[:-1], num_blocks * width)[..., :size]
 
 
-def gathered_bytes(message: UInt8[Array, "..."], axis: Axis) -> UInt8[Array, "N ..."]:
+def gathered_bytes(message: UInt8[Array, "... q"], axis: Axis) -> UInt8[Array, "N ..."]:
     """The messages of all ranks."""
     return lax.all_gather(message, axis) if message.size else jnp.zeros((_ranks(axis), *message.shape), jnp.uint8)
 
@@ -207,7 +207,8 @@ def scattered_sum(
     num_outer, size = _ranks(outer), parts.shape[-1]
     # What goes to place i of any node meets on rank i inside; one message for each node leaves from there.
     by_place = jnp.swapaxes(parts.reshape(num_outer, _ranks(axis), size), 0, 1)
-    inside, across = (None, None) if key is None else jax.random.split(_own(key, (*_names(outer), *_names(axis))))
+    own = _own(key, _both(axis, outer))
+    inside, across = (None, None) if own is None else jax.random.split(own)
     by_node = _sum_of_arrived(by_place, axis, dtype, block, inside)
     return _sum_of_arrived(by_node, outer, dtype, block, across)
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
-from meshpar.models import context, layers
+from meshpar.models import context, layers, overlap
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache, LayerCache, Rope
-from meshpar.precision import dot_general, remat_layer
+from meshpar.precision import dot_general, layer_weights, remat_layer
 from meshpar.rules import constrain
 
 Initializer = nnx.initializers.Initializer
@@ -39,13 +39,20 @@ class Attention(nnx.Module):
         self.implementation = cfg.attention
 
     def __call__(
-        self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None
+        self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
     ) -> tuple[Array, LayerCache | None]:
         """The heads' output, projected back to the residual stream, and the cache with these positions in it."""
-        q_BTHD, k_BTKD, v_BTKD = self.query(h_BTE), self.key(h_BTE), self.value(h_BTE)
+        inward = (self.query, self.key, self.value)
+        if overlapped:
+            names = ("act_heads", "act_kv_heads", "act_kv_heads")
+            q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, [one.kernel[...] for one in inward], names)
+        else:
+            q_BTHD, k_BTKD, v_BTKD = (one(h_BTE) for one in inward)
         o_BTHD, cache = layers.attend(
             q_BTHD, k_BTKD, v_BTKD, angles, implementation=self.implementation, cache=cache, length=length
         )
+        if overlapped:
+            return overlap.matmul_scattered(o_BTHD, self.out.kernel[...], "act_heads"), cache
         return self.out(o_BTHD), cache
 
 
@@ -58,15 +65,20 @@ class MLP(nnx.Module):
         self.up = linear(cfg.embed_dim, cfg.mlp_dim, names=("embed", "mlp"))
         self.down = linear(cfg.mlp_dim, cfg.embed_dim, names=("mlp", "embed"), init=into_residual(cfg))
 
-    def __call__(self, h_BTE: Array) -> Array:
+    def __call__(self, h_BTE: Array, *, overlapped: bool = False) -> Array:
         """[B T E] -> [B T E]."""
-        return self.down(layers.swiglu(self.gate(h_BTE), self.up(h_BTE)))
+        if not overlapped:
+            return self.down(layers.swiglu(self.gate(h_BTE), self.up(h_BTE)))
+        inward = [self.gate.kernel[...], self.up.kernel[...]]
+        gate_BTM, up_BTM = overlap.gathered_matmul(h_BTE, inward, ("act_mlp", "act_mlp"))
+        return overlap.matmul_scattered(layers.swiglu(gate_BTM, up_BTM), self.down.kernel[...], "act_mlp")
 
 
 class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.cfg = cfg
         self.attention_norm = _norm(cfg, rngs)
         self.attention = Attention(cfg, rngs=rngs)
         self.mlp_norm = _norm(cfg, rngs)
@@ -76,11 +88,14 @@ class Block(nnx.Module):
         self, x_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None
     ) -> tuple[Array, LayerCache | None]:
         """The residual stream behind this layer, and the cache with these positions in it."""
+        overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
         with jax.named_scope("attention"):
-            a_BTE, cache = self.attention(layers.block_input(self.attention_norm(x_BTE)), angles, cache, length)
+            h_BTE = overlap.block_input(self.attention_norm(x_BTE), overlapped=overlapped)
+            a_BTE, cache = self.attention(h_BTE, angles, cache, length, overlapped=overlapped)
             x_BTE = x_BTE + layers.residual(a_BTE)
         with jax.named_scope("mlp"):
-            m_BTE = self.mlp(layers.block_input(self.mlp_norm(x_BTE)))
+            h_BTE = overlap.block_input(self.mlp_norm(x_BTE), overlapped=overlapped)
+            m_BTE = self.mlp(h_BTE, overlapped=overlapped)
             x_BTE = x_BTE + layers.residual(m_BTE)
         return layers.residual(x_BTE), cache
 
@@ -148,7 +163,7 @@ class Transformer(nnx.Module):
 
         def layer(x_BTE: Array, of_layer: Any) -> tuple[Array, LayerCache | None]:
             state, layer_cache = of_layer
-            return nnx.merge(graph, state)(x_BTE, angles, layer_cache, length)
+            return nnx.merge(graph, layer_weights(state))(x_BTE, angles, layer_cache, length)
 
         with jax.named_scope("layers"):
             x_BTE, kv = jax.lax.scan(remat_layer(layer), x_BTE, (state, None if cache is None else cache[:2]))

@@ -5,6 +5,7 @@ Shape suffixes as in `meshpar.models.layers`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,11 +13,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Int, Integer
 
-from meshpar.models import context, layers
+from meshpar.models import context, layers, overlap
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.models.transformer import Initializer, advanced, embedding_init, into_residual, rope_of, tied_logits
-from meshpar.precision import dot_general, remat_policy
+from meshpar.precision import dot_general, gathers_layers, layer_weights, remat_policy
 from meshpar.rules import constrain
 
 
@@ -27,18 +28,23 @@ class LinenAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None
+        self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
     ) -> tuple[Array, LayerCache | None]:
         """The heads' output, projected back to the residual stream, and the cache with these positions in it."""
-        cfg = self.cfg
-        q_BTHD = _linear(cfg, "query", (cfg.num_heads, cfg.head_dim), ("embed", "heads", "head_dim"))(h_BTE)
-        k_BTKD = _linear(cfg, "key", (cfg.num_kv_heads, cfg.head_dim), ("embed", "kv_heads", "head_dim"))(h_BTE)
-        v_BTKD = _linear(cfg, "value", (cfg.num_kv_heads, cfg.head_dim), ("embed", "kv_heads", "head_dim"))(h_BTE)
+        cfg, dot = self.cfg, _kernel if overlapped else dot_general
+        heads, kv_heads = (cfg.num_heads, cfg.head_dim), (cfg.num_kv_heads, cfg.head_dim)
+        q_BTHD = _linear(cfg, "query", heads, ("embed", "heads", "head_dim"), dot=dot)(h_BTE)
+        k_BTKD = _linear(cfg, "key", kv_heads, ("embed", "kv_heads", "head_dim"), dot=dot)(h_BTE)
+        v_BTKD = _linear(cfg, "value", kv_heads, ("embed", "kv_heads", "head_dim"), dot=dot)(h_BTE)
+        if overlapped:
+            names = ("act_heads", "act_kv_heads", "act_kv_heads")
+            q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, (q_BTHD, k_BTKD, v_BTKD), names)
         o_BTHD, cache = layers.attend(
             q_BTHD, k_BTKD, v_BTKD, angles, implementation=cfg.attention, cache=cache, length=length
         )
-        names = ("heads", "head_dim", "embed")
-        return _linear(cfg, "out", cfg.embed_dim, names, axis=(-2, -1), init=into_residual(cfg))(o_BTHD), cache
+        out = ("heads", "head_dim", "embed")
+        a_BTE = _linear(cfg, "out", cfg.embed_dim, out, axis=(-2, -1), init=into_residual(cfg), dot=dot)(o_BTHD)
+        return overlap.matmul_scattered(o_BTHD, a_BTE, "act_heads") if overlapped else a_BTE, cache
 
 
 class LinenMLP(nn.Module):
@@ -47,13 +53,16 @@ class LinenMLP(nn.Module):
     cfg: TransformerConfig
 
     @nn.compact
-    def __call__(self, h_BTE: Array) -> Array:
+    def __call__(self, h_BTE: Array, *, overlapped: bool = False) -> Array:
         """[B T E] -> [B T E]."""
-        cfg = self.cfg
-        gate_BTM = _linear(cfg, "gate", cfg.mlp_dim, ("embed", "mlp"))(h_BTE)
-        up_BTM = _linear(cfg, "up", cfg.mlp_dim, ("embed", "mlp"))(h_BTE)
+        cfg, dot = self.cfg, _kernel if overlapped else dot_general
+        gate_BTM = _linear(cfg, "gate", cfg.mlp_dim, ("embed", "mlp"), dot=dot)(h_BTE)
+        up_BTM = _linear(cfg, "up", cfg.mlp_dim, ("embed", "mlp"), dot=dot)(h_BTE)
+        if overlapped:
+            gate_BTM, up_BTM = overlap.gathered_matmul(h_BTE, (gate_BTM, up_BTM), ("act_mlp", "act_mlp"))
         hidden_BTM = layers.swiglu(gate_BTM, up_BTM)
-        return _linear(cfg, "down", cfg.embed_dim, ("mlp", "embed"), init=into_residual(cfg))(hidden_BTM)
+        down = _linear(cfg, "down", cfg.embed_dim, ("mlp", "embed"), init=into_residual(cfg), dot=dot)(hidden_BTM)
+        return overlap.matmul_scattered(hidden_BTM, down, "act_mlp") if overlapped else down
 
 
 class LinenBlock(nn.Module):
@@ -66,11 +75,13 @@ class LinenBlock(nn.Module):
         self, x_BTE: Array, cache: LayerCache | None, angles: Rope, length: Array | None
     ) -> tuple[Array, LayerCache | None]:
         """The residual stream behind this layer, and the cache with these positions in it."""
-        h_BTE = layers.block_input(_norm(self.cfg, "attention_norm")(x_BTE))
-        a_BTE, cache = LinenAttention(self.cfg, name="attention")(h_BTE, angles, cache, length)
+        overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
+        h_BTE = overlap.block_input(_norm(self.cfg, "attention_norm")(x_BTE), overlapped=overlapped)
+        attention = LinenAttention(self.cfg, name="attention")
+        a_BTE, cache = attention(h_BTE, angles, cache, length, overlapped=overlapped)
         x_BTE = x_BTE + layers.residual(a_BTE)
-        h_BTE = layers.block_input(_norm(self.cfg, "mlp_norm")(x_BTE))
-        m_BTE = LinenMLP(self.cfg, name="mlp")(h_BTE)
+        h_BTE = overlap.block_input(_norm(self.cfg, "mlp_norm")(x_BTE), overlapped=overlapped)
+        m_BTE = LinenMLP(self.cfg, name="mlp")(h_BTE, overlapped=overlapped)
         return layers.residual(x_BTE + layers.residual(m_BTE)), cache
 
 
@@ -116,8 +127,11 @@ class LinenTransformer(nn.Module):
 
 def _scanned_block(cfg: TransformerConfig) -> Any:
     """The block under one scan, its parameters with a leading dim `layers`, rematerialised as the step asks."""
+    block: Any = LinenBlock
+    if gathers_layers():
+        block = nn.map_variables(block, "params", lambda variables: {"params": layer_weights(variables["params"])})
     policy = remat_policy()
-    block = LinenBlock if policy is None else nn.remat(LinenBlock, policy=policy, prevent_cse=False)
+    block = block if policy is None else nn.remat(block, policy=policy, prevent_cse=False)
     return nn.scan(
         block,
         variable_axes={"params": 0},
@@ -136,6 +150,7 @@ def _linear(
     *,
     axis: Any = -1,
     init: Initializer | None = None,
+    dot: Callable[..., Array] = dot_general,
 ) -> nn.DenseGeneral:
     return nn.DenseGeneral(
         outputs,
@@ -143,9 +158,14 @@ def _linear(
         use_bias=False,
         param_dtype=jnp.dtype(cfg.param_dtype),
         kernel_init=nn.with_logical_partitioning(init or nn.initializers.lecun_normal(), names),
-        dot_general=dot_general,
+        dot_general=dot,
         name=name,
     )
+
+
+def _kernel(inputs: Array, kernel: Array, *_: Any, **__: Any) -> Array:
+    """In place of a layer's matmul: its weight, made and named by the layer as always, for a matmul elsewhere."""
+    return kernel
 
 
 def _norm(cfg: TransformerConfig, name: str) -> nn.RMSNorm:
