@@ -139,6 +139,11 @@ COMMANDS: dict[str, Lazy] = {
         help="What a collective costs by each algorithm: steps, bytes, time, the formulas.",
         needs_devices=False,
     ),
+    "bench": Lazy(
+        home="meshpar.bench.command:bench",
+        help="Measure: a training step against bare jax.jit, collectives against XLA's own.",
+        needs_devices=False,  # each measurement sets up its own
+    ),
 }
 """Commands whose options stand beside what they run; `train` and `shard` are below."""
 
@@ -313,23 +318,6 @@ def shard(
     model = build_model(found)
     tx = build_optimizer(found, model, over)
     print_report(shardings(model, over, found.strategy, tx=tx, precision=found.precision), as_json=as_json)
-
-
-@cli.group()
-def bench() -> None:
-    """Measure what meshpar promises about its own speed."""
-
-
-@bench.command("step")
-@click.option("--pairs", default=20, show_default=True, type=click.IntRange(min=1), help="How often both run in turn.")
-@click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def bench_step(pairs: int, devices: int, as_json: bool) -> None:
-    """A training step against the same model in bare jax.jit with hand-written shardings."""
-    prepare_devices(devices)
-    from meshpar.bench import step
-
-    print_report(step(pairs=pairs), as_json=as_json)
 
 
 def print_report(report: Any, *, as_json: bool) -> None:

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from meshpar.bench.kernels import Collectives
     from meshpar.ledger.memory import Memory
     from meshpar.ledger.report import Report
     from meshpar.ledger.timeline import Segment, Timeline
+    from meshpar.pipeline.schedules import Schedule
+    from meshpar.pipeline.schedules import Timeline as PipelineTimeline
 
 Curve = Iterable[tuple[float, float]]
 """Points (step, value)."""
@@ -361,6 +364,65 @@ def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device"
 # ---------------------------------------------------------------------------------------------------------------------
 # Curves
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+ALGORITHMS = {
+    "XLA": INK,
+    "ring": "#2f7fc1",
+    "bidirectional": "#8ecae6",
+    "recursive_doubling": "#d1495b",
+    "recursive_halving": "#d1495b",
+    "halving_doubling": "#e0a32e",
+    "tree": "#4a9e5c",
+    "hierarchical": "#8f6bb3",
+    "direct": "#2f7fc1",
+}
+"""One colour for each algorithm of a collective; others take the next of `MORE`."""
+
+
+def collectives(found: Collectives, *, title: str | None = None) -> Figure:
+    """Time of a collective against its size, measured (points, quartiles as bars) and by the fitted model (dashed).
+
+    One panel for each collective and mesh axis. Where ring and recursive doubling cross by the model, a vertical line.
+
+    Args:
+      found: what `meshpar.bench.collectives` measured.
+      title: above the picture.
+    """
+    cases = list(dict.fromkeys((row.collective, row.axis) for row in found.rows))
+    columns = min(2, len(cases))
+    lines = -(-len(cases) // columns)
+    figure, panels = _figure(6.2 * columns, 4.2 * lines, columns=columns, rows=lines)
+    more = iter(itertools.cycle(MORE))
+    names = dict.fromkeys(row.algorithm for row in found.rows)
+    colors = {name: ALGORITHMS.get(name) or next(more) for name in names}
+    for panel in list(np.atleast_1d(panels).flat)[len(cases) :]:
+        panel.set_axis_off()
+    for (collective, axis), panel in zip(cases, np.atleast_1d(panels).flat, strict=False):
+        rows = [row for row in found.rows if (row.collective, row.axis) == (collective, axis)]
+        for name in dict.fromkeys(row.algorithm for row in rows):
+            of = [row for row in rows if row.algorithm == name]
+            sizes, times = [row.size_bytes for row in of], [row.time_s for row in of]
+            bars = [[max(row.time_s - row.low_s, 0) for row in of], [max(row.high_s - row.time_s, 0) for row in of]]
+            panel.errorbar(
+                sizes, times, yerr=bars, color=colors[name], marker="o", ms=4, lw=1.5, elinewidth=0.8, label=name
+            )
+            model = [(row.size_bytes, row.predicted_s) for row in of if row.predicted_s is not None]
+            panel.plot(*_points(model), color=colors[name], lw=1, ls="--", alpha=0.7)
+        crossover = found.crossover_bytes(axis) if collective == "all_reduce" else None
+        if crossover:
+            panel.axvline(crossover, color=FAINT, lw=1.5, zorder=0)
+            panel.annotate(
+                f"ring / recursive doubling\n{human_bytes(crossover)}", (crossover, 0.02), xycoords=("data", "axes fraction"),
+                ha="right", va="bottom", fontsize=8, color=INK, xytext=(-3, 0), textcoords="offset points",
+            )  # fmt: skip
+        panel.set(xscale="log", yscale="log", xlabel="size (bytes)", ylabel="time (s)")
+        panel.set_title(f"{collective} over {axis}={rows[0].num_ranks}", fontsize=10, color=INK)
+        panel.legend(fontsize=8, frameon=False)
+    figure.suptitle(
+        title if title is not None else f"{found.title}\nmeasured, and the fitted model (dashed)", fontsize=11
+    )
+    return figure
 
 
 def _figure(width: float, height: float, *, columns: int = 1, rows: int = 1) -> tuple[Figure, Any]:
@@ -737,3 +799,68 @@ def _axes_legend(figure: Figure, colors: Mapping[str, str], kinds: Sequence[str]
             handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False, fontsize=9,
             labelcolor=INK,
         )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipelines
+# ---------------------------------------------------------------------------------------------------------------------
+
+OPS = {"F": "#8ecae6", "B": "#a8d8a0", "W": "#ffd166"}
+"""Forward, gradient of the input, gradient of the weights; every other chunk is drawn darker."""
+_OPS_DARK = {"F": "#5aa9d6", "B": "#6dbb6a", "W": "#e0a93b"}
+_OPS_MEAN = {"F": "forward", "B": "backward: input", "W": "backward: weights"}
+
+
+def schedule(
+    *schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0, lockstep: bool = False
+) -> Figure:
+    """Pipeline schedules on the clock, one above the other on one time axis: a line for each stage.
+
+    Args:
+      schedules: one or more.
+      f: time of one stage's forward.
+      b: of its gradient to the input.
+      w: of its gradient to the weights.
+      comm: of a message between neighbours.
+      lockstep: whether all stages begin each tick together; otherwise each begins as soon as it can.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    times = [one.simulate(f=f, b=b, w=w, comm=comm) for one in schedules]
+    lines = [found.lockstep if lockstep else found.free for found in times]
+    heights = [one.stages for one in schedules]
+    figure = Figure(figsize=(12.0, 0.7 * len(schedules) + 0.24 * sum(heights) + 0.8), layout="constrained")
+    panels = figure.subplots(len(schedules), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for panel, one, line in zip(panels, schedules, lines, strict=True):
+        _draw_schedule(panel, one, line, inches_per_unit=10.5 / max(found.makespan for found in lines))
+    panels[-1].set_xlabel("time", color=INK)
+    handles = [Patch(facecolor=OPS[kind], label=meaning) for kind, meaning in _OPS_MEAN.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
+    return figure
+
+
+def _draw_schedule(panel: Axes, one: Schedule, line: PipelineTimeline, *, inches_per_unit: float) -> None:
+    for tick, stage in np.argwhere(one.busy).tolist():
+        cell = one.cell(tick, stage)
+        height = 0.9 / len(cell)
+        for row, op in enumerate(cell):
+            at = (tick, stage, op.number)
+            start, length = line.start[at], line.end[at] - line.start[at]
+            low = stage - 0.45 + row * height
+            color = (_OPS_DARK if op.chunk % 2 else OPS)[op.kind]
+            panel.broken_barh([(start, length)], (low, height), facecolors=color, edgecolors="white", linewidth=0.4)
+            if length * inches_per_unit > 0.07 * len(str(op.microbatch)):
+                size = 6.5 if len(cell) == 1 else 4.5
+                middle = (start + length / 2, low + height / 2)
+                panel.text(*middle, str(op.microbatch), ha="center", va="center", fontsize=size, color=INK)
+    panel.set_yticks(range(one.stages), [f"stage {stage}" for stage in range(one.stages)], fontsize=7)
+    panel.set_ylim(one.stages - 0.5, -0.5)
+    panel.set_xlim(left=0)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.tick_params(axis="y", length=0)
+    title = f"{one.name}   makespan {line.makespan:.4g}, bubble {line.bubble_fraction:.1%}"
+    panel.set_title(
+        f"{title}, of a stage's span {line.span_bubble_fraction:.1%}", loc="left", fontsize=9, color=INK,
+        fontweight="bold",
+    )  # fmt: skip

@@ -58,6 +58,8 @@ class Links:
     """As XLA's own collectives use it, by axis; several axes that count as one go by `data*fsdp`."""
     permutes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
     """As single messages use it, of which `meshpar.collectives` is made; where an axis is missing, `axes` serves."""
+    source: str = ""
+    """How and when it was measured."""
 
     def __post_init__(self) -> None:
         if not self.axes and not self.permutes:
@@ -88,7 +90,7 @@ class Links:
         Raises:
           ValueError: a field is missing, unknown or of the wrong kind.
         """
-        _check_fields(data, {"devices", "axes", "permutes"})
+        _check_fields(data, {"devices", *_MEASURED})
         _check("devices", data.get("devices"), isinstance(data.get("devices"), str), "a name, as jax gives it")
         return Links(devices=data["devices"], **_axes_from_json(data))
 
@@ -112,6 +114,8 @@ class Cluster:
     """Measured along a mesh axis, as XLA's own collectives use it: comes before `inside` and `across`."""
     permutes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
     """Likewise, as single messages use it, of which `meshpar.collectives` is made."""
+    source: str = ""
+    """How and when it was measured, if it was."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -213,7 +217,7 @@ class Cluster:
         Raises:
           ValueError: a field is missing, unknown or of the wrong kind.
         """
-        _check_fields(data, {"gpu", "nodes", "gpus_per_node", "inside", "across", "axes", "permutes"})
+        _check_fields(data, {"gpu", "nodes", "gpus_per_node", "inside", "across", *_MEASURED})
         try:
             gpu = data["gpu"] if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
             gpu = gpu if isinstance(gpu, Gpu) else _gpu_from_json(gpu)
@@ -361,17 +365,22 @@ def _write(path: str | Path, profile: Mapping[str, Any]) -> None:
         ) from None
 
 
+_MEASURED = ("axes", "permutes", "source")
+
+
 def _axes_to_json(profile: Profile) -> dict[str, Any]:
     fields = {"axes": profile.axes, "permutes": profile.permutes}
-    return {
+    found: dict[str, Any] = {
         field: {axis: dataclasses.asdict(link) for axis, link in links.items()}
         for field, links in fields.items()
         if links
     }
+    return found | ({"source": profile.source} if profile.source else {})
 
 
-def _axes_from_json(data: Mapping[str, Any]) -> dict[str, dict[str, Link]]:
-    found: dict[str, dict[str, Link]] = {}
+def _axes_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    _check("source", data.get("source", ""), isinstance(data.get("source", ""), str), "a text")
+    found: dict[str, Any] = {"source": data.get("source", "")}
     for field in ("axes", "permutes"):
         links = data.get(field, {})
         _check(field, links, isinstance(links, Mapping), "a link for each mesh axis")

@@ -1,8 +1,4 @@
-"""Measurements behind `meshpar bench`: ratios of two programs taken in one run, never absolute claims.
-
-Machines are shared and noisy, so the two sides of a ratio run in turn, A B A B …, and the median of the pairs is kept
-with its spread.
-"""
+"""A training step against the same model in bare `jax.jit`, and the host's work around it."""
 
 from __future__ import annotations
 
@@ -23,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar.adapters import Model, from_functions
+from meshpar.bench.report import Measure, Report, paired_ratios, seconds_of
 from meshpar.mesh import MeshSpec
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.rules import Rules, resolve, use
@@ -30,54 +27,6 @@ from meshpar.state import TrainState, init_state, make_setup
 from meshpar.step import train_step
 from meshpar.strategies import Strategy, fsdp, tensor_parallel
 from meshpar.types import Leaf, PyTree, path_str, problem
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measure:
-    """One figure, and what it should stay under."""
-
-    name: str
-    value: float
-    unit: str
-    limit: float | None = None
-    low: float | None = None
-    """Quartiles of the pairs it is the median of."""
-    high: float | None = None
-    detail: str = ""
-
-    @property
-    def holds(self) -> bool:
-        """Whether it is within its limit."""
-        return self.limit is None or self.value <= self.limit
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-    """The figures of one benchmark. Prints as a table."""
-
-    title: str
-    measures: tuple[Measure, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return {
-            "title": self.title,
-            "measures": [{**dataclasses.asdict(m), "holds": m.holds} for m in self.measures],
-        }
-
-    def __rich__(self) -> Any:
-        from rich.table import Table
-
-        table = Table(title=self.title)
-        for column in ("measure", "median", "quartiles", "limit", "", "how"):
-            table.add_column(column, justify="right" if column in ("median", "quartiles", "limit") else "left")
-        for m in self.measures:
-            spread = "" if m.low is None or m.high is None else f"{m.low:.3g} – {m.high:.3g}"
-            limit = "" if m.limit is None else f"{m.limit:g} {m.unit}"
-            verdict = "" if m.limit is None else "[green]holds[/]" if m.holds else "[red]over[/]"
-            table.add_row(m.name, f"{m.value:.4g} {m.unit}", spread, limit, verdict, m.detail)
-        return table
-
 
 CASES: dict[str, tuple[MeshSpec, Strategy]] = {
     "fsdp=8": (MeshSpec(fsdp=8), fsdp()),
@@ -141,24 +90,6 @@ def _against_bare(case: str, pairs: int) -> Measure:
         high=high,
         detail=f"train_step ÷ bare jax.jit, {pairs} pairs in turn",
     )
-
-
-def paired_ratios(a: Callable[[], None], b: Callable[[], None], pairs: int) -> list[float]:
-    """Time of a over time of b, pair by pair, the order within a pair alternating; one pair of warm-up."""
-    a()
-    b()
-    ratios = []
-    for index in range(pairs):
-        first, second = (a, b) if index % 2 == 0 else (b, a)
-        one, two = _time(first), _time(second)
-        ratios.append(one / two if first is a else two / one)
-    return ratios
-
-
-def _time(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def _optimizer() -> optax.GradientTransformation:
@@ -268,7 +199,7 @@ def _resolve_time(num_leaves: int = 10_000) -> Measure:
         Leaf(path=f"layer_{i}/mlp/up/kernel", shape=(4096, 16384), dtype=np.dtype(np.float32), names=("embed", "mlp"))
         for i in range(num_leaves)
     ]
-    seconds = _time(lambda: [resolve(leaf, rules, mesh) for leaf in leaves])
+    seconds = seconds_of(lambda: [resolve(leaf, rules, mesh) for leaf in leaves])
     return Measure(name=f"resolving {num_leaves:,} leaves", value=seconds, unit="s", limit=1.0)
 
 
@@ -292,7 +223,7 @@ def _compile_growth(few: int = 4, many: int = 64) -> Measure:
 
 def _help_time(runs: int = 5) -> Measure:
     command = [sys.executable, "-m", "meshpar.cli", "--help"]
-    times = [_time(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(runs)]
+    times = [seconds_of(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(runs)]
     return Measure(
         name="meshpar --help", value=statistics.median(times), unit="s", limit=0.4, low=min(times), high=max(times),
         detail=f"whole process, {runs} runs",

@@ -1,0 +1,39 @@
+"""Measurements behind `meshpar bench`: ratios of programs taken in one run, never absolute claims.
+
+    report.py     figures, and ratios of two programs in turn
+    training.py   step: a training step against bare jax.jit
+    kernels.py    collectives: every algorithm against XLA's own, as nccl-tests does  ─► fit.py  α and β of each axis
+    command.py    meshpar bench step | collectives
+
+Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshpar.bench.kernels import collectives
+    from meshpar.bench.report import Measure, Report, paired_ratios
+    from meshpar.bench.training import step
+
+_HOMES = {
+    "kernels": ("collectives",),
+    "report": ("Measure", "Report", "paired_ratios"),
+    "training": ("step",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["Measure", "Report", "collectives", "paired_ratios", "step"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"meshpar.bench has no {name!r}; it has {', '.join(sorted(__all__))}")
+    value = globals()[name] = getattr(importlib.import_module(f"meshpar.bench.{_HOME_OF[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

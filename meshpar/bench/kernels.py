@@ -1,0 +1,686 @@
+"""Collectives on a clock, in the shape of nccl-tests: sizes × algorithms × mesh axes, with XLA's own beside ours.
+
+For each size all programs run in turn, round after round, and ratios are taken within a round. A program repeats its
+collective in a loop, each time on the result of the time before, as often as makes the run long against its launch, and
+what a run without the collective takes is subtracted. Values are checked once, against the reference.
+
+Sizes are the payload n: of an all-gather the gathered array, of a reduce-scatter the array before scattering, of an
+all-to-all what a device holds. SI units.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshpar import collectives as kernels
+from meshpar.bench.fit import Fit, Point, fit_link
+from meshpar.bench.report import seconds_of
+from meshpar.collectives import reference
+from meshpar.mesh import MeshSpec
+from meshpar.planner import cost
+from meshpar.planner.accounts import bus_factor
+from meshpar.planner.hardware import Link, Links, Profile, cluster_of, gpu_of_kind
+from meshpar.planner.units import si
+from meshpar.types import axis_sizes, near, problem
+
+Kernel = Callable[[jax.Array], jax.Array]
+Ranks = tuple[str, ...]
+"""Mesh axes that count as one."""
+
+XLA = "XLA"
+"""The algorithm of XLA's own collective."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """What is measured, by which algorithms, and what each costs."""
+
+    kind: str
+    """As XLA names it."""
+    algorithms: Mapping[str, Callable[[float, int], cost.Cost]]
+    """Ours, with their closed forms."""
+    xla: Callable[[jax.Array, Ranks, str], jax.Array]
+    xla_cost: Callable[[float, int], cost.Cost]
+    ops: tuple[str, ...]
+    """Reductions that XLA's own has; none where nothing is reduced."""
+    is_part_before: bool = False
+    """Whether a device holds an N-th of the payload before."""
+    is_part_after: bool = False
+
+
+def _xla_reduce(x: jax.Array, ranks: Ranks, op: str) -> jax.Array:
+    return {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}[op](x, ranks)
+
+
+COLLECTIVES: Mapping[str, Collective] = {
+    "all_reduce": Collective(
+        kind="all-reduce",
+        algorithms={
+            "ring": cost.ring_all_reduce,
+            "bidirectional": cost.ring_all_reduce,
+            "recursive_doubling": cost.tree_all_reduce,
+            "halving_doubling": cost.halving_doubling_all_reduce,
+            "tree": cost.binomial_tree_all_reduce,
+            "root": cost.naive_root_all_reduce,
+            "parameter_server": cost.parameter_server_all_reduce,
+        },
+        xla=_xla_reduce,
+        xla_cost=cost.ring_all_reduce,
+        ops=("sum", "mean", "max", "min"),
+    ),
+    "all_gather": Collective(
+        kind="all-gather",
+        algorithms={
+            "ring": cost.ring_all_gather,
+            "bidirectional": cost.ring_all_gather,
+            "recursive_doubling": cost.doubling_all_gather,
+        },
+        xla=lambda x, ranks, op: lax.all_gather(x, ranks, tiled=True),
+        xla_cost=cost.ring_all_gather,
+        ops=(),
+        is_part_before=True,
+    ),
+    "reduce_scatter": Collective(
+        kind="reduce-scatter",
+        algorithms={
+            "ring": cost.ring_reduce_scatter,
+            "bidirectional": cost.ring_reduce_scatter,
+            "recursive_halving": cost.halving_reduce_scatter,
+        },
+        xla=lambda x, ranks, op: lax.psum_scatter(x, ranks, tiled=True),
+        xla_cost=cost.ring_reduce_scatter,
+        ops=("sum",),
+        is_part_after=True,
+    ),
+    "all_to_all": Collective(
+        kind="all-to-all",
+        algorithms={"direct": cost.all_to_all},
+        xla=lambda x, ranks, op: lax.all_to_all(x, ranks, split_axis=0, concat_axis=0, tiled=True),
+        xla_cost=cost.all_to_all,
+        ops=(),
+    ),
+}
+ALGORITHMS = tuple(dict.fromkeys(name for one in COLLECTIVES.values() for name in one.algorithms))
+TWO_LEVELS = "hierarchical"
+"""Of collectives that have one, along several axes that count as one: the last is inside."""
+UNFITTED = ("bidirectional", TWO_LEVELS)
+"""They say nothing about one link: both directions at once, and two kinds of link."""
+USUAL = tuple(name for name in ALGORITHMS if name not in ("root", "parameter_server"))
+"""Without those that are there for comparison only."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One algorithm at one size along one axis."""
+
+    axis: str
+    num_ranks: int
+    collective: str
+    algorithm: str
+    size_bytes: int
+    count: int
+    """Elements of the payload."""
+    dtype: str
+    op: str
+    time_s: float
+    """Median of the rounds."""
+    low_s: float
+    """Quartiles."""
+    high_s: float
+    ratio: float | None
+    """Time over that of XLA's own, the median of the rounds; None for XLA's own, and where it has none."""
+    wrong: int
+    """Elements that are off by more than rounding explains."""
+    max_error: float
+    predicted_s: float | None = None
+    """By the model, with the α and β fitted to all rows of the axis."""
+
+    @property
+    def algorithm_bytes_per_s(self) -> float:
+        """Payload over time."""
+        return self.size_bytes / self.time_s
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """That times the share of the payload that a rank has to send at best, as nccl-tests counts it."""
+        return self.algorithm_bytes_per_s * bus_factor(COLLECTIVES[self.collective].kind, self.num_ranks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """What `meshpar bench collectives` found. Prints as tables; `profile` is what it learned about the links."""
+
+    devices: str
+    """What jax calls them."""
+    mesh: Mapping[str, int]
+    rows: tuple[Row, ...]
+    fits: tuple[Fit, ...]
+    repeats: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Devices and mesh."""
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
+        return f"collectives on {math.prod(self.mesh.values())} {self.devices} devices, {sizes}"
+
+    def fit(self, axis: str, of: str) -> Fit | None:
+        """The fit along an axis: of `permutes` or of XLA's own (`axes`)."""
+        return next((fit for fit in self.fits if (fit.axis, fit.of) == (axis, of)), None)
+
+    def crossover_bytes(self, axis: str) -> float | None:
+        """Payload below which recursive doubling beats the ring along an axis, by the fitted link."""
+        fit = self.fit(axis, "permutes")
+        num_ranks = next(row.num_ranks for row in self.rows if row.axis == axis)
+        return None if fit is None or fit.link is None else cost.ring_tree_crossover_bytes(num_ranks, fit.link)
+
+    def profile(self) -> Profile:
+        """The fitted links, for `explain`, `cost` and `algorithm="auto"`: a cluster of GPUs that the catalogue knows,
+        else links alone.
+
+        Raises:
+          ValueError: no link could be told from the times.
+        """
+        kept = {
+            of: {fit.axis: fit.link for fit in self.fits if fit.of == of and fit.verdict != "none"} for of in _FITTED
+        }
+        links: dict[str, dict[str, Link]] = {of: dict(_known(found)) for of, found in kept.items()}
+        if not any(links.values()):
+            raise problem(
+                "the profile",
+                "hold the links that were measured",
+                "no α and β explain the times: " + "; ".join(_fit_words(fit) for fit in self.fits),
+                "measure on an idle machine, over a wider range of sizes (--max-bytes) and more often (--repeats)",
+            )
+        gpu = gpu_of_kind(self.devices)
+        if gpu is None:
+            return Links(devices=self.devices, source=self._source(), axes=links["axes"], permutes=links["permutes"])
+        total = math.prod(self.mesh.values())
+        per_node = -(-total // jax.process_count())
+        usual = cluster_of(gpu, nodes=-(-total // per_node), gpus_per_node=per_node)
+        return dataclasses.replace(usual, source=self._source(), axes=links["axes"], permutes=links["permutes"])
+
+    def _source(self) -> str:
+        off = ", ".join(f"{fit.axis} {fit.of} {fit.typical_error:.0%}" for fit in self.fits if fit.verdict != "none")
+        today = datetime.date.today().isoformat()
+        return f"meshpar bench collectives, {self.title}, {today}; typical error of the fit: {off}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "title": self.title,
+            "devices": self.devices,
+            "mesh": dict(self.mesh),
+            "repeats": self.repeats,
+            "rows": [
+                {
+                    **dataclasses.asdict(row),
+                    "algorithm_bytes_per_s": row.algorithm_bytes_per_s,
+                    "bus_bytes_per_s": row.bus_bytes_per_s,
+                }
+                for row in self.rows
+            ],
+            "fits": [{**dataclasses.asdict(fit), "verdict": fit.verdict} for fit in self.fits],
+            "crossover_bytes": {axis: self.crossover_bytes(axis) for axis in dict.fromkeys(f.axis for f in self.fits)},
+            "notes": list(self.notes),
+        }
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        cases = dict.fromkeys((row.collective, row.axis) for row in self.rows)
+        tables = [self._table([row for row in self.rows if (row.collective, row.axis) == case]) for case in cases]
+        return Group(f"{self.title}; medians of {self.repeats} rounds", *tables, self._fits_table(), *self.notes)
+
+    def _table(self, rows: Sequence[Row]) -> Any:
+        from rich.table import Table
+
+        first = rows[0]
+        table = Table(title=f"{first.collective} {first.op} over {first.axis}={first.num_ranks}".replace("  ", " "))
+        for column in ("size", "count", "type", "algorithm", "time", "quartiles", "algbw", "busbw", "÷ XLA", "#wrong"):
+            table.add_column(column, justify="left" if column in ("type", "algorithm") else "right", no_wrap=True)
+        for column in ("max error", "model", "off"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for before, row in zip((first, *rows), rows, strict=False):
+            if row.size_bytes != before.size_bytes:
+                table.add_section()
+            table.add_row(*_cells(row))
+        return table
+
+    def _fits_table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(title="links, fitted to the times: T = steps · α + bytes · β")
+        for column in ("axis", "as used by", "α", "bandwidth", "typical error", "worst", "points", "fit", "crossover"):
+            table.add_column(column, justify="left" if column in ("axis", "as used by", "fit") else "right")
+        for fit in self.fits:
+            crossover = self.crossover_bytes(fit.axis) if fit.of == "permutes" else None
+            color = {"good": "green", "poor": "yellow", "none": "red"}[fit.verdict]
+            table.add_row(
+                fit.axis,
+                _FITTED[fit.of],
+                "" if fit.link is None else si(fit.link.alpha_s, "s", digits=3),
+                "" if fit.link is None else si(fit.link.bytes_per_s, "B/s", digits=3),
+                f"{fit.typical_error:.0%}",
+                f"{fit.worst_error:.0%}",
+                str(fit.num_points),
+                f"[{color}]{fit.verdict}[/]",
+                "" if crossover is None else si(crossover, "B", digits=3),
+            )
+        return table
+
+
+def _cells(row: Row) -> Iterator[str]:
+    yield from (si(row.size_bytes, "B"), f"{row.count:,}", row.dtype, row.algorithm)
+    yield si(row.time_s, "s", digits=3)
+    yield f"{si(row.low_s, 's', digits=3)} – {si(row.high_s, 's', digits=3)}"
+    yield from (si(rate, "B/s", digits=3) for rate in (row.algorithm_bytes_per_s, row.bus_bytes_per_s))
+    yield "" if row.ratio is None else f"{row.ratio:.2f}"
+    yield f"[red]{row.wrong:,}[/]" if row.wrong else "0"
+    yield f"{row.max_error:.1e}"
+    yield "" if row.predicted_s is None else si(row.predicted_s, "s", digits=3)
+    yield "" if row.predicted_s is None else f"{row.predicted_s / row.time_s - 1:+.0%}"
+
+
+_FITTED = {"permutes": "kernels here: messages", "axes": "XLA's collectives"}
+
+
+def _known(links: Mapping[str, Link | None]) -> Iterator[tuple[str, Link]]:
+    for axis, link in links.items():
+        if link is not None:
+            yield axis, link
+
+
+def _fit_words(fit: Fit) -> str:
+    if fit.link is None:
+        return f"along `{fit.axis}` ({_FITTED[fit.of]}) times do not grow with the bytes"
+    return f"along `{fit.axis}` ({_FITTED[fit.of]}) they are off by {fit.typical_error:.0%}"
+
+
+def collectives(
+    mesh: str | Mesh | None = None,
+    *,
+    axes: Sequence[str] = (),
+    names: Sequence[str] = tuple(COLLECTIVES),
+    algorithms: Sequence[str] = USUAL,
+    min_bytes: float = 1e3,
+    max_bytes: float = 1e6,
+    factor: float = 10,
+    dtype: str = "float32",
+    op: str = "sum",
+    repeats: int = 5,
+    target_s: float = 8e-3,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Collectives:
+    """Measures our collectives and XLA's own along the axes of a mesh, and fits a link to each.
+
+    Args:
+      mesh: `data=2,tensor=4`, or a mesh. None: all devices along `data`.
+      axes: which of its axes; `data*tensor` is two that count as one. Empty: each that is longer than one.
+      names: which collectives.
+      algorithms: which of ours; a collective that lacks one goes without it.
+      min_bytes, max_bytes, factor: payloads, each so many times the one before.
+      dtype: of the elements.
+      op: of reductions.
+      repeats: rounds, the median of which is kept.
+      target_s: how long a run of a program should take at least; it repeats its collective as often.
+      tell: is told what is being measured.
+
+    Raises:
+      ValueError: no such axis, collective, algorithm, dtype or op; sizes that cannot be; no device to send to; more
+        memory than there is.
+    """
+    for what, asked, known in (("collective", names, COLLECTIVES), ("algorithm", algorithms, ALGORITHMS)):
+        for name in asked:
+            if name not in known:
+                raise problem("bench collectives", f"measure {what} `{name}`", "there is none", near(name, known))
+    over = _mesh(mesh)
+    element_type = _dtype(dtype)
+    sizes = _sizes(min_bytes, max_bytes, factor)
+    _check_memory(max(sizes), over)
+    rows: list[Row] = []
+    fits: list[Fit] = []
+    for ranks in _axes(over, axes):
+        measured: list[tuple[Row, cost.Cost]] = []
+        for name in names:
+            for size in sizes:
+                tell(f"{name} of {si(size, 'B')} over {'*'.join(ranks)}")
+                case = _Case(COLLECTIVES[name], name, over, ranks, size, element_type, op)
+                measured += case.measured(algorithms, repeats=repeats, target_s=target_s)
+        found = _fits("*".join(ranks), measured)
+        rows += [_predict(row, form, found) for row, form in measured]
+        fits += found
+    return Collectives(
+        devices=over.devices.flat[0].device_kind,
+        mesh=axis_sizes(over),
+        rows=tuple(rows),
+        fits=tuple(fits),
+        repeats=repeats,
+        notes=tuple(_notes(over, rows)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was asked for
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _mesh(mesh: str | Mesh | None) -> Mesh:
+    if isinstance(mesh, Mesh):
+        return mesh
+    spec = MeshSpec.parse(mesh) if mesh else MeshSpec(data=-1)
+    sizes = list(spec.values())
+    wanted = math.prod(sizes) if -1 not in sizes else len(jax.devices())
+    return spec.build(jax.devices()[:wanted])
+
+
+def _axes(mesh: Mesh, asked: Sequence[str]) -> list[Ranks]:
+    sizes = axis_sizes(mesh)
+    chosen = [tuple(one.split("*")) for one in asked] or [(axis,) for axis, size in sizes.items() if size > 1]
+    for ranks in chosen:
+        for axis in ranks:
+            if axis not in sizes:
+                exists = "the mesh has no such axis"
+                raise problem("bench collectives", f"measure along mesh axis `{axis}`", exists, near(axis, sizes))
+    if not chosen or any(math.prod(sizes[axis] for axis in ranks) == 1 for ranks in chosen):
+        raise problem(
+            "bench collectives",
+            "measure messages along " + (" and ".join(f"`{'*'.join(ranks)}`" for ranks in chosen) or "a mesh"),
+            "there is one device along it, and nobody to send to",
+            "take several devices: --mesh data=8, with --devices 8 where there is no accelerator",
+        )
+    return chosen
+
+
+def _dtype(name: str) -> np.dtype:
+    known = ("float32", "bfloat16", "float16", "int32")
+    if name not in known:
+        raise problem("bench collectives", f"send {name}", f"it sends {', '.join(known)}", near(name, known))
+    return jnp.dtype(name)
+
+
+def _sizes(min_bytes: float, max_bytes: float, factor: float) -> list[int]:
+    if not 0 < min_bytes <= max_bytes < math.inf or not 1 < factor < math.inf:
+        raise problem(
+            "bench collectives",
+            f"measure from {min_bytes:g} to {max_bytes:g} bytes, each {factor:g} times the one before",
+            "sizes grow from one above 0 by a factor above 1",
+            "write --min-bytes 1kB --max-bytes 1MB --factor 10",
+        )
+    steps = math.floor(math.log(max_bytes / min_bytes, factor) + 1e-9)
+    return [round(min_bytes * factor**step) for step in range(steps + 1)]
+
+
+_COPIES = 8
+"""Of the payload on a device at most: in, out, what a loop carries and what an algorithm holds meanwhile."""
+
+
+def _check_memory(size_bytes: int, mesh: Mesh) -> None:
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        free, needed = (
+            _free_memory_bytes(),
+            2 * _COPIES * size_bytes * mesh.size,
+        )  # the reference is computed there, too
+    else:
+        stats = device.memory_stats() or {}
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None
+        needed = _COPIES * size_bytes
+    if free is not None and needed > free:
+        raise problem(
+            "bench collectives",
+            f"send {si(size_bytes, 'B')} from each of {mesh.size} devices",
+            f"that takes about {si(needed, 'B')} of memory, and {si(free, 'B')} are free",
+            f"use --max-bytes {si(0.5 * size_bytes * free / needed, 'B', digits=1).replace(' ', '')} or less",
+        )
+
+
+def _free_memory_bytes() -> int | None:
+    """Of this machine; None where it does not tell (it is Linux that does)."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One collective at one size
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Case:
+    """One collective of one size along some axes: its programs, their times, their values."""
+
+    def __init__(
+        self, what: Collective, name: str, mesh: Mesh, ranks: Ranks, size_bytes: int, dtype: np.dtype, op: str
+    ) -> None:
+        sizes = axis_sizes(mesh)
+        self._what, self._name, self._mesh, self._ranks = what, name, mesh, ranks
+        self._num_ranks = math.prod(sizes[axis] for axis in ranks)
+        self._op = op if what.ops else ""
+        self._dtype = dtype
+        # A whole number of elements for each rank.
+        self._count = max(round(size_bytes / dtype.itemsize / self._num_ranks), 1) * self._num_ranks
+        self._part = self._count // self._num_ranks
+
+    def measured(self, algorithms: Sequence[str], *, repeats: int, target_s: float) -> list[tuple[Row, cost.Cost]]:
+        """A row for each program, XLA's own first, and what the model says it is made of."""
+        forms = dict(self._forms(algorithms))
+        programs = {name: self._program(kernel) for name, (kernel, _) in forms.items()}
+        x, expected, rounding = self._data()
+        checked = {name: self._checked(program(x, 1)[1], expected, rounding) for name, program in programs.items()}
+        x = jnp.zeros_like(x)  # sums of sums would overflow in time
+        times = _in_turn(
+            {name: functools.partial(_run, program, x) for name, program in programs.items()}, repeats, target_s
+        )
+        return [(self._row(name, times, *checked[name]), forms[name][1]) for name in programs]
+
+    def _forms(self, algorithms: Sequence[str]) -> Iterator[tuple[str, tuple[Kernel, cost.Cost]]]:
+        what, nbytes = self._what, float(self._count * self._dtype.itemsize)
+        if not what.ops or self._op in what.ops:
+            yield XLA, (lambda x: what.xla(x, self._ranks, self._op), what.xla_cost(nbytes, self._num_ranks))
+        options: dict[str, Any] = {"axis": self._ranks} | ({"op": self._op} if what.ops else {})
+        kernel = getattr(kernels, self._name)
+        for name, form in what.algorithms.items():
+            halves = name in ("recursive_halving", "recursive_doubling") and self._name != "all_reduce"
+            if halves and self._num_ranks & (self._num_ranks - 1):
+                continue
+            if name == "direct":
+                yield name, (functools.partial(kernel, **options), form(nbytes, self._num_ranks))
+            elif name in algorithms:
+                yield name, (functools.partial(kernel, algorithm=name, **options), form(nbytes, self._num_ranks))
+        if self._name in _TWO_LEVELS and len(self._ranks) > 1:
+            *outer, inner = self._ranks
+            two_levels, form_of = _TWO_LEVELS[self._name]
+            options |= {"inner": inner, "outer": tuple(outer)}
+            del options["axis"]
+            num_inner = axis_sizes(self._mesh)[inner]
+            yield TWO_LEVELS, (functools.partial(two_levels, **options), form_of(nbytes, self._num_ranks, num_inner))
+
+    def _program(self, kernel: Kernel) -> Callable[..., Any]:
+        """`(rows, times) -> (what goes in next, what came out last)`: the kernel so often, each on what came before."""
+        rows = P(tuple(self._mesh.axis_names))
+
+        def turn(_: int, held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x, _y = held
+            # The barrier keeps the compiler from simplifying the collective with what follows it.
+            y = lax.optimization_barrier(kernel(x))
+            return self._next(x, y), y
+
+        def one(x: jax.Array, times: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x = x[0]
+            y = jnp.zeros(self._part if self._what.is_part_after else self._count, x.dtype)
+            x, y = lax.fori_loop(0, times, turn, (x, y))
+            return x[None], y[None]
+
+        # Off: what comes out of a psum is the same everywhere, what goes into a loop is not, and nobody differentiates.
+        mapped = jax.shard_map(one, mesh=self._mesh, in_specs=(rows, P()), out_specs=(rows, rows), check_vma=False)
+        return jax.jit(mapped)
+
+    def _next(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        if self._what.is_part_before:
+            return y[: self._part]
+        return x.at[: self._part].set(y) if self._what.is_part_after else y
+
+    def _data(self) -> tuple[jax.Array, np.ndarray, float]:
+        """The rows, one a device; what the reference makes of them; and how far rounding may take sums from that."""
+        sizes = axis_sizes(self._mesh)
+        row = self._part if self._what.is_part_before else self._count
+        values = np.random.default_rng(0).standard_normal((self._mesh.size, row), np.float32)
+        values = (values * 100 if self._dtype == np.int32 else values).astype(self._dtype)
+        x = jax.device_put(values, NamedSharding(self._mesh, P(tuple(self._mesh.axis_names))))
+        along = [list(sizes).index(axis) for axis in self._ranks]
+        by_axis = np.moveaxis(values.reshape(*sizes.values(), row), along, range(len(along)))
+        groups = by_axis.reshape(self._num_ranks, -1, row)  # [rank, group, ...]
+        made = [self._reference(groups[:, group]) for group in range(groups.shape[1])]
+        whole = np.stack(made, axis=1).reshape(*by_axis.shape[:-1], -1)
+        expected = np.moveaxis(whole, range(len(along)), along).reshape(self._mesh.size, -1)
+        is_rounded = self._op in ("sum", "mean") and self._dtype != np.int32
+        largest = np.abs(groups.astype(np.float32)).sum(axis=0).max() if is_rounded else 0.0
+        # A rounding for each rank, of partial sums that are none larger than the sum of the terms' sizes.
+        return x, expected, self._num_ranks * float(jnp.finfo(self._dtype).eps) * largest if is_rounded else 0.0
+
+    def _reference(self, parts: np.ndarray) -> np.ndarray:
+        options = {"op": self._op} if self._what.ops else {}
+        exact = parts if self._dtype == np.int32 else parts.astype(np.float32)
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return np.asarray(getattr(reference, self._name)(jnp.asarray(exact), **options))
+
+    def _checked(self, found: jax.Array, expected: np.ndarray, rounding: float) -> tuple[int, float]:
+        """(elements off by more than rounding, the largest error)."""
+        off = np.abs(np.asarray(found).astype(np.float64) - expected.astype(np.float64))
+        return int((off > rounding).sum()), float(off.max(initial=0))
+
+    def _row(self, name: str, times: Mapping[str, Sequence[float]], wrong: int, max_error: float) -> Row:
+        found = list(times[name])
+        low, median, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
+        is_ours = name != XLA and XLA in times
+        ratio = (
+            statistics.median(ours / own for ours, own in zip(times[name], times[XLA], strict=True))
+            if is_ours
+            else None
+        )
+        return Row(
+            axis="*".join(self._ranks),
+            num_ranks=self._num_ranks,
+            collective=self._name,
+            algorithm=name,
+            size_bytes=self._count * self._dtype.itemsize,
+            count=self._count,
+            dtype=self._dtype.name,
+            op=self._op,
+            time_s=median,
+            low_s=low,
+            high_s=high,
+            ratio=ratio,
+            wrong=wrong,
+            max_error=max_error,
+        )
+
+
+def _two_level_all_reduce(payload_bytes: float, num_ranks: int, inner: int) -> cost.Cost:
+    found = cost.hierarchical_all_reduce(payload_bytes, num_ranks, inner=inner)
+    return found.inside + found.across
+
+
+def _two_level_all_to_all(payload_bytes: float, num_ranks: int, inner: int) -> cost.Cost:
+    return cost.all_to_all(payload_bytes, inner) + cost.all_to_all(payload_bytes, num_ranks // inner)
+
+
+_TWO_LEVELS: Mapping[str, tuple[Callable[..., jax.Array], Callable[[float, int, int], cost.Cost]]] = {
+    "all_reduce": (kernels.hierarchical_all_reduce, _two_level_all_reduce),
+    "all_to_all": (kernels.hierarchical_all_to_all, _two_level_all_to_all),
+}
+
+
+def _run(program: Callable[..., Any], x: jax.Array, times: int) -> float:
+    return seconds_of(lambda: jax.block_until_ready(program(x, times)))
+
+
+def _in_turn(runs: Mapping[str, Callable[[int], float]], repeats: int, target_s: float) -> dict[str, list[float]]:
+    """Seconds of one collective, round by round, for each program; who begins changes from round to round."""
+    idle_s = {name: statistics.median(run(0) for _ in range(3)) for name, run in runs.items()}
+    times = {name: _repeats(run, idle_s[name], target_s) for name, run in runs.items()}
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    for turn in range(repeats):
+        at = turn % len(order)
+        for name in order[at:] + order[:at]:
+            took_s = runs[name](times[name])
+            # On a busy machine a run may be shorter than one that does nothing was: then the latter is not counted.
+            found[name].append((took_s - idle_s[name] if took_s > 2 * idle_s[name] else took_s) / times[name])
+    return found
+
+
+def _repeats(run: Callable[[int], float], idle_s: float, target_s: float, most: int = 10_000) -> int:
+    """How often a program repeats its collective, for a run to be long against one that does nothing."""
+    each_s = max(run(2) - idle_s, 1e-6) / 2
+    return min(max(math.ceil(max(target_s, 4 * idle_s) / each_s), 1), most)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Links
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _fits(axis: str, measured: Sequence[tuple[Row, cost.Cost]]) -> list[Fit]:
+    points: dict[str, list[Point]] = {of: [] for of in _FITTED}
+    for row, form in (one for one in measured if one[0].algorithm not in UNFITTED):
+        of = "axes" if row.algorithm == XLA else "permutes"
+        points[of].append(Point(form.steps, form.bytes_in_turn, row.time_s))
+    return [fit_link(axis, of, found) for of, found in points.items() if found]
+
+
+def _predict(row: Row, form: cost.Cost, fits: Sequence[Fit]) -> Row:
+    of = "axes" if row.algorithm == XLA else "permutes"
+    fit = next((fit for fit in fits if fit.of == of), None)
+    predicted_s = None if fit is None else fit.time_s(form.steps, form.bytes_in_turn)
+    return dataclasses.replace(row, predicted_s=predicted_s)
+
+
+def _notes(mesh: Mesh, rows: Sequence[Row]) -> Iterator[str]:
+    wrong = sum(bool(row.wrong) for row in rows)
+    if wrong:
+        yield f"{wrong} rows have wrong values"
+    if any(row.algorithm in UNFITTED for row in rows):
+        yield f"not fitted, only predicted: {', '.join(UNFITTED)}: they use more than one link, or a link both ways"
+    yield _choices(rows)
+    if mesh.devices.flat[0].platform == "cpu":
+        yield (
+            "host devices share the cores and the memory of one machine: times hold for this run, ratios between "
+            "programs of the run; neither says anything about a network"
+        )
+
+
+def _choices(rows: Sequence[Row]) -> str:
+    """How the model's choice among our algorithms fares against the measured times."""
+    cases: dict[tuple[str, str, int], list[Row]] = {}
+    for row in rows:
+        if row.algorithm != XLA and row.predicted_s is not None:
+            cases.setdefault((row.collective, row.axis, row.size_bytes), []).append(row)
+    behind = []
+    for found in (found for found in cases.values() if len(found) > 1):
+        chosen = min(found, key=lambda row: row.predicted_s or 0.0)
+        behind.append(chosen.time_s / min(row.time_s for row in found))
+    if not behind:
+        return "there was no algorithm to choose"
+    best = sum(one == 1 for one in behind)
+    return (
+        f"the model's choice was the quickest of ours in {best} of {len(behind)} cases; typically it takes "
+        f"{statistics.median(behind):.2f} times what the quickest does, at worst {max(behind):.2f}"
+    )

@@ -1,0 +1,78 @@
+"""Figures of a benchmark, and ratios of two programs taken in turn.
+
+Machines are shared and noisy, so the two sides of a ratio run in turn, A B A B …, and the median of the pairs is kept
+with its spread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One figure, and what it should stay under."""
+
+    name: str
+    value: float
+    unit: str
+    limit: float | None = None
+    low: float | None = None
+    """Quartiles of the pairs it is the median of."""
+    high: float | None = None
+    detail: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is within its limit."""
+        return self.limit is None or self.value <= self.limit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """The figures of one benchmark. Prints as a table."""
+
+    title: str
+    measures: tuple[Measure, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "title": self.title,
+            "measures": [{**dataclasses.asdict(m), "holds": m.holds} for m in self.measures],
+        }
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        table = Table(title=self.title)
+        for column in ("measure", "median", "quartiles", "limit", "", "how"):
+            table.add_column(column, justify="right" if column in ("median", "quartiles", "limit") else "left")
+        for m in self.measures:
+            spread = "" if m.low is None or m.high is None else f"{m.low:.3g} – {m.high:.3g}"
+            limit = "" if m.limit is None else f"{m.limit:g} {m.unit}"
+            verdict = "" if m.limit is None else "[green]holds[/]" if m.holds else "[red]over[/]"
+            table.add_row(m.name, f"{m.value:.4g} {m.unit}", spread, limit, verdict, m.detail)
+        return table
+
+
+def paired_ratios(a: Callable[[], None], b: Callable[[], None], pairs: int) -> list[float]:
+    """Time of a over time of b, pair by pair, the order within a pair alternating; one pair of warm-up."""
+    a()
+    b()
+    ratios = []
+    for index in range(pairs):
+        first, second = (a, b) if index % 2 == 0 else (b, a)
+        one, two = seconds_of(first), seconds_of(second)
+        ratios.append(one / two if first is a else two / one)
+    return ratios
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
