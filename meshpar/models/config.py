@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from meshpar.adapters import Model
 
 Attention = Literal["xla", "cudnn"]
+TensorMatmul = Literal["xla", "overlapped"]
 PARAM_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -78,6 +79,11 @@ class TransformerConfig:
     attention: Attention = "xla"
     """Attention over whole sequences: "xla" runs anywhere; "cudnn" is cuDNN's flash attention (GPUs, bfloat16 or
     float16 compute), which never falls back to "xla"."""
+    tensor_matmul: TensorMatmul = "xla"
+    """Matmuls of a block under `tensor_parallel(sequence=True)`: "xla" leaves what they need to the compiler, as an
+    all-gather before and a reduce-scatter behind; "overlapped" sends blocks of rows while it multiplies others
+    (`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`). It is an error where the sequence is not split
+    between blocks; with one rank on the axis that splits it, and with a cache, matmuls are plain."""
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
@@ -90,6 +96,7 @@ class TransformerConfig:
                 )
         _one_of("param_dtype", self.param_dtype, PARAM_DTYPES)
         _one_of("attention", self.attention, get_args(Attention))
+        _one_of("tensor_matmul", self.tensor_matmul, get_args(TensorMatmul))
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -64,7 +64,7 @@ def left(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     if not axes:
         return h_BTE
     spec = spec_of(h_BTE, "batch", "seq", "act_embed")
-    return _per_device(functools.partial(from_zigzag, axis=axes, dim=1), (spec,), spec)(h_BTE)
+    return per_device(functools.partial(from_zigzag, axis=axes, dim=1), (spec,), spec)(h_BTE)
 
 
 def ring(
@@ -80,10 +80,11 @@ def ring(
     if q[2] != kv[2]:
         q = kv = PartitionSpec(*q[:2])
     kernel = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), tile=TILE)
-    return _per_device(kernel, (q, kv, kv), q)(q_BTHD, k_BTKD, v_BTKD)
+    return per_device(kernel, (q, kv, kv), q)(q_BTHD, k_BTKD, v_BTKD)
 
 
-def _per_device(kernel: Callable[..., Array], specs: tuple[PartitionSpec, ...], out: PartitionSpec) -> Any:
+def per_device(kernel: Callable[..., Any], specs: Any, out: Any) -> Any:
+    """A kernel under `shard_map`, manual over the axes that its specs name and no others."""
     here = ambient()
     assert here is not None
     # Inside another shard_map the mesh is that of the context, some of whose axes are manual already.
@@ -93,7 +94,7 @@ def _per_device(kernel: Callable[..., Array], specs: tuple[PartitionSpec, ...], 
         mesh=None if is_nested else here.mesh,
         in_specs=specs,
         out_specs=out,
-        axis_names={axis for spec in specs for entry in spec for axis in spec_axes(entry)},
+        axis_names={axis for spec in jax.tree.leaves(specs) for entry in spec for axis in spec_axes(entry)},
     )
 
 
