@@ -149,3 +149,24 @@ def as_fused(schedule: Schedule):
 def test_costs_that_cannot_be(given):
     with pytest.raises(MeshparError, match=f"`{next(iter(given))}` of schedule `zb-h1`: asked to simulate with costs"):
         make("zb-h1", 4, 8).simulate(**given)
+
+
+def test_the_picture_shows_every_op_where_it_is():
+    """A box for each op, as long as it takes, numbered by its microbatch."""
+    from meshpar import plots
+
+    shown = [make("zb-h1", 4, 8), make("dualpipe", 4, 8)]
+    figure = plots.schedule(*shown, f=2.0, b=1.0, w=1.0)
+    assert len(figure.axes) == 2
+    for axes, schedule in zip(figure.axes, shown, strict=True):
+        line = schedule.simulate(f=2.0).free
+        extents = [box.get_paths()[0].get_extents() for box in axes.collections]
+        assert len(extents) == 3 * 4 * 8
+        assert max(box.x1 for box in extents) == pytest.approx(line.makespan)
+        boxes = sorted((round((box.y0 + box.y1) / 2), box.x0, box.x1) for box in extents)
+        meant = sorted(
+            (stage, line.start[tick, stage, kind], line.end[tick, stage, kind])
+            for tick, stage, kind in np.argwhere(schedule.table[..., 0] >= 0).tolist()
+        )
+        np.testing.assert_allclose(boxes, meant)
+        assert axes.get_title(loc="left").startswith(f"{schedule.name}   makespan {line.makespan:.4g}")

@@ -71,15 +71,14 @@ def _parts(path: str, rows: Sequence[Sequence[list[tuple[int, str, int]]]]) -> l
     return held
 
 
-def write(schedule: Schedule, path: str | PathLike[str]) -> None:
-    """See `Schedule.to_csv`."""
+def text(schedule: Schedule) -> str:
+    """The file's content: a line for each stage, a column for each tick, blocks at their first."""
     rows = [[""] * schedule.ticks for _ in range(schedule.stages)]
-    for stage, row in enumerate(rows):
+    for stage, (row, blocks) in enumerate(zip(rows, schedule.order(), strict=True)):
         begins = np.flatnonzero(schedule.begins[:, stage]).tolist()
-        for tick, block in zip(begins, schedule.order()[stage], strict=True):
+        for tick, block in zip(begins, blocks, strict=True):
             row[tick] = _cell(schedule, stage, tick, block)
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
+    return "".join(",".join(row) + "\n" for row in rows)
 
 
 def _cell(schedule: Schedule, stage: int, tick: int, block: Block) -> str:

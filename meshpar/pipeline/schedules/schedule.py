@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -326,21 +327,27 @@ class Schedule:
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write it as `from_csv` reads it, blocks at their first tick."""
-        from meshpar.pipeline.schedules.csv import write
+        from meshpar.pipeline.schedules import csv
 
-        write(self, path)
+        Path(path).write_text(csv.text(self), encoding="utf-8")
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data; `makespan` is that of a step alone with F = B = W = 1 and no time for messages."""
+    def to_json(self, *, simulation: Simulation | None = None) -> dict[str, Any]:
+        """As plain data.
+
+        Args:
+          simulation: whose makespan and bubbles to tell; default: with F = B = W = 1 and no time for messages.
+        """
+        times = simulation or self._unit
         return {
             "name": self.name,
             "stages": self.stages,
             "microbatches": self.microbatches,
             "ticks": self.ticks,
-            "bubble_fraction": self.bubble_fraction,
-            "span_bubble_fraction": self.span_bubble_fraction,
+            "bubble_fraction": times.free.bubble_fraction,
+            "span_bubble_fraction": times.free.span_bubble_fraction,
             "peak_activations": self.peak_activations.tolist(),
-            "makespan": self._unit.free.makespan,
+            "makespan": times.free.makespan,
+            "lockstep_makespan": times.lockstep.makespan,
             "parts": self.parts.tolist(),
             "joined": np.argwhere(self.joined).tolist(),
             "table": [[_plain(self.cell(tick, stage)) for stage in range(self.stages)] for tick in range(self.ticks)],
