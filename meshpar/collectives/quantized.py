@@ -275,10 +275,10 @@ def quantized_all_gather(
     name = "quantized_all_gather"
     _checked(name, x, dtype, block)
     _checked_grad(name, grad_dtype)
-    num_inner, num_outer = _levels(name, axis, outer)
+    num_ranks = math.prod(_levels(name, axis, outer))
     x = _varying(x, axis, outer)
     dim = checked_dim(name, dim, x.ndim + (not tiled))
-    if num_inner * num_outer == 1:
+    if num_ranks == 1:
         return join(name, x[None], dim, tiled)
 
     @jax.custom_vjp
@@ -289,9 +289,9 @@ def quantized_all_gather(
             messages = gathered_bytes(message, axis)
         else:
             second_shard = gathered_bytes(message, outer)  # [M, q]
-            messages = jnp.swapaxes(gathered_bytes(second_shard, axis), 0, 1).reshape(-1, message.size)
+            messages = jnp.swapaxes(gathered_bytes(second_shard, axis), 0, 1).reshape(num_ranks, message.size)
         parts = decoded(messages, x.size, dtype, block, x.dtype)
-        return join(name, parts.reshape(-1, *x.shape), dim, tiled)
+        return join(name, parts.reshape(num_ranks, *x.shape), dim, tiled)
 
     def backward(_: None, g: jax.Array) -> tuple[jax.Array, None]:
         options: dict[str, Any] = {"axis": axis, "outer": outer, "dim": dim, "tiled": tiled}

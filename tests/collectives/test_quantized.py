@@ -1,0 +1,362 @@
+"""Quantized collectives: each element within the stated bound, what is not finite visible, bytes as the closed form."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar import collectives as mc
+from meshpar.collectives import reference
+from meshpar.collectives.quantized import decoded, encoded, error_bound
+from meshpar.planner import cost
+from meshpar.types import MeshparError
+
+DTYPES = ["int8", "fp8"]
+COUNTS = [(1,), (2,), (3,), (8,), (2, 3), (2, 1), pytest.param((4, 2), marks=pytest.mark.matrix)]
+LARGEST = float(np.finfo("float32").max)
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "block"))
+def there_and_back(x, **options):
+    return mc.dequantize(mc.quantize(x, **options), shape=x.shape, dtype=x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One array
+# ---------------------------------------------------------------------------------------------------------------------
+
+HARD = {
+    "normal": normal(600),
+    "many magnitudes": normal(512) * jnp.exp(8 * normal(512, seed=1)),
+    "zeros": jnp.zeros(300),
+    "one huge": jnp.full(256, 1e-3).at[17].set(-1e30),
+    "largest there is": jnp.full(256, LARGEST).at[::2].multiply(-1.0),
+    "smallest there is": jnp.full(256, 2.0**-140),
+    "halves": jnp.arange(-127.0, 127.5, 0.5),
+    "one element": jnp.asarray([3.0]),
+}
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("block", [1, 7, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_element_is_within_the_bound(dtype, block, stochastic):
+    for name, x in HARD.items():
+        key = jax.random.key(1) if stochastic else None
+        found = np.asarray(there_and_back(x, dtype=dtype, block=block, key=key), "float64")
+        width = -(-x.size // -(-x.size // block))
+        blocks = np.pad(np.abs(np.asarray(x, "float64")), (0, -x.size % width)).reshape(-1, width)
+        largest = np.repeat(blocks.max(1), width)[: x.size]
+        # Below 2^-119 a scale is no normal number, and the block is zeros.
+        bound = np.maximum(error_bound(largest, dtype=dtype, stochastic=stochastic), (largest < 2.0**-117) * largest)
+        assert (np.abs(found - np.asarray(x, "float64")) <= bound).all(), name
+
+
+def test_fp8_keeps_small_elements_beside_a_large_one():
+    x = jnp.asarray([448.0, *np.geomspace(2.0**-6, 400.0, 200)], "float32")
+    error = jnp.abs(there_and_back(x, dtype="fp8") - x)
+    assert (error <= x / 16 + 1e-6).all()
+    assert (jnp.abs(there_and_back(x, dtype="int8") - x) > x / 16 + 1e-6).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_in_the_format_is_exact(dtype):
+    values = jnp.arange(-127.0, 128.0) if dtype == "int8" else jnp.asarray([448.0, -416, 15, 0.875, 2.0**-6, 2.0**-9])
+    np.testing.assert_array_equal(there_and_back(values, dtype=dtype), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_value_that_is_not_finite_shows_in_its_block_and_in_no_other(dtype, bad):
+    found = there_and_back(normal(30).at[13].set(bad), dtype=dtype, block=10, key=jax.random.key(0))
+    assert np.isnan(found[10:20]).all()
+    assert np.isfinite(found[:10]).all()
+    assert np.isfinite(found[20:]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stochastic_rounding_is_right_in_the_mean(dtype):
+    x, draws = jnp.asarray([100.0, 0.1, -0.3, 7.7, 33.3, -61.0]), 4000
+    keys = jax.random.split(jax.random.key(0), draws)
+    many = jax.vmap(lambda key: there_and_back(x, dtype=dtype, key=key))(keys)
+    off = jnp.abs(many.mean(0) - x)
+    # Five standard errors of a value that jumps between the two neighbours it was seen at.
+    jump = many.max(0) - many.min(0)
+    assert (off <= 5 * jump / 2 / np.sqrt(draws) + 1e-5).all()
+    assert (jnp.abs(there_and_back(x, dtype=dtype) - x) > 5 * jump / 2 / np.sqrt(draws) + 1e-5).any()
+
+
+def test_blocks_share_scales_and_are_of_one_size():
+    found = mc.quantize(normal(20, 30), block=256)
+    assert found.values.shape == (3, 200)
+    assert found.values.dtype == jnp.int8
+    assert found.scales.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(("size", "block"), [(0, 256), (1, 256), (300, 256), (513, 256), (10, 1), (10, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_message_is_as_long_as_the_closed_form(dtype, size, block):
+    x = normal(2, size)
+    message = encoded(x, dtype, block, None)
+    assert message.shape == (2, cost.quantized_bytes(size, block=block))
+    expected = jnp.stack([there_and_back(row, dtype=dtype, block=block) for row in x])
+    np.testing.assert_array_equal(decoded(message, size, dtype, block), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def whole(n):
+    return (5, 9)
+
+
+def divisible(n):
+    return (2, 3 * n)
+
+
+def per_rank(n):
+    return (3, n)
+
+
+CASES = {
+    "gather": ("quantized_all_gather", whole, {"dim": 1}),
+    "gather stacked": ("quantized_all_gather", whole, {"dim": -1, "tiled": False, "dtype": "fp8"}),
+    "gather, at random": ("quantized_all_gather", whole, {"key": True, "block": 4}),
+    "gather, gradient too": ("quantized_all_gather", whole, {"grad_dtype": "int8"}),
+    "scatter": ("quantized_reduce_scatter", divisible, {"dim": 1}),
+    "scatter stacked": ("quantized_reduce_scatter", per_rank, {"dim": -1, "tiled": False, "dtype": "fp8"}),
+    "scatter mean, at random": ("quantized_reduce_scatter", divisible, {"dim": 1, "op": "mean", "key": True}),
+    "scatter, gradient too": ("quantized_reduce_scatter", divisible, {"dim": 1, "grad_dtype": "int8"}),
+    "reduce": ("quantized_all_reduce", whole, {"block": 4}),
+    "reduce mean, at random": ("quantized_all_reduce", whole, {"op": "mean", "key": True, "dtype": "fp8"}),
+    "reduce, gradient too": ("quantized_all_reduce", whole, {"grad_dtype": "fp8"}),
+}
+WHAT = ("dim", "tiled", "op")
+
+
+def case(name, **axes):
+    """(kernel, reference)"""
+    kernel, _, options = CASES[name]
+    options = {**options, **({"key": jax.random.key(0)} if "key" in options else {})}
+    what = {k: v for k, v in options.items() if k in WHAT}
+    return functools.partial(getattr(mc, kernel), **axes, **options), functools.partial(
+        getattr(reference, kernel), **what
+    )
+
+
+def with_gradient(f, x):
+    y, pull = jax.vjp(f, x)
+    return y, pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))[0]
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks):
+    """(found, expected): value and gradient of every case, in one program for each layout of ranks."""
+
+    @functools.cache
+    def run(*counts):
+        row = ranks(counts[0]) if len(counts) == 1 else ranks(outer=counts[0], inner=counts[1])
+        axes = {"axis": "x"} if len(counts) == 1 else {"axis": "inner", "outer": "outer"}
+        arrays = {name: normal(row.count, *shape(row.count)) for name, (_, shape, _) in CASES.items()}
+        sides = [{name: case(name, **axes)[side] for name in CASES} for side in (0, 1)]
+        found = jax.jit(lambda: {n: with_gradient(row.view(sides[0][n]), x) for n, x in arrays.items()})()
+        expected = jax.jit(lambda: {n: with_gradient(sides[1][n], x) for n, x in arrays.items()})()
+        return found, expected, arrays
+
+    return run
+
+
+def bound_of(name, x, expected, num_terms, num_nodes):
+    """What the docstrings state, with the largest of the array for that of each block."""
+    kernel, _, options = CASES[name]
+    n = len(x) if options.get("op") == "mean" else 1
+    bound = functools.partial(error_bound, dtype=options.get("dtype", "int8"), stochastic="key" in options)
+    largest = float(jnp.abs(x).max())
+    if kernel == "quantized_all_gather":
+        return bound(largest)
+    total = num_terms * bound(largest)
+    if num_nodes > 1:  # sums of each node, with the errors they have
+        total += num_nodes * bound(num_terms / num_nodes * (largest + bound(largest)))
+    if kernel == "quantized_all_reduce":
+        total += bound(float(jnp.abs(expected).max()) * n + total)
+    return total / n
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_are_the_references_within_the_bound(outcomes, name, counts):
+    check(outcomes(*counts), name, counts)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("count", [5, 6, 7])
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_ranks(outcomes, name, count):
+    check(outcomes(count), name, (count,))
+
+
+def check(outcome, name, counts):
+    found, expected, arrays = outcome
+    num_ranks, num_nodes = int(np.prod(counts)), counts[0] if len(counts) == 2 else 1
+    atol = bound_of(name, arrays[name], expected[name][0], num_ranks, num_nodes)
+    np.testing.assert_allclose(found[name][0], expected[name][0], rtol=1e-5, atol=atol)
+    if num_ranks == 1:
+        np.testing.assert_array_equal(*(jnp.asarray(side[name][0]) for side in (found, expected)))
+    # The cotangents are at most 1. Straight through: without `grad_dtype` nothing but the order of sums differs.
+    quantized = "grad_dtype" in CASES[name][2]
+    atol = num_ranks * 3 * error_bound(1.0, dtype="fp8") + num_ranks**2 / 28 if quantized else 1e-5
+    np.testing.assert_allclose(found[name][1], expected[name][1], rtol=1e-5, atol=atol)
+    if quantized and num_ranks > 1:
+        assert (found[name][1] != expected[name][1]).any()
+
+
+def test_all_ranks_get_the_same_bits_their_own_part_too(ranks):
+    row, parts = ranks(outer=2, inner=3), normal(6, 5, 9)
+    for axes in ({"axis": ("outer", "inner")}, {"axis": "inner", "outer": "outer"}):
+        gather = functools.partial(mc.quantized_all_gather, tiled=False, **axes)
+        found = jax.jit(row.view(gather))(parts)
+        expected = jnp.stack([there_and_back(part) for part in parts])
+        np.testing.assert_array_equal(found, jnp.broadcast_to(expected, (6, *expected.shape)))
+
+
+def test_ranks_round_independently(ranks):
+    """With one key for all, the error of a sum of equal terms would be N times that of one."""
+    same = jnp.broadcast_to(normal(64), (8, 64)).at[:, 0].set(100.0)
+    kernel = functools.partial(mc.quantized_all_reduce, axis="x", key=jax.random.key(0))
+    scatter = functools.partial(mc.quantized_reduce_scatter, axis="x", key=jax.random.key(0))
+    error = jnp.abs(jax.jit(ranks(8).view(scatter))(same).reshape(-1) - 8 * same[0])
+    assert (jax.jit(ranks(8).view(kernel))(same) == jax.jit(ranks(8).view(kernel))(same)).all()
+    assert error.mean() < 0.5 * 8 * jnp.abs(there_and_back(same[0], key=jax.random.key(0)) - same[0]).mean()
+
+
+@pytest.mark.parametrize("name", ["quantized_all_gather", "quantized_reduce_scatter", "quantized_all_reduce"])
+def test_under_vmap_and_in_a_scan_and_without_elements(ranks, name):
+    kernel = functools.partial(getattr(mc, name), axis="x")
+
+    def many(x):
+        scanned = jax.lax.scan(lambda carry, row: (carry, kernel(row)), 0, x)[1]
+        return jax.vmap(kernel)(x), scanned, jnp.stack([kernel(row) for row in x]), kernel(x[0, :, :0])
+
+    by_vmap, scanned, one_by_one, empty = jax.jit(ranks(3).view(many))(normal(3, 2, 6, 3))
+    np.testing.assert_array_equal(scanned, one_by_one)
+    np.testing.assert_array_equal(by_vmap, one_by_one)
+    assert empty.size == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.usefixtures("strict")
+def test_the_dtype_stays_and_nothing_is_promoted_silently(ranks, dtype):
+    for name, (_, shape, _) in CASES.items():
+        kernel, plain = case(name, axis="x")
+        parts = jax.ShapeDtypeStruct((3, *shape(3)), dtype)
+        view = ranks(3).view(kernel)
+        found = jax.eval_shape(lambda x, f=view: jax.vjp(f, x)[0], parts)
+        assert (found.shape, found.dtype) == (jax.eval_shape(plain, parts).shape, parts.dtype)
+
+
+def sent(found):
+    """{(kind, axes): bytes}"""
+    keys = {(one.kind, one.axes) for one in found}
+    return {key: sum(one.bytes_sent_per_step for one in found if (one.kind, one.axes) == key) for key in keys}
+
+
+ELEMENTS = 840 * 2
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_the_wire_carries_what_the_closed_form_says(ranks, count):
+    """Bytes, and a sum of all three kernels in one program: each collective stands for itself."""
+
+    def kernels(x):
+        return (
+            mc.quantized_all_gather(x, axis="x", dtype="fp8"),
+            mc.quantized_reduce_scatter(x, axis="x"),
+            mc.quantized_all_reduce(x, axis="x", block=100),
+        )
+
+    collectives = ranks(count).sent(kernels, (ELEMENTS,))
+    gather, scatter = cost.quantized_all_gather(count * ELEMENTS, count), cost.quantized_reduce_scatter(ELEMENTS, count)
+    both = cost.quantized_all_reduce(ELEMENTS, count, block=100)
+    half = both.inside.bytes_sent / 2
+    assert sent(collectives) == {
+        ("all-gather", ("x",)): gather.inside.bytes_sent + half,
+        ("all-to-all", ("x",)): scatter.inside.bytes_sent + half,
+    }
+    assert {array.dtype for one in collectives for array in one.arrays} == {"u8"}
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(2, 3), (4, 2)])
+def test_two_levels_send_a_part_across(ranks, outer, inner):
+    kernel = functools.partial(mc.quantized_all_reduce, axis="inner", outer="outer")
+    found = sent(ranks(outer=outer, inner=inner).sent(kernel, (ELEMENTS,)))
+    expected = cost.quantized_all_reduce(ELEMENTS, outer * inner, inner=inner)
+    for axis, part in (("inner", expected.inside), ("outer", expected.across)):
+        assert sum(bytes_sent for (_, axes), bytes_sent in found.items() if axes == (axis,)) == part.bytes_sent
+        assert part.bytes_sent > 0
+    flat = cost.quantized_all_reduce(ELEMENTS, outer * inner)
+    assert expected.across.bytes_sent < flat.inside.bytes_sent / inner
+
+
+def test_a_quarter_of_float32_and_half_of_bfloat16(ranks):
+    n = 2**16
+    plain, few = cost.ring_all_gather(4 * n, 8), cost.quantized_all_gather(n, 8).inside
+    assert few.bytes_sent / plain.bytes_sent == 0.25 * (1 + 4 / 256)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dtype": "int4"}, "dtype='int4'.*`int8`, `fp8`"),
+        ({"grad_dtype": "int16"}, "grad_dtype='int16'"),
+        ({"block": 0}, "block=0"),
+        ({"axis": "y"}, "mesh axis `y`"),
+        ({"outer": "x"}, "either inside the nodes or across"),
+    ],
+)
+@pytest.mark.parametrize("name", ["quantized_all_gather", "quantized_reduce_scatter", "quantized_all_reduce"])
+def test_mistakes_are_told(ranks, name, wrong, message):
+    kernel = functools.partial(getattr(mc, name), **{"axis": "x", **wrong})
+    with pytest.raises(MeshparError, match=f"{name}: .*{message}"):
+        jax.eval_shape(ranks(2).view(kernel), jnp.zeros((2, 4)))
+
+
+def test_what_holds_no_floats_is_not_quantized(ranks):
+    with pytest.raises(MeshparError, match="quantize int32"):
+        jax.eval_shape(ranks(2).view(functools.partial(mc.quantized_all_gather, axis="x")), jnp.zeros((2, 4), "int32"))
+    with pytest.raises(MeshparError, match="op='max'"):
+        mc.quantized_all_reduce(jnp.zeros(4), axis="x", op="max")
+    with pytest.raises(MeshparError, match="not inside a `jax.shard_map`"):
+        mc.quantized_all_gather(jnp.zeros(4), axis="x")
+
+
+def test_a_scatter_divides(ranks):
+    kernel = functools.partial(mc.quantized_reduce_scatter, axis="x")
+    with pytest.raises(MeshparError, match="cut dim 0 of size 5 into 2"):
+        jax.eval_shape(ranks(2).view(kernel), jnp.zeros((2, 5)))
+
+
+def test_an_array_comes_back_in_its_own_shape():
+    with pytest.raises(MeshparError, match="give the shape of the array that was quantized"):
+        mc.dequantize(mc.quantize(normal(10)), shape=(11,))
+
+
+def test_the_account_wants_groups_that_divide():
+    with pytest.raises(MeshparError, match="groups of 3 out of 8"):
+        cost.quantized_all_gather(100, 8, inner=3)
+    with pytest.raises(MeshparError, match="-1 elements"):
+        cost.quantized_bytes(-1)
