@@ -7,11 +7,11 @@ no promise claims is a number or a vector over the batch (losses, metrics, norms
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshpar.ledger.census import Collective, per_array
-from meshpar.ledger.promise import Leg, Promised
+from meshpar.ledger.terms import Leg, Promised
 from meshpar.strategies import MIN_SHARDED_BYTES
 
 SMALL = 64
@@ -135,7 +135,8 @@ class _Pool:
                 else:
                     worth = _worth(leg, _elements(one), 1 if in_layers else stack)
                 if worth:
-                    found.append((worth == 1 < stack and not in_layers, worth, at, count))
+                    unlike = worth == 1 < stack and not in_layers, one.dtype != leg.dtype
+                    found.append((unlike, worth, at, count))
         return [(at, count, worth) for _, worth, at, count in sorted(found)]
 
     def has_layers(self, promise: Promised) -> bool:
@@ -181,9 +182,14 @@ def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, mic
     pool = _Pool(parts, micro_steps, frozenset())
     promises = [one.stacked if one.stacked is not None and pool.has_layers(one.stacked) else one for one in promises]
     pool.stacks = frozenset(one.stack for one in promises if one.stack > 1)
-    # Those that only one pass may serve choose first, then the largest.
+    # Those that only one pass may serve choose first, then the largest, then those that can be kept in fewest ways.
     ordered = sorted(
-        promises, key=lambda one: (not one.spellings[0][0].forward, -max(leg.elements for leg in one.spellings[0]))
+        promises,
+        key=lambda one: (
+            not one.spellings[0][0].forward,
+            -max(leg.elements for leg in one.spellings[0]),
+            len(one.spellings),
+        ),
     )
     claims: dict[int, list[tuple[Leg, int, list[tuple[Collective, int]]]]] = {id(one): [] for one in ordered}
     served = dict.fromkeys(claims, 0)
@@ -200,8 +206,9 @@ def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, mic
     left = [(one, count) for one, count in pool.left if count]
     small = [item for item in left if _is_bookkeeping(item[0], promises)]
     others = [item for item in left if not _is_bookkeeping(item[0], promises)]
-    written = [item for item in others if item[0].origin == "kernel"]
-    surprising = [item for item in others if item[0].origin != "kernel"]
+    broken = _broken(promises, served)
+    written = [item for item in others if item[0].origin == "kernel" and not broken & set(item[0].axes)]
+    surprising = [item for item in others if item not in written]
     return Promise(
         kept=_joined(line for line, is_kept in lines if is_kept),
         missing=_joined(line for line, is_kept in lines if not is_kept),
@@ -209,6 +216,12 @@ def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, mic
         written=_joined(_loose("written in a kernel", *item) for item in written),
         small=_joined(_loose("losses, metrics, norms, statistics", *item) for item in small),
     )
+
+
+def _broken(promises: Sequence[Promised], served: Mapping[int, int]) -> set[str]:
+    """Axes on which a kernel of the strategy's own was promised and is not there: what is written instead surprises."""
+    missing = (one for one in promises if served[id(one)] < one.count[0])
+    return {axis for one in missing for leg in one.spellings[0] if leg.by_kernel for axis in leg.axes}
 
 
 def _is_bookkeeping(one: Collective, promises: Sequence[Promised]) -> bool:

@@ -1,0 +1,149 @@
+"""What matmuls promise whose weights are split over an axis that splits activations too.
+
+A gather or scatter of the sequence may be spelled as a ring of permutes between which blocks are multiplied
+(`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`). That is an option of the model, and no strategy knows
+of it; nor need it, for the promise is the same: the same bytes over the same axis, in 2(N-1) messages of half a rank's
+rows, and which way it was kept is for the program to say. So it holds for any model that uses these kernels, and for a
+compiler that takes to such rings by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from meshpar.ledger.terms import Facts, Leg, Promised, is_tied, stack_of
+from meshpar.types import Decision, spec_axes
+
+
+@dataclasses.dataclass
+class _Block:
+    """Weights under one parent that are split over one axis."""
+
+    axis: str
+    rows: list[Decision] = dataclasses.field(default_factory=list)
+    """Row-parallel: contracted over the split dim."""
+    columns: list[Decision] = dataclasses.field(default_factory=list)
+    """Column-parallel: the split dim is in the result."""
+
+
+def contracted(facts: Facts) -> Iterator[Promised]:
+    """Partial sums of every block of weights, the sequence made whole for it, and the loss over a split vocabulary."""
+    blocks: dict[tuple[str, str, int], _Block] = {}
+    for decision in facts.setup.table.params:
+        for axis in facts.tensor_axes:
+            side = _side(decision, axis)
+            if side is not None:
+                parent = "/".join(decision.path.split("/")[:-2])
+                block = blocks.setdefault((parent, axis, stack_of(decision)), _Block(axis))
+                (block.rows if side == "row" else block.columns).append(decision)
+    for block in blocks.values():
+        yield from _block_promises(facts, block)
+    vocabulary = {
+        axis
+        for block in blocks.values()
+        for decision in (*block.rows, *block.columns)
+        if _has_vocabulary(decision)
+        for axis in [block.axis]
+    }
+    for axis in facts.ordered(vocabulary):
+        if facts.tokens is not None:
+            in_loop = facts.options.accumulate > 1
+            leg = facts.leg("all-reduce", (axis,), facts.tokens, "f32", forward=True, in_loop=in_loop)
+            most = 3 * facts.options.accumulate
+            yield Promised(
+                role="loss over a split vocabulary",
+                tensors=("max, sum and target logit of each token",),
+                count=(0, most),
+                spellings=((leg,),),
+            )
+
+
+def _round_the_ring(facts: Facts, axis: str, width: int, dtype: str) -> tuple[Leg, ...]:
+    """A gather or scatter of the sequence in N-1 steps, half of a rank's rows each way in each."""
+    assert facts.tokens is not None
+    steps, rows = facts.sizes[axis] - 1, max(1, facts.rows)
+    positions = facts.tokens // rows // facts.sizes[axis]
+    lanes = [lane for lane in (-(-positions // 2), positions // 2) if lane]
+    times = {lane: steps * lanes.count(lane) for lane in lanes}
+    return tuple(
+        facts.leg("collective-permute", (axis,), rows * lane * width, dtype, times=times[lane]) for lane in times
+    )
+
+
+def _has_vocabulary(decision: Decision) -> bool:
+    return "vocab" in (decision.leaf.names or ())
+
+
+def _side(decision: Decision, axis: str) -> str | None:
+    """`row` or `column`, or None for a leaf that no matmul contracts over this axis."""
+    names, spec = decision.leaf.names, decision.spec
+    at = next((dim for dim, entry in enumerate(spec) if axis in spec_axes(entry)), None)
+    dims = [dim for dim in range(len(decision.leaf.shape)) if names is None or names[dim] not in ("layers", "expert")]
+    if at is None or at not in dims or len(dims) < 2:
+        return None
+    if names is None or all(name is None for dim, name in enumerate(names) if dim in dims and dim != at):
+        return "row" if at == dims[0] else "column"
+    if "embed" not in names:
+        return None
+    embed = names.index("embed")
+    return None if at == embed else "row" if at < embed else "column"
+
+
+def _block_promises(facts: Facts, block: _Block) -> Iterator[Promised]:
+    some = (block.rows or block.columns)[0]
+    stack, width = stack_of(some), _width(some)
+    steps = facts.options.accumulate
+    dtype = facts.wire(facts.compute(some))
+    by_sequence = block.axis in facts.sequence_axes
+    exact = facts.tokens is not None
+    elements = width * (facts.tokens if facts.tokens is not None else max(1, facts.rows))
+    recomputed = 2 if facts.options.remat and stack > 1 else 1
+    tensors = tuple(decision.path for decision in (*block.rows, *block.columns))
+    tied = any(is_tied(facts, decision) for decision in block.rows)
+    inputs = len(block.rows) if block.rows and block.columns else 1 if block.columns or tied else 0
+    # The first block's input may be the batch itself, which needs no gradient.
+    fewest_inputs = inputs if stack > 1 else 0
+
+    def leg(kind: str, **more: Any) -> Leg:
+        return facts.leg(kind, (block.axis,), elements, dtype, multiple=not exact, **more)
+
+    def promise(role: str, count: tuple[int, int], *spellings: tuple[Leg, ...]) -> Promised:
+        least, most = (number * stack * steps for number in count)
+        return Promised(role=role, tensors=tensors, count=(least, most), stack=1, spellings=spellings)
+
+    summed = leg("reduce-scatter") if by_sequence else leg("all-reduce")
+    overlapped = [_round_the_ring(facts, block.axis, width, dtype)] if by_sequence and exact else []
+    num_rows = len(block.rows)
+    num_lookups = sum(map(_has_vocabulary, block.rows))
+    if num_rows - num_lookups:
+        least = num_rows - num_lookups
+        yield promise("partial sums, forward", (least, least * recomputed), (summed,), *overlapped)
+    if num_lookups:  # XLA sums the result of a lookup whole, and slices it then
+        spelled = ((leg("all-reduce"),), (summed,)) if by_sequence else ((summed,),)
+        yield promise("partial sums, forward", (num_lookups, num_lookups), *spelled)
+    if inputs:
+        # XLA:CPU sums every weight's share of the input's gradient over devices by itself.
+        shares = leg("all-reduce", times=max(1, len(block.columns)))
+        on_cpu = ((summed,), (shares,)) if by_sequence and len(block.columns) < 2 else ((shares,),)
+        # Where the order of the sequence changes before the head, XLA sums the gradient whole and slices it after.
+        is_reordered = by_sequence and facts.context_axes and any(map(_has_vocabulary, block.columns))
+        on_gpu = ((summed,), (leg("all-reduce"),)) if is_reordered else ((summed,),)
+        ways = (*(on_cpu if facts.on_cpu else on_gpu), *overlapped)
+        yield promise("partial sums, backward", (fewest_inputs, inputs), *ways)
+    if by_sequence:
+        ways = ((leg("all-gather"),), *overlapped)
+        if inputs:
+            yield promise("sequence made whole, forward", (inputs, inputs * (1 + recomputed)), *ways)
+        if num_rows:
+            yield promise("sequence made whole, backward", (num_rows, num_rows), *ways)
+
+
+def _width(decision: Decision) -> int:
+    """Size of the residual stream, as a weight tells it."""
+    names, shape = decision.leaf.names, decision.leaf.shape
+    if names is not None and "embed" in names:
+        return shape[names.index("embed")]
+    split = next(dim for dim, entry in enumerate(decision.spec) if entry is not None)
+    return shape[-1] if split != len(shape) - 1 else shape[-2]
