@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from meshpar.planner.units import si
 from meshpar.table import human_bytes
 from meshpar.types import axis_sizes, near, problem, spec_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from meshpar.bench.kernels import Collectives
+    from meshpar.bench.found import Collectives, Row
     from meshpar.ledger.memory import Memory
     from meshpar.ledger.report import Report
     from meshpar.ledger.timeline import Segment, Timeline
@@ -396,33 +398,52 @@ def collectives(found: Collectives, *, title: str | None = None) -> Figure:
     more = iter(itertools.cycle(MORE))
     names = dict.fromkeys(row.algorithm for row in found.rows)
     colors = {name: ALGORITHMS.get(name) or next(more) for name in names}
-    for panel in list(np.atleast_1d(panels).flat)[len(cases) :]:
+    flat = list(np.atleast_1d(panels).flat)
+    for panel in flat[len(cases) :]:
         panel.set_axis_off()
-    for (collective, axis), panel in zip(cases, np.atleast_1d(panels).flat, strict=False):
+    for (collective, axis), panel in zip(cases, flat, strict=False):
         rows = [row for row in found.rows if (row.collective, row.axis) == (collective, axis)]
         for name in dict.fromkeys(row.algorithm for row in rows):
-            of = [row for row in rows if row.algorithm == name]
-            sizes, times = [row.size_bytes for row in of], [row.time_s for row in of]
-            bars = [[max(row.time_s - row.low_s, 0) for row in of], [max(row.high_s - row.time_s, 0) for row in of]]
-            panel.errorbar(
-                sizes, times, yerr=bars, color=colors[name], marker="o", ms=4, lw=1.5, elinewidth=0.8, label=name
-            )
-            model = [(row.size_bytes, row.predicted_s) for row in of if row.predicted_s is not None]
-            panel.plot(*_points(model), color=colors[name], lw=1, ls="--", alpha=0.7)
-        crossover = found.crossover_bytes(axis) if collective == "all_reduce" else None
-        if crossover:
-            panel.axvline(crossover, color=FAINT, lw=1.5, zorder=0)
-            panel.annotate(
-                f"ring / recursive doubling\n{human_bytes(crossover)}", (crossover, 0.02), xycoords=("data", "axes fraction"),
-                ha="right", va="bottom", fontsize=8, color=INK, xytext=(-3, 0), textcoords="offset points",
-            )  # fmt: skip
-        panel.set(xscale="log", yscale="log", xlabel="size (bytes)", ylabel="time (s)")
+            _draw_times(panel, [row for row in rows if row.algorithm == name], colors[name])
+        if collective == "all_reduce":
+            _draw_crossover(panel, found.crossover_bytes(axis), [row.size_bytes for row in rows])
+        panel.set(xscale="log", yscale="log", xlabel="size", ylabel="time")
+        _si_ticks(panel.xaxis, "B", (1.0,))
+        _si_ticks(panel.yaxis, "s", (1.0, 3.0))
         panel.set_title(f"{collective} over {axis}={rows[0].num_ranks}", fontsize=10, color=INK)
         panel.legend(fontsize=8, frameon=False)
-    figure.suptitle(
-        title if title is not None else f"{found.title}\nmeasured, and the fitted model (dashed)", fontsize=11
-    )
+    figure.suptitle(f"{found.title}\nmeasured, and the fitted model (dashed)" if title is None else title, fontsize=11)
     return figure
+
+
+def _draw_times(panel: Axes, rows: Sequence[Row], color: str) -> None:
+    """One algorithm: medians with their quartiles, and what the model predicts."""
+    sizes, times = [row.size_bytes for row in rows], [row.time_s for row in rows]
+    bars = [[max(row.time_s - row.low_s, 0) for row in rows], [max(row.high_s - row.time_s, 0) for row in rows]]
+    name = rows[0].algorithm
+    panel.errorbar(sizes, times, yerr=bars, color=color, marker="o", ms=4, lw=1.5, elinewidth=0.8, label=name)
+    model = [(row.size_bytes, row.predicted_s) for row in rows if row.predicted_s is not None]
+    panel.plot(*_points(model), color=color, lw=1, ls="--", alpha=0.7)
+
+
+def _draw_crossover(panel: Axes, crossover_bytes: float | None, sizes: Sequence[int]) -> None:
+    if crossover_bytes is None or not min(sizes) / 10 <= crossover_bytes <= max(sizes) * 10:
+        return  # out of sight, or nearly
+    panel.axvline(crossover_bytes, color=FAINT, lw=1.5, zorder=0)
+    panel.annotate(
+        f"ring / recursive doubling\n{si(crossover_bytes, 'B', digits=3)}", (crossover_bytes, 0.02),
+        xycoords=("data", "axes fraction"), ha="right", va="bottom", fontsize=8, color=INK,
+        xytext=(-3, 0), textcoords="offset points",
+    )  # fmt: skip
+
+
+def _si_ticks(axis: Axis, unit: str, of_decade: tuple[float, ...]) -> None:
+    """Some figures of each decade, written as `10 kB`, and nothing between them."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=of_decade, numticks=12))
+    axis.set_major_formatter(lambda value, _: si(value, unit))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _figure(width: float, height: float, *, columns: int = 1, rows: int = 1) -> tuple[Figure, Any]:

@@ -2,7 +2,9 @@
 
     report.py     figures, and ratios of two programs in turn
     training.py   step: a training step against bare jax.jit
-    kernels.py    collectives: every algorithm against XLA's own, as nccl-tests does  ─► fit.py  α and β of each axis
+    kernels.py    collectives: every algorithm against XLA's own, as nccl-tests does
+    fit.py        α and β of a link, from times
+    found.py      the rows and links of such a measurement; the profile they make
     command.py    meshpar bench step | collectives
 
 Names are imported when they are first used.

@@ -125,6 +125,8 @@ def collectives(
         profile = found.profile()
         profile.save(save)
         click.echo(f"saved {save}: {profile.name}", err=True)
+        if found.poor:
+            click.secho(f"meshpar: {found.poor}", fg="yellow", err=True)
 
 
 def _progress(line: str) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from meshpar.planner.hardware import Link
 
 GOOD, USABLE = 0.25, 1.0
-"""Typical errors up to which a fit is good, and up to which it is worth keeping."""
+"""Typical errors up to which a fit is good, and up to which it is worth keeping: a factor of two either way."""
 
 
 class Point(NamedTuple):
@@ -32,7 +32,8 @@ class Fit:
     link: Link | None
     """None when the times do not grow with the bytes, so that no bandwidth can be told."""
     typical_error: float
-    """Median of |predicted / measured - 1|."""
+    """Median of predicted / measured, or of its inverse where that is larger, less 1: 0.25 is a quarter too much, or a
+    fifth too little."""
     worst_error: float
     num_points: int
 
@@ -51,18 +52,17 @@ class Fit:
 
 
 def fit_link(axis: str, of: str, points: Sequence[Point], *, rounds: int = 50) -> Fit:
-    """The α and β, neither negative, with the least sum of relative errors |predicted / measured - 1|.
+    """The α and β, neither negative, with the least sum of |log(predicted / measured)|.
 
-    Relative, since times span orders of magnitude; their absolute values and not their squares, since a machine with
-    other work on it makes outliers. Found by weighted least squares, the weights taken anew in each round.
+    Ratios, since times span orders of magnitude, and too little is as bad as too much; and not their squares, since a
+    machine with other work on it makes outliers. Found by weighted least squares, the weights taken anew each round.
     """
     alpha_s = beta_s = 0.0
     weights = [1 / point.time_s**2 for point in points]
     for _ in range(rounds):
         alpha_s, beta_s = _least_squares(points, weights)
-        off = [abs(_predicted(point, alpha_s, beta_s) / point.time_s - 1) for point in points]
-        weights = [1 / (max(error, 1e-3) * point.time_s**2) for error, point in zip(off, points, strict=True)]
-    errors = [abs(_predicted(point, alpha_s, beta_s) / point.time_s - 1) for point in points]
+        weights = [_weight(_predicted(point, alpha_s, beta_s), point.time_s) for point in points]
+    errors = [_off(_predicted(point, alpha_s, beta_s), point.time_s) for point in points]
     link = Link(alpha_s=alpha_s, bytes_per_s=1 / beta_s) if beta_s > 0 else None
     return Fit(
         axis=axis,
@@ -76,6 +76,16 @@ def fit_link(axis: str, of: str, points: Sequence[Point], *, rounds: int = 50) -
 
 def _predicted(point: Point, alpha_s: float, beta_s: float) -> float:
     return point.steps * alpha_s + point.bytes_in_turn * beta_s
+
+
+def _off(predicted_s: float, time_s: float) -> float:
+    return max(predicted_s / time_s, time_s / predicted_s) - 1 if predicted_s > 0 else math.inf
+
+
+def _weight(predicted_s: float, time_s: float) -> float:
+    """What makes a squared difference the size of the ratio's logarithm, kept finite where they agree."""
+    ratio = math.log(max(predicted_s / time_s, 1e-9))
+    return max(abs(ratio), 1e-3) / max(abs(predicted_s - time_s), 1e-3 * time_s) ** 2
 
 
 def _least_squares(points: Sequence[Point], weights: Sequence[float]) -> tuple[float, float]:

@@ -1,0 +1,212 @@
+"""What a measurement of collectives found: rows as nccl-tests prints them, fitted links, and the profile they make."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from meshpar.bench.fit import Fit
+from meshpar.planner import cost
+from meshpar.planner.accounts import bus_factor, printed
+from meshpar.planner.hardware import Link, Links, Profile, cluster_of, gpu_of_kind
+from meshpar.planner.units import si
+from meshpar.types import problem
+
+XLA = "XLA"
+"""The algorithm of XLA's own collective."""
+FITTED = {"permutes": "messages of the kernels here", "axes": "XLA's collectives"}
+"""What links are fitted to, and in words."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One algorithm at one size along one axis."""
+
+    axis: str
+    num_ranks: int
+    collective: str
+    algorithm: str
+    size_bytes: int
+    count: int
+    """Elements of the payload."""
+    dtype: str
+    op: str
+    time_s: float
+    """Median of the rounds."""
+    low_s: float
+    """Quartiles."""
+    high_s: float
+    ratio: float | None
+    """Time over that of XLA's own, the median of the rounds; None for XLA's own, and where it has none."""
+    wrong: int
+    """Elements that are off by more than rounding explains."""
+    max_error: float
+    predicted_s: float | None = None
+    """By the model, with the α and β fitted to all rows of the axis."""
+
+    @property
+    def algorithm_bytes_per_s(self) -> float:
+        """Payload over time."""
+        return self.size_bytes / self.time_s
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """That times the share of the payload that a rank has to send at best, as nccl-tests counts it."""
+        return self.algorithm_bytes_per_s * bus_factor(self.collective.replace("_", "-"), self.num_ranks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """What `meshpar bench collectives` found. Prints as tables; `profile` is what it learned about the links."""
+
+    devices: str
+    """What jax calls them."""
+    mesh: Mapping[str, int]
+    rows: tuple[Row, ...]
+    fits: tuple[Fit, ...]
+    repeats: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def poor(self) -> str:
+        """Which fits are not good, in words; empty when all are."""
+        return "; ".join(_fit_words(fit) for fit in self.fits if fit.verdict != "good")
+
+    @property
+    def title(self) -> str:
+        """Devices and mesh."""
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
+        return f"collectives on {math.prod(self.mesh.values())} {self.devices} devices, {sizes}"
+
+    def fit(self, axis: str, of: str) -> Fit | None:
+        """The fit along an axis: of `permutes` or of XLA's own (`axes`)."""
+        return next((fit for fit in self.fits if (fit.axis, fit.of) == (axis, of)), None)
+
+    def crossover_bytes(self, axis: str) -> float | None:
+        """Payload below which recursive doubling beats the ring along an axis, by the fitted link."""
+        fit = self.fit(axis, "permutes")
+        num_ranks = next(row.num_ranks for row in self.rows if row.axis == axis)
+        return None if fit is None or fit.link is None else cost.ring_tree_crossover_bytes(num_ranks, fit.link)
+
+    def profile(self) -> Profile:
+        """The fitted links, for `explain`, `cost` and `algorithm="auto"`: a cluster of GPUs that the catalogue knows,
+        else links alone. What no link explains is left out.
+
+        Raises:
+          ValueError: no link could be told from the times.
+        """
+        kept = {
+            of: {fit.axis: fit.link for fit in self.fits if fit.of == of and fit.verdict != "none"} for of in FITTED
+        }
+        links: dict[str, dict[str, Link]] = {of: dict(_known(found)) for of, found in kept.items()}
+        if not any(links.values()):
+            raise problem(
+                "the profile",
+                "hold the links that were measured",
+                f"no α and β explain the times: {self.poor}",
+                "measure on an idle machine, over a wider range of sizes (--max-bytes) and more often (--repeats)",
+            )
+        gpu = gpu_of_kind(self.devices)
+        if gpu is None:
+            return Links(devices=self.devices, source=self._source(), axes=links["axes"], permutes=links["permutes"])
+        usual = cluster_of(gpu, nodes=1, gpus_per_node=math.prod(self.mesh.values()))
+        return dataclasses.replace(usual, source=self._source(), axes=links["axes"], permutes=links["permutes"])
+
+    def _source(self) -> str:
+        off = ", ".join(f"{fit.axis} {fit.of} {fit.typical_error:.0%}" for fit in self.fits if fit.verdict != "none")
+        today = datetime.date.today().isoformat()
+        return f"meshpar bench collectives, {self.title}, {today}; typical error of the fit: {off}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "title": self.title,
+            "devices": self.devices,
+            "mesh": dict(self.mesh),
+            "repeats": self.repeats,
+            "rows": [
+                {
+                    **dataclasses.asdict(row),
+                    "algorithm_bytes_per_s": row.algorithm_bytes_per_s,
+                    "bus_bytes_per_s": row.bus_bytes_per_s,
+                }
+                for row in self.rows
+            ],
+            "fits": [{**dataclasses.asdict(fit), "verdict": fit.verdict} for fit in self.fits],
+            "crossover_bytes": {axis: self.crossover_bytes(axis) for axis in dict.fromkeys(f.axis for f in self.fits)},
+            "notes": list(self.notes),
+        }
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        cases = dict.fromkeys((row.collective, row.axis) for row in self.rows)
+        tables = [self._table([row for row in self.rows if (row.collective, row.axis) == case]) for case in cases]
+        return Group(f"{self.title}; medians of {self.repeats} rounds", *tables, self._fits_table(), *self.notes)
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    def _table(self, rows: Sequence[Row]) -> Any:
+        from rich.table import Table
+
+        first = rows[0]
+        table = Table(title=f"{first.collective} {first.op} over {first.axis}={first.num_ranks}".replace("  ", " "))
+        for column in ("size", "count", "type", "algorithm", "time", "quartiles", "algbw", "busbw", "÷ XLA", "#wrong"):
+            table.add_column(column, justify="left" if column in ("type", "algorithm") else "right", no_wrap=True)
+        for column in ("max error", "model", "off"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for before, row in zip((first, *rows), rows, strict=False):
+            if row.size_bytes != before.size_bytes:
+                table.add_section()
+            table.add_row(*_cells(row))
+        return table
+
+    def _fits_table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(title="links, fitted to the times: T = steps · α + bytes · β")
+        for column in ("axis", "as used by", "α", "bandwidth", "typical error", "worst", "points", "fit", "crossover"):
+            table.add_column(column, justify="left" if column in ("axis", "as used by", "fit") else "right")
+        for fit in self.fits:
+            crossover = self.crossover_bytes(fit.axis) if fit.of == "permutes" else None
+            color = {"good": "green", "poor": "yellow", "none": "red"}[fit.verdict]
+            table.add_row(
+                fit.axis,
+                FITTED[fit.of],
+                "" if fit.link is None else si(fit.link.alpha_s, "s", digits=3),
+                "" if fit.link is None else si(fit.link.bytes_per_s, "B/s", digits=3),
+                f"{fit.typical_error:.0%}",
+                f"{fit.worst_error:.0%}",
+                str(fit.num_points),
+                f"[{color}]{fit.verdict}[/]",
+                "" if crossover is None else si(crossover, "B", digits=3),
+            )
+        return table
+
+
+def _cells(row: Row) -> Iterator[str]:
+    yield from (si(row.size_bytes, "B"), f"{row.count:,}", row.dtype, row.algorithm)
+    yield si(row.time_s, "s", digits=3)
+    yield f"{si(row.low_s, 's', digits=3)} – {si(row.high_s, 's', digits=3)}"
+    yield from (si(rate, "B/s", digits=3) for rate in (row.algorithm_bytes_per_s, row.bus_bytes_per_s))
+    yield "" if row.ratio is None else f"{row.ratio:.2f}"
+    yield f"[red]{row.wrong:,}[/]" if row.wrong else "0"
+    yield f"{row.max_error:.1e}"
+    yield "" if row.predicted_s is None else si(row.predicted_s, "s", digits=3)
+    yield "" if row.predicted_s is None else f"{row.predicted_s / row.time_s - 1:+.0%}"
+
+
+def _known(links: Mapping[str, Link | None]) -> Iterator[tuple[str, Link]]:
+    for axis, link in links.items():
+        if link is not None:
+            yield axis, link
+
+
+def _fit_words(fit: Fit) -> str:
+    if fit.link is None:
+        return f"along `{fit.axis}` ({FITTED[fit.of]}) times do not grow with the bytes"
+    return f"along `{fit.axis}` ({FITTED[fit.of]}) the model is typically off by {fit.typical_error:.0%}"

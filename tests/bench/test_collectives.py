@@ -1,0 +1,355 @@
+"""`meshpar bench collectives`: rows, checks, tables, profiles and pictures; no time is asserted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import numpy as np
+import pytest
+
+from meshpar import bench, cli, plots
+from meshpar.bench import kernels
+from meshpar.bench.fit import Fit
+from meshpar.bench.found import XLA, Collectives, Row
+from meshpar.planner import cost
+from meshpar.planner.hardware import Cluster, Link, Links, parse_cluster, parse_profile
+from meshpar.types import MeshparError
+
+LINK = Link(alpha_s=2e-6, bytes_per_s=1e11)
+QUICK = {"repeats": 2, "target_s": 1e-4}
+
+
+def made(devices="cpu", **changes) -> Collectives:
+    """A measurement whose times are the model's."""
+    rows = [
+        Row(
+            axis="data", num_ranks=8, collective=name, algorithm=algorithm, size_bytes=size, count=size // 4,
+            dtype="float32", op="sum" if name == "all_reduce" else "", time_s=form(size, 8).time_s(LINK),
+            low_s=0.9 * form(size, 8).time_s(LINK), high_s=1.5 * form(size, 8).time_s(LINK),
+            ratio=None if algorithm == XLA else 2.5, wrong=0, max_error=0.0, predicted_s=form(size, 8).time_s(LINK),
+        )
+        for name, algorithms in {
+            "all_reduce": {XLA: cost.ring_all_reduce, "ring": cost.ring_all_reduce, "tree": cost.tree_all_reduce},
+            "all_gather": {XLA: cost.ring_all_gather, "ring": cost.ring_all_gather},
+        }.items()
+        for size in (10_000, 1_000_000, 100_000_000)
+        for algorithm, form in algorithms.items()
+    ]  # fmt: skip
+    fits = [
+        Fit(axis="data", of=of, link=LINK, typical_error=0.1, worst_error=0.5, num_points=9)
+        for of in ("permutes", "axes")
+    ]
+    whole = {"mesh": {"data": 8, "tensor": 1}, "rows": tuple(rows), "fits": tuple(fits), "repeats": 5}
+    return Collectives(**{"devices": devices, "notes": ("a note",), **whole, **changes})
+
+
+# Measuring -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Every collective by its quickest algorithms, over two devices and two sizes."""
+    return bench.collectives(
+        "data=2", algorithms=("ring", "recursive_doubling"), min_bytes=100, max_bytes=1000, factor=10, **QUICK
+    )
+
+
+def test_every_algorithm_has_a_row_beside_xlas_own(measured):
+    found = {(row.collective, row.algorithm, row.size_bytes) for row in measured.rows}
+    ours = {
+        "all_reduce": ("ring", "recursive_doubling"),
+        "all_gather": ("ring", "recursive_doubling"),
+        "reduce_scatter": ("ring",),
+        "all_to_all": ("direct",),
+    }
+    sizes = (96, 104), (1000,)  # a whole number of elements for each rank: 100 bytes are 12.5 float32 each
+    assert {(name, algorithm) for name, algorithm, _ in found} == {
+        (name, algorithm) for name, algorithms in ours.items() for algorithm in (XLA, *algorithms)
+    }
+    assert {size for _, _, size in found} <= {size for some in sizes for size in some}
+    assert len(found) == len(measured.rows) == 2 * (3 + 3 + 2 + 2)
+
+
+def test_a_row_is_whole(measured):
+    for row in measured.rows:
+        assert (row.axis, row.num_ranks, row.dtype) == ("data", 2, "float32")
+        assert row.op == ("sum" if row.collective in ("all_reduce", "reduce_scatter") else "")
+        assert 0 < row.low_s <= row.time_s <= row.high_s
+        assert (row.ratio is None) == (row.algorithm == XLA)
+        assert row.wrong == 0
+        assert row.size_bytes == 4 * row.count
+        assert row.algorithm_bytes_per_s == pytest.approx(row.size_bytes / row.time_s)
+        factor = {"all_reduce": 1.0}.get(row.collective, 0.5)  # 2(N-1)/N and (N-1)/N for two ranks
+        assert row.bus_bytes_per_s == pytest.approx(factor * row.algorithm_bytes_per_s)
+
+
+def test_a_measurement_fits_each_kind_of_use(measured):
+    assert [(fit.axis, fit.of) for fit in measured.fits] == [("data", "permutes"), ("data", "axes")]
+    assert [fit.num_points for fit in measured.fits] == [12, 8]
+    assert measured.devices == "cpu"
+    assert any("share the cores" in note for note in measured.notes)
+
+
+def test_several_axes_as_one_and_two_levels():
+    found = bench.collectives(
+        "data=2,tensor=2", axes=["data*tensor"], names=["all_reduce", "all_to_all"], algorithms=["ring"],
+        min_bytes=400, max_bytes=400, dtype="int32", **QUICK,
+    )  # fmt: skip
+    assert [(row.collective, row.algorithm) for row in found.rows] == [
+        ("all_reduce", XLA), ("all_reduce", "ring"), ("all_reduce", "hierarchical"),
+        ("all_to_all", XLA), ("all_to_all", "direct"), ("all_to_all", "hierarchical"),
+    ]  # fmt: skip
+    assert {(row.axis, row.num_ranks, row.wrong, row.max_error) for row in found.rows} == {("data*tensor", 4, 0, 0.0)}
+    assert [fit.num_points for fit in found.fits] == [2, 2]  # two levels are two kinds of link
+
+
+def test_values_that_are_wrong_are_counted(monkeypatch):
+    broken = {"all_reduce": lambda x, *, axis, op, algorithm: x * 1.5}
+    monkeypatch.setattr(kernels.kernels, "all_reduce", broken["all_reduce"])
+    found = bench.collectives(
+        "data=2", names=["all_reduce"], algorithms=["ring"], min_bytes=80, max_bytes=80, op="mean", **QUICK
+    )
+    xla, ring = found.rows
+    assert (xla.wrong, xla.op) == (0, "mean")
+    assert ring.wrong > 20  # of 2 devices' 20 elements each
+    assert ring.max_error > 0.1
+    assert "1 rows have wrong values" in found.notes
+
+
+def test_bfloat16_is_held_to_its_rounding():
+    found = bench.collectives(
+        "data=3", names=["all_reduce", "all_gather"], algorithms=["ring", "recursive_doubling"], min_bytes=600,
+        max_bytes=600, dtype="bfloat16", **QUICK,
+    )  # fmt: skip
+    assert {row.wrong for row in found.rows} == {0}
+    assert {row.algorithm for row in found.rows if row.collective == "all_gather"} == {XLA, "ring"}  # 3 ranks
+    assert {row.max_error for row in found.rows if row.collective == "all_gather"} == {0.0}
+    assert all(row.max_error > 0 for row in found.rows if row.collective == "all_reduce")
+
+
+def test_who_begins_changes_from_round_to_round():
+    order = []
+
+    def run(name):
+        return lambda times: order.append((name, times)) or 1.0 + times
+
+    found = kernels._in_turn({name: run(name) for name in "abc"}, repeats=3, target_s=0.0)
+    rounds = [name for name, _ in order[-9:]]
+    assert rounds == [*"abc", *"bca", *"cab"]
+    assert {len(times) for times in found.values()} == {3}
+    times = order[-1][1]
+    assert found["a"] == [pytest.approx((1.0 + times - 1.0) / times)] * 3  # less what a run without it takes
+
+
+def test_sizes():
+    assert kernels._sizes(1e3, 1e6, 10) == [1000, 10000, 100000, 1000000]
+    assert kernels._sizes(8, 8, 2) == [8]
+    assert kernels._sizes(1e3, 5e3, 2) == [1000, 2000, 4000]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mesh": "data=2", "axes": ["dat"]}, "did you mean `data`"),
+        ({"mesh": "data=2", "axes": ["tensor"]}, "nobody to send to"),
+        ({"mesh": "data=1"}, "nobody to send to"),
+        ({"mesh": "data=2", "names": ["all_reduced"]}, "did you mean `all_reduce`"),
+        ({"mesh": "data=2", "algorithms": ["rings"]}, "did you mean `ring`"),
+        ({"mesh": "data=2", "dtype": "float31"}, "did you mean `float32`"),
+        ({"mesh": "data=2", "names": ["all_reduce"], "op": "median"}, "there are `sum`"),
+        ({"mesh": "data=2", "op": "mean", "dtype": "int32"}, "a mean of int32"),
+        ({"mesh": "data=2", "min_bytes": 0}, "grow from one above 0"),
+        ({"mesh": "data=2", "min_bytes": 10, "max_bytes": 5}, "from 10 to 5 bytes"),
+        ({"mesh": "data=2", "factor": 1}, "by a factor above 1"),
+        ({"mesh": "data=2", "max_bytes": 1e15}, "of memory, and .* are free.*--max-bytes"),
+    ],
+)
+def test_mistakes(options, said):
+    with pytest.raises(MeshparError, match=said):
+        bench.collectives(**{"repeats": 1, **options})
+
+
+# What was found ------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_of_devices_nobody_knows_holds_links(tmp_path):
+    profile = made().profile()
+    assert isinstance(profile, Links)
+    assert (profile.axes, profile.permutes) == ({"data": LINK}, {"data": LINK})
+    assert "8 cpu devices, data=8" in profile.source
+    assert "data permutes 10%" in profile.source
+    profile.save(tmp_path / "mine.json")
+    assert parse_profile(str(tmp_path / "mine.json")) == profile
+
+
+def test_a_profile_of_known_gpus_is_a_cluster(tmp_path):
+    profile = made(devices="NVIDIA H100 80GB HBM3").profile()
+    assert isinstance(profile, Cluster)
+    assert (profile.name, profile.axes["data"]) == ("h100:1x8", LINK)
+    assert profile.inside == parse_cluster("h100:1x8").inside
+    profile.save(tmp_path / "mine.json")
+    assert parse_cluster(str(tmp_path / "mine.json")) == profile
+
+
+def test_a_link_that_explains_nothing_is_not_kept():
+    good, bad = made().fits
+    bad = dataclasses.replace(bad, typical_error=3.0)
+    profile = made(fits=(good, bad)).profile()
+    assert (profile.axes, profile.permutes) == ({}, {"data": LINK})
+    assert "along `data` (XLA's collectives) the model is typically off by 300%" in made(fits=(good, bad)).poor
+    assert made().poor == ""
+    for worse in (bad, dataclasses.replace(good, link=None)):
+        with pytest.raises(MeshparError, match="no α and β explain the times.*on an idle machine"):
+            made(fits=(worse,)).profile()
+
+
+def test_tables_and_json():
+    found = made()
+    shown = str(found)
+    for word in (
+        "all_reduce sum over data=8",
+        "all_gather over data=8",
+        "2.50",
+        "100 GB/s",
+        "good",
+        "a note",
+        "1.76 MB",
+    ):
+        assert word in shown
+    data = json.loads(json.dumps(found.to_json()))
+    assert len(data["rows"]) == len(found.rows)
+    assert data["rows"][0]["bus_bytes_per_s"] == pytest.approx(found.rows[0].bus_bytes_per_s)
+    assert data["crossover_bytes"] == {"data": cost.ring_tree_crossover_bytes(8, LINK)}
+    assert data["fits"][0]["link"] == {"alpha_s": 2e-6, "bytes_per_s": 1e11}
+    wrong = made(rows=(dataclasses.replace(found.rows[0], wrong=7, predicted_s=None),))
+    assert " 7 " in str(wrong)
+
+
+def test_the_picture_shows_times_model_and_crossover():
+    found = made()
+    figure = plots.collectives(found)
+    reduce, gather = figure.axes
+    assert [panel.get_title() for panel in figure.axes] == ["all_reduce over data=8", "all_gather over data=8"]
+    names = [text.get_text() for text in reduce.get_legend().get_texts()]
+    assert names == [XLA, "ring", "tree"]
+    ring = [row for row in found.rows if (row.collective, row.algorithm) == ("all_reduce", "ring")]
+    lines = [np.asarray(line.get_xydata()) for line in reduce.lines]
+    assert any(np.array_equal(line, [(row.size_bytes, row.time_s) for row in ring]) for line in lines)
+    crossover = cost.ring_tree_crossover_bytes(8, LINK)
+    assert any(np.allclose(line[:, 0], crossover) for line in lines)
+    assert not any(np.allclose(line.get_xydata()[:, 0], crossover) for line in gather.lines)
+    assert (reduce.get_xscale(), reduce.get_yscale()) == ("log", "log")
+    assert any("1.76 MB" in text.get_text() for text in reduce.texts)
+    far = made(fits=(dataclasses.replace(found.fits[0], link=Link(alpha_s=1.0, bytes_per_s=1e11)),))
+    assert not plots.collectives(far).axes[0].texts
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run `meshpar bench collectives`; gives (exit code, standard output, standard error)."""
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main(["bench", "collectives", *map(str, args)])
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return run
+
+
+def test_the_command_passes_on_what_it_was_asked(command, monkeypatch, tmp_path):
+    asked = {}
+
+    def measure(mesh, **options):
+        asked.update(options, mesh=mesh)
+        return made()
+
+    monkeypatch.setattr(kernels, "collectives", measure)
+    profile, plot = tmp_path / "my.json", tmp_path / "plot.png"
+    code, out, error = command(
+        "--mesh", "data=2,tensor=4", "--axis", "data", "--axis", "data*tensor", "--collective", "all_reduce",
+        "--algorithm", "ring", "--min-bytes", "4kB", "--max-bytes", "1MB", "--factor", 4, "--dtype", "bfloat16",
+        "--op", "max", "--repeats", 3, "--save", profile, "--plot", plot, "--json",
+    )  # fmt: skip
+    assert code == 0
+    del asked["tell"]
+    assert asked == {
+        "mesh": "data=2,tensor=4", "axes": ("data", "data*tensor"), "names": ("all_reduce",), "algorithms": ("ring",),
+        "min_bytes": 4e3, "max_bytes": 1e6, "factor": 4.0, "dtype": "bfloat16", "op": "max", "repeats": 3,
+    }  # fmt: skip
+    assert json.loads(out) == made().to_json()
+    assert parse_profile(str(profile)) == made().profile()
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "saved" in error
+    assert "model" not in error
+
+
+def test_a_poor_fit_is_told_and_a_useless_one_not_saved(command, monkeypatch, tmp_path):
+    good, other = made().fits
+    for typical_error, code, said in ((0.6, 0, "typically off by 60%"), (2.0, 2, "no α and β explain the times")):
+        fits = tuple(dataclasses.replace(fit, typical_error=typical_error) for fit in (good, other))
+        monkeypatch.setattr(kernels, "collectives", lambda mesh, fits=fits, **options: made(fits=fits))
+        profile = tmp_path / f"{code}.json"
+        found_code, out, error = command("--save", profile)
+        assert (found_code, profile.exists()) == (code, code == 0)
+        assert said in error
+        assert "all_reduce sum over data=8" in out  # what was measured is shown all the same
+
+
+def test_the_command_on_devices(command):
+    code, out, _ = command(
+        "--mesh", "data=2", "--collective", "all_gather", "--algorithm", "ring", "--min-bytes", 80, "--max-bytes", 80,
+        "--repeats", 1, "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert [row["algorithm"] for row in json.loads(out)["rows"]] == [XLA, "ring"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--mesh", "data=3,dato"], "data=3,dato"),
+        (["--min-bytes", "x"], "no number of bytes"),
+        (["--save", "nowhere/my.json"], "there is no folder"),
+        (["--mesh", "data=2", "--axis", "dat"], "did you mean `data`"),
+        (["--repeats", "0"], "x>=1"),
+    ],
+)
+def test_mistakes_are_one_paragraph(command, monkeypatch, tmp_path, args, says):
+    monkeypatch.chdir(tmp_path)
+    code, out, error = command(*args)
+    assert (code, out) == (2, "")
+    assert says in error
+
+
+def test_a_measured_profile_serves_other_commands(command, monkeypatch, tmp_path, capsys):
+    made().profile().save(tmp_path / "my.json")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["cost", "ring", "--cluster", str(tmp_path / "my.json"), "--axis", "data", "--json"])
+    assert not end.value.code
+    assert json.loads(capsys.readouterr().out)["links"][0]["where"] == "measured along `data`"
+    with pytest.raises(SystemExit) as end:
+        cli.main(["explain", "none.py", "--cluster", str(tmp_path / "my.json")])
+    assert end.value.code == 2
+    assert "measured on `cpu` devices: it holds links, and nothing about a GPU" in capsys.readouterr().err
+
+
+def test_help_has_examples(command):
+    code, out, _ = command("--help")
+    assert code == 0
+    assert "--mesh data=2,tensor=4 --save my.json --plot bench.png" in out
+
+
+def test_the_package_lists_its_names():
+    assert set(bench.__all__) <= set(dir(bench))
+    assert bench.step.__module__ == "meshpar.bench.training"
+    with pytest.raises(AttributeError, match="it has Measure"):
+        bench.nothing  # noqa: B018
