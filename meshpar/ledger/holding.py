@@ -256,7 +256,7 @@ def _lines(
 
 def _line(one: Promised, leg: Leg, count: tuple[int, int], times: int, taken: Sequence[tuple[Collective, int]]) -> Line:
     meant = one.spellings[0]
-    same = next((other for other in meant if other.axes == leg.axes), meant[0])
+    same = leg if leg in meant else next((other for other in meant if other.axes == leg.axes), meant[0])
     real = {part.kind for part, _ in taken} - {same.kind}
     # A collective of unknown size is promised at the size that was found.
     found = sum(part.bytes_sent_per_device * runs for part, runs in taken)

@@ -5,6 +5,7 @@ What is promised follows from the rules, not from the program (a stacked leaf co
     a parameter split over batch axes       all-gather before use, forward and backward, in the compute dtype
     its gradient                            reduce-scatter over the axes that split its update,
                                             all-reduce over the other axes that split the batch
+    ... both, where the strategy quantizes  all-gather of bytes, all-to-all of bytes
     a parameter not split as its update is  all-gather of the new value
     a weight contracted over a split dim    all-reduce of its result, forward            (row-parallel, Megatron's g)
     weights that share a whole input        all-reduce of its gradient, backward         (column-parallel, Megatron's f)
@@ -26,7 +27,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from meshpar.ledger.promise_kernels import attended
+from meshpar.ledger.promise_kernels import attended, gathered_in_bytes, scattered_in_bytes
 from meshpar.ledger.promise_matmul import contracted
 from meshpar.ledger.terms import (
     ITEMSIZE,
@@ -58,10 +59,13 @@ def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
     """
     facts = facts_of(setup, options, batch, on_cpu)
     leaves = list(zip(setup.table.params, _specs(setup.layout.grads), _specs(setup.layout.updates), strict=True))
-    found = []
+    found: list[Promised] = []
+    in_bytes = {decision.path: gathered_in_bytes(facts, decision) for decision, _, _ in leaves}
+    for parts in in_bytes.values():
+        found += parts or ()
     for make in (
-        lambda d, g, u: _gathered(facts, d),
-        lambda d, g, u: _reduced(facts, d, g, u),
+        lambda d, g, u: None if in_bytes[d.path] is not None else _gathered(facts, d),
+        lambda d, g, u: scattered_in_bytes(facts, d) or _reduced(facts, d, g, u),
         lambda d, g, u: _renewed(facts, d, u),
     ):
         for decision, grads, update in leaves:

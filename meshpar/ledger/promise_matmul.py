@@ -1,10 +1,10 @@
 """What matmuls promise whose weights are split over an axis that splits activations too.
 
 A gather or scatter of the sequence may be spelled as a ring of permutes between which blocks are multiplied
-(`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`). That is an option of the model, and no strategy knows
-of it; nor need it, for the promise is the same: the same bytes over the same axis, in 2(N-1) messages of half a rank's
-rows, and which way it was kept is for the program to say. So it holds for any model that uses these kernels, and for a
-compiler that takes to such rings by itself.
+(`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`). That is an option of the model, and no strategy
+knows of it; nor need it, for the promise is the same: the same bytes over the same axis, in 2(N-1) messages of half a
+rank's rows, and which way it was kept is for the program to say. So it holds for any model that uses these kernels, and
+for a compiler that takes to such rings by itself.
 """
 
 from __future__ import annotations

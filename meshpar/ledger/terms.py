@@ -16,7 +16,7 @@ from meshpar.state import Setup
 from meshpar.step import StepOptions, batch_sharding
 from meshpar.types import Decision, axis_sizes, spec_axes
 
-ITEMSIZE = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
+ITEMSIZE = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "u8": 1}
 _HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -99,9 +99,14 @@ class Facts:
         return 1 if self.options.accumulate_mode == "once" else self.options.accumulate
 
     @property
+    def is_once(self) -> bool:
+        """Whether weights are gathered before all micro-steps, and gradients reduced behind them."""
+        return self.options.accumulate_mode == "once" and self.options.accumulate > 1
+
+    @property
     def passes(self) -> int:
         """How often weights are gathered in a micro-step: for the forward pass, and again for the backward."""
-        return 1 if self.options.accumulate_mode == "once" and self.options.accumulate > 1 else 2
+        return 1 if self.is_once else 2
 
     def wire(self, dtype: Any) -> str:
         """A dtype as HLO names it; XLA:CPU sends float32 where less was asked."""
