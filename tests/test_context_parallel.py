@@ -14,8 +14,12 @@ import pytest
 import meshpar as mp
 from meshpar.ledger import hlo
 from meshpar.ledger.census import census
+from meshpar.ledger.pod import PodProcess
+from meshpar.ledger.target import missing_aot
+from meshpar.ledger.timeline import timeline
 from meshpar.models import LinenTransformer, TransformerConfig, context, generate, next_token_loss
 from meshpar.planner import cost
+from meshpar.planner.hardware import parse_cluster
 from meshpar.rules import spec_of
 from meshpar.types import tree_leaves_with_paths
 
@@ -150,6 +154,30 @@ def test_the_sequence_is_gathered_nowhere_and_put_in_order_once(sent):
     closed = cost.zigzag_order(hidden_bytes, 4)
     assert sum(c.count_per_step for c in reordered) == 2 * closed.steps  # forward and backward
     assert sum(c.bytes_sent_per_step for c in reordered) == 2 * closed.bytes_sent
+
+
+@pytest.mark.pod
+def test_every_message_of_the_ring_is_hidden_behind_matmuls_on_gpus():
+    """The step compiled for eight H100s, in bfloat16, with layers recomputed: the ring runs twice forward."""
+    if missing_aot():
+        pytest.skip(missing_aot())
+    mesh = mp.MeshSpec(fsdp=2, context=4).abstract()
+    cfg = config(vocab_size=512, embed_dim=256, num_heads=8, head_dim=64, mlp_dim=512)
+    state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=mp.fsdp(axis=BOTH) | CP)
+    batch = {name: jax.ShapeDtypeStruct((ROWS, 8192), np.int32) for name in ("inputs", "targets")}
+    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
+    with PodProcess() as pod:
+        program = pod.compile(step.trace(state, batch), "h100:1x8")
+    times = timeline(program.module, census(program.module, mesh), parse_cluster("h100:1x8"))
+    ring = [timed for timed in times.collectives if "ring_attention" in timed.collective.op_name]
+    kv_bytes = 2 * 2 * (ROWS // 2) * (8192 // 4) * 2 * 64
+    forward, backward = cost.ring_attention(kv_bytes, 4), cost.ring_attention_backward(kv_bytes, 2 * kv_bytes, 4)
+    # The forward pass that is made again and the backward pass begin with the same message, which XLA sends once.
+    layer_bytes = 2 * forward.bytes_sent + backward.bytes_sent - kv_bytes
+    assert sum(timed.collective.bytes_sent_per_step for timed in ring) == LAYERS * layer_bytes
+    assert {timed.collective.is_async for timed in ring} == {True}
+    assert {timed.cover for timed in ring} == {"matmul"}
+    assert sum(timed.exposed_s for timed in ring) == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

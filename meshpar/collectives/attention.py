@@ -169,8 +169,9 @@ def _backward(ring: _Ring, saved: tuple[Array, ...], do: Array) -> tuple[Array, 
 
     def step(s: Any, held: tuple[Array, Array, Array], *, is_last: bool = False) -> tuple[Array, Array, Array]:
         # Gradients arrive during the first half of the work and the next block during the second: XLA has one permute
-        # under way at a time on GPUs, and without the barrier would wait for the gradients first.
+        # under way at a time on GPUs. Without the barriers it would send both as one, or one while nothing else runs.
         kv, dq, leaving = held
+        kv, leaving = lax.optimization_barrier((kv, leaving))
         arriving = ring.next(leaving)
         dq, dkv = visit(s, kv, _Gradients(dq, none), "first")
         kv, dq, dkv = lax.optimization_barrier((kv, dq, dkv + arriving))
