@@ -525,12 +525,13 @@ def _slow_axis(look: _Look) -> Iterator[Finding]:
             continue
         nbytes = int(sum(one.bytes_sent_per_step for one in over))
         worst = max(over, key=lambda one: one.bytes_sent_per_step)
+        slow = look.cluster.measured([axis]) or look.cluster.across
         yield Finding(
             rule="slow-axis",
             module=worst.module,
             source=worst.source,
             what=f"mesh axis `{axis}` ({look.sizes[axis]}) crosses nodes of {look.cluster.gpus_per_node} GPUs: layers "
-            f"wait for {human_bytes(nbytes)} a step at {human_bytes(look.cluster.across.bytes_per_s)}/s instead of "
+            f"wait for {human_bytes(nbytes)} a step at {human_bytes(slow.bytes_per_s)}/s instead of "
             f"{human_bytes(look.cluster.inside.bytes_per_s)}/s",
             fix=f"make `{axis}` a divisor of {look.cluster.gpus_per_node} and give the rest to fsdp or data",
             nbytes=nbytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 
@@ -13,7 +14,7 @@ import pytest
 import meshpar as mp
 from meshpar.ledger import census
 from meshpar.ledger.lint import Finding, lint
-from meshpar.planner.hardware import parse_cluster
+from meshpar.planner.hardware import Link, parse_cluster
 
 PLANTS = (
     *("nothing", "gathered_activation", "whole_batch", "reshaped_batch", "names_in_wrong_order", "wrong_name"),
@@ -63,6 +64,16 @@ def test_a_finding_names_the_line_of_the_mistake(compiled, planted, name):
     (one,) = findings(compiled, name)
     lines, first = inspect.getsourcelines(planted.PLANTS[name])
     assert first <= int(one.source.rpartition(":")[2]) < first + len(lines)
+
+
+@pytest.mark.pod
+def test_a_slow_axis_is_told_with_the_bandwidth_that_was_measured(compiled):
+    plant, program = compiled("tensor_over_nodes")
+    link = Link(alpha_s=1e-6, bytes_per_s=1.5e9)
+    cluster = dataclasses.replace(parse_cluster(plant.cluster), axes={"tensor": link})
+    collectives = census.census(program.module, plant.mesh)
+    (one,) = lint(program, collectives, plant.state.setup, plant.step.options, cluster)
+    assert "at 1.5 GB/s instead of 450 GB/s" in one.what
 
 
 @pytest.mark.parametrize("name", ["whole_batch", "reshaped_batch", "flipped_split", "replicated_embedding"])
