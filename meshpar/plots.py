@@ -411,7 +411,7 @@ def collectives(found: Collectives, *, title: str | None = None) -> Figure:
         _si_ticks(panel.xaxis, "B", (1.0,))
         _si_ticks(panel.yaxis, "s", (1.0, 3.0))
         panel.set_title(f"{collective} over {axis}={rows[0].num_ranks}", fontsize=10, color=INK)
-        panel.legend(fontsize=8, frameon=False)
+        panel.legend(fontsize=8, frameon=False, ncols=2)
     figure.suptitle(f"{found.title}\nmeasured, and the fitted model (dashed)" if title is None else title, fontsize=11)
     return figure
 

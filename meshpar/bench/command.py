@@ -15,7 +15,7 @@ def bench() -> None:
     """Measure what meshpar promises about its own speed."""
 
 
-@bench.command("step")
+@bench.command("step", short_help="A training step against bare jax.jit.")
 @click.option("--pairs", default=20, show_default=True, type=click.IntRange(min=1), help="How often both run in turn.")
 @click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -27,7 +27,7 @@ def step(pairs: int, devices: int, as_json: bool) -> None:
     print_report(measure(pairs=pairs), as_json=as_json)
 
 
-@bench.command("collectives")
+@bench.command("collectives", short_help="Every algorithm against XLA's own collective.")
 @click.option("--mesh", metavar="AXES", help="Whose axes: data=2,tensor=4; -1 takes what is left.  [default: data=-1]")
 @click.option(
     "--axis", "axes", metavar="AXIS", multiple=True, help="Only this axis, or a product, data*tensor; may be repeated."

@@ -474,8 +474,9 @@ def _notes(mesh: Mesh, rows: Sequence[Row]) -> Iterator[str]:
     wrong = sum(bool(row.wrong) for row in rows)
     if wrong:
         yield f"{wrong} rows have wrong values"
-    if any(row.algorithm in UNFITTED for row in rows):
-        yield f"not fitted, only predicted: {', '.join(UNFITTED)}: they use more than one link, or a link both ways"
+    unfitted = [name for name in UNFITTED if any(row.algorithm == name for row in rows)]
+    if unfitted:
+        yield f"{' and '.join(unfitted)}: predicted, but not fitted, for more than one direction or kind of link is used"
     yield _choices(rows)
     if mesh.devices.flat[0].platform == "cpu":
         yield (
