@@ -333,7 +333,9 @@ def _weight_grad(plan: _Plan, rows: jax.Array, grads: jax.Array, weight: jax.Arr
 
 
 def _wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(dtype)
+    """What sums are kept in: float32 for narrower floats."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype(jnp.float32) if is_narrow else jnp.dtype(dtype)
 
 
 def _varying_alike(operands: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
