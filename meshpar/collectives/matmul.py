@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Num
 
 from meshpar.collectives.check import Axis, check_cut, ranks_of
@@ -137,7 +138,8 @@ class _Plan:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_matmul(plan: _Plan, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    (products,) = _turned(plan, _gathering(plan, x, lambda rows: [_times(plan, rows, w, x.dtype) for w in weights]))
+    whole = [_whole(w) for w in weights]
+    (products,) = _turned(plan, _gathering(plan, x, lambda rows: [_times(plan, rows, w, x.dtype) for w in whole]))
     return tuple(products)
 
 
@@ -147,10 +149,10 @@ def _gather_matmul_forward(plan: _Plan, x: jax.Array, weights: tuple[jax.Array, 
 
 def _gather_matmul_backward(plan: _Plan, saved: tuple, grads: tuple[jax.Array, ...]) -> tuple:
     x, weights = saved
-    wide = _wide(x.dtype)
+    wide, whole = _wide(x.dtype), [_whole(w) for w in weights]
 
     def term(grads: list[jax.Array]) -> jax.Array:
-        pairs = zip(grads, weights, strict=True)
+        pairs = zip(grads, whole, strict=True)
         return functools.reduce(lax.add, [_times_transposed(plan, g, w, wide) for g, w in pairs])
 
     with jax.named_scope("all_gather_matmul"):
@@ -163,8 +165,8 @@ _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_scatter(plan: _Plan, h: jax.Array, weight: jax.Array) -> jax.Array:
-    wide = _wide(h.dtype)
-    return _turned(plan, _scattering(plan, (h,), lambda rows: _times(plan, rows[0], weight, wide), h.dtype))[0]
+    wide, whole = _wide(h.dtype), _whole(weight)
+    return _turned(plan, _scattering(plan, (h,), lambda rows: _times(plan, rows[0], whole, wide), h.dtype))[0]
 
 
 def _matmul_scatter_forward(plan: _Plan, h: jax.Array, weight: jax.Array) -> tuple:
@@ -173,9 +175,10 @@ def _matmul_scatter_forward(plan: _Plan, h: jax.Array, weight: jax.Array) -> tup
 
 def _matmul_scatter_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
     h, weight = saved
+    whole = _whole(weight)
 
     def product(rows: jax.Array) -> list[jax.Array]:
-        return [_times_transposed(plan, rows, weight, h.dtype), rows]
+        return [_times_transposed(plan, rows, whole, h.dtype), rows]
 
     with jax.named_scope("matmul_reduce_scatter"):
         ((d_h, all_grad),) = _turned(plan, _gathering(plan, grad, product))
@@ -322,6 +325,17 @@ def _times_transposed(plan: _Plan, rows: jax.Array, weight: jax.Array, dtype: jn
     outer = range(plan.num_inner, weight.ndim)
     contracted = tuple(rows.ndim - weight.ndim + dim for dim in outer), tuple(outer)
     return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=dtype)
+
+
+def _whole(weight: jax.Array) -> jax.Array:
+    """The weight, gathered by XLA over axes that are still its own to split (FSDP's): once, and not at every turn.
+
+    Not part of what is kept for the backward pass, which gathers it again.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Auto not in mesh.axis_types:
+        return weight
+    return lax.with_sharding_constraint(weight, PartitionSpec(*[None] * weight.ndim))
 
 
 def _weight_grad(plan: _Plan, rows: jax.Array, grads: jax.Array, weight: jax.Array) -> jax.Array:

@@ -1,0 +1,415 @@
+"""Overlapped matmuls: values and gradients of the reference, what they send, and decoders that use them."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import meshpar as mp
+from meshpar import collectives as mc
+from meshpar.collectives import reference
+from meshpar.ledger import hlo
+from meshpar.ledger.census import census
+from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.planner import cost
+from meshpar.precision import REMAT_POLICIES, Precision, numerics
+from meshpar.types import tree_leaves_with_paths
+
+COUNTS = [1, 2, 3, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))]
+
+gather = functools.partial(mc.all_gather_matmul, axis="x")
+scatter = functools.partial(mc.matmul_reduce_scatter, axis="x")
+
+
+def whole_numbers(*shape, dtype="float32", seed=0):
+    """All sums of products of which float32 holds exactly."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-5, 5, shape), dtype)
+
+
+def gathers(n):
+    """(name, operands by rank, kernel, reference): odd rows, one row, several weights of several dims, another dim."""
+    w, v = whole_numbers(n, 5, 4, seed=1), whole_numbers(n, 5, 2, 3, seed=2)
+    yield "plain", (whole_numbers(n, 3, 5), w), gather, reference.all_gather_matmul
+    yield "one row", (whole_numbers(n, 1, 5), w), gather, reference.all_gather_matmul
+    yield (
+        "first dim of three, two weights",
+        (whole_numbers(n, 2, 3, 5), w, v),
+        lambda x, w, v: gather(x, (w, v), dim=0),
+        lambda x, w, v: tuple(reference.all_gather_matmul(x, each, dim=0) for each in (w, v)),
+    )
+
+
+def scatters(n):
+    h, w = whole_numbers(n, 2, 3 * n, 4), whole_numbers(n, 4, 5, seed=1)
+    yield "plain", (h, w), scatter, reference.matmul_reduce_scatter
+    yield "one row each", (whole_numbers(n, n, 4), w), scatter, reference.matmul_reduce_scatter
+    yield (
+        "first dim of four, two contracted",
+        (whole_numbers(n, 2 * n, 3, 2, 2), whole_numbers(n, 2, 2, 5, seed=1)),
+        functools.partial(scatter, dim=0),
+        functools.partial(reference.matmul_reduce_scatter, dim=0),
+    )
+
+
+def on(ranks, kernel, **options):
+    return ranks.view(lambda operands: kernel(*operands), **options)
+
+
+def with_gradient(f, operands):
+    """Value, and gradient for cotangents that differ everywhere."""
+    value, pull = jax.vjp(f, operands)
+    return value, pull(jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape), value))[0]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("cases", [gathers, scatters])
+def test_value_and_gradient_are_the_references(ranks, cases, count):
+    def results(use):
+        return jax.jit(lambda: {name: with_gradient(use(*pair), x) for name, x, *pair in cases(count)})()
+
+    found = results(lambda kernel, _: on(ranks(count), kernel))
+    expected = results(lambda _, plain: lambda operands: plain(*operands))
+    for name, (value, gradient) in expected.items():
+        jax.tree.map(np.testing.assert_array_equal, found[name][0], value)  # sums of whole numbers are exact
+        # Gradients are sums of up to 100 products with cosines, in float32.
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), found[name][1], gradient)
+
+
+@pytest.mark.parametrize("cases", [gathers, scatters])
+def test_integers_and_bfloat16_stay_what_they_are(ranks, cases):
+    pairs = [(kernel, plain, operands) for _, operands, kernel, plain in cases(3)]
+    ints, halves = (
+        [(k, plain, tuple(x.astype(dtype) for x in operands)) for k, plain, operands in pairs]
+        for dtype in ("int32", "bfloat16")
+    )
+    found = jax.jit(lambda: [on(ranks(3), kernel)(operands) for kernel, _, operands in ints + halves])()
+    expected = jax.jit(lambda: [plain(*operands) for _, plain, operands in ints + halves])()
+    for y, exact in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert y.dtype == exact.dtype
+        # Whole numbers up to 256 are exact in bfloat16, those up to 512 are rounded to even ones, twice on the way.
+        atol = 0 if y.dtype == "int32" else 4
+        np.testing.assert_allclose(y.astype("float32"), exact.astype("float32"), rtol=0, atol=atol)
+
+
+def test_bfloat16_is_summed_in_float32_and_rounded_once_a_message(ranks):
+    # 256 + 1 is 256 in bfloat16: a sum kept in it would not move.
+    rows, weight = jnp.ones((2, 2, 512), "bfloat16"), jnp.ones((2, 512, 1), "bfloat16")
+    np.testing.assert_array_equal(on(ranks(2), gather)((rows, weight)), np.full((2, 4, 1), 512))
+    np.testing.assert_array_equal(on(ranks(2), scatter)((rows, weight)), np.full((2, 1, 1), 1024))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("strict")
+def test_nothing_is_promoted_or_broadcast_silently(ranks, dtype):
+    for _, operands, kernel, _ in [*gathers(3), *scatters(3)]:
+        operands = jax.tree.map(lambda x: x.astype(dtype), operands)
+        _, gradient = jax.eval_shape(functools.partial(with_gradient, on(ranks(3), kernel)), operands)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), gradient) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), operands
+        )
+
+
+@pytest.mark.parametrize("cases", [gathers, scatters])
+def test_under_vmap_inside_scan_and_with_the_check_of_varying_axes_off(ranks, cases):
+    _, operands, kernel, plain = next(iter(cases(3)))
+
+    def batched(f):
+        stacked = jax.tree.map(lambda x: jnp.stack([x, -x, 2 * x]), operands)
+        return jax.vmap(f)(stacked)
+
+    def scanned(f):
+        def body(total, scale):
+            y, gradient = with_gradient(f, jax.tree.map(lambda x: scale * x, operands))
+            return total + y.sum(), gradient
+
+        return lax.scan(body, jnp.float32(0), jnp.arange(3.0))
+
+    def unchecked(f):
+        return with_gradient(f, operands)
+
+    def curved(f):
+        """Reverse over reverse."""
+
+        def slope(operands):
+            return jax.grad(lambda operands: (f(operands) ** 3).sum())(operands)
+
+        return jax.grad(lambda operands: sum((jnp.cos(x) * x).sum() for x in slope(operands)))(
+            jax.tree.map(lambda x: x / 8, operands)
+        )
+
+    view = on(ranks(3), kernel)
+    uses = {batched: view, scanned: view, unchecked: on(ranks(3), kernel, check_vma=False), curved: view}
+    found = jax.jit(lambda: [use(f) for use, f in uses.items()])()
+    expected = jax.jit(lambda: [use(lambda operands: plain(*operands)) for use in uses])()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), found, expected)
+
+
+@settings(max_examples=6, deadline=None)
+@given(lead=st.lists(st.integers(1, 3), max_size=2), rows=st.integers(0, 5), seed=st.integers(0, 9), data=st.data())
+def test_each_is_the_transpose_of_the_other(ranks, lead, rows, seed, data):
+    """<gather(x) w, y> = <x, scatter(y wT)>, exactly, for whole numbers of any shape."""
+    dim = data.draw(st.integers(0, len(lead)))
+    x = whole_numbers(3, *lead[:dim], rows, *lead[dim:], 2, seed=seed)
+    w = whole_numbers(3, 2, 4, seed=seed + 1)
+    whole = (*lead[:dim], 3 * rows, *lead[dim:])
+    y = whole_numbers(3, *whole, 4, seed=seed + 2)
+    there = on(ranks(3), functools.partial(gather, dim=dim))((x, w))
+    back = on(ranks(3), functools.partial(scatter, dim=dim))((y, w.transpose(0, 2, 1)))
+    assert (there * y).sum() == (x * back).sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sent
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sent_by(row, kernel, *shapes):
+    """(kinds, permutes in turn either way, bytes sent by a rank) of a compiled kernel."""
+    operands = [jax.ShapeDtypeStruct((row.count, *shape), "float32") for shape in shapes]
+    compiled = jax.jit(on(row, kernel)).lower(operands).compile()
+    found = census(hlo.parse(compiled.as_text()), row.mesh)
+    per_way = {}
+    for one in found:
+        by = (one.groups[0][1] - one.groups[0][0]) % row.count
+        steps, sent = per_way.get(by, (0, 0))
+        per_way[by] = max(steps, one.count_per_step), sent + one.payload_bytes * one.count_per_step
+    return {one.kind for one in found}, per_way
+
+
+def pulled(kernel):
+    """The backward pass alone: nothing of the forward pass is used in it but the operands."""
+
+    def run(*operands):
+        y, pull = jax.vjp(kernel, *operands)
+        return pull(jnp.zeros_like(y) + operands[0].ravel()[0])
+
+    return run
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, *(pytest.param(n, marks=pytest.mark.matrix) for n in (4, 5, 6, 7))])
+def test_what_is_sent_is_what_the_closed_forms_say(ranks, count):
+    row, rows_bytes = ranks(count), 4 * 4 * count * 6
+    gathering, scattering = ((4, 6), (6, 5)), ((4 * count, 5), (5, 6))
+    for kernel, shapes, expected in (
+        (gather, gathering, cost.all_gather_matmul(rows_bytes, count)),
+        (lambda x, w: gather(x, (w, w)), gathering, cost.all_gather_matmul(rows_bytes, count)),
+        (pulled(gather), gathering, cost.all_gather_matmul(rows_bytes, count, backward=True)),
+        (scatter, scattering, cost.matmul_reduce_scatter(rows_bytes, count)),
+        (pulled(scatter), scattering, cost.matmul_reduce_scatter(rows_bytes, count, backward=True)),
+    ):
+        kinds, per_way = sent_by(row, kernel, *shapes)
+        steps, sent = expected.steps, expected.bytes_sent
+        assert kinds == {"collective-permute"}
+        # Four rows go half one way and half the other; among two ranks both ways are one.
+        assert per_way == ({1: (steps, sent)} if count == 2 else {1: (steps, sent / 2), count - 1: (steps, sent / 2)})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+# ---------------------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "outside": (None, lambda: gather(jnp.ones((2, 3)), jnp.ones((3, 4))), "not inside a `jax.shard_map`"),
+    "axis": ((2, 3), lambda x: mc.all_gather_matmul(x, jnp.ones((3, 4)), axis="y"), "run over mesh axis `y`"),
+    "no weights": ((2, 3), lambda x: gather(x, ()), "no weights"),
+    "inner": ((2, 3), lambda x: gather(x, jnp.ones((4, 4))), "the dims that would be contracted are (3,) and (4,)"),
+    "dtype": ((2, 3), lambda x: gather(x, jnp.ones((3, 4), "bfloat16")), "cast the weight to float32"),
+    "last dim": ((2, 3), lambda x: gather(x, jnp.ones((3, 4)), dim=1), "the last is no row"),
+    "no such dim": ((2, 3), lambda x: gather(x, jnp.ones((3, 4)), dim=-3), "give one of 0 to 0"),
+    "rows": ((4, 3), lambda h: scatter(h, jnp.ones((3, 4))), "cut dim 0 of size 4 into 3 equal parts"),
+    "pad": ((4, 3), lambda h: scatter(h, jnp.ones((3, 4))), "pad it to 6"),
+    "vector": ((4, 3), lambda h: scatter(h, jnp.ones(4)), "the dims that would be contracted are () and ()"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_in_four_parts(ranks, case):
+    shape, run, text = BAD[case]
+    with pytest.raises(mp.MeshparError, match=re.escape(text)):
+        run() if shape is None else jax.eval_shape(ranks(3).view(run), jnp.ones((3, *shape)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoders
+# ---------------------------------------------------------------------------------------------------------------------
+
+ROWS, SEQ, STEPS = 8, 8, 3
+BOTH = mp.fsdp() | mp.tensor_parallel(sequence=True)
+SPLIT = mp.MeshSpec(fsdp=2, tensor=4)
+TRAINED = {
+    "fsdp|tensor": (SPLIT, {}),
+    "remat": (SPLIT, {"remat": "dots", "accumulate": 2}),
+    "once": (mp.MeshSpec(fsdp=4, tensor=2), {"accumulate": 2, "accumulate_mode": "once"}),
+}
+
+
+def config(**fields):
+    sizes = {"num_layers": 2, "embed_dim": 8, "num_heads": 4, "num_kv_heads": 4, "head_dim": 2, "mlp_dim": 16}
+    return TransformerConfig(vocab_size=16, **{**sizes, "tensor_matmul": "overlapped", **fields})
+
+
+def model_of(framework, cfg):
+    if framework == "nnx":
+        return cfg.build()
+    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((ROWS, SEQ), np.int32))
+
+
+def trained(framework, cfg, spec, strategy, options):
+    """Losses of three steps, and the parameters after them."""
+    mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+    state = mp.init_state(model_of(framework, cfg), optax.adam(1e-2, eps=1e-6), mesh=mesh, strategy=strategy, key=0)
+    step, rng, losses = mp.train_step(next_token_loss, **options), np.random.default_rng(0), []
+    for _ in range(STEPS):
+        tokens = rng.integers(0, 16, (ROWS, SEQ + 1), dtype=np.int32)
+        state, metrics = step(state, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
+        losses.append(float(metrics["loss"]))
+    return losses, dict(tree_leaves_with_paths(jax.device_get(state.params)))
+
+
+@functools.cache
+def plain(framework, dtype):
+    return trained(framework, config(tensor_matmul="xla", param_dtype=dtype), mp.MeshSpec(), mp.ddp(), {})
+
+
+@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_decoders_train_as_the_plain_one_on_one_device(framework, case):
+    spec, options = TRAINED[case]
+    with jax.enable_x64(True):
+        losses, params = trained(framework, config(param_dtype="float64"), spec, BOTH, options)
+        expected_losses, expected = plain(framework, "float64")
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
+    assert params.keys() == expected.keys()
+    for path, x in params.items():
+        np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-9, err_msg=path)
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_decoders_train_in_float32_and_bfloat16(framework):
+    expected = plain(framework, "float32")[0]
+    np.testing.assert_allclose(trained(framework, config(), SPLIT, BOTH, {})[0], expected, rtol=1e-5)
+    options = {"precision": mp.Precision(params="float32", compute="bfloat16")}
+    # Eight bits of mantissa, three steps.
+    np.testing.assert_allclose(trained(framework, config(), SPLIT, BOTH, options)[0], expected, rtol=1e-2)
+
+
+@pytest.fixture(scope="module")
+def step_sends():
+    """(framework, options) -> census of a step on fsdp=2, tensor=4, and its text."""
+
+    @functools.cache
+    def found(framework, remat=None):
+        mesh = SPLIT.build()
+        state = mp.abstract_state(model_of(framework, config()), optax.adam(1e-3), mesh=mesh, strategy=BOTH)
+        rows = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
+        step = mp.train_step(next_token_loss, remat=remat)
+        compiled = step.lower(state, {"inputs": rows, "targets": rows}).compile()
+        return census(hlo.parse(compiled.as_text()), mesh)
+
+    return found
+
+
+def layers_send(found, axis):
+    """{(kind, is backward): bytes by a device in a layer} over an axis."""
+    sent = {}
+    for one in found:
+        if one.in_loop and one.axes == (axis,):
+            key = one.kind, one.is_backward
+            sent[key] = sent.get(key, 0) + one.payload_bytes * one.count_per_step / 2  # two layers
+    return sent
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_layers_send_rows_round_the_ring_and_nothing_else(step_sends, framework):
+    rows_bytes = 4 * (ROWS // 2) * SEQ * 8  # float32, rows split over fsdp, embed_dim 8
+    forward = 2 * cost.all_gather_matmul(rows_bytes, 4).bytes_sent
+    forward += 2 * cost.matmul_reduce_scatter(rows_bytes, 4).bytes_sent
+    backward = 2 * cost.all_gather_matmul(rows_bytes, 4, backward=True).bytes_sent
+    backward += 2 * cost.matmul_reduce_scatter(rows_bytes, 4, backward=True).bytes_sent
+    sent = layers_send(step_sends(framework), "tensor")
+    assert sent.pop(("collective-permute", False)) == forward
+    assert sent.pop(("collective-permute", True)) == backward
+    # The gradients of the norms' scales are left.
+    assert set(sent) <= {("all-reduce", True)}
+    assert sum(sent.values()) <= 2 * 4 * 8
+
+
+def test_weights_are_gathered_as_ever(step_sends):
+    """What fsdp sends is what it sends around plain matmuls: each weight once a direction, each gradient once."""
+    found = [one for one in step_sends("nnx") if one.in_loop and one.axes == ("fsdp",)]
+    assert {one.kind for one in found} <= {"all-gather", "all-reduce"}  # XLA:CPU has no reduce-scatter
+    gathered = [
+        sum(len(c.arrays) for c in found if c.kind == "all-gather" and c.is_backward == b) for b in (False, True)
+    ]
+    assert gathered == [9, 9]  # seven matrices and two norms
+    assert sum(len(c.arrays) for c in found if c.kind == "all-reduce") == 9
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_remat_policies_keep_what_a_matmul_gives(framework):
+    """Permutes that the backward pass repeats: none where results are kept, all four kernels' but the last's else."""
+    model = model_of(framework, config(num_layers=1))
+    tokens = jnp.zeros((ROWS, SEQ), jnp.int32)
+
+    def repeated(policy):
+        with mp.use(SPLIT.build(), BOTH), numerics(Precision(), policy):
+            params = model.abstract().params
+            traced = jax.make_jaxpr(
+                jax.grad(lambda p: next_token_loss(model.bind(p, {}), {"inputs": tokens, "targets": tokens}, None)[0])
+            )(params)
+        return str(traced).count("ppermute")
+
+    plain = repeated(None)
+    assert plain == 8 + 12  # two lanes; the gathers' backward passes have two rings
+    assert {policy: repeated(policy) - plain for policy in REMAT_POLICIES} == {"full": 6, "dots": 0, "all_dots": 0}
+
+
+def test_weight_gradients_leave_in_the_reduction_dtype():
+    mesh = SPLIT.build()
+    state = mp.abstract_state(config().build(), optax.adam(1e-3), mesh=mesh, strategy=BOTH)
+    rows = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
+
+    def dtypes(reduce):
+        precision = mp.Precision(compute="bfloat16", reduce=reduce)
+        text = (
+            mp.train_step(next_token_loss, precision=precision)
+            .lower(state, {"inputs": rows, "targets": rows})
+            .as_text()
+        )
+        made = re.findall(r"dot_general.*contracting_dims = \[0, 1\] x \[0, 1\].*-> tensor<[0-9x]*x(\w+)>", text)
+        return set(made)
+
+    assert dtypes(None) == {"f32"}
+    assert dtypes("bfloat16") == {"bf16"}
+
+
+def test_what_cannot_be_overlapped_is_told():
+    tokens = jnp.zeros((ROWS, SEQ), jnp.int32)
+
+    def run(spec, strategy, **fields):
+        model = config(**fields).build()
+        with mp.use(spec.build(jax.devices()[: int(np.prod(list(spec.values())))]), strategy):
+            return jax.eval_shape(lambda p: model.bind(p, {})(tokens), model.abstract().params)
+
+    with pytest.raises(mp.MeshparError, match=re.escape("use mp.tensor_parallel(sequence=True)")):
+        run(mp.MeshSpec(fsdp=2, tensor=4), mp.fsdp() | mp.tensor_parallel())
+    with pytest.raises(mp.MeshparError, match=re.escape("use mp.tensor_parallel(sequence=True)")):
+        run(mp.MeshSpec(fsdp=8), mp.fsdp())
+    with pytest.raises(mp.MeshparError, match=re.escape("`act_kv_heads` (size 4)")):
+        run(SPLIT, BOTH | mp.Rules(act_kv_heads=None))
+    with pytest.raises(mp.MeshparError, match=re.escape("leave out context_parallel()")):
+        run(mp.MeshSpec(context=2, tensor=4), BOTH | mp.context_parallel())
+    # One rank to split over, or one device: nothing to overlap.
+    assert run(mp.MeshSpec(fsdp=2, tensor=1), BOTH).shape == (ROWS, SEQ, 16)
+    assert run(mp.MeshSpec(), mp.ddp()).shape == (ROWS, SEQ, 16)
+    with pytest.raises(mp.MeshparError, match="tensor_matmul='fast'"):
+        config(tensor_matmul="fast")
