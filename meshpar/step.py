@@ -20,7 +20,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.precision import Precision, cast_floating, check_remat, gathering, numerics
+from meshpar.precision import Numerics, Precision, cast_floating, check_remat, gathering, numerics
 from meshpar.rules import Rules, resolve, use
 from meshpar.state import Setup, TrainState
 from meshpar.strategies import Strategy, as_strategy
@@ -590,13 +590,13 @@ def _sharded_step(
             return unshard.layer(noise, weight, at, layer)
 
         with gathering(gather) as wishes:
-            before = wishes.num_layers_gathered
+            wishes.num_layers_gathered = wishes.num_layers_marked = 0
             try:
                 out = _loss(loss_fn, setup, unshard.entered(params, noise, weight), extra, micro, key)
             except (TypeError, ValueError) as error:
-                _check_layers_gathered(setup, unshard, wishes.num_layers_gathered - before, error)
+                _check_layers_gathered(setup, unshard, wishes, error)
                 raise
-            _check_layers_gathered(setup, unshard, wishes.num_layers_gathered - before, None)
+            _check_layers_gathered(setup, unshard, wishes, None)
         return out
 
     def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> _Sums:
@@ -612,14 +612,25 @@ def _sharded_step(
     return micro_step
 
 
-def _check_layers_gathered(setup: Setup, unshard: Unshard, count: int, cause: Exception | None) -> None:
-    if unshard.per_layer and not count:
+def _check_layers_gathered(setup: Setup, unshard: Unshard, wishes: Numerics, cause: Exception | None) -> None:
+    """A model that computes with a layer's shards fails by their shapes: this is why."""
+    if not unshard.per_layer:
+        return
+    where, asked = f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}", "gather one layer at a time"
+    if not wishes.num_layers_gathered:
         raise problem(
-            f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}",
-            "gather one layer at a time",
+            where,
+            asked,
             "the model scans its stacked layers and never calls meshpar.precision.layer_weights",
             "call it on the slice of the parameters that the scan's body gets, inside remat_layer",
         ) from cause
+    if cause is None and not wishes.num_layers_marked:
+        raise problem(
+            where,
+            asked,
+            "nothing marks where a layer ends, so the weights of all would be kept for the backward pass",
+            "wrap the scan's body in meshpar.precision.remat_layer",
+        )
 
 
 def _local_sums(

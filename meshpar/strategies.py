@@ -112,6 +112,9 @@ class Strategy:
                     "each of its four parts is a Rules",
                     f'write {part}=mp.Rules(embed="fsdp")',
                 )
+        if not isinstance(self.quantize, Quantize | None):
+            asked, fix = f"be {self.quantize!r}", 'write quantize=mp.Quantize(weights="int8")'
+            raise problem("Strategy(quantize=...)", asked, "it is a Quantize or None", fix)
         if self.big_leaf_bytes < 0:
             raise problem(
                 "Strategy(big_leaf_bytes=...)", f"be {self.big_leaf_bytes}", "a size is not negative", "use 2**20"

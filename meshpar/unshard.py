@@ -160,13 +160,15 @@ class Unshard:
             return x.astype(leaf.compute)
         dtype, outer = self._dtypes(leaf)[0], self._levels(leaf)[1]
 
-        def local(x: jax.Array) -> jax.Array:
+        def local(x: jax.Array, key: jax.Array, weight: None) -> jax.Array:
             flat = x.astype(leaf.compute).reshape(-1)
             own = self._noise(leaf, key, flat, leaf.split)
             message = _as_bytes(flat) if dtype is None else encoded(flat, dtype, self.quantize.block, own)
             return (gathered_bytes(message, outer) if outer else message[None])[None]
 
-        return self._manual(local, self._other_spec(leaf), PartitionSpec(self.other_axes or None), "quantize")(x)
+        return self._manual(local, self._other_spec(leaf), PartitionSpec(self.other_axes or None), "quantize")(
+            x, key, None
+        )
 
     def _arrived(self, leaf: _Leaf, message: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The whole weight from the messages of a node; `shape` is the shard's."""
@@ -177,7 +179,7 @@ class Unshard:
         local_shape = [size // count for size, count in zip(shape, counts, strict=True)]
         num_elements = math.prod(local_shape)
 
-        def local(message: jax.Array) -> jax.Array:
+        def local(message: jax.Array, key: None, weight: None) -> jax.Array:
             messages = gathered_bytes(message[0], inner) if inner else message
             if dtype is None:
                 parts = _from_bytes(messages, leaf.compute)
@@ -185,7 +187,9 @@ class Unshard:
                 parts = decoded(messages, num_elements, dtype, self.quantize.block, leaf.compute)
             return _joined(parts.reshape(self._counts((*inner, *outer)) + local_shape), (*inner, *outer), leaf.batch)
 
-        return self._manual(local, PartitionSpec(self.other_axes or None), self._other_spec(leaf), "gather")(message)
+        return self._manual(local, PartitionSpec(self.other_axes or None), self._other_spec(leaf), "gather")(
+            message, None, None
+        )
 
     def _scattered(self, leaf: _Leaf, g: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
         """This rank's shard of the sum of a whole gradient, in the reduction dtype or float32."""
@@ -193,7 +197,7 @@ class Unshard:
         rest = tuple(axis for axis in self.batch_axes if axis not in leaf.split)
         block = self.quantize.block
 
-        def local(g: jax.Array) -> jax.Array:
+        def local(g: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
             if weight is not None:  # a rank of weight zero has no mean: 0/0 in its loss must not spoil the others
                 wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
                 g = jnp.where(weight > 0, wide * weight.astype(wide.dtype), 0)
@@ -211,7 +215,7 @@ class Unshard:
                 mine = quantized_all_reduce(mine, axis=rest, key=keys[1], **options)
             return mine.reshape(shape)
 
-        return self._manual(local, self._other_spec(leaf), self._other_spec(leaf), "scatter")(g)
+        return self._manual(local, self._other_spec(leaf), self._other_spec(leaf), "scatter")(g, key, weight)
 
     def _dtypes(self, leaf: _Leaf) -> tuple[str | None, str | None]:
         """Of the weight and of the gradient on the wire; None: their own."""
@@ -240,12 +244,25 @@ class Unshard:
         return key
 
     def _manual(self, local: Callable[..., jax.Array], spec: PartitionSpec, out: PartitionSpec, scope: str) -> Any:
-        """The function per device of the other axes too: blocks are made of what is here, and nothing else moves."""
+        """A function of (array, key, weight) per device of the other axes too.
+
+        Blocks are made of what is here, and nothing else moves. Key and weight are arguments: what a nested `shard_map`
+        closes over belongs to the mesh outside of it.
+        """
         local = jax.named_scope(f"unshard_{scope}")(local)
         if not self.other_axes:
             return local
-        names = set(self.other_axes)
-        return jax.shard_map(local, in_specs=(spec,), out_specs=out, axis_names=names, check_vma=False)
+
+        def run(x: jax.Array, key: jax.Array | None, weight: jax.Array | None) -> jax.Array:
+            def inside(x: jax.Array, key: jax.Array | None, weight: jax.Array | None) -> jax.Array:
+                return local(x, None if key is None else jax.random.wrap_key_data(key), weight)
+
+            whole = PartitionSpec()
+            return jax.shard_map(
+                inside, in_specs=(spec, whole, whole), out_specs=out, axis_names=set(self.other_axes), check_vma=False
+            )(x, None if key is None else jax.random.key_data(key), weight)
+
+        return run
 
 
 def make_unshard(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]) -> Unshard | None:

@@ -32,7 +32,7 @@ EXACT = {"weights": None, "gradients": None, "secondary": "fsdp"}
 """Second shards of what is sent as it is: all of the way by hand, and nothing rounded."""
 
 
-def stacked_model(hook=layer_weights):
+def stacked_model(hook=layer_weights, mark=remat_layer):
     """A residual MLP, its layers in a scan."""
 
     def init(key):
@@ -48,7 +48,7 @@ def stacked_model(hook=layer_weights):
             h = jnp.tanh((x * of_layer["scale"]) @ of_layer["up"]["kernel"])
             return x + h @ of_layer["down"]["kernel"], None
 
-        x, _ = jax.lax.scan(remat_layer(layer), x, params["layers"])
+        x, _ = jax.lax.scan(mark(layer), x, params["layers"])
         return x @ params["out"]["kernel"] + params["bias"]
 
     names = {
@@ -198,6 +198,14 @@ def test_loss_and_gradients_are_within_the_bound(mesh, strategy, options):
     weights = error_bound(np.abs(kernel).max(), dtype=wire.weights, stochastic=wire.stochastic)
     off = np.abs(metrics["loss"] - ((x @ kernel) * y).mean())
     assert 1e-6 < off <= weights * np.abs(slopes.mean(0)).sum()
+
+
+def test_shards_that_other_axes_split_are_quantized_where_they_are(plain):
+    strategy = mp.hsdp(quantize={"stochastic": True}) | mp.tensor_parallel()
+    found = one_step({"data": 2, "fsdp": 2, "tensor": 2}, strategy, weight="count")
+    close(found, plain("functions"), rtol=0.05)
+    with pytest.raises(AssertionError):
+        close(found, plain("functions"), rtol=1e-4)
 
 
 @pytest.mark.parametrize("side", ["weights", "gradients"])
@@ -419,6 +427,7 @@ def test_a_recipe_takes_it_as_text():
         ({"block": 0}, "block=0.*one or more"),
         ({"stochastic": 1}, "stochastic=1"),
         ({"weights": None, "gradients": None}, "what quantize=None does"),
+        (3, "weights=3"),
         ({"secondary": "fsdp"}, "second shard.*the others go across nodes"),
         ({"secondary": "tensor"}, "second shard"),
     ],
@@ -427,6 +436,11 @@ def test_a_recipe_takes_it_as_text():
 def test_what_cannot_be_is_told(given, message):
     with pytest.raises(mp.MeshparError, match=message):
         mp.fsdp(quantize=given)
+
+
+def test_a_strategy_holds_a_quantize():
+    with pytest.raises(mp.MeshparError, match="it is a Quantize or None"):
+        mp.fsdp().replace(quantize="int8")
 
 
 def test_nothing_to_quantize_is_told():
@@ -442,6 +456,12 @@ def test_a_model_that_never_gathers_its_layers_is_told():
     MODELS["bare"] = lambda: (stacked_model(hook=lambda params: params), squares, rows())
     with pytest.raises(mp.MeshparError, match="never calls meshpar.precision.layer_weights"):
         one_step({"fsdp": 4}, mp.fsdp(quantize="int8"), model="bare")
+
+
+def test_a_model_that_marks_no_layer_is_told():
+    MODELS["unmarked"] = lambda: (stacked_model(mark=lambda layer: layer), squares, rows())
+    with pytest.raises(mp.MeshparError, match="weights of all would be kept.*remat_layer"):
+        one_step({"fsdp": 4}, mp.fsdp(quantize="int8"), model="unmarked")
 
 
 def test_a_path_that_no_layer_has_is_told():

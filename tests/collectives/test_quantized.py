@@ -88,10 +88,10 @@ def test_stochastic_rounding_is_right_in_the_mean(dtype):
     keys = jax.random.split(jax.random.key(0), draws)
     many = jax.vmap(lambda key: there_and_back(x, dtype=dtype, key=key))(keys)
     off = jnp.abs(many.mean(0) - x)
-    # Five standard errors of a value that jumps between the two neighbours it was seen at.
-    jump = many.max(0) - many.min(0)
-    assert (off <= 5 * jump / 2 / np.sqrt(draws) + 1e-5).all()
-    assert (jnp.abs(there_and_back(x, dtype=dtype) - x) > 5 * jump / 2 / np.sqrt(draws) + 1e-5).any()
+    # Five standard errors of a value that jumps between the two neighbours it was seen at; and the mean's own rounding.
+    most = 5 * (many.max(0) - many.min(0)) / 2 / np.sqrt(draws) + 1e-6 * jnp.abs(x)
+    assert (off <= most).all()
+    assert (jnp.abs(there_and_back(x, dtype=dtype) - x) > most).any()
 
 
 def test_blocks_share_scales_and_are_of_one_size():
@@ -232,10 +232,8 @@ def test_all_ranks_get_the_same_bits_their_own_part_too(ranks):
 def test_ranks_round_independently(ranks):
     """With one key for all, the error of a sum of equal terms would be N times that of one."""
     same = jnp.broadcast_to(normal(64), (8, 64)).at[:, 0].set(100.0)
-    kernel = functools.partial(mc.quantized_all_reduce, axis="x", key=jax.random.key(0))
     scatter = functools.partial(mc.quantized_reduce_scatter, axis="x", key=jax.random.key(0))
     error = jnp.abs(jax.jit(ranks(8).view(scatter))(same).reshape(-1) - 8 * same[0])
-    assert (jax.jit(ranks(8).view(kernel))(same) == jax.jit(ranks(8).view(kernel))(same)).all()
     assert error.mean() < 0.5 * 8 * jnp.abs(there_and_back(same[0], key=jax.random.key(0)) - same[0]).mean()
 
 
