@@ -76,7 +76,7 @@ class Promise:
     missing: tuple[Line, ...]
     surprise: tuple[Surprise, ...]
     written: tuple[Line, ...] = ()
-    """Collectives of the user's own `shard_map` kernels: neither promised nor a surprise."""
+    """Collectives of the user's own `shard_map` kernels: neither promised nor, where nothing is missing, a surprise."""
     small: tuple[Line, ...] = ()
     """Losses, metrics, norms."""
 
@@ -219,9 +219,9 @@ def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, mic
 
 
 def _broken(promises: Sequence[Promised], served: Mapping[int, int]) -> set[str]:
-    """Axes on which a kernel of the strategy's own was promised and is not there: what is written instead surprises."""
+    """Axes over which something promised is not sent: what a kernel sends there instead is a surprise."""
     missing = (one for one in promises if served[id(one)] < one.count[0])
-    return {axis for one in missing for leg in one.spellings[0] if leg.by_kernel for axis in leg.axes}
+    return {axis for one in missing for leg in one.spellings[0] for axis in leg.axes}
 
 
 def _is_bookkeeping(one: Collective, promises: Sequence[Promised]) -> bool:

@@ -48,7 +48,7 @@ class _Shard:
     is_vector: bool
 
     def leg(self, facts: Facts, kind: str, axes: tuple[str, ...], nbytes: int) -> Leg:
-        return facts.leg(kind, axes, nbytes, "u8", by_kernel=True, of_leaf=True)
+        return facts.leg(kind, axes, nbytes, "u8", of_leaf=True)
 
 
 def _shard(facts: Facts, decision: Decision) -> _Shard | None:
@@ -87,15 +87,16 @@ def gathered_in_bytes(facts: Facts, decision: Decision) -> tuple[Promised, ...] 
     is_quantized = shard.quantize.weights is not None and not shard.is_vector
     numbers, block = shard.elements, shard.quantize.block
     nbytes = quantized_bytes(numbers, block=block) if is_quantized else numbers * dtype.itemsize
-    runs = shard.layers * (1 if facts.is_once else facts.options.accumulate)
+    steps = 1 if facts.is_once else facts.options.accumulate
     again = shard.layers > 1
+    fewest_steps = steps if again else 1  # what no layer gathers is the same for all micro-steps, and XLA sees that
 
     def promise(axes: tuple[str, ...], nbytes: int, least: int, most: int) -> Promised:
         leg = shard.leg(facts, "all-gather", axes, facts.ways(axes) * nbytes)
         return Promised(
             role="weights before use",
             tensors=(decision.path,),
-            count=(least * runs, most * runs),
+            count=(least * fewest_steps * shard.layers, most * steps * shard.layers),
             stack=shard.layers,
             spellings=((leg,),),
         )
@@ -179,7 +180,7 @@ def attended(facts: Facts) -> Iterator[Promised]:
         numbers = tokens * one.numbers_a_token(facts)
 
         def round_the_ring(dtype: str, numbers: int = numbers) -> Leg:
-            return facts.leg("collective-permute", axes, numbers, dtype, times=num_ranks - 1, by_kernel=True)
+            return facts.leg("collective-permute", axes, numbers, dtype, times=num_ranks - 1)
 
         yield Promised(
             role="keys and values round the ring, forward",
@@ -196,7 +197,7 @@ def attended(facts: Facts) -> Iterator[Promised]:
     if layers:
         half = tokens * layers[0].embed // 2
         dtype = facts.wire(facts.compute(layers[0].weights[0]))
-        leg = facts.leg("collective-permute", axes, half, dtype, times=min(num_ranks - 1, 2), by_kernel=True)
+        leg = facts.leg("collective-permute", axes, half, dtype, times=min(num_ranks - 1, 2))
         yield Promised(
             role="hidden states back in order",
             tensors=("the last layer's result, and its gradient",),

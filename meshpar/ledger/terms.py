@@ -39,8 +39,6 @@ class Leg:
     """Micro-steps that one run serves: it is sent outside every loop."""
     in_loop: bool = False
     """Whether it is sent inside a loop, as in every micro-step."""
-    by_kernel: bool = False
-    """Whether one of the strategy's own kernels sends it."""
     of_leaf: bool = False
     """Whether it is about one parameter: one that is not stacked sends nothing in the loop over layers."""
 

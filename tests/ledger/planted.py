@@ -326,6 +326,22 @@ REFERENCE = {
 }
 """Strategies and their meshes, by name."""
 
+KERNELS = {
+    "context": (mp.ddp() | mp.context_parallel(), {"context": 8}),
+    "context_fsdp": (mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(), {"fsdp": 2, "context": 4}),
+    "context_apart": (mp.fsdp() | mp.context_parallel(), {"fsdp": 4, "context": 2}),
+    "context_sequence": (
+        mp.ddp() | mp.tensor_parallel(sequence=True) | mp.context_parallel(),
+        {"context": 4, "tensor": 2},
+    ),
+    "overlapped": (mp.ddp() | mp.tensor_parallel(sequence=True), {"tensor": 8}),
+    "int8": (mp.fsdp(quantize="int8"), {"data": 2, "fsdp": 4}),
+    "gradients_int8": (mp.fsdp(quantize={"weights": None}), {"data": 2, "fsdp": 4}),
+    "second_shard": (mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"}), {"data": 2, "fsdp": 4}),
+    "fp8_tensor": (mp.fsdp(quantize="fp8") | mp.tensor_parallel(), {"fsdp": 4, "tensor": 2}),
+}
+"""Those with collectives that are written out in `meshpar.collectives`."""
+
 CONFIG = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=768
 )
@@ -333,9 +349,10 @@ CONFIG = TransformerConfig(
 
 def reference(name: str, **options) -> Plant:
     """The reference decoder under one of the strategies, without any mistake."""
-    strategy, axes = REFERENCE[name]
+    strategy, axes = {**REFERENCE, **KERNELS}[name]
+    config = dataclasses.replace(CONFIG, tensor_matmul="overlapped") if name == "overlapped" else CONFIG
     return Plant(
-        model=CONFIG.build(),
+        model=config.build(),
         strategy=strategy,
         mesh=mp.MeshSpec(**axes).abstract(),
         step=mp.train_step(next_token_loss, **{"precision": BF16, **options}),
