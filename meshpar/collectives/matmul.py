@@ -244,7 +244,7 @@ def _gathering(plan: _Plan, own: jax.Array, product: Callable[[jax.Array], list[
         for rows in second:  # of the step before: computed while the first lane is under way
             blocks = made(rows)
             whole = put(whole, blocks, T - 1, 1)
-            outgoing = rows if product is None else _held_back(rows, blocks)
+            outgoing = rows if product is None else _held_back(plan, rows, blocks)
             arrived.append(pass_on(outgoing, plan.axis, STRIDES[1], plan.num_ranks))
         # While the second lane is under way.
         return arrived, put(whole, made(_after(arrived[0], blocks)), T, 0)
@@ -297,15 +297,19 @@ def _after(x: jax.Array, done: list[jax.Array]) -> jax.Array:
     return lax.optimization_barrier((x, done))[0]
 
 
-def _held_back(x: jax.Array, done: list[jax.Array]) -> jax.Array:
-    """`x`, but not before something is done. XLA drops barriers before it schedules; it does not see through this one.
+def _held_back(plan: _Plan, rows: jax.Array, blocks: list[jax.Array]) -> jax.Array:
+    """The rows, but not before a product is there. XLA drops barriers before it schedules, and cannot see through this.
 
-    Nothing is greater than infinity, NaN included.
+    Nothing is greater than infinity, NaN included. One column is looked at, and all dims of the rows but the one that
+    goes round: XLA may have split them.
     """
-    if not done[0].size or not jnp.issubdtype(done[0].dtype, jnp.floating):
-        return x
-    corner = lax.slice(done[0], (0,) * done[0].ndim, (1,) * done[0].ndim).reshape(())
-    return jnp.where(corner > jnp.asarray(jnp.inf, corner.dtype), jnp.zeros_like(x), x)
+    block = blocks[0]
+    if not block.size or not jnp.issubdtype(block.dtype, jnp.floating):
+        return rows
+    lead = rows.ndim - 1
+    limits = [1 if dim >= lead or dim == plan.dim else size for dim, size in enumerate(block.shape)]
+    column = lax.slice(block, [0] * block.ndim, limits).reshape(*limits[:lead], 1)
+    return jnp.where(column > jnp.asarray(jnp.inf, column.dtype), jnp.zeros_like(rows), rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
