@@ -269,22 +269,30 @@ def _scattering(
     Each rank computes its term while the sum of those before it is under way.
     """
     rank, size = lax.axis_index(plan.axis), operands[0].shape[plan.dim] // plan.num_ranks
-    ends = [*_offsets(size)[1:], size]
+    offsets = _offsets(size)
+    ends = [*offsets[1:], size]
 
-    def added(T: jax.Array | int, arrived: list[jax.Array] | None) -> list[jax.Array]:
+    def mine(T: jax.Array | int, lane: int, done: list[jax.Array]) -> jax.Array:
+        start = _after((rank - STRIDES[lane] * T) % plan.num_ranks * size + offsets[lane], done)
+        length = ends[lane] - offsets[lane]
+        return term([lax.dynamic_slice_in_dim(one, start, length, plan.dim) for one in operands])
+
+    def first() -> list[jax.Array]:
         sums: list[jax.Array] = []
-        for lane, (stride, offset, end) in enumerate(zip(STRIDES, _offsets(size), ends, strict=False)):
-            start = _after((rank - stride * T) % plan.num_ranks * size + offset, sums)
-            rows = [lax.dynamic_slice_in_dim(one, start, end - offset, plan.dim) for one in operands]
-            mine = term(rows)
-            sums.append((mine if arrived is None else arrived[lane].astype(mine.dtype) + mine).astype(dtype))
+        for lane in range(len(offsets)):
+            sums.append(mine(1, lane, sums).astype(dtype))
         return sums
 
     def step(T: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        sent = zip(sums, STRIDES, strict=False)
-        return added(T + 1, [pass_on(one, plan.axis, stride, plan.num_ranks) for one, stride in sent])
+        added: list[jax.Array] = []
+        for lane, so_far in enumerate(sums):
+            outgoing = _held_back(plan, so_far, added) if added else so_far
+            arrived = pass_on(outgoing, plan.axis, STRIDES[lane], plan.num_ranks)
+            here = mine(T + 1, lane, added)  # while the sum of those before is under way
+            added.append((arrived.astype(here.dtype) + here).astype(dtype))
+        return added
 
-    return _Ring(added(1, None), step, lambda sums: jnp.concatenate(sums, axis=plan.dim))
+    return _Ring(first(), step, lambda sums: jnp.concatenate(sums, axis=plan.dim))
 
 
 def _offsets(size: int) -> list[int]:

@@ -64,7 +64,7 @@ def gathered_matmul(
 
     def product(h_BTE: Array, kernels: list[Array]) -> tuple[Array, ...]:
         dtype = weight_grad_dtype(h_BTE.dtype)
-        return all_gather_matmul(h_BTE, tuple(kernels), axis=axis, dim=1, weight_grad_dtype=dtype)
+        return tuple(all_gather_matmul(h_BTE, tuple(kernels), axis=axis, dim=1, weight_grad_dtype=dtype))
 
     split = per_device(product, (P(None, axis), [P(None, axis)] * len(kernels)), (P(None, None, axis),) * len(kernels))
     return [checkpoint_name(y, MATMUL) for y in split(h_BTE, list(kernels))]
