@@ -190,7 +190,8 @@ def pulled(kernel):
 
     def run(*operands):
         y, pull = jax.vjp(kernel, *operands)
-        return pull(jnp.zeros_like(y) + operands[0].ravel()[0])
+        weights = jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)  # no two rows alike, which XLA would send once
+        return pull(weights * operands[0].ravel()[0])
 
     return run
 
