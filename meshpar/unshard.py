@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
@@ -239,9 +240,9 @@ class Unshard:
         if not self.quantize.stochastic or leaf.exact or not leaf.split:
             return None
         bits = lax.bitcast_convert_type(jnp.sum(x.astype(jnp.float32)), jnp.uint32)
-        for number in (leaf.index, bits, lax.axis_index(axes)):
-            key = jax.random.fold_in(key, number)
-        return key
+        # Odd constants (the golden ratio's, and MurmurHash3's) spread small numbers over all bits.
+        here = lax.axis_index(axes).astype(jnp.uint32) * np.uint32(0x85EBCA6B)
+        return jax.random.fold_in(key, bits ^ here ^ np.uint32(leaf.index * 0x9E3779B1 % 2**32))
 
     def _manual(self, local: Callable[..., jax.Array], spec: PartitionSpec, out: PartitionSpec, scope: str) -> Any:
         """A function of (array, key, weight) per device of the other axes too.

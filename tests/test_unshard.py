@@ -201,9 +201,9 @@ def test_loss_and_gradients_are_within_the_bound(mesh, strategy, options):
 
 
 def test_shards_that_other_axes_split_are_quantized_where_they_are(plain):
-    strategy = mp.hsdp(quantize={"stochastic": True}) | mp.tensor_parallel()
-    found = one_step({"data": 2, "fsdp": 2, "tensor": 2}, strategy, weight="count")
-    close(found, plain("functions"), rtol=0.05)
+    strategy = mp.fsdp(quantize={"stochastic": True}) | mp.tensor_parallel()
+    found = one_step({"fsdp": 2, "tensor": 2}, strategy, weight="count")
+    close(found, plain("functions"), rtol=0.1)  # as below, and rounding at random errs by twice as much
     with pytest.raises(AssertionError):
         close(found, plain("functions"), rtol=1e-4)
 
@@ -216,7 +216,7 @@ def test_either_side_alone(plain, side):
     assert same_loss == (side == "gradients")  # gradients alone leave the forward pass as it is
     with pytest.raises(AssertionError):
         close(found, exact, rtol=1e-4)
-    close(found, exact, rtol=0.05)
+    close(found, exact, rtol=0.05)  # weights are off by 1/254 of the largest, through 3 layers and back
 
 
 def test_bfloat16_weights_are_cast_before_they_are_quantized():
