@@ -335,6 +335,7 @@ KERNELS = {
         {"context": 4, "tensor": 2},
     ),
     "overlapped": (mp.ddp() | mp.tensor_parallel(sequence=True), {"tensor": 8}),
+    "quantized": (mp.fsdp(quantize="int8"), {"fsdp": 8}),
     "int8": (mp.fsdp(quantize="int8"), {"data": 2, "fsdp": 4}),
     "gradients_int8": (mp.fsdp(quantize={"weights": None}), {"data": 2, "fsdp": 4}),
     "second_shard": (mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"}), {"data": 2, "fsdp": 4}),

@@ -10,7 +10,7 @@ from meshpar.ledger import reference
 from meshpar.types import axis_sizes
 
 README = Path(__file__).parents[2] / "README.md"
-NAMES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "sequence", "fsdp_tensor")
+NAMES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "sequence", "fsdp_tensor", "context", "quantized")
 """The reference decoder's programs, compiled once for all tests, in the order of the table."""
 
 
@@ -52,6 +52,10 @@ def test_a_layer_sends_what_the_literature_says(table):
         {"tensor": {"all-reduce": 4}},
         {"tensor": {"all-gather": 4, "reduce-scatter": 4}},
         {"fsdp": {"all-gather": 2 * leaves, "reduce-scatter": leaves}, "tensor": {"all-reduce": 4}},
+        # Keys and values round a ring of 8, forward and backward, and backward their gradients.
+        {"context": {"all-reduce": weights, "collective-permute": 3 * 7}},
+        # The gradients of the norms' scales, whose stacks are gathered whole, are scattered layer by layer.
+        {"fsdp": {"all-gather": 2 * weights, "all-to-all": weights}},
     ]
 
 
