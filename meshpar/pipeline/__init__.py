@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from meshpar.pipeline.schedules import zb_h1 as zb_h1
     from meshpar.pipeline.schedules import zb_h2 as zb_h2
     from meshpar.pipeline.schedules import zb_v as zb_v
+    from meshpar.pipeline.split_backward import SplitVjp as SplitVjp
+    from meshpar.pipeline.split_backward import split_vjp as split_vjp
 
 _HOMES = {
     "schedules": (
         "SCHEDULES", "Op", "Schedule", "Simulation", "Slots", "Timeline", "dualpipe", "dualpipe_v", "gpipe",
         "interleaved_1f1b", "make", "one_f_one_b", "zb_h1", "zb_h2", "zb_v",
     ),
+    "split_backward": ("SplitVjp", "split_vjp"),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -1,0 +1,380 @@
+"""B and W together are the plain backward pass: the same gradients, the same matmuls, for any function."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.models import Transformer, TransformerConfig, layers
+from meshpar.pipeline import SplitVjp, split_vjp
+from meshpar.precision import Precision, numerics
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def block(layer, h):
+    return h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
+
+
+def layers_of(count: int) -> dict[str, jax.Array]:
+    return {"up": normal(count, 4, 8), "down": normal(count, 8, 4, seed=1)}
+
+
+LAYERS, X = layers_of(3), normal(5, 4, seed=2)
+
+
+def unrolled(params, x):
+    for at in range(2):
+        x = block(jax.tree.map(lambda leaf, at=at: leaf[at], params), x)
+    return x
+
+
+def scanned(params, x):
+    return jax.lax.scan(lambda h, layer: (block(layer, h), None), x, params)[0]
+
+
+def checkpointed(params, x):
+    return jax.lax.scan(lambda h, layer: (jax.checkpoint(block)(layer, h), None), x, params)[0]
+
+
+def saved_dots(params, x):
+    step = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
+    return jax.lax.scan(lambda h, layer: (step(layer, h), None), x, params)[0]
+
+
+def jitted(params, x):
+    return jax.jit(scanned)(params, jax.jit(jnp.tanh)(x))
+
+
+def with_outputs(params, x):
+    """A pytree of outputs, one from every layer, one an integer."""
+    h, sums = jax.lax.scan(lambda h, layer: (block(layer, h), jnp.sum(h**2)), x, params)
+    return {"h": h, "sums": sums, "count": jnp.int32(h.shape[0])}
+
+
+def tied(params, x):
+    """Every step of the loop uses the same weights: their gradient is summed in the loop's carry."""
+    layer = jax.tree.map(lambda leaf: leaf[0], params)
+    return jax.lax.scan(lambda h, _: (block(layer, h), None), x, length=3)[0]
+
+
+def nested(params, x):
+    def outer(h, layer):
+        return jax.lax.scan(lambda h, scale: (block(layer, h) * scale, None), h, jnp.array([0.5, 0.25]))[0], None
+
+    return jax.lax.scan(outer, x, params, reverse=True)[0]
+
+
+def two_carried(params, x):
+    """A second carry that the input's gradient needs only through later steps."""
+
+    def step(carry, layer):
+        h, memory = carry
+        return (block(layer, h) + memory, memory * 0.5 + jnp.tanh(h)), None
+
+    return jax.lax.scan(step, (x, jnp.zeros_like(x)), params)[0]
+
+
+def lower_precision(params, x):
+    """Weights cast inside: neither they nor their casts are a microbatch's own."""
+    half = jnp.bfloat16
+    step = lambda h, layer: (block(jax.tree.map(lambda leaf: leaf.astype(half), layer), h), None)  # noqa: E731
+    return jax.lax.scan(step, x.astype(half), params)[0].astype(jnp.float32)
+
+
+@jax.custom_vjp
+def matmul(x, w):
+    return x @ w
+
+
+matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+
+def custom(params, x):
+    return jax.lax.scan(lambda h, layer: (matmul(jnp.sin(matmul(h, layer["up"])), layer["down"]), None), x, params)[0]
+
+
+def branching(params, x):
+    first = jax.tree.map(lambda leaf: leaf[0], params)
+    return jax.lax.cond(x[0, 0] > 0, lambda x: block(first, x), lambda x: x @ first["up"] @ first["down"], x)
+
+
+def looping(params, x):
+    first = jax.tree.map(lambda leaf: leaf[0], params)
+    return jax.lax.fori_loop(0, 2, lambda _, h: block(first, h), x)
+
+
+def closed_over(params, x):
+    mask = jnp.tril(jnp.ones((5, 5)))
+    return unrolled(params, mask @ x * normal(5, 1, seed=3))
+
+
+def partly_unused(params, x):
+    return x @ params["up"][1]
+
+
+FUNCTIONS = [
+    unrolled, scanned, checkpointed, saved_dots, jitted, with_outputs, tied, nested, two_carried, lower_precision,
+    custom, branching, looping, closed_over, partly_unused,
+]  # fmt: skip
+
+
+def cotangent(y):
+    return jax.tree.map(lambda leaf: jnp.cos(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, y)
+
+
+def run(split: SplitVjp, params, x):
+    """y, gradients by parts, and what is handed on."""
+    y, stash = split.forward(params, x)
+    shared = split.shared(params)
+    dx, backlog = split.backward(shared, stash, cotangent(y))
+    return y, split.weights(shared, stash, backlog), dx, (shared, stash, backlog)
+
+
+def plain(fn, params, x):
+    """y and both gradients, from `jax.vjp`."""
+    y, vjp = jax.vjp(fn, params, x)
+    return y, *vjp(as_jax_takes_it(cotangent(y)))
+
+
+def as_jax_takes_it(dy):
+    """Integers have float0 cotangents."""
+    return jax.tree.map(
+        lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else np.zeros(leaf.shape, jax.dtypes.float0), dy
+    )
+
+
+def matmuls(fn, *args) -> int:
+    """Matmuls that a call runs, those in a loop once for each step."""
+    return _matmuls(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def _matmuls(jaxpr) -> int:
+    found = 0
+    for eqn in jaxpr.eqns:
+        steps = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        inside = sum(_matmuls(getattr(inner, "jaxpr", inner)) for inner in jaxprs_in_params(eqn.params))
+        found += (eqn.primitive.name == "dot_general") + steps * inside
+    return found
+
+
+def assert_same(got, want, **tolerance):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        if one.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), **tolerance)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_gradients_are_those_of_the_plain_backward_pass(fn):
+    split = split_vjp(fn, LAYERS, X)
+    y, dparams, dx, _ = run(split, LAYERS, X)
+    # The same operations, fused differently by the compiler: rounding of float32, or of bfloat16 in one of them.
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if fn is lower_precision else {"rtol": 1e-5, "atol": 1e-5}
+    assert_same((y, dparams, dx), plain(fn, LAYERS, X), **tolerance)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_no_matmul_is_run_twice(fn):
+    split = split_vjp(fn, LAYERS, X)
+    y, stash = split.forward(LAYERS, X)
+    shared = split.shared(LAYERS)
+    _, backlog = split.backward(shared, stash, y)
+    _, vjp = jax.vjp(fn, LAYERS, X)
+    b = matmuls(split.backward, shared, stash, y)
+    w = matmuls(split.weights, shared, stash, backlog)
+    assert b + w == matmuls(lambda dy: vjp(as_jax_takes_it(dy)), y)
+    assert b > 0
+    assert (w > 0) == (fn is not branching)  # its branches stay whole
+    assert matmuls(split.forward, LAYERS, X) == matmuls(fn, LAYERS, X)
+    assert matmuls(split.shared, LAYERS) == 0
+
+
+def test_two_mlp_blocks_have_four_matmuls_each_way():
+    for fn, params in ((unrolled, LAYERS), (scanned, layers_of(2))):
+        split = split_vjp(fn, params, X)
+        y, stash = split.forward(params, X)
+        shared = split.shared(params)
+        _, backlog = split.backward(shared, stash, y)
+        assert matmuls(split.backward, shared, stash, y) == 4
+        assert matmuls(split.weights, shared, stash, backlog) == 4
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_what_is_handed_on_is_as_foretold(fn):
+    split = split_vjp(fn, LAYERS, X)
+    _, _, _, (_, stash, backlog) = run(split, LAYERS, X)
+    for told, found in ((split.stash, stash), (split.backlog, backlog)):
+        assert [(leaf.shape, leaf.dtype) for leaf in told] == [(leaf.shape, leaf.dtype) for leaf in found]
+    assert split.stash_bytes == sum(leaf.nbytes for leaf in stash)
+    assert split.backlog_bytes == sum(leaf.nbytes for leaf in backlog)
+
+
+@pytest.mark.parametrize("fn", [unrolled, scanned, jitted, lower_precision, custom, tied, closed_over])
+def test_parameters_and_constants_are_not_stashed(fn):
+    """Nothing in the stash or the backlog has the shape of a weight, or stays the same when x changes."""
+    split = split_vjp(fn, LAYERS, X)
+    one, other = (run(split, LAYERS, x)[3] for x in (X, normal(5, 4, seed=7)))
+    for first, second in zip([*one[1], *one[2]], [*other[1], *other[2]], strict=True):
+        assert first.shape[-2:] not in ((4, 8), (8, 4))
+        assert not np.array_equal(first, second)
+    for first, second in zip(one[0], other[0], strict=True):
+        assert np.array_equal(first, second)
+
+
+def test_each_array_is_stashed_once():
+    def fn(params, x):
+        return x * params["up"][0, 0, 0] + x * params["down"][0, 0, 0] + jnp.sin(x) * x
+
+    split = split_vjp(fn, LAYERS, X)
+    stash = split.forward(LAYERS, X)[1]
+    assert len({np.asarray(leaf).tobytes() for leaf in stash}) == len(stash)
+
+
+def test_parameters_are_shared_as_they_are():
+    """Weights that are residuals are handed through, not copied into another array."""
+    split = split_vjp(scanned, LAYERS, X)
+    shared = split.shared(LAYERS)
+    assert {id(leaf) for leaf in shared} == {id(leaf) for leaf in LAYERS.values()}
+
+
+def test_integers_have_no_gradient():
+    """The first stage begins with tokens: all of its backward pass is W."""
+    table, tokens = normal(10, 4), jnp.array([1, 3, 3])
+    fn = lambda table, tokens: jnp.tanh(layers.embed(table, tokens[None]))[0]  # noqa: E731
+    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+        split = split_vjp(fn, table, tokens)
+        y, dtable, dtokens, _ = run(split, table, tokens)
+        assert_same((y, dtable, dtokens), plain(fn, table, tokens), rtol=1e-6)
+    assert dtokens.dtype == jax.dtypes.float0
+    assert jax.make_jaxpr(lambda *args: split.backward(*args)[1])(split.shared(table), split.stash, y).eqns == []
+
+
+def test_dropout_is_drawn_once():
+    """The mask of F is the mask of B, whatever the key; keys travel in x."""
+
+    def fn(params, x):
+        kept = jax.random.bernoulli(x["key"], 0.5, x["h"].shape)
+        return block(params, jnp.where(kept, x["h"], 0.0))
+
+    params = {"up": normal(4, 8), "down": normal(8, 4)}
+    x = {"h": X, "key": jax.random.key(3)}
+    split = split_vjp(fn, params, x)
+    y, dparams, dx, _ = run(split, params, x)
+    want, vjp = jax.vjp(lambda params, h: fn(params, {"h": h, "key": x["key"]}), params, X)
+    assert_same((y, dparams, dx["h"]), (want, *vjp(cotangent(want))), rtol=1e-5, atol=1e-6)
+
+
+def test_it_is_traced_from_shapes_alone_and_compiles():
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (LAYERS, X))
+    split = split_vjp(scanned, *shapes)
+    _, dparams, dx, _ = jax.jit(functools.partial(run, split))(LAYERS, X)
+    _, *want = plain(scanned, LAYERS, X)
+    assert_same((dparams, dx), tuple(want), rtol=1e-5, atol=1e-5)
+
+
+def test_half_the_sleeping_is_in_each_half():
+    """A stage whose two gradients call back to the host: each call is in its own half, once."""
+    called = []
+
+    def note(what, value):
+        return jax.pure_callback(lambda v: (called.append(what), v)[1], value, value)
+
+    @jax.custom_vjp
+    def stage(w, x):
+        return note("F", x * w)
+
+    def backward(kept, g):
+        return note("W", jnp.sum(g * kept[1])), note("B", g * kept[0])
+
+    stage.defvjp(lambda w, x: (stage(w, x), (w, x)), backward)
+    w = jnp.float32(2.0)
+    split = split_vjp(stage, w, X)
+    called.clear()
+    y, stash = jax.block_until_ready(jax.jit(split.forward)(w, X))
+    assert called == ["F"]
+    shared = split.shared(w)
+    called.clear()
+    dx, backlog = jax.block_until_ready(jax.jit(split.backward)(shared, stash, y))
+    assert called == ["B"]
+    dw = jax.block_until_ready(jax.jit(split.weights)(shared, stash, backlog))
+    assert called == ["B", "W"]
+    np.testing.assert_allclose(dx, 2 * y)
+    np.testing.assert_allclose(dw, jnp.sum(y * X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_inside_a_shard_map_over_stages(check):
+    """As the executor uses it: manual over `stage`, the rest left to the compiler."""
+    mesh = mp.MeshSpec(stage=2, tensor=2).build(jax.devices()[:4])
+
+    def local(params, x):
+        params, x = jax.tree.map(lambda leaf: leaf[0], (params, x))
+        split = split_vjp(scanned, params, x)
+        _, dparams, dx, _ = run(split, params, x)
+        return jax.tree.map(lambda leaf: leaf[None], (dparams, dx))
+
+    params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), LAYERS)
+    x = jnp.stack([X, -X])
+    spec = P("stage")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"stage"}, check_vma=check)
+    got = jax.jit(mapped)(params, x)
+    for at in range(2):
+        _, *want = plain(scanned, jax.tree.map(lambda leaf, at=at: leaf[at], params), x[at])
+        assert_same(jax.tree.map(lambda leaf, at=at: leaf[at], got), tuple(want), rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The shipped transformer's layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+CONFIG = TransformerConfig(
+    vocab_size=24, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20
+)  # fmt: skip
+
+
+def transformer_layers(remat: str | None):
+    """The scanned layers of the NNX transformer as a stage, its parameters, and an input."""
+    model = Transformer(CONFIG, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model.layers)
+    params = nnx.to_pure_dict(state)
+    angles = layers.rope(jnp.arange(7)[None], layers.rope_frequencies(6, 10_000.0), jnp.float32)
+
+    def stage(params, h):
+        def layer(h, params):
+            nnx.replace_by_pure_dict(at := nnx.clone(state), params)
+            return nnx.merge(graph, at)(h, angles, None, None)[0], None
+
+        step = jax.checkpoint(layer) if remat else layer
+        return jax.lax.scan(step, h, params)[0]
+
+    return stage, params, normal(2, 7, 16)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_a_transformer_layer(remat, compute):
+    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()), numerics(Precision(compute=compute), None):
+        stage, params, h = transformer_layers(remat)
+        split = split_vjp(stage, params, h)
+        y, dparams, dx, (shared, stash, backlog) = run(split, params, h)
+        assert_same((y, dparams, dx), plain(stage, params, h), rtol=2e-5, atol=2e-5)
+        _, vjp = jax.vjp(stage, params, h)
+        b, w = matmuls(split.backward, shared, stash, y), matmuls(split.weights, shared, stash, backlog)
+        assert b + w == matmuls(vjp, y)
+        # Seven matrices a layer, each with one gradient in W; attention's two products have both gradients in B. Under
+        # remat B runs forward again, but for the last matrix, whose output nothing needs.
+        assert w == 7 * 2
+        assert b == (7 + 4 + (8 if remat else 0)) * 2
