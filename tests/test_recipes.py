@@ -39,7 +39,7 @@ def test_a_recipe_is_short_says_its_command_and_lies_on_its_mesh(file):
     assert f"{recipe.batch_size * recipe.data.seq_len:,}" in " ".join(docstring.split())
 
 
-@pytest.mark.parametrize("name", ["gpt_stdlib", "digits_linen"])
+@pytest.mark.parametrize("name", ["gpt_stdlib", "digits_linen", "long_context"])
 @pytest.mark.parametrize("devices", [1, 2, 3, 6, 8])
 def test_small_recipes_fit_any_number_of_devices(name, devices):
     recipe = load_recipe(FOLDER / f"{name}.py", devices=devices)
@@ -55,16 +55,26 @@ def test_digits_are_learnt(tmp_path):
     assert outcome.summary["validation"]["accuracy"] > 0.95
 
 
+QUICK = (
+    "steps=2",
+    "optimizer.warmup_steps=1",
+    "model.num_layers=1",
+    "data.max_bytes=600000",
+    "data.valid_batches=1",
+    "data.valid_fraction=0.2",
+    "sample.num_tokens=4",
+)
+
+
+def test_long_context_trains_validates_and_samples(tmp_path):
+    recipe = load_recipe(FOLDER / "long_context.py", devices=8).override(*QUICK, "data.seq_len=64")
+    outcome = train(recipe, out=tmp_path, stream=io.StringIO())
+    assert outcome.reason == "done"
+    assert 0 < outcome.summary["validation"]["loss"] < 8
+
+
 def test_gpt_stdlib_trains_on_the_standard_library(tmp_path):
-    quick = (
-        "steps=2",
-        "optimizer.warmup_steps=1",
-        "model.num_layers=1",
-        "data.max_bytes=600000",
-        "data.valid_batches=1",
-        "data.valid_fraction=0.2",
-    )
-    recipe = load_recipe(FOLDER / "gpt_stdlib.py", devices=8).override(*quick, "sample.num_tokens=4")
+    recipe = load_recipe(FOLDER / "gpt_stdlib.py", devices=8).override(*QUICK)
     screen = io.StringIO()
     outcome = train(recipe, out=tmp_path, stream=screen)
     assert outcome.reason == "done"

@@ -198,7 +198,13 @@ _attention.defvjp(_forward, _backward)
 
 
 def _loop(first: int, end: int, step: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-    return lax.fori_loop(first, end, step, carry) if end > first else carry
+    """`lax.fori_loop`, out of reach of `jax.checkpoint`: a policy that keeps matmuls keeps every tile's in a scan."""
+
+    def body(held: tuple[Array, Carry]) -> tuple[Array, Carry]:
+        at, carry = held
+        return at + 1, step(at, carry)
+
+    return lax.while_loop(lambda held: held[0] < end, body, (jnp.int32(first), carry))[1] if end > first else carry
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,9 +247,7 @@ def _part(tiles: Tiles, part: _Part) -> Tiles:
 
 def _each(tiles: Tiles, tile: Callable[[Carry, Array], Carry], carry: Carry) -> Carry:
     """Tile after tile, so that the scores of one are all there is of scores."""
-    if not len(tiles):
-        return carry
-    return lax.scan(lambda carry, at: (tile(carry, at), None), carry, tiles)[0]
+    return _loop(0, len(tiles), lambda p, carry: tile(carry, take(tiles, p)), carry)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
