@@ -96,6 +96,10 @@ QUICK = [
 )
 def test_float64_losses_and_parameters_are_those_of_one_device(framework, case):
     spec, strategy, options = CASES[case]
+    if case == "accumulate once" and jax.__version_info__ >= (0, 12):
+        with pytest.raises(mp.MeshparError, match="accumulate_mode='each'"):
+            run(framework, "float32", spec, strategy, **options)
+        return
     with jax.enable_x64(True):
         losses, params = run(framework, "float64", spec, strategy, **options)
         expected_losses, expected = on_one_device(framework, "float64")
@@ -104,7 +108,7 @@ def test_float64_losses_and_parameters_are_those_of_one_device(framework, case):
         np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-9, err_msg=path)
 
 
-@pytest.mark.parametrize("case", ["fsdp", *(pytest.param(c, marks=matrix) for c in CASES if c != "fsdp")])
+@pytest.mark.parametrize("case", ["fsdp", *(pytest.param(c, marks=matrix) for c in ("context 8", "all"))])
 def test_float32_losses(case):
     spec, strategy, options = CASES[case]
     losses, _ = run("nnx", "float32", spec, strategy, **options)

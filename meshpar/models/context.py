@@ -89,6 +89,14 @@ def per_device(kernel: Callable[..., Any], specs: Any, out: Any) -> Any:
     assert here is not None
     # Inside another shard_map the mesh is that of the context, some of whose axes are manual already.
     is_nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    if is_nested and jax.__version_info__ >= (0, 12):
+        # XLA aborts the process while it compiles this: "Manual axes must be sorted by mesh axis index".
+        raise problem(
+            "attention over a split sequence",
+            "run inside another shard_map, as accumulate_mode='once' has it",
+            f"the compiler of jax {jax.__version__} aborts on it",
+            "use accumulate_mode='each', or jax 0.10",
+        )
     return jax.shard_map(
         kernel,
         mesh=None if is_nested else here.mesh,
