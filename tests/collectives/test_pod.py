@@ -116,9 +116,9 @@ STRAIGHT = {
 }
 NOTHING_TO_DO = {"ring"}
 """What it sends at one step it has put together of what arrived at the step before: while a message is under way, one
-lane has nothing to compute, and XLA makes a message with nothing behind it a synchronous one. So it does with the
-reducing half of the ring all-reduce (seen with jax 0.10 and 0.12), whose half that gathers, as `all_gather`, puts a
-chunk away meanwhile, as `reduce_scatter` cuts one out. With a second lane one adds while the other travels."""
+lane has nothing to compute, and XLA makes a message with nothing behind it a synchronous one. So does that of jax 0.10
+with the reducing half of the ring all-reduce (that of jax 0.12 does not); the half that gathers, as `all_gather`, puts
+a chunk away meanwhile, and `reduce_scatter` cuts one out. With a second lane one adds while the other travels."""
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +154,8 @@ def sending(pod):
 def test_messages_are_asynchronous_where_there_is_anything_to_do_meanwhile(sending, cluster):
     found = sending(cluster)
     assert found.keys() == LOOPS.keys() | STRAIGHT.keys()
-    assert {name for name in LOOPS if not all(found[name])} == NOTHING_TO_DO
-    assert sorted(found["ring"]) == [False, True]
+    assert {name for name in LOOPS if not all(found[name])} <= NOTHING_TO_DO
+    assert any(found["ring"])
     # Messages that stand one behind the other take what else there is to compute. XLA hands out several matmuls to one
     # message, so that it may run out of them; alone, they are synchronous.
     for name in STRAIGHT:
