@@ -314,6 +314,69 @@ def sent_by_link(sent_bytes: Mapping[str, Mapping[str, float]], *, title: str = 
     return figure
 
 
+def attention_steps(
+    chunks: Mapping[str, Any], shares: Mapping[str, Any], *, title: str = "attention round a ring"
+) -> Figure:
+    """Which chunks of keys every rank attends to at every step, and how much of that work a causal mask leaves.
+
+    One panel for each order of the sequence, a row for each rank, a column for each step. Below a column stands the
+    share of the rank that has most to do, for which all others wait.
+
+    Args:
+      chunks: order to numbers [rank, step, chunk]: the chunks of keys that are at a rank.
+      shares: order to numbers [rank, step]: how much of the full product of queries and keys is left to compute.
+      title: above the picture.
+    """
+    figure, panels = _figure(1.4 + 4.6 * len(chunks), 4.4, columns=len(chunks))
+    for panel, (order, at_rank) in zip(np.atleast_1d(panels), chunks.items(), strict=True):
+        work = np.asarray(shares[order])
+        num_ranks, num_steps = work.shape
+        longest = work.max(axis=0)
+        panel.imshow(work, cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
+        for rank, step in np.ndindex(num_ranks, num_steps):
+            text = "keys " + " ".join(map(str, np.asarray(at_rank)[rank, step])) + f"\n{work[rank, step]:.0%}"
+            panel.text(step, rank, text, ha="center", va="center", color=INK, fontsize=8, linespacing=1.3)
+        waits = [f"step {step}\n{share:.0%}" for step, share in enumerate(longest)]
+        panel.set_xticks(range(num_steps), waits)
+        panel.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+        panel.set_xticks(np.arange(1, num_steps) - 0.5, minor=True)
+        panel.set_yticks(np.arange(1, num_ranks) - 0.5, minor=True)
+        panel.grid(which="minor", color="white", lw=3)
+        panel.tick_params(which="both", length=0)
+        panel.spines[:].set_visible(False)
+        panel.set_title(f"{order}: the longest steps add up to {longest.sum():.2f} blocks", color=INK, fontsize=10)
+    figure.suptitle(title, color=INK, fontweight="bold", fontsize=11)
+    return figure
+
+
+def quantized_errors(
+    blocks: Sequence[int], errors: Mapping[str, Sequence[float]], bounds: Mapping[str, Sequence[float]], *, title: str
+) -> Figure:
+    """How far numbers are off after quantization, by the elements that share a scale; dashed the bounds.
+
+    Args:
+      blocks: elements of a block.
+      errors: format to the error at each of these.
+      bounds: format to what it may be at most.
+      title: above the picture.
+    """
+    figure, axes = _figure(8.0, 4.2)
+    colors = dict(zip(errors, itertools.cycle((AXES["fsdp"], AXES["tensor"], *MORE)), strict=False))
+    for name, found in errors.items():
+        axes.plot(blocks, found, color=colors[name], lw=2, marker="o", ms=4, label=name)
+        axes.plot(blocks, bounds[name], color=colors[name], lw=1.4, ls=(0, (5, 3)), label=f"{name}, bound")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(blocks, [str(block) for block in blocks])
+    axes.minorticks_off()
+    axes.grid(color=FAINT, lw=0.5)
+    axes.set_xlabel("elements that share a scale", color=INK)
+    axes.set_ylabel("error over size, root mean square", color=INK)
+    axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11)
+    axes.legend(frameon=False, labelcolor=INK, ncols=len(errors), fontsize=9)
+    return figure
+
+
 def axis_colors(labels: Sequence[str]) -> dict[str, str]:
     """A colour for each label of mesh axes: `fsdp`, `data*fsdp`."""
     others = itertools.cycle(MORE)

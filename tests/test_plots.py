@@ -354,3 +354,24 @@ def test_bars_of_links_are_as_long_as_the_bytes():
     assert [bar.get_width() for bar in axes.patches] == [3e6, 1e6, 2e6, 5e5]
     assert [label.get_text() for label in axes.get_yticklabels()] == list(sent)
     assert [text.strip() for text in texts(figure)] == ["3 MB", "1 MB", "2 MB", "500 kB"]
+
+
+def test_attention_is_drawn_rank_by_step():
+    chunks = {"contiguous": [[[0, 1], [2, 3]], [[2, 3], [0, 1]]], "zigzag": [[[0, 3], [1, 2]], [[1, 2], [0, 3]]]}
+    shares = {"contiguous": [[0.5, 0.0], [0.5, 1.0]], "zigzag": [[0.5, 0.5], [0.5, 0.5]]}
+    figure = plots.attention_steps(chunks, shares)
+    for axes, order, total in zip(figure.axes, chunks, ("1.50", "1.00"), strict=True):
+        assert [text.get_text() for text in axes.texts] == [
+            f"keys {a} {b}\n{share:.0%}"
+            for at_rank, row in zip(chunks[order], shares[order], strict=True)
+            for (a, b), share in zip(at_rank, row, strict=True)
+        ]
+        assert axes.get_title() == f"{order}: the longest steps add up to {total} blocks"
+
+
+def test_errors_stand_beside_their_bounds():
+    errors, bounds = {"int8": [0.01, 0.02], "fp8": [0.03, 0.03]}, {"int8": [0.02, 0.03], "fp8": [0.1, 0.2]}
+    (axes,) = plots.quantized_errors([16, 64], errors, bounds, title="").axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert drawn == errors | {f"{name}, bound": values for name, values in bounds.items()}
+    assert {tuple(line.get_xdata()) for line in axes.lines} == {(16, 64)}
