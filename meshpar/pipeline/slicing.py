@@ -113,7 +113,7 @@ class _Loop:
         at = self.num_consts + self.num_carry
         return list(items[: self.num_consts]), list(items[self.num_consts : at]), list(items[at:])
 
-    def run(self, body: Callable[..., Any], carry: list[Value], xs: list[Value]) -> list[Value]:
+    def run(self, body: Callable[..., Any], carry: list[Value], xs: Any) -> list[Value]:
         """Another body over the same steps; gives what is carried, then what is stacked."""
         params = self.eqn.params
         with contextlib.ExitStack() as stack:
@@ -369,7 +369,7 @@ class _CutLoop:
         body: Callable[..., tuple[list[Value], list[Value]]], handed: Sequence[Value],
     ) -> tuple[list[Value], list[Value]]:  # fmt: skip
         """One half over all steps: with only what it carries and reads, gives only what it is to give."""
-        n = self.loop.num_carry
+        count = sum(outputs[: self.loop.num_carry])
         consts, carry, xs = self.loop.parted(args)
         reads = self.loop.parted(needs)[2]
         kept = [value for value, keep in zip(carry, outputs, strict=False) if keep]
@@ -377,24 +377,15 @@ class _CutLoop:
 
         def step(carried: list[Value], stacked: tuple[list[Value], list[Value]]) -> Any:
             given, more = stacked
-            full_carry = _spread(carried, outputs[:n])
-            full = [*consts, *full_carry, *_spread(given, reads)]
-            out, extra = body(full, *more)
-            keep = [value for value, mine in zip(out, outputs, strict=True) if mine]
-            count = sum(outputs[:n])
-            return keep[:count], (keep[count:], extra)
+            out, extra = body(
+                [*consts, *_spread(carried, outputs[: self.loop.num_carry]), *_spread(given, reads)], *more
+            )
+            mine = [value for value, keep in zip(out, outputs, strict=True) if keep]
+            return mine[:count], [*mine[count:], *extra]
 
-        count = sum(outputs[:n])
-        with contextlib.ExitStack() as stack:
-            if name := str(self.loop.eqn.source_info.name_stack):
-                stack.enter_context(jax.named_scope(name))
-            params = self.loop.eqn.params
-            last, (ys, extra) = jax.lax.scan(
-                step, kept, (read, list(handed)), length=params["length"], reverse=params["reverse"],
-                unroll=params["unroll"],
-            )  # fmt: skip
-        assert len(last) == count
-        return _spread([*last, *ys], outputs), list(extra)
+        out = self.loop.run(step, kept, (read, list(handed)))
+        own = sum(outputs)
+        return _spread(out[:own], outputs), out[own:]
 
 
 def _spread(items: Sequence[Value], mask: Sequence[bool]) -> list[Value]:
