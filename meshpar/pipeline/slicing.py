@@ -185,6 +185,7 @@ class Cut:
       only_first: inputs that the second half will not be given.
       shared: inputs that do not change from call to call: what cheaply follows from them alone is worked out again in
         the second half, where the first would have to hand it on.
+      effects: whether the first half also does what has an effect and no result, like `jax.debug.print`.
     """
 
     def __init__(
@@ -195,10 +196,12 @@ class Cut:
         second: Sequence[bool] | None = None,
         only_first: Sequence[bool] | None = None,
         shared: Sequence[bool] | None = None,
+        effects: bool = False,
     ) -> None:
         jaxpr = closed.jaxpr
         nothing = [False] * len(jaxpr.invars)
         self.closed = closed
+        self._effects = effects
         self.loops: dict[int, _CutLoop] = {}
         self._in_first: set[int] = set()
         self._in_second: set[int] = set()
@@ -229,11 +232,11 @@ class Cut:
     def _first_half(self, needed: set[Variable]) -> set[Variable]:
         for at, eqn in reversed(list(enumerate(self.closed.jaxpr.eqns))):
             wanted = [v in needed for v in eqn.outvars]
-            if not any(wanted):
+            if not any(wanted) and not (self._effects and eqn.effects):
                 continue
             self._in_first.add(at)
             if eqn.primitive.name == "scan":
-                self.loops[at] = loop = _CutLoop(eqn, self._shared, wanted)
+                self.loops[at] = loop = _CutLoop(eqn, self._shared, wanted, effects=self._effects)
                 needed |= _kept(eqn.invars, loop.first_inputs)
                 self._from_first |= _kept(eqn.outvars, loop.first)
             else:
@@ -303,8 +306,9 @@ class Cut:
 class _CutLoop:
     """A loop cut inside its body: the first half runs over all steps, then the second does."""
 
-    def __init__(self, eqn: JaxprEqn, shared: set[Variable], wanted: Sequence[bool]) -> None:
+    def __init__(self, eqn: JaxprEqn, shared: set[Variable], wanted: Sequence[bool], *, effects: bool = False) -> None:
         self.loop = _Loop(eqn)
+        self.effects = effects
         self.shared = [isinstance(v, Literal) or v in shared for v in eqn.invars]
         for at in range(self.loop.num_consts, self.loop.num_consts + self.loop.num_carry):
             self.shared[at] = False  # what is carried changes from step to step
@@ -313,7 +317,7 @@ class _CutLoop:
         self.second = [False] * len(wanted)
         # What the first half's body needs of the carry it must carry itself.
         while True:
-            self.cut = Cut(self.loop.body, first=self.first, shared=self.shared)
+            self.cut = Cut(self.loop.body, first=self.first, shared=self.shared, effects=effects)
             carried = self.loop.parted(self.cut.first_needs)[1]
             if not any(need and not have for need, have in zip(carried, self.first, strict=False)):
                 break
@@ -327,7 +331,12 @@ class _CutLoop:
         only_first = own + [False] * (len(self.shared) - len(own))
         while True:
             self.cut = Cut(
-                self.loop.body, first=self.first, second=self.second, only_first=only_first, shared=self.shared
+                self.loop.body,
+                first=self.first,
+                second=self.second,
+                only_first=only_first,
+                shared=self.shared,
+                effects=self.effects,
             )
             carried = self.loop.parted(self.cut.second_needs)[1]
             more = [need and not mine for need, mine in zip(carried, self.first, strict=False)]

@@ -124,6 +124,7 @@ def _cut(fwd: ClosedJaxpr, bwd: ClosedJaxpr, residuals: Sequence[Any], ends: _En
         second=to_params + [not one for one in to_x],
         only_first=no_dy + is_dy,
         shared=[not mine for mine in own] + [not one for one in is_dy],
+        effects=True,
     )
     kept = _Kept(fwd.jaxpr.outvars[ends.y.count :], own, backward.needs[: len(residuals)])
     places = range(len(residuals))
@@ -132,7 +133,7 @@ def _cut(fwd: ClosedJaxpr, bwd: ClosedJaxpr, residuals: Sequence[Any], ends: _En
         backlog=(),
         _ends=ends,
         _kept=kept,
-        _forward=Cut(fwd, first=[True] * ends.y.count + [at in kept.stashed for at in places]),
+        _forward=Cut(fwd, first=[True] * ends.y.count + [at in kept.stashed for at in places], effects=True),
         _shared=Cut(fwd, first=[False] * ends.y.count + [at in kept.shared for at in places]),
         _backward=backward,
     )

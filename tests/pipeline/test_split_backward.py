@@ -321,6 +321,30 @@ def test_half_the_sleeping_is_in_each_half():
     np.testing.assert_allclose(dw, jnp.sum(y * X), rtol=1e-6)
 
 
+def test_what_a_stage_prints_it_prints_in_f():
+    """Once for each layer, and not again in B or W."""
+    seen = []
+
+    def fn(params, x):
+        def step(h, layer):
+            jax.debug.callback(lambda h: seen.append(np.asarray(h)), h)
+            return block(layer, h), None
+
+        return jax.lax.scan(step, x, params)[0]
+
+    split = split_vjp(fn, LAYERS, X)
+    seen.clear()
+    y, stash = compiled(split.forward, LAYERS, X)
+    jax.effects_barrier()
+    assert len(seen) == 3
+    np.testing.assert_array_equal(seen[0], X)
+    shared = split.shared(LAYERS)
+    dx, backlog = compiled(split.backward, shared, stash, y)
+    jax.block_until_ready((dx, compiled(split.weights, shared, stash, backlog)))
+    jax.effects_barrier()
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_inside_a_shard_map_over_stages(check):
     """As the executor uses it: manual over `stage`, the rest left to the compiler."""
