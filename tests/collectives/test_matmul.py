@@ -24,6 +24,7 @@ from meshpar.planner import cost
 from meshpar.precision import REMAT_POLICIES, Precision, numerics
 from meshpar.types import tree_leaves_with_paths
 
+matrix = pytest.mark.matrix
 COUNTS = [1, 2, 3, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))]
 
 gather = functools.partial(mc.all_gather_matmul, axis="x")
@@ -281,8 +282,18 @@ def plain(framework, dtype):
     return trained(framework, config(tensor_matmul="xla", param_dtype=dtype), mp.MeshSpec(), mp.ddp(), {})
 
 
-@pytest.mark.parametrize("case", TRAINED)
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("framework", "case"),
+    [
+        ("nnx", "fsdp|tensor"),
+        ("linen", "remat"),
+        ("nnx", "once"),
+        *(
+            pytest.param(*pair, marks=matrix)
+            for pair in (("linen", "fsdp|tensor"), ("nnx", "remat"), ("linen", "once"))
+        ),
+    ],
+)
 def test_decoders_train_as_the_plain_one_on_one_device(framework, case):
     spec, options = TRAINED[case]
     with jax.enable_x64(True):
@@ -294,7 +305,7 @@ def test_decoders_train_as_the_plain_one_on_one_device(framework, case):
         np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-9, err_msg=path)
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", ["nnx", pytest.param("linen", marks=matrix)])
 def test_decoders_train_in_float32_and_bfloat16(framework):
     expected = plain(framework, "float32")[0]
     np.testing.assert_allclose(trained(framework, config(), SPLIT, BOTH, {})[0], expected, rtol=1e-5)
