@@ -82,7 +82,7 @@ _HOMES = {
     "config": ("AdamW", "Optax", "Recipe", "Sample"),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("bench", "collectives", "data", "ledger", "models", "planner", "plots")
+_MODULES = ("bench", "collectives", "data", "ledger", "models", "pipeline", "planner", "plots")
 
 __all__ = [
     "__version__",

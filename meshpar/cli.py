@@ -139,6 +139,11 @@ COMMANDS: dict[str, Lazy] = {
         help="What a collective costs by each algorithm: steps, bytes, time, the formulas.",
         needs_devices=False,
     ),
+    "schedule": Lazy(
+        home="meshpar.pipeline.command:schedule",
+        help="Show a pipeline schedule: its table, bubbles and memory.",
+        needs_devices=False,
+    ),
     "bench": Lazy(
         home="meshpar.bench.command:bench",
         help="Measure: a training step against bare jax.jit, collectives against XLA's own.",

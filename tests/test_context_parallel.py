@@ -96,16 +96,24 @@ QUICK = [
 )
 def test_float64_losses_and_parameters_are_those_of_one_device(framework, case):
     spec, strategy, options = CASES[case]
-    if case == "accumulate once" and jax.__version_info__ >= (0, 12):
-        with pytest.raises(mp.MeshparError, match="accumulate_mode='each'"):
-            run(framework, "float32", spec, strategy, **options)
-        return
     with jax.enable_x64(True):
         losses, params = run(framework, "float64", spec, strategy, **options)
         expected_losses, expected = on_one_device(framework, "float64")
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
     for path, x in params.items():
         np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-9, err_msg=path)
+
+
+def test_once_with_a_vocabulary_that_is_split_too_is_an_error_where_the_compiler_would_abort():
+    spec, strategy = mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp() | CP | TP
+    if jax.__version_info__ < (0, 12):
+        losses, _ = run("nnx", "float32", spec, strategy, **ONCE)
+        np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-5)
+        return
+    with pytest.raises(mp.MeshparError, match="accumulate_mode='each'"):
+        run("nnx", "float32", spec, strategy, **ONCE)
+    losses, _ = run("nnx", "float32", spec, strategy | mp.Rules(vocab=None, act_vocab=None), **ONCE)
+    np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["fsdp", *(pytest.param(c, marks=matrix) for c in ("context 8", "all"))])

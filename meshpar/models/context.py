@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,26 +83,61 @@ def ring(
     return per_device(kernel, (q, kv, kv), q)(q_BTHD, k_BTKD, v_BTKD)
 
 
-def per_device(kernel: Callable[..., Any], specs: Any, out: Any) -> Any:
-    """A kernel under `shard_map`, manual over the axes that its specs name and no others."""
+def check_lookup(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> None:
+    """Raises `ValueError` for the lookup that XLA of jax 0.12 aborts on: split rows at split positions, when nested."""
+    outer, axes = jax.sharding.get_abstract_mesh().manual_axes, sequence_axes(tokens_BT)
+    if not outer or not axes or jax.__version_info__ < (0, 12):
+        return
+    rows = [axis for axis in spec_axes(spec_of(table_VE, "act_vocab", "act_embed")[0]) if _size_of(axis) > 1]
+    if rows:
+        raise problem(
+            f"the embedding of shape {table_VE.shape} inside a shard_map (accumulate_mode='once' or quantize=...)",
+            f"be split over {', '.join(rows)} and looked up at positions split over {', '.join(axes)}",
+            f"the compiler of jax {jax.__version__} aborts on it",
+            "use accumulate_mode='each' and no quantize, keep it whole with "
+            "mp.Rules(vocab=None, act_vocab=None), or use jax 0.10",
+        )
+
+
+def _size_of(axis: str) -> int:
     here = ambient()
     assert here is not None
+    return axis_sizes(here.mesh)[axis]
+
+
+def per_device(kernel: Callable[..., Any], specs: Any, out: Any) -> Any:
+    """A kernel under `shard_map`, manual over the axes of more than one rank that its specs name and no others.
+
+    Raises:
+      ValueError: inside another `shard_map` whose axes stand behind these in the mesh, which jax 0.12 cannot compile.
+    """
+    here = ambient()
+    assert here is not None
+    sizes = axis_sizes(here.mesh)
+    specs, out = jax.tree.map(lambda spec: _of_several(spec, sizes), (specs, out))
+    axes = {axis for spec in jax.tree.leaves(specs) for entry in spec for axis in spec_axes(entry)}
     # Inside another shard_map the mesh is that of the context, some of whose axes are manual already.
-    is_nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    if is_nested and jax.__version_info__ >= (0, 12):
-        # XLA aborts the process while it compiles this: "Manual axes must be sorted by mesh axis index".
-        raise problem(
-            "attention over a split sequence",
-            "run inside another shard_map, as accumulate_mode='once' has it",
-            f"the compiler of jax {jax.__version__} aborts on it",
-            "use accumulate_mode='each', or jax 0.10",
-        )
-    return jax.shard_map(
-        kernel,
-        mesh=None if is_nested else here.mesh,
-        in_specs=specs,
-        out_specs=out,
-        axis_names={axis for spec in jax.tree.leaves(specs) for entry in spec for axis in spec_axes(entry)},
+    outer = jax.sharding.get_abstract_mesh().manual_axes
+    _check_order(outer, axes, list(sizes))
+    return jax.shard_map(kernel, mesh=None if outer else here.mesh, in_specs=specs, out_specs=out, axis_names=axes)
+
+
+def _of_several(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
+    """The spec without axes of one rank: naming them changes nothing, but their place among the manual ones counts."""
+    return PartitionSpec(*(tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) or None for entry in spec))
+
+
+def _check_order(outer: Sequence[str], inner: Collection[str], mesh_axes: Sequence[str]) -> None:
+    """XLA of jax 0.12 aborts the process when manual axes of nested regions, one after the other, are out of order."""
+    ordered = [*sorted(outer, key=mesh_axes.index), *sorted(inner, key=mesh_axes.index)]
+    if not outer or ordered == sorted(ordered, key=mesh_axes.index) or jax.__version_info__ < (0, 12):
+        return
+    raise problem(
+        "a kernel of the model inside another shard_map (accumulate_mode='once' or quantize=...)",
+        f"run over {', '.join(sorted(inner))} inside {', '.join(sorted(outer))}",
+        f"the mesh has its axes in the order {', '.join(mesh_axes)}, and the compiler of jax {jax.__version__} aborts "
+        "when inner ones stand before outer ones",
+        "let the axes that split the batch stand first, or use accumulate_mode='each' and no quantize",
     )
 
 

@@ -56,6 +56,7 @@ def embed(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> Fl
     `residual`'s is there because a lookup whose positions are split over the same axis as the vocabulary would gather
     the whole table.
     """
+    context.check_lookup(table_VE, tokens_BT)
     x_BTE = _take(table_VE.shape[0], table_VE, tokens_BT)
     return residual(constrain(x_BTE, "batch", "seq", "act_embed"))
 
