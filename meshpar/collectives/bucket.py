@@ -44,7 +44,7 @@ def bucketed_all_reduce(
     Raises:
       ValueError: `bucket_bytes` is not positive, or what `all_reduce` raises.
     """
-    if not bucket_bytes > 0:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int | float) or not bucket_bytes > 0:
         raise problem(
             "bucketed_all_reduce",
             f"fill buckets of {bucket_bytes!r} bytes",

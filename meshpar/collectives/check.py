@@ -29,6 +29,8 @@ def ranks_of(kernel: str, axis: Axis) -> int:
         raise problem(
             kernel, f"run over axis={axis!r}", "an axis is a name, or a tuple of names", 'write axis="data", say'
         )
+    if len(set(names)) < len(names):
+        raise problem(kernel, f"run over axis={axis!r}", "it names an axis twice", "name every axis once")
     return math.prod(_size_of(kernel, name) for name in names)
 
 
@@ -98,14 +100,14 @@ def check_op(kernel: str, op: str, dtype: jnp.dtype) -> None:
 
 def checked_root(kernel: str, root: int, num_ranks: int) -> int:
     """The root, when there is such a rank; raises `ValueError` otherwise."""
-    if not isinstance(root, int) or not 0 <= root < num_ranks:
+    if not _is_whole(root) or not 0 <= root < num_ranks:
         raise problem(kernel, f"have root={root!r}", f"there are {num_ranks} ranks", f"use 0 to {num_ranks - 1}")
     return root
 
 
 def checked_count(kernel: str, what: str, asked: int, *, most: int | None = None) -> int:
     """A count of at least one, and at most `most`; raises `ValueError` otherwise."""
-    if not isinstance(asked, int) or asked < 1 or (most is not None and asked > most):
+    if not _is_whole(asked) or asked < 1 or (most is not None and asked > most):
         exists = "it is a whole number from 1" + (f" to {most}" if most is not None else "")
         raise problem(kernel, f"use {what}={asked!r}", exists, "give one of these")
     return asked
@@ -113,10 +115,28 @@ def checked_count(kernel: str, what: str, asked: int, *, most: int | None = None
 
 def checked_dim(kernel: str, dim: int, num_dims: int) -> int:
     """The dim counted from the front; raises `ValueError` when the array has no such dim."""
-    if not isinstance(dim, int) or not -num_dims <= dim < num_dims:
+    if not _is_whole(dim) or not -num_dims <= dim < num_dims:
         exists = f"the array has {num_dims} dims" if num_dims else "the array is a scalar"
         raise problem(kernel, f"work along dim {dim!r}", exists, "give one that it has, or reshape it")
     return dim % num_dims
+
+
+def checked_distance(kernel: str, by: int) -> int:
+    """A number of ranks to go, either way; raises `ValueError` for anything but a whole number."""
+    if not _is_whole(by):
+        raise problem(kernel, f"go by={by!r} ranks", "it is a whole number, negative for backwards", "give one")
+    return by
+
+
+def check_tiled(kernel: str, tiled: bool) -> None:
+    """Raises `ValueError` for anything but True and False."""
+    if not isinstance(tiled, bool):
+        exists = "parts are laid end to end, or stacked along a dim of their own"
+        raise problem(kernel, f"use tiled={tiled!r}", exists, "write True or False")
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def check_cut(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -> None:

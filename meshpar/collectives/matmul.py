@@ -375,7 +375,7 @@ def _varying_alike(operands: Sequence[jax.Array], axis: Axis) -> list[jax.Array]
 
 
 def _checked_rows(kernel: str, dim: int, num_dims: int) -> int:
-    if not isinstance(dim, int) or not -num_dims <= dim < num_dims - 1 or dim == -1:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -num_dims <= dim < num_dims - 1 or dim == -1:
         raise problem(
             kernel,
             f"split the rows along dim {dim!r}",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num, Shaped
 
-from meshpar.collectives.check import Axis, check_op, checked_root, ranks_of
+from meshpar.collectives.check import Axis, check_op, checked_distance, checked_root, ranks_of
 from meshpar.collectives.wire import Combine, cut, doublings, join, pass_on, reduced, send, varying
 
 
@@ -25,9 +25,9 @@ def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = Tr
       wrap: whether the last is followed by the first; if not, ranks with nobody before them get zeros.
 
     Raises:
-      ValueError: no such axis here.
+      ValueError: no such axis here, or a `by` that is no whole number.
     """
-    num_ranks = ranks_of("shift", axis)
+    num_ranks, by = ranks_of("shift", axis), checked_distance("shift", by)
     x = varying(x, axis)
     if wrap:
         return pass_on(x, axis, by, num_ranks) if by % num_ranks else x

@@ -96,7 +96,7 @@ def quantize(
       ValueError: no such dtype; a block without elements; an array that holds no floating numbers.
     """
     known = _checked("quantize", x, dtype, block)
-    values, scales = _quantized(_in_blocks(x.reshape(-1), block), known, key)
+    values, scales = _quantized(_in_blocks(jnp.asarray(x).reshape(-1), block), known, key)
     return Quantized(values.astype(known.dtype), scales)
 
 
@@ -448,9 +448,10 @@ def _format(kernel: str, dtype: str) -> _Format:
 
 def _checked(kernel: str, x: jax.Array, dtype: str, block: int) -> _Format:
     checked_count(kernel, "block", block)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    held = jnp.asarray(x).dtype
+    if not jnp.issubdtype(held, jnp.floating):
         raise problem(
-            kernel, f"quantize {x.dtype}", "blocks are scaled floating numbers", "send it as it is, or cast it first"
+            kernel, f"quantize {held}", "blocks are scaled floating numbers", "send it as it is, or cast it first"
         )
     return _format(kernel, dtype)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.collectives.check import Axis, check_cut, checked_dim
+from meshpar.collectives.check import Axis, check_cut, check_tiled, checked_dim
 
 Combine: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """(what arrived, what is here) -> what is here next."""
@@ -52,6 +52,7 @@ def reordered(parts: jax.Array, order: jax.Array) -> jax.Array:
 
 def cut(kernel: str, x: jax.Array, dim: int, num_ranks: int, tiled: bool) -> jax.Array:
     """One part for each rank, in front: `[A, B] -> [N, A/N, B]` tiled, `[N, B] -> [N, B]` otherwise (dim 0)."""
+    check_tiled(kernel, tiled)
     dim = checked_dim(kernel, dim, x.ndim)
     check_cut(kernel, x.shape[dim], dim, num_ranks, tiled)
     if tiled:
@@ -61,6 +62,7 @@ def cut(kernel: str, x: jax.Array, dim: int, num_ranks: int, tiled: bool) -> jax
 
 def join(kernel: str, parts: jax.Array, dim: int, tiled: bool) -> jax.Array:
     """The parts `[N, ...]` end to end along a dim, or stacked along a new one: `cut` undone."""
+    check_tiled(kernel, tiled)
     dim = checked_dim(kernel, dim, parts.ndim - tiled)
     x = jnp.moveaxis(parts, 0, dim)
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]) if tiled else x

@@ -43,6 +43,7 @@ def test_an_axis_nearly_right_an_odd_one_and_one_left_to_the_compiler(ranks):
     )
     for odd in (0, (), ["x"], ("x", 1)):
         assert "an axis is a name, or a tuple of names" in told(ranks, "all_reduce", axis=odd)
+    assert "it names an axis twice" in told(ranks, "all_reduce", axis=("x", "x"))
     mesh = ranks(outer=2, inner=2).mesh
     partly = jax.shard_map(
         functools.partial(mc.all_reduce, axis="inner"),
@@ -63,7 +64,7 @@ def test_algorithms_and_their_options(ranks):
     assert "that one has no num_servers" in told(ranks, "all_reduce", num_servers=2)
     servers = {"algorithm": "parameter_server", "num_servers": 3}
     assert "a whole number from 1 to 2" in told(ranks, "all_reduce", **servers)
-    for odd in (0, 1.5, "2"):
+    for odd in (0, 1.5, "2", True):
         assert "a whole number from 1" in told(ranks, "reduce_scatter", channels=odd)
 
 
@@ -76,7 +77,7 @@ def test_reductions_that_do_not_exist(ranks, name):
 
 
 @pytest.mark.parametrize("name", ["broadcast", "reduce", "scatter", "gather"])
-@pytest.mark.parametrize("root", [-1, 2, 0.0])
+@pytest.mark.parametrize("root", [-1, 2, 0.0, True])
 def test_roots_that_do_not_exist(ranks, name, root):
     assert "there are 2 ranks. To fix it: use 0 to 1" in told(ranks, name, root=root)
 
@@ -102,3 +103,19 @@ def test_the_package_lists_what_it_has():
     assert all(getattr(mc, name) for name in mc.__all__)
     with pytest.raises(AttributeError, match="no 'all_reducee'; it has .*all_reduce"):
         _ = mc.all_reducee
+
+
+@pytest.mark.parametrize("by", [1.5, "1", True, None])
+def test_distances_that_are_no_number_of_ranks(ranks, by):
+    assert "a whole number, negative for backwards" in told(ranks, "shift", by=by)
+
+
+@pytest.mark.parametrize("name", ["scatter", "gather", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("tiled", ["no", 0, None])
+def test_tiled_is_true_or_false(ranks, name, tiled):
+    assert "write True or False" in told(ranks, name, tiled=tiled)
+
+
+@pytest.mark.parametrize("bucket_bytes", ["25", None, True])
+def test_buckets_without_a_size(ranks, bucket_bytes):
+    assert "use a positive size" in told(ranks, "bucketed_all_reduce", bucket_bytes=bucket_bytes)

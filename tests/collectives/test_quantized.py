@@ -365,3 +365,10 @@ def test_the_account_wants_groups_that_divide():
         cost.quantized_all_gather(100, 8, inner=3)
     with pytest.raises(MeshparError, match="-1 elements"):
         cost.quantized_bytes(-1)
+
+
+def test_numbers_that_are_no_jax_array():
+    found = mc.quantize([1.0, -2.0, 0.5])
+    np.testing.assert_allclose(mc.dequantize(found, shape=(3,)), [1.0, -2.0, 0.5], atol=float(error_bound(2.0)))
+    with pytest.raises(MeshparError, match="quantize int32"):
+        mc.quantize([1, 2])
