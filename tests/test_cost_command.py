@@ -84,6 +84,10 @@ def test_a_link_by_hand_and_a_measured_one(meshpar, tmp_path):
         (["ring", "--cluster", "h1000:8"], "did you mean `h100`"),
         (["ring", "--cluster", "none.json"], "give the path of a saved profile"),
         (["ring", "--ranks", "65"], "it has 64 GPUs"),
+        (["ring", "--inner", "4"], "use --inner, but it is for hierarchical"),
+        (["tree", "--servers", "4"], "use --servers, but it is for parameter-server"),
+        (["ring", "--axis", "data"], "no profile is given"),
+        (["ring", "--cluster", ""], "neither GPU:NODESxGPUS nor"),
     ],
 )
 def test_mistakes_are_one_paragraph(meshpar, args, says):

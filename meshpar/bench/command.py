@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from meshpar.cli import prepare_devices, print_report
+
+PICTURES = (".png", ".svg", ".pdf")
+"""What a plot is written as."""
 
 
 @click.group()
@@ -98,8 +102,9 @@ def collectives(
     from meshpar.bench import kernels
     from meshpar.planner.units import parse_bytes
 
-    for path in filter(None, (save, plot)):
-        _check_folder(path)
+    for path, suffixes in ((save, (".json",)), (plot, PICTURES)):
+        if path:
+            _check_file(path, suffixes)
     largest = max_bytes or ("1MB" if jax.default_backend() == "cpu" else "100MB")
     found = kernels.collectives(
         mesh,
@@ -118,9 +123,7 @@ def collectives(
         _progress("")
     print_report(found, as_json=as_json)
     if plot:
-        from meshpar import plots
-
-        plots.collectives(found).savefig(plot)
+        _draw(found, plot)
     if save:
         profile = found.profile()
         profile.save(save)
@@ -133,9 +136,23 @@ def _progress(line: str) -> None:
     click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
 
-def _check_folder(path: str) -> None:
+def _draw(found: Any, path: str) -> None:
+    from meshpar import plots
     from meshpar.types import problem
 
+    try:
+        plots.collectives(found).savefig(path)
+    except OSError as error:
+        raise problem(f"`{path}`", "be written", f"it cannot: {error.strerror}", "name a file that can") from None
+
+
+def _check_file(path: str, suffixes: tuple[str, ...]) -> None:
+    """Said before anything is measured."""
+    from meshpar.types import problem
+
+    if Path(path).suffix not in suffixes:
+        exists = f"its name ends in neither of {', '.join(suffixes)}" if len(suffixes) > 1 else "a profile is a .json"
+        raise problem(f"`{path}`", "be written", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")
     if not Path(path).absolute().parent.is_dir():
         fix = "name a file in a folder that exists"
         raise problem(f"`{path}`", "be written", f"there is no folder {Path(path).parent}", fix)

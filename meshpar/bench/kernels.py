@@ -151,10 +151,18 @@ def collectives(
       ValueError: no such axis, collective, algorithm, dtype or op; sizes that cannot be; no device to send to; more
         memory than there is; several processes.
     """
-    for what, asked, known in (("collective", names, COLLECTIVES), ("algorithm", algorithms, ALGORITHMS)):
+    for what, asked, there in (("collective", names, COLLECTIVES), ("algorithm", algorithms, ALGORITHMS)):
         for name in asked:
-            if name not in known:
-                raise problem("bench collectives", f"measure {what} `{name}`", "there is none", near(name, known))
+            if name not in there:
+                raise problem("bench collectives", f"measure {what} `{name}`", "there is none", near(name, there))
+    known = dict.fromkeys(one for name in names for one in COLLECTIVES[name].algorithms)
+    if "direct" not in known and not known.keys() & set(algorithms):  # "direct" needs no asking
+        raise problem(
+            "bench collectives",
+            f"measure {', '.join(names)} by {', '.join(algorithms)}",
+            "none of these goes that way",
+            f"there are {', '.join(f'`{one}`' for one in known)}",
+        )
     if jax.process_count() > 1:
         raise problem(
             "bench collectives",
@@ -208,6 +216,9 @@ def _axes(mesh: Mesh, asked: Sequence[str]) -> list[Ranks]:
     sizes = axis_sizes(mesh)
     chosen = [tuple(one.split("*")) for one in asked] or [(axis,) for axis, size in sizes.items() if size > 1]
     for ranks in chosen:
+        if len(set(ranks)) < len(ranks):
+            exists = "it names an axis twice"
+            raise problem("bench collectives", f"measure along `{'*'.join(ranks)}`", exists, "name every axis once")
         for axis in ranks:
             if axis not in sizes:
                 exists = "the mesh has no such axis"

@@ -68,12 +68,17 @@ def cost(
     from meshpar.planner.accounts import ALL_REDUCES, account, compare
     from meshpar.planner.hardware import Cluster
     from meshpar.planner.units import parse_bytes
+    from meshpar.types import problem
 
     over, nbytes = _links(cluster, alpha, bandwidth), parse_bytes(payload)
     axes = (axis,) if axis else ()
     mesh = {axis: ranks} if axis else None
+    if axis and not (cluster or "").endswith(".json"):
+        exists = "it names a link of a profile, and no profile is given"
+        raise problem("meshpar cost", f"use --axis {axis}", exists, "leave it out, or give --cluster my.json")
     if algorithm is not None:
         found = account(algorithm, nbytes, ranks, over, inner=inner, servers=servers, axes=axes, mesh=mesh)
+        _check_used(found.name, inner, servers)
         print_report(found, as_json=as_json)
         return
     names = [name for name in ALL_REDUCES if name != "hierarchical"]
@@ -84,12 +89,25 @@ def cost(
     print_report(compare(names, nbytes, ranks, over, **how), as_json=as_json)
 
 
+def _check_used(algorithm: str, inner: int | None, servers: int) -> None:
+    """Raises `ValueError` for an option that changed nothing."""
+    from meshpar.types import problem
+
+    for option, is_given, serves in (
+        ("--inner", inner is not None, "hierarchical"),
+        ("--servers", servers != 1, "parameter-server"),
+    ):
+        if is_given and algorithm != serves:
+            exists = f"it is for {serves}"
+            raise problem(f"meshpar cost {algorithm}", f"use {option}", exists, f"leave it out, or take {serves}")
+
+
 def _links(cluster: str | None, alpha: float | None, bandwidth: float | None) -> Link | Profile:
     from meshpar.planner.hardware import Link, parse_profile
     from meshpar.types import problem
 
     if alpha is None and bandwidth is None:
-        return parse_profile(cluster or CLUSTER)
+        return parse_profile(CLUSTER if cluster is None else cluster)
     if alpha is None or bandwidth is None or cluster is not None:
         raise problem(
             "meshpar cost",

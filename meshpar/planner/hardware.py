@@ -32,6 +32,10 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
+        for field in ("alpha_s", "bytes_per_s"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise problem("a cluster's link", f"set {field} to {value!r}", "it is a number", "write 2e-6, say")
         if not 0 <= self.alpha_s < math.inf or not self.bytes_per_s > 0:
             raise problem(
                 "a cluster's link", f"use {self}", "a latency is at least 0 and a bandwidth above 0", "mend it"

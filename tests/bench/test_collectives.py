@@ -154,6 +154,8 @@ def test_sizes():
     [
         ({"mesh": "data=2", "axes": ["dat"]}, "did you mean `data`"),
         ({"mesh": "data=2", "axes": ["tensor"]}, "nobody to send to"),
+        ({"mesh": "data=2", "axes": ["data*data"]}, "names an axis twice"),
+        ({"mesh": "data=2", "names": ["all_gather"], "algorithms": ["tree"]}, "none of these goes that way"),
         ({"mesh": "data=1"}, "nobody to send to"),
         ({"mesh": "data=2", "names": ["all_reduced"]}, "did you mean `all_reduce`"),
         ({"mesh": "data=2", "algorithms": ["rings"]}, "did you mean `ring`"),
@@ -319,6 +321,8 @@ def test_the_command_on_devices(command):
         (["--mesh", "data=3,dato"], "data=3,dato"),
         (["--min-bytes", "x"], "no number of bytes"),
         (["--save", "nowhere/my.json"], "there is no folder"),
+        (["--save", "links"], "a profile is a .json. To fix it: name it links.json"),
+        (["--plot", "times.foo"], "name it times.png"),
         (["--mesh", "data=2", "--axis", "dat"], "did you mean `data`"),
         (["--repeats", "0"], "x>=1"),
     ],
