@@ -60,7 +60,8 @@ def ring_attention(
     positions in a tile), of `4 B H D t² N` without the mask; 2.5 times that backward.
     Beyond its arguments, result and two blocks of keys and values on their way, a rank holds the result in float32 and
     the scores of one tile, `B H s²` of them; backward, gradients in float32 and the scores of one tile twice. It keeps
-    arguments, result and `B H t` log-sum-exps for the backward pass. There is no forward-mode derivative.
+    arguments, result and `B H t` log-sum-exps for the backward pass. There is no forward-mode derivative
+    and no second one.
 
     Args:
       q, k, v: H is a multiple of K; query heads `[i G, (i+1) G)`, G = H/K, share key/value head i.

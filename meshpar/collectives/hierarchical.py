@@ -86,7 +86,8 @@ def hierarchical_all_to_all(
 
 
 def _sizes(kernel: str, inner: Axis, outer: Axis) -> tuple[int, int]:
-    names = [(axis,) if isinstance(axis, str) else tuple(axis) for axis in (inner, outer)]
+    sizes = ranks_of(kernel, inner), ranks_of(kernel, outer)
+    names = [(axis,) if isinstance(axis, str) else axis for axis in (inner, outer)]
     if set(names[0]) & set(names[1]):
         raise problem(
             kernel,
@@ -94,4 +95,4 @@ def _sizes(kernel: str, inner: Axis, outer: Axis) -> tuple[int, int]:
             "an axis is either inside the groups or across them",
             "name two different axes",
         )
-    return ranks_of(kernel, inner), ranks_of(kernel, outer)
+    return sizes

@@ -119,3 +119,10 @@ def test_tiled_is_true_or_false(ranks, name, tiled):
 @pytest.mark.parametrize("bucket_bytes", ["25", None, True])
 def test_buckets_without_a_size(ranks, bucket_bytes):
     assert "use a positive size" in told(ranks, "bucketed_all_reduce", bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("name", ["hierarchical_all_reduce", "hierarchical_all_to_all"])
+@pytest.mark.parametrize("axes", [{"inner": 3, "outer": "x"}, {"inner": "x", "outer": None}])
+def test_levels_that_are_no_axes(ranks, name, axes):
+    with pytest.raises(MeshparError, match="an axis is a name, or a tuple of names"):
+        jax.eval_shape(ranks(2).view(functools.partial(getattr(mc, name), **axes)), jnp.ones((2, 4, 4)))
