@@ -461,8 +461,14 @@ def context_parallel(*, axis: str = "context") -> Strategy:
 
     Args:
       axis: the mesh axis to split over, one of your own: MeshSpec(fsdp=2, context=4).
+
+    Raises:
+      ValueError: an axis that is no name of one.
     """
     _axes("context_parallel", axis)
+    if not isinstance(axis, str) or not axis:
+        exists = "the sequence goes round one axis"
+        raise problem(f"context_parallel(axis={axis!r})", "split over that", exists, 'name it, as axis="context"')
     rules = Rules.preset("context_parallel", known=PARAMETER_NAMES)
     label = "context_parallel()" if axis == "context" else f"context_parallel(axis={axis!r})"
     return Strategy(

@@ -406,3 +406,9 @@ def test_the_label_reads_back(strategy):
 )
 def test_parse(text, expected):
     assert parse_strategy(text) == expected
+
+
+@pytest.mark.parametrize("axis", [("context", "data"), ""])
+def test_context_parallel_splits_over_one_axis(axis):
+    with pytest.raises(ValueError, match="goes round one axis"):
+        mp.context_parallel(axis=axis)

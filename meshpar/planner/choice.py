@@ -91,6 +91,8 @@ def choose(
     if kernel not in KERNELS:
         exists = "no algorithm is chosen for it"
         raise problem(f"kernel `{kernel}`", "choose an algorithm", exists, near(kernel, KERNELS))
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
+        raise problem(f"kernel `{kernel}`", f"run on {num_ranks!r} ranks", "it is a whole number", "give 1 or more")
     over = cluster if isinstance(cluster, Link) else parse_profile(cluster)
     names = dict(KERNELS[kernel])
     if num_ranks & (num_ranks - 1):

@@ -262,3 +262,9 @@ def test_mistakes(ranks):
         kernel = functools.partial(getattr(mc, name), axis="x", algorithm=algorithm)
         with pytest.raises(MeshparError, match="6 is no power of two"):
             jax.eval_shape(ranks(6).view(kernel), rows(6))
+
+
+@pytest.mark.parametrize("num_ranks", [True, 2.5, "8"])
+def test_ranks_are_counted(num_ranks):
+    with pytest.raises(MeshparError, match="a whole number"):
+        mc.choose("all_reduce", 1e6, num_ranks, cluster="h100:1x8")
