@@ -122,14 +122,14 @@ def collectives(
     if sys.stderr.isatty():
         _progress("")
     print_report(found, as_json=as_json)
-    if plot:
-        _draw(found, plot)
     if save:
         profile = found.profile()
         profile.save(save)
         click.echo(f"saved {save}: {profile.name}", err=True)
         if found.poor:
             click.secho(f"meshpar: {found.poor}", fg="yellow", err=True)
+    if plot:  # last: a picture that cannot be written must not cost the profile
+        _draw(found, plot)
 
 
 def _progress(line: str) -> None:

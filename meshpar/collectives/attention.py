@@ -82,6 +82,11 @@ def ring_attention(
     _check(q, k, v)
     check_choice("ring_attention", "order", order, ORDERS)
     checked_count("ring_attention", "tile", tile)
+    if not isinstance(causal, bool):
+        raise problem("ring_attention", f"use causal={causal!r}", "it is True or False", "give one of them")
+    if scale is not None and not isinstance(scale, int | float):
+        exists = "it is a number that is known while tracing"
+        raise problem("ring_attention", f"use scale={scale!r}", exists, "give one, or scale the queries")
     if order == "zigzag":
         check_two_chunks("ring_attention", q.shape[1], 1)
     length = q.shape[1] // 2 if order == "zigzag" else q.shape[1]

@@ -398,6 +398,9 @@ def _check_operands(
                 f"the dims that would be contracted are {dims} and {weight_dims}",
                 "give every rank its own part of both, cut along the same dims",
             )
+        if 0 in dims:
+            fix = "leave it out: the product is zeros"
+            raise problem(kernel, f"contract over dims of sizes {dims}", "there is nothing to sum", fix)
         if rows.dtype != weight.dtype:
             raise problem(
                 kernel,

@@ -36,10 +36,9 @@ class Link:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise problem("a cluster's link", f"set {field} to {value!r}", "it is a number", "write 2e-6, say")
-        if not 0 <= self.alpha_s < math.inf or not self.bytes_per_s > 0:
-            raise problem(
-                "a cluster's link", f"use {self}", "a latency is at least 0 and a bandwidth above 0", "mend it"
-            )
+        if not 0 <= self.alpha_s < math.inf or not 0 < self.bytes_per_s < math.inf:
+            exists = "a latency is at least 0, a bandwidth is above 0, and both are finite"
+            raise problem("a cluster's link", f"use {self}", exists, "mend it")
 
     @property
     def beta_s_per_byte(self) -> float:

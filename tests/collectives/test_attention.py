@@ -247,6 +247,8 @@ Q, KV = (2, 4, 4, 3), (2, 4, 2, 3)
         ((Q, (2, 6, 2, 3), (2, 6, 2, 3)), {}, "batch, positions and head width of queries and keys are the same"),
         ((Q[1:], KV[1:], KV[1:]), {}, "each has four dims"),
         ((Q, KV, KV), {"axis": "y"}, "mesh axis `y`"),
+        ((Q, KV, KV), {"causal": "no"}, "causal='no'"),
+        ((Q, KV, KV), {"scale": "a"}, "scale='a'"),
     ],
 )
 def test_what_does_not_fit_is_told(ranks, shapes, options, message):

@@ -229,6 +229,7 @@ BAD = {
     "no such dim": ((2, 3), lambda x: gather(x, jnp.ones((3, 4)), dim=-3), "give one of 0 to 0"),
     "rows": ((4, 3), lambda h: scatter(h, jnp.ones((3, 4))), "cut dim 0 of size 4 into 3 equal parts"),
     "pad": ((4, 3), lambda h: scatter(h, jnp.ones((3, 4))), "pad it to 6"),
+    "nothing": ((2, 0), lambda x: gather(x, jnp.ones((0, 4))), "there is nothing to sum"),
     "vector": ((4, 3), lambda h: scatter(h, jnp.ones(4)), "the dims that would be contracted are () and ()"),
 }
 

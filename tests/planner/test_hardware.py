@@ -141,6 +141,7 @@ def test_a_damaged_profile_is_refused(tmp_path, data, said):
         {"gpus_per_node": float("inf")},
         {"across": {"alpha_s": float("nan")}},
         {"across": {"alpha_s": float("inf")}},
+        {"across": {"bytes_per_s": float("inf")}},
         {"across": {"alpha_s": True}},
         {"across": {"alpha_s": "2e-6"}},
     ],
