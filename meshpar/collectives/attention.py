@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_of
 from meshpar.collectives.order import check_two_chunks
-from meshpar.collectives.wire import pass_on, put, take, varying
+from meshpar.collectives.wire import pass_on, put, take, varying, varying_alike
 from meshpar.types import problem
 
 ORDERS = ("zigzag", "contiguous")
@@ -91,7 +91,7 @@ def ring_attention(
         check_two_chunks("ring_attention", q.shape[1], 1)
     length = q.shape[1] // 2 if order == "zigzag" else q.shape[1]
     ring = _Ring(axis, num_ranks, causal, order, q.shape[-1] ** -0.5 if scale is None else scale)
-    q, k, v = _alike(axis, q, k, v)
+    q, k, v = varying_alike(axis, q, k, v)
     with jax.named_scope("ring_attention"):
         cut = functools.partial(_cut, size=_nearest_divisor(length, tile))
         q_nBKGsD = cut(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
@@ -239,7 +239,7 @@ def _in_step(
     early, late = range(n // 2), range(n // 2, n)
     always = _pairs(itertools.product(late, early))
     either = _pairs(itertools.product(early, early)) + jnp.where(is_earlier, 0, n // 2)
-    return _each(_part(jnp.concatenate(_alike(ring.axis, always, either)), part), tile, carry)
+    return _each(_part(jnp.concatenate(varying_alike(ring.axis, always, either)), part), tile, carry)
 
 
 def _pairs(pairs: Iterable[tuple[int, int]]) -> Tiles:
@@ -324,13 +324,6 @@ def _nearest_divisor(length: int, wanted: int) -> int:
 
 def _at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
-
-
-def _alike(axis: Axis, *arrays: Array) -> list[Array]:
-    """The arrays as values that vary over the axis, and over every other that one of them varies over."""
-    names = {axis} if isinstance(axis, str) else set(axis)
-    names = names.union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
-    return [varying(x, tuple(sorted(names))) for x in arrays]
 
 
 def _full_like(x: Array, shape: tuple[int, ...], value: float, dtype: jnp.dtype) -> Array:

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Num
 
 from meshpar.collectives.check import Axis, check_cut, ranks_of
-from meshpar.collectives.wire import pass_on, varying
+from meshpar.collectives.wire import pass_on, varying_alike
 from meshpar.types import problem
 
 Weight: TypeAlias = Num[Array, "E ..."]
@@ -68,7 +68,7 @@ def all_gather_matmul(
     kernel = "all_gather_matmul"
     num_ranks = ranks_of(kernel, axis)
     is_one = not isinstance(weights, tuple | list)
-    x, *each = _varying_alike([x, *([weights] if is_one else weights)], axis)
+    x, *each = varying_alike(axis, x, *([weights] if is_one else weights))
     _check_operands(kernel, x, each, [(x.shape[-1:], w.shape[:1]) for w in each])
     plan = _Plan(axis, num_ranks, _checked_rows(kernel, dim, x.ndim), 1, weight_grad_dtype)
     with jax.named_scope(kernel):
@@ -105,7 +105,7 @@ def matmul_reduce_scatter(
     """
     kernel = "matmul_reduce_scatter"
     num_ranks = ranks_of(kernel, axis)
-    h, weight = _varying_alike([h, weight], axis)
+    h, weight = varying_alike(axis, h, weight)
     num_inner = max(weight.ndim - 1, 0)
     _check_operands(kernel, h, [weight], [(h.shape[max(h.ndim - num_inner, 0) :], weight.shape[:-1])])
     dim = _checked_rows(kernel, dim, h.ndim - num_inner + 1)
@@ -228,7 +228,7 @@ def _gathering(plan: _Plan, own: jax.Array, product: Callable[[jax.Array], list[
 
     def room(block: jax.ShapeDtypeStruct) -> jax.Array:
         shape = (*block.shape[: plan.dim], plan.num_ranks * size, *block.shape[plan.dim + 1 :])
-        return _varying_alike([lax.empty(shape, block.dtype), own], plan.axis)[0]
+        return varying_alike(plan.axis, lax.empty(shape, block.dtype), own)[0]
 
     def put(whole: list[jax.Array], blocks: list[jax.Array], T: jax.Array | int, lane: int) -> list[jax.Array]:
         start = (rank - STRIDES[lane] * T) % plan.num_ranks * size + offsets[lane]
@@ -362,16 +362,6 @@ def _wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """What sums are kept in: float32 for narrower floats."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if is_narrow else jnp.dtype(dtype)
-
-
-def _varying_alike(operands: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
-    """All of them varying over the axis, and over every other one that any of them varies over.
-
-    So the gradient of one that is the same at ranks of another axis is summed over that axis, by jax.
-    """
-    arrays = [varying(one, axis) for one in operands]
-    everywhere = tuple(sorted({name for one in arrays for name in jax.typeof(one).manual_axis_type.varying}))
-    return [varying(one, everywhere) for one in arrays]
 
 
 def _checked_rows(kernel: str, dim: int, num_dims: int) -> int:

@@ -25,6 +25,16 @@ def varying(x: jax.Array, axis: Axis) -> jax.Array:
     return lax.pcast(x, new, to="varying") if new else x
 
 
+def varying_alike(axis: Axis, *arrays: jax.Array) -> list[jax.Array]:
+    """The arrays as values that vary over the axis, and over every other one that any of them varies over.
+
+    So the gradient of one that is the same at ranks of another axis is summed over that axis, by jax.
+    """
+    each = [varying(x, axis) for x in arrays]
+    everywhere = tuple(sorted({name for x in each for name in jax.typeof(x).manual_axis_type.varying}))
+    return [varying(x, everywhere) for x in each]
+
+
 def send(x: jax.Array, axis: Axis, pairs: Iterable[tuple[int, int]]) -> jax.Array:
     """`x` of the source, at the target of each (source, target) pair; zeros at ranks that are nobody's target."""
     return lax.ppermute(x, axis, list(pairs))
