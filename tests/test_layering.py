@@ -43,7 +43,7 @@ HOUSE: dict[str, list[str] | str] = {
     "loop": ["step", "data", "checkpoint"],
     "moe": ["collectives", "rules"],
     "pipeline.schedules": ["types"],
-    "pipeline": ["collectives", "rules", "pipeline.schedules"],
+    "pipeline": ["collectives", "rules", "precision", "pipeline.schedules"],
     "models": ["rules", "adapters", "precision", "moe", "pipeline"],
     "planner": ["mesh", "rules", "strategies", "pipeline.schedules", "planner.choice"],
     "ledger": ABOVE,

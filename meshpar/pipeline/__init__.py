@@ -9,6 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshpar.pipeline.executor import Aux as Aux
+    from meshpar.pipeline.executor import Micro as Micro
+    from meshpar.pipeline.gradients import Params as Params
+    from meshpar.pipeline.gradients import Result as Result
+    from meshpar.pipeline.gradients import value_and_grad as value_and_grad
     from meshpar.pipeline.schedules import SCHEDULES as SCHEDULES
     from meshpar.pipeline.schedules import Op as Op
     from meshpar.pipeline.schedules import Schedule as Schedule
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from meshpar.pipeline.split_backward import split_vjp as split_vjp
 
 _HOMES = {
+    "executor": ("Aux", "Micro"),
+    "gradients": ("Params", "Result", "value_and_grad"),
     "schedules": (
         "SCHEDULES", "Op", "Schedule", "Simulation", "Slots", "Timeline", "dualpipe", "dualpipe_v", "gpipe",
         "interleaved_1f1b", "make", "one_f_one_b", "zb_h1", "zb_h2", "zb_v",

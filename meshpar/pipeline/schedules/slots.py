@@ -79,11 +79,11 @@ def assign(schedule: Schedule) -> Slots:
     stash, backlog, inbox = (np.full(shape, -1, np.int32) for _ in range(3))
     done, on = schedule.done_in, schedule.done_on
 
-    slot = _colored(on, done[F], done[W])
+    slot = colored(on, done[F], done[W])
     for kind in (F, B, W):
         stash[done[kind], on, kind] = slot
     apart = done[B] < done[W]
-    slot = _colored(on[apart], done[B][apart], done[W][apart])
+    slot = colored(on[apart], done[B][apart], done[W][apart])
     for kind in (B, W):
         backlog[done[kind][apart], on[apart], kind] = slot
 
@@ -91,7 +91,7 @@ def assign(schedule: Schedule) -> Slots:
     return Slots(stash=stash, backlog=backlog, inbox=inbox, sends=sends, arrives=arrives)
 
 
-def _colored(stage: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+def colored(stage: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
     """A slot for each interval of ticks, both ends included: the lowest that is free on its stage."""
     slots = np.full(stage.shape, -1)
     free: dict[int, list[int]] = {}
@@ -125,7 +125,7 @@ def _messages(schedule: Schedule, inbox: np.ndarray) -> tuple[np.ndarray, np.nda
         )
     )
     kind = np.repeat([F, B], len(made) // 2)
-    slot = _colored(goal, made + 1, used)
+    slot = colored(goal, made + 1, used)
     inbox[used, goal, kind] = slot
     direction = np.select([goal == origin, (goal - origin) % schedule.stages == 1], [STAY, UP], DOWN)
     # A cell that sends two results the same way, F's first, gives each a lane of its own.

@@ -1,0 +1,453 @@
+"""One program for every schedule: a scan over the ticks of its table, the same on all stages.
+
+    tick:   cell (F, B, W of some microbatch, or idle) ─► results ─► one message up, one down ─► inbox of the neighbours
+             │ reads and writes stash and backlog            only where some cell of the tick has something to send
+
+Manual over the stages and over the axes that split the batch, so gradients are summed where they are made and meet once,
+behind the loop. All other axes stay XLA's: what splits a stage's own work puts its collectives into the cells, whose
+groups never leave a stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshpar.pipeline.schedules import Schedule, Slots
+from meshpar.pipeline.schedules.ops import B, F, W
+from meshpar.pipeline.schedules.slots import SHIFTS, STAY, colored
+from meshpar.pipeline.split_backward import SplitVjp, split_vjp
+from meshpar.types import PyTree
+
+Buffers: TypeAlias = tuple[jax.Array, ...]
+
+
+class Micro(NamedTuple):
+    """What a stage may know of the microbatch before it."""
+
+    rows: PyTree
+    """This device's rows of the batch; every stage has them."""
+    key: jax.Array
+    """For random numbers: of this microbatch, of this part of the model and of this device's rows."""
+    part: jax.Array
+    """int32: which part of the model is run, from 0 on."""
+
+
+class Aux(NamedTuple):
+    """What a part of the model gives beside its output."""
+
+    loss: jax.Array
+    """Scalar, added to the loss."""
+    metrics: dict[str, jax.Array]
+    """Arrays to be averaged over microbatches; no gradient passes through them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Functions:
+    """A model cut into parts; none of them may communicate over the stages."""
+
+    first: Callable[[PyTree, Micro], PyTree]
+    """(ends, micro) -> the first part's input."""
+    stage: Callable[[PyTree, PyTree, Micro], tuple[PyTree, Aux]]
+    """(parameters of one part, x, micro) -> (y, aux); y is as x is."""
+    last: Callable[[PyTree, PyTree, Micro], tuple[jax.Array, dict[str, jax.Array]]]
+    """(ends, the last part's output, micro) -> (loss, metrics)."""
+    weight: str | None = None
+    """Metric of `last` by which microbatches are weighed; None: all count the same."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sums:
+    """What one device has added up over its microbatches."""
+
+    loss: jax.Array
+    """Losses times weights; of the last part's stage, and every stage's auxiliary ones."""
+    metrics: dict[str, jax.Array]
+    """Of the loss function, times weights; zero but on the last part's stage."""
+    aux: dict[str, jax.Array]
+    """`[chunk, ...]`, of this stage's parts."""
+    weight: jax.Array
+    """Of the microbatches; zero but on the last part's stage."""
+    params: PyTree
+    """Gradients, `[chunk, ...]`."""
+    ends: PyTree
+    """Gradients of what is outside of the parts; zero but on the first and last part's stages."""
+    late: jax.Array
+    """What was given, summed over stages."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Carry:
+    stash: Buffers
+    backlog: Buffers
+    inbox: PyTree
+    turn: PyTree
+    """Outputs of the last part that wait for the loss."""
+    sums: Sums
+    below: jax.Array
+    above: jax.Array
+    """`late` of the stages before and behind this one, as far as it has come."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """A schedule's table with its buffer slots, as arrays that a scan over ticks reads."""
+
+    schedule: Schedule
+    slots: Slots
+    turn: np.ndarray
+    """int32 `[tick, stage, kind]`: where the last part's F puts its output, and its B finds it."""
+    cells: tuple[tuple[bool, ...], ...]
+    """What kinds of cells there are: (F, B, W, whether W follows its own B)."""
+    columns: dict[str, np.ndarray]
+    """`[tick, stage, ...]`, int32."""
+    moves: np.ndarray
+    """int32 `[tick, direction, lane]`: 1 where some stage sends."""
+
+    @staticmethod
+    def of(schedule: Schedule) -> Plan:
+        slots = schedule.validate().slots()
+        turn = _turn(schedule)
+        has = schedule.table[..., 0] >= 0
+        own = has[..., B] & has[..., W] & (slots.backlog[..., W] < 0)
+        keys = np.concatenate([has, own[..., None]], -1)
+        cells, branch = np.unique(keys.reshape(-1, 4), axis=0, return_inverse=True)
+        part = np.where(has, schedule.parts[np.arange(schedule.stages)[None, :, None], schedule.table[..., 1]], -1)
+        columns = {
+            "branch": branch.reshape(has.shape[:2]),
+            "microbatch": schedule.table[..., 0],
+            "chunk": schedule.table[..., 1],
+            "part": part,
+            "stash": slots.stash,
+            "backlog": slots.backlog,
+            "inbox": slots.inbox,
+            "turn": turn,
+            "sends": slots.sends,
+            "arrives": slots.arrives,
+        }
+        return Plan(
+            schedule=schedule,
+            slots=slots,
+            turn=turn,
+            cells=tuple(tuple(bool(x) for x in cell) for cell in cells),
+            columns={name: np.asarray(column, np.int32) for name, column in columns.items()},
+            moves=np.any(slots.sends >= 0, axis=1).astype(np.int32),
+        )
+
+    def buffers(self) -> dict[str, int]:
+        """Slots of each buffer on every device: those of the stage that needs most, for all run one program."""
+        counts = {"stash": self.slots.num_stash, "backlog": self.slots.num_backlog, "inbox": self.slots.num_inbox}
+        return {**{name: int(count.max(initial=0)) for name, count in counts.items()}, "turn": int(self.turn.max()) + 1}
+
+
+def _turn(schedule: Schedule) -> np.ndarray:
+    turn = np.full(schedule.table.shape[:3], -1, np.int32)
+    on, first, last = schedule.done_on[:, -1], schedule.done_in[F][:, -1], schedule.done_in[B][:, -1]
+    slot = colored(on, first, last)
+    turn[first, on, F] = slot
+    turn[last, on, B] = slot
+    return turn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Executor:
+    """Runs a plan on one device's view; call it inside a `shard_map` that is manual over `axis`."""
+
+    plan: Plan
+    functions: Functions
+    axis: str
+    grad_dtype: Callable[[Any], Any]
+    """From a parameter's dtype to that in which its gradient is summed."""
+    whole: Callable[[PyTree], PyTree] = lambda params: params
+    """Makes a part's weights of what the loop is given, in every cell: for shards."""
+    pin: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda params, ends: (params, ends)
+    """Lays the sums of gradients out over the axes that are XLA's."""
+
+    def __call__(self, columns: Mapping[str, jax.Array], params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
+                 late: jax.Array) -> Sums:  # fmt: skip
+        """Sums over all microbatches.
+
+        Args:
+          columns: `plan.columns`, of this stage: `[tick, ...]`.
+          params: of this stage's parts, each leaf `[chunk, ...]`.
+          ends: what `first` and `last` take, whole.
+          rows: `[microbatch, rows, ...]`.
+          key: of this device's rows.
+          late: `[numbers]` that this stage brought from the step before.
+        """
+        trace = _Trace(self, params, ends, rows, key)
+        carry = trace.zeros(late)
+        moves = jnp.asarray(self.plan.moves)
+
+        def tick(carry: _Carry, xs: Any) -> tuple[_Carry, None]:
+            return trace.tick(carry, *xs, late), None
+
+        carry, _ = lax.scan(tick, carry, (dict(columns), moves))
+        return dataclasses.replace(carry.sums, late=carry.below + late + carry.above)
+
+
+class _Trace:
+    """What one trace of the loop knows."""
+
+    def __init__(self, executor: Executor, params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array) -> None:
+        self.executor, self.plan, self.axis = executor, executor.plan, executor.axis
+        self.params, self.ends, self.rows, self.key = params, ends, rows, key
+        self.chunks = self.plan.schedule.chunks
+        self.functions = executor.functions
+        zero = jnp.zeros((), jnp.int32)
+        micro = self.micro(zero, zero)
+        self.x = jax.eval_shape(self.functions.first, ends, micro)
+        one = jax.eval_shape(lambda params: executor.whole(self._chunk(params, zero)), params)
+        self.part_params = one
+        self.split: SplitVjp = split_vjp(self._stage, one, (self.x, _data(micro)))
+        (self.y, aux_loss), self.aux = jax.eval_shape(self._stage, one, (self.x, _data(micro)))
+        self.loss, self.metrics = jax.eval_shape(self._last, ends, self.x, micro)
+        self.aux_loss = aux_loss
+
+    # -- The model's parts --------------------------------------------------------------------------------------------
+
+    def micro(self, microbatch: jax.Array, part: jax.Array) -> Micro:
+        rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.rows)
+        key = jax.random.fold_in(jax.random.fold_in(self.key, microbatch), part)
+        return Micro(rows, key, part)
+
+    def _stage(self, params: PyTree, given: tuple[PyTree, Any]) -> Any:
+        x, data = given
+        micro = _micro(lax.stop_gradient(data))
+        with jax.named_scope("stage"):
+            y, aux = self.functions.stage(params, x, micro)
+        return (y, aux.loss), lax.stop_gradient(aux.metrics)
+
+    def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+        """(loss times weight, (weight, metrics times weight))."""
+        with jax.named_scope("loss"):
+            loss, metrics = self.functions.last(ends, y, micro)
+        name = self.functions.weight
+        weight = jnp.ones((), jnp.promote_types(loss.dtype, jnp.float32)) if name is None else metrics[name]
+        weight = lax.stop_gradient(weight).astype(jnp.promote_types(weight.dtype, jnp.float32))
+        return loss.astype(weight.dtype) * weight, (weight, {k: _wide(v) * weight for k, v in metrics.items()})
+
+    def _first(self, ends: PyTree, micro: Micro) -> PyTree:
+        with jax.named_scope("first"):
+            return self.functions.first(ends, micro)
+
+    def _chunk(self, params: PyTree, chunk: jax.Array) -> PyTree:
+        if self.chunks == 1:
+            return jax.tree.map(lambda p: p[0], params)
+        return jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, chunk, keepdims=False), params)
+
+    def _shared(self, chunk: jax.Array) -> Any:
+        return self.split.shared(self.executor.whole(self._chunk(self.params, chunk)))
+
+    # -- Buffers ------------------------------------------------------------------------------------------------------
+
+    def zeros(self, late: jax.Array) -> _Carry:
+        counts = self.plan.buffers()
+
+        def room(like: PyTree, count: int) -> PyTree:
+            return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), like)
+
+        def sums(like: PyTree, *lead: int) -> PyTree:
+            return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), self.executor.grad_dtype(x.dtype)), like)
+
+        (weight, metrics) = self.metrics
+        params, ends = self.executor.pin(sums(self.part_params, self.chunks), sums(self.ends))
+        return _Carry(
+            stash=room(self.split.stash, counts["stash"]),
+            backlog=room(self.split.backlog, counts["backlog"]),
+            inbox=room(self.x, counts["inbox"]),
+            turn=room(self.x, counts["turn"]),
+            sums=Sums(
+                loss=jnp.zeros((), self.loss.dtype),
+                metrics={name: jnp.zeros(x.shape, x.dtype) for name, x in metrics.items()},
+                aux={k: jnp.zeros((self.chunks, *x.shape), _wide_dtype(x.dtype)) for k, x in self.aux.items()},
+                weight=jnp.zeros((), weight.dtype),
+                params=params,
+                ends=ends,
+                late=late,
+            ),
+            below=jnp.zeros_like(late),
+            above=jnp.zeros_like(late),
+        )
+
+    # -- One tick -----------------------------------------------------------------------------------------------------
+
+    def tick(self, carry: _Carry, at: Mapping[str, jax.Array], moves: jax.Array, late: jax.Array) -> _Carry:
+        branches = [self._cell(cell) for cell in self.plan.cells]
+        with jax.named_scope("cell"):
+            held = (carry.stash, carry.backlog, carry.turn, carry.sums)
+            (stash, backlog, turn, sums), up, down = lax.switch(at["branch"], branches, held, carry.inbox, at)
+        inbox = self._messages(carry.inbox, (up, down), at, moves)
+        below, above = carry.below, carry.above
+        if late.size:
+            with jax.named_scope("late"):
+                below, above = self._send(below + late, 1, False), self._send(above + late, -1, False)
+        return _Carry(stash=stash, backlog=backlog, inbox=inbox, turn=turn, sums=sums, below=below, above=above)
+
+    def _send(self, x: PyTree, by: int, ring: bool) -> PyTree:
+        """To the stage `by` further; the ends of a line get zeros."""
+        stages = self.plan.schedule.stages
+        pairs = [(stage, (stage + by) % stages) for stage in range(stages) if ring or 0 <= stage + by < stages]
+        return lax.ppermute(x, self.axis, pairs) if pairs else jax.tree.map(jnp.zeros_like, x)
+
+    def _messages(self, inbox: PyTree, results: tuple[PyTree, PyTree], at: Any, moves: jax.Array) -> PyTree:
+        """What the cells made goes where it is used; results are F's and B's, in a tick each is sent at most once."""
+        lanes = self.plan.slots.sends.shape[3]
+        for direction, by in enumerate(SHIFTS):
+            for lane in range(lanes):
+                if not self.plan.moves[:, direction, lane].any():
+                    continue
+                kind = at["sends"][direction, lane]
+                out = jax.tree.map(lambda f, b, kind=kind: jnp.where(kind == B, b, f), *results)
+                slot = at["arrives"][direction, lane]
+                if direction == STAY:
+                    inbox = _write(inbox, slot, out)
+                    continue
+                ring = self._wraps(direction, lane)
+                with jax.named_scope("send_up" if by > 0 else "send_down"):
+                    if self.plan.moves[:, direction, lane].all():
+                        inbox = _write(inbox, slot, self._send(out, by, ring))
+                    else:  # the same choice on all stages, so nobody waits for a message that is not sent
+                        inbox = lax.cond(
+                            moves[direction, lane] > 0,
+                            lambda inbox, out, slot, by=by, ring=ring: _write(inbox, slot, self._send(out, by, ring)),
+                            lambda inbox, out, slot: inbox,
+                            inbox, out, slot,
+                        )  # fmt: skip
+        return inbox
+
+    def _wraps(self, direction: int, lane: int) -> bool:
+        edge = -1 if SHIFTS[direction] > 0 else 0
+        return bool((self.plan.slots.sends[:, edge, direction, lane] >= 0).any())
+
+    # -- Cells --------------------------------------------------------------------------------------------------------
+
+    def _cell(self, kinds: Sequence[bool]) -> Callable[..., Any]:
+        has_f, has_b, has_w, own = kinds
+
+        def run(held: Any, inbox: PyTree, at: Mapping[str, jax.Array]) -> Any:
+            stash, backlog, turn, sums = held
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.x)
+            up = down = nothing
+            read_stash = {kind: _read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
+            handed: Buffers = ()
+            if has_b:
+                down, handed, sums = self._backward(read_stash[B], inbox, turn, sums, at)
+            if has_w:
+                with jax.named_scope("weights"):
+                    left = handed if own else _read(backlog, at["backlog"][W])
+                    shared = self._shared(at["chunk"][W])
+                    grads = self.split.weights(shared, read_stash[W], left)
+                    sums = dataclasses.replace(sums, params=self._added(sums.params, grads, at["chunk"][W]))
+            if has_f:
+                up, stash, turn, sums = self._forward(inbox, stash, turn, sums, at)
+            if has_b and not own:
+                backlog = _write(backlog, at["backlog"][B], handed)
+            return (stash, backlog, turn, sums), up, down
+
+        return run
+
+    def _forward(self, inbox: PyTree, stash: Buffers, turn: PyTree, sums: Sums, at: Any) -> Any:
+        micro = self.micro(at["microbatch"][F], at["part"][F])
+        with jax.named_scope("forward"):
+            x = lax.cond(
+                at["part"][F] == 0,
+                lambda: self._first(self.ends, micro),
+                lambda: _read(inbox, at["inbox"][F]),
+            )
+            params = self.executor.whole(self._chunk(self.params, at["chunk"][F]))
+            ((y, aux_loss), metrics), left = self.split.forward(params, (x, _data(micro)))
+            stash = _write(stash, at["stash"][F], left)
+            turn = _write(turn, at["turn"][F], y)
+        aux = {
+            name: sums.aux[name].at[at["chunk"][F]].add(x.astype(sums.aux[name].dtype)) for name, x in metrics.items()
+        }
+        loss = sums.loss + aux_loss.astype(sums.loss.dtype)
+        return y, stash, turn, dataclasses.replace(sums, aux=aux, loss=loss)
+
+    def _backward(self, stash: Buffers, inbox: PyTree, turn: PyTree, sums: Sums, at: Any) -> Any:
+        part = at["part"][B]
+        micro = self.micro(at["microbatch"][B], part)
+        last = self.plan.schedule.num_parts - 1
+
+        def from_loss(sums: Sums) -> tuple[PyTree, Sums]:
+            y = _read(turn, at["turn"][B])
+            loss, vjp, (weight, metrics) = jax.vjp(lambda e, y: self._last(e, y, micro), self.ends, y, has_aux=True)
+            d_ends, dy = vjp(jnp.ones_like(loss))
+            added = {name: sums.metrics[name] + x for name, x in metrics.items()}
+            return dy, dataclasses.replace(
+                sums, loss=sums.loss + loss, metrics=added, weight=sums.weight + weight, ends=_sum(sums.ends, d_ends)
+            )  # fmt: skip
+
+        def from_next(sums: Sums) -> tuple[PyTree, Sums]:
+            return _read(inbox, at["inbox"][B]), sums
+
+        with jax.named_scope("backward"):
+            dy, sums = lax.cond(part == last, from_loss, from_next, sums)
+            shared = self._shared(at["chunk"][B])
+            # Auxiliary losses of all parts count once for each microbatch, whatever its weight.
+            ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
+            no = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.aux)
+            (dx, _), handed = self.split.backward(shared, stash, ((dy, ones), no))
+
+            def into_first(ends: PyTree) -> PyTree:
+                (d_ends,) = jax.vjp(lambda e: self._first(e, micro), self.ends)[1](dx)
+                return _sum(ends, d_ends)
+
+            ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.ends)
+        return dx, handed, dataclasses.replace(sums, ends=ends)
+
+    def _added(self, sums: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
+        def add(total: jax.Array, grad: Any) -> jax.Array:
+            if grad.dtype == jax.dtypes.float0:
+                return total
+            if self.chunks == 1:
+                return total + grad.astype(total.dtype)[None]
+            return total.at[chunk].add(grad.astype(total.dtype))
+
+        return jax.tree.map(add, sums, grads)
+
+
+def _data(micro: Micro) -> Any:
+    """A microbatch with its key as plain numbers."""
+    return micro._replace(key=jax.random.key_data(micro.key))
+
+
+def _micro(data: Any) -> Micro:
+    return data._replace(key=jax.random.wrap_key_data(data.key))
+
+
+def _read(buffer: PyTree, slot: jax.Array) -> PyTree:
+    return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
+
+
+def _write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
+    """The buffer with a slot replaced; as it was where the slot is −1."""
+
+    def write(b: jax.Array, x: jax.Array) -> jax.Array:
+        old = lax.dynamic_index_in_dim(b, slot, keepdims=False)
+        return lax.dynamic_update_index_in_dim(b, jnp.where(slot >= 0, x.astype(b.dtype), old), slot, 0)
+
+    return jax.tree.map(write, buffer, value)
+
+
+def _sum(totals: PyTree, grads: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda total, g: total if g.dtype == jax.dtypes.float0 else total + g.astype(total.dtype), totals, grads
+    )
+
+
+def _wide_dtype(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(_wide_dtype(x.dtype))

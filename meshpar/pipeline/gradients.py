@@ -1,0 +1,463 @@
+"""Loss and gradients of a model cut into stages, by any schedule, as one program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.collectives import broadcast
+from meshpar.pipeline.executor import Aux, Executor, Functions, Micro, Plan, Sums
+from meshpar.pipeline.placement import Placement
+from meshpar.pipeline.schedules import Schedule
+from meshpar.pipeline.slicing import Cut, flat_jaxpr
+from meshpar.precision import REMAT_POLICIES, check_remat
+from meshpar.rules import BATCH_AXES
+from meshpar.types import AnyMesh, PyTree, axis_sizes, problem, spec_axes, tree_leaves_with_paths
+
+
+class Params(NamedTuple):
+    """The parameters of a model that is cut into parts, and likewise their gradients."""
+
+    parts: PyTree
+    """Each leaf `[part, ...]`, in the order of the model; split over the mesh axis of the stages."""
+    ends: PyTree = {}
+    """Of what stands before the first part and behind the last: embedding, head. Whole on every stage."""
+
+
+class Result(NamedTuple):
+    """What a step tells beside its gradients."""
+
+    loss: jax.Array
+    """Mean over microbatches and devices of the loss, auxiliary losses of all parts included."""
+    metrics: dict[str, jax.Array]
+    """Of the loss function, likewise."""
+    aux: dict[str, jax.Array]
+    """Of the parts: `[part, ...]`."""
+    late: jax.Array
+    """Sums over stages of the numbers that each brought along."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pipeline:
+    """How a model is run by stages."""
+
+    functions: Functions
+    schedule: Schedule
+    mesh: AnyMesh
+    axis: str = "stage"
+    batch_axes: tuple[str, ...] = ()
+    """Those of more than one rank that split the batch."""
+    gather: Literal["step", "microbatch"] = "step"
+    grad_dtype: Callable[[Any], Any] = lambda dtype: jnp.promote_types(dtype, jnp.float32)
+    meet: bool = True
+
+    def sums(
+        self, params: Params, specs: Params, batch: PyTree, key: jax.Array, late: jax.Array
+    ) -> tuple[Sums, Params]:
+        """Sums over all microbatches and devices, and of the gradients.
+
+        Args:
+          params: in the compute dtype.
+          specs: how they lie, PartitionSpecs; gradients come out likewise.
+          batch: each leaf `[rows, ...]`; a device's own rows are cut into microbatches.
+          key: for random numbers.
+          late: `[stage, numbers]`.
+
+        Returns:
+          the sums, with no gradients in them: loss, metrics and weight as scalars, `aux` by part; where the stages do
+          not meet each with a leading dim `[stage]`. And the gradients, in the dtype they are summed in.
+        """
+        plan, placement = Plan.of(self.schedule), Placement.of(self.schedule, self.axis)
+        manual = (self.axis, *self.batch_axes)
+        at_entry = self._entering(specs)
+        auto = jax.tree.map(lambda spec: _without(spec, manual), specs, is_leaf=_is_spec)
+        sharded = jax.tree.map(lambda spec: _only(spec, manual), at_entry, is_leaf=_is_spec)
+        params = self._laid(params, at_entry)
+        executor = Executor(
+            plan=plan,
+            functions=self.functions,
+            axis=self.axis,
+            grad_dtype=self.grad_dtype,
+            whole=self._gatherer(sharded.parts),
+            pin=lambda parts, ends: (_pinned(parts, auto.parts), _pinned(ends, auto.ends)),
+        )
+        num_parts = self.schedule.num_parts
+
+        def local(columns: Any, params: Params, rows: PyTree, key_data: jax.Array, late: jax.Array) -> Any:
+            columns = jax.tree.map(lambda x: x[:, 0], columns)
+            key = jax.random.wrap_key_data(key_data)
+            if self.batch_axes:
+                key = jax.random.fold_in(key, lax.axis_index(self.batch_axes))
+            rows = jax.tree.map(
+                lambda x: x.reshape(self.schedule.microbatches, x.shape[0] // self.schedule.microbatches, *x.shape[1:]),
+                rows,
+            )
+            parts = placement.spread(params.parts)
+            sums = executor(columns, parts, params.ends, rows, key, late[0])
+            grads = jax.tree.map(lambda g: g[None], Params(placement.collect(sums.params), sums.ends))
+            grads = Params(grads.parts, jax.tree.map(lambda g: g[None], grads.ends))
+            held = jnp.asarray(self.schedule.parts)[lax.axis_index(self.axis)]
+            aux = {k: jnp.zeros((num_parts, *x.shape[1:]), x.dtype).at[held].add(x) for k, x in sums.aux.items()}
+            told = dataclasses.replace(sums, params={}, ends={}, aux=aux, late=sums.late[:0])
+            told = lax.psum(told, manual if self.meet else self.batch_axes) if manual else told
+            told = dataclasses.replace(told, late=sums.late)
+            return (told if self.meet else jax.tree.map(lambda x: x[None], told)), grads
+
+        here = PartitionSpec() if self.meet else PartitionSpec(self.axis)
+        by_batch = self.batch_axes or None
+        told, grads = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(
+                PartitionSpec(None, self.axis),
+                sharded,
+                PartitionSpec(by_batch),
+                PartitionSpec(),
+                PartitionSpec(self.axis),
+            ),
+            out_specs=(here, Params(PartitionSpec(by_batch, self.axis), PartitionSpec(self.axis, by_batch))),  # type: ignore[arg-type]
+            axis_names=set(manual),
+            # Everything is differentiated inside, and nothing inside has to vary alike.
+            check_vma=False,
+        )(plan.columns, params, batch, jax.random.key_data(key), late)
+        with jax.named_scope("gradients_meet"):
+            parts = jax.tree.map(lambda g: _summed(g, 0), grads.parts)
+            ends = jax.tree.map(lambda g: _summed(g, 1), grads.ends)
+            grads = self._laid(Params(parts, self._over_stages(ends, specs.ends, params, batch, key)), specs)
+        return told, grads
+
+    def _entering(self, specs: Params) -> Params:
+        """How parameters enter the loop: whole over the axes that split the batch, unless every cell gathers them."""
+        whole = jax.tree.map(lambda spec: _without(spec, self.batch_axes), specs, is_leaf=_is_spec)
+        return Params(specs.parts if self.gather == "microbatch" else whole.parts, whole.ends)
+
+    def _laid(self, tree: PyTree, specs: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda spec, x: lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)), specs, tree,
+            is_leaf=_is_spec,
+        )  # fmt: skip
+
+    def _gatherer(self, sharded: PyTree) -> Callable[[PyTree], PyTree]:
+        if self.gather == "step" or not self.batch_axes:
+            return lambda params: params
+
+        def gathered(spec: PartitionSpec, x: jax.Array) -> jax.Array:
+            for dim, entry in enumerate(spec[1:]):
+                if spec_axes(entry):
+                    x = lax.all_gather(x, spec_axes(entry), axis=dim, tiled=True)
+            return x
+
+        def whole(params: PyTree) -> PyTree:
+            with jax.named_scope("gather_part"):
+                return jax.tree.map(gathered, sharded, params, is_leaf=_is_spec)
+
+        return whole
+
+    def _over_stages(self, ends: PyTree, specs: PyTree, params: Params, batch: PyTree, key: jax.Array) -> PyTree:
+        """Gradients `[stage, ...]` of the ends, on all stages: sent from the one that has them, or summed."""
+        leaves, structure = jax.tree.flatten(ends)
+        out = []
+        for g, spec, owners in zip(
+            leaves, jax.tree.leaves(specs, is_leaf=_is_spec), self._owners(params, batch, key), strict=True
+        ):
+            if len(owners) > 1:
+                out.append(_summed(g, 0))
+                continue
+            laid = lax.with_sharding_constraint(g, NamedSharding(self.mesh, PartitionSpec(self.axis, *spec)))
+            root = next(iter(owners), 0)
+            out.append(
+                jax.shard_map(
+                    lambda g, root=root: broadcast(g[0], axis=self.axis, root=root),
+                    mesh=self.mesh,
+                    in_specs=PartitionSpec(self.axis),
+                    out_specs=PartitionSpec(),
+                    axis_names={self.axis},
+                    check_vma=False,
+                )(laid)
+            )
+        return jax.tree.unflatten(structure, out)
+
+    def _owners(self, params: Params, batch: PyTree, key: jax.Array) -> list[set[int]]:
+        """For each leaf of the ends, the stages that make gradients of it."""
+        micro = self._micro_like(batch, key)
+        count = len(jax.tree.leaves(params.ends))
+        x = jax.eval_shape(self.functions.first, params.ends, micro)
+        uses = []
+        for function, args in (
+            (lambda e, m: self.functions.first(e, m), (params.ends, micro)),
+            (lambda e, y, m: self.functions.last(e, y, m)[0], (params.ends, x, micro)),
+        ):
+            closed, _ = flat_jaxpr(lambda *args, f=function: (f(*args), ()), *args)
+            uses.append(Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs[:count])
+        held = [{s for s, row in enumerate(self.schedule.parts.tolist()) if p in row}
+                for p in (0, self.schedule.num_parts - 1)]  # fmt: skip
+        return [set().union(*(stages for use, stages in zip(of, held, strict=True) if use))
+                for of in zip(*uses, strict=True)]  # fmt: skip
+
+    def _micro_like(self, batch: PyTree, key: jax.Array) -> Micro:
+        unit = self.schedule.microbatches * math.prod(axis_sizes(self.mesh)[axis] for axis in self.batch_axes)
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // unit, *x.shape[1:]), x.dtype), batch)
+        return Micro(rows, jax.eval_shape(lambda k: k, key), jax.ShapeDtypeStruct((), np.int32))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _without(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a not in axes) or None for entry in spec))
+
+
+def _only(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a in axes) or None for entry in spec))
+
+
+def _pinned(tree: PyTree, specs: PyTree) -> PyTree:
+    """Laid out over the axes that are XLA's, inside the `shard_map`."""
+
+    def pin(spec: PartitionSpec, x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x, spec) if any(spec_axes(entry) for entry in spec) else x
+
+    return jax.tree.map(pin, specs, tree, is_leaf=_is_spec)
+
+
+def _summed(x: jax.Array, dim: int) -> jax.Array:
+    # lax.reduce, for jnp.sum would widen a narrow reduction to float32.
+    return lax.reduce(x, np.zeros((), x.dtype), lax.add, (dim,))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For any stage function
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class ValueAndGrad:
+    """`(params, batch, key) -> (Result, Params of gradients)`. Made by `value_and_grad`."""
+
+    def __init__(self, pipeline: Pipeline, specs: PyTree | None) -> None:
+        self.pipeline, self.specs = pipeline, specs
+
+    def __call__(
+        self, params: Params, batch: PyTree, key: jax.Array | None = None, late: jax.Array | None = None
+    ) -> tuple[Result, Params]:
+        """One step's loss and gradients; traceable, so jit it with the optimizer.
+
+        Args:
+          params: `parts` with a leading dim of parts, `ends`.
+          batch: a pytree of arrays `[rows, ...]`.
+          key: a typed random key; None: that of seed 0.
+          late: `[stage, numbers]`, float32: what every stage brings along from the step before.
+
+        Raises:
+          ValueError: shapes that do not fit the schedule or the mesh.
+        """
+        pipe = self.pipeline
+        params = Params(*params)
+        specs = Params(
+            jax.tree.map(lambda _: PartitionSpec(pipe.axis), params.parts) if self.specs is None else self.specs,
+            jax.tree.map(lambda _: PartitionSpec(), params.ends),
+        )
+        _check_parts(pipe, params)
+        _check_rows(pipe, batch)
+        key = jax.random.key(0) if key is None else key
+        stages = pipe.schedule.stages
+        late = jnp.zeros((stages, 0), jnp.float32) if late is None else late
+        _check_shapes(pipe, params, batch, key)
+        sums, grads = pipe.sums(params, specs, batch, key, late)
+        shards = math.prod(axis_sizes(pipe.mesh)[axis] for axis in pipe.batch_axes)
+        count = pipe.schedule.microbatches * shards
+        if pipe.functions.weight is None:
+            total: Any = count
+        else:
+            total = sums.weight
+        loss, metrics = jax.tree.map(lambda x: x / total, (sums.loss, sums.metrics))
+        aux = jax.tree.map(lambda x: x / count, sums.aux)
+        grads = jax.tree.map(lambda g, p: (g / total).astype(g.dtype), grads, params)
+        return Result(loss, metrics, aux, sums.late), grads
+
+
+def value_and_grad(
+    stage_fn: Callable[[PyTree, PyTree, Micro], Any],
+    loss_fn: Callable[[PyTree, PyTree, Micro], tuple[jax.Array, dict[str, jax.Array]]],
+    *,
+    schedule: Schedule,
+    mesh: AnyMesh,
+    first_fn: Callable[[PyTree, Micro], PyTree] | None = None,
+    axis: str = "stage",
+    batch_axes: tuple[str, ...] | None = None,
+    specs: PyTree | None = None,
+    gather: Literal["step", "microbatch"] = "step",
+    remat: str | None = None,
+    weight: str | None = None,
+    meet: bool = True,
+) -> ValueAndGrad:
+    """Loss and gradients of a model cut into parts, run over the stages of a mesh as the schedule says.
+
+        params.parts [part, ...]   ─► stage_fn, part by part   (each stage holds its parts)
+        params.ends                ─► first_fn before part 0, loss_fn behind the last part
+
+    One scan over the ticks of the schedule's table runs every schedule. In a tick a stage runs its cell: a forward, the
+    gradient of an input (B), of weights (W), several of them, or nothing; then what it made goes to the neighbours.
+    Buffers have as many slots as the stage that needs most (`Schedule.slots`). Inside a cell all mesh axes but the
+    stages' and the batch's are XLA's.
+
+    Gradients are those of the mean over microbatches and devices, summed in float32 at the least on every device and
+    over devices once, behind the loop. Where a schedule holds parts elsewhere than in order (several on a stage, or two
+    copies), weights go there before the loop and gradients come back behind it.
+
+    Qi et al. 2024, "Zero Bubble Pipeline Parallelism", has B and W apart; Narayanan et al. 2021, "Efficient Large-Scale
+    Language Model Training on GPU Clusters Using Megatron-LM", the stages.
+
+    Args:
+      stage_fn: `(parameters of one part, x, micro) -> y`, or `-> (y, Aux)`; y has the shapes and dtypes of x. It is the
+        same function for all parts and must not communicate over `axis`.
+      loss_fn: `(ends, y, micro) -> (loss, metrics)`: the mean over the microbatch's rows, and a dict of scalars. Its
+        forward and backward pass run in the last part's B, so no logits are kept.
+      schedule: from `meshpar.pipeline`, or your own table.
+      mesh: with Auto axes; `axis` has as many ranks as the schedule has stages.
+      first_fn: `(ends, micro) -> x`, say the embedding, run again in the first part's B; None: `micro.rows["inputs"]`.
+      axis: the mesh axis of the stages.
+      batch_axes: mesh axes that split the batch's rows; None: those of `data`, `fsdp` and `expert` that the mesh has.
+      specs: for each leaf of `params.parts` a PartitionSpec, the first entry of which is `axis`; None: whole but for
+        the stages. Axes that split the batch split weights as FSDP does.
+      gather: where `specs` split weights over the batch's axes: "step" gathers a stage's weights before the loop and
+        holds them; "microbatch" in every cell that needs them, and holds shards. Gradients are summed whole in both.
+      remat: what F does not keep and B computes again, as in `train_step`; None keeps all residuals.
+      weight: a metric by which microbatches are weighed in the mean.
+      meet: False leaves out what makes all stages wait for each other at a step's end, for schedules without a bubble
+        over consecutive steps: loss and metrics then come as `[stage, ...]`, each stage's share, to be summed when they
+        are read; and a number that an optimizer needs of all stages (a norm to clip by) is best had a step late: what
+        is given as `late` `[stage, numbers]` rides along with the messages, and its sums come back as `[stage,
+        numbers]`, the same on all stages. With `meet=True` no more than scalars is summed over the stages.
+
+    Returns:
+      `f(params, batch, key=None, late=None) -> (Result, gradients)`, to be jitted.
+
+    Raises:
+      ValueError: a schedule that does not validate, or does not fit the mesh; an option that does not exist.
+    """
+    where = "pipeline.value_and_grad"
+    if not isinstance(schedule, Schedule):
+        raise problem(
+            f"{where}(schedule={schedule!r})",
+            "run it",
+            f"it is a {type(schedule).__name__}, not a Schedule",
+            "write schedule=mp.pipeline.one_f_one_b(stages=4, microbatches=8)",
+        )
+    sizes = axis_sizes(mesh)
+    if sizes.get(axis) != schedule.stages:
+        raise problem(
+            f"{where}(axis={axis!r})",
+            f"run the {schedule.stages} stages of schedule `{schedule.name}`",
+            f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items())}",
+            f"give it {schedule.stages} ranks, MeshSpec({axis}={schedule.stages}, ...), or a schedule of other stages",
+        )
+    if gather not in ("step", "microbatch"):
+        raise problem(
+            f"{where}(gather={gather!r})",
+            "gather weights then",
+            "there is no such choice",
+            'use "step" or "microbatch"',
+        )
+    check_remat(remat)
+    axes = tuple(a for a in BATCH_AXES if a in sizes) if batch_axes is None else tuple(batch_axes)
+    for name in axes:
+        if name == axis or name not in sizes:
+            raise problem(
+                f"{where}(batch_axes={axes!r})",
+                f"split the batch over `{name}`",
+                "that axis is the stages'" if name == axis else f"the mesh has {', '.join(sizes)}",
+                "name axes of the mesh that split rows",
+            )
+    schedule.validate()
+    stage = _with_aux(stage_fn)
+    if remat is not None:
+        stage = jax.checkpoint(stage, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    pipe = Pipeline(
+        functions=Functions(first=first_fn or _inputs, stage=stage, last=loss_fn, weight=weight),
+        schedule=schedule,
+        mesh=mesh,
+        axis=axis,
+        batch_axes=tuple(name for name in axes if sizes[name] > 1),
+        gather=gather,
+        meet=meet,
+    )
+    return ValueAndGrad(pipe, specs)
+
+
+def _inputs(ends: PyTree, micro: Micro) -> PyTree:
+    if not isinstance(micro.rows, Mapping) or "inputs" not in micro.rows:
+        raise problem(
+            "pipeline.value_and_grad(first_fn=None)",
+            "begin with the batch's `inputs`",
+            "the batch has no such entry",
+            'give {"inputs": ..., ...} as the batch, or a first_fn',
+        )
+    return micro.rows["inputs"]
+
+
+def _with_aux(stage_fn: Callable[..., Any]) -> Callable[..., tuple[PyTree, Aux]]:
+    def stage(params: PyTree, x: PyTree, micro: Micro) -> tuple[PyTree, Aux]:
+        out = stage_fn(params, x, micro)
+        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Aux):
+            return out
+        return out, Aux(jnp.zeros((), jnp.float32), {})
+
+    return stage
+
+
+def _check_parts(pipe: Pipeline, params: Params) -> None:
+    wanted = pipe.schedule.num_parts
+    for path, x in tree_leaves_with_paths(params.parts):
+        if np.shape(x)[:1] != (wanted,):
+            raise problem(
+                f"pipeline parameters `{path}` of shape {np.shape(x)} dim 0",
+                f"be the parts of schedule `{pipe.schedule.name}`",
+                f"it has {wanted} parts",
+                f"stack {wanted} parts along the first dim",
+            )
+
+
+def _check_rows(pipe: Pipeline, batch: PyTree) -> None:
+    shards = math.prod(axis_sizes(pipe.mesh)[axis] for axis in pipe.batch_axes)
+    unit = shards * pipe.schedule.microbatches
+    for path, x in tree_leaves_with_paths(batch):
+        rows = np.shape(x)[0] if np.shape(x) else 0
+        if rows == 0 or rows % unit:
+            over = " × ".join(f"`{axis}`" for axis in pipe.batch_axes) or "one device"
+            raise problem(
+                f"batch leaf `{path}` of shape {np.shape(x)} dim 0",
+                f"be split over {over} ({shards}) in {pipe.schedule.microbatches} microbatches",
+                f"{rows} rows are not a positive multiple of {unit}",
+                f"use a batch of {max(1, -(-rows // unit)) * unit}",
+            )
+
+
+def _check_shapes(pipe: Pipeline, params: Params, batch: PyTree, key: jax.Array) -> None:
+    """y is as x is; nothing communicates over the stages."""
+    micro = pipe._micro_like(batch, key)
+    one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params.parts)
+    ends = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params.ends)
+    x = jax.eval_shape(pipe.functions.first, ends, micro)
+    y, _ = jax.eval_shape(pipe.functions.stage, one, x, micro)
+    if jax.tree.structure(x) != jax.tree.structure(y) or any(
+        (a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    ):
+        raise problem(
+            "stage_fn",
+            f"give its result, {_told(y)}, to the next part",
+            f"a part takes {_told(x)}",
+            "make y of x's shapes and dtypes; what changes them belongs into first_fn or loss_fn",
+        )
+
+
+def _told(tree: PyTree) -> str:
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)) or "no array"
