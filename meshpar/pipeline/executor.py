@@ -3,9 +3,9 @@
     tick:   cell (F, B, W of some microbatch, or idle) ─► results ─► one message up, one down ─► inbox of the neighbours
              │ reads and writes stash and backlog            only where some cell of the tick has something to send
 
-Manual over the stages and over the axes that split the batch, so gradients are summed where they are made and meet once,
-behind the loop. All other axes stay XLA's: what splits a stage's own work puts its collectives into the cells, whose
-groups never leave a stage.
+Manual over the stages and over the axes that split the batch, so gradients are summed where they are made and meet
+once, behind the loop. All other axes stay XLA's: what splits a stage's own work puts its collectives into the cells,
+whose groups never leave a stage.
 """
 
 from __future__ import annotations
@@ -185,12 +185,12 @@ class Executor:
         """
         trace = _Trace(self, params, ends, rows, key)
         carry = trace.zeros(late)
-        moves = jnp.asarray(self.plan.moves)
 
         def tick(carry: _Carry, xs: Any) -> tuple[_Carry, None]:
-            return trace.tick(carry, *xs, late), None
+            at, moves = xs
+            return trace.tick(carry, at, moves, late), None
 
-        carry, _ = lax.scan(tick, carry, (dict(columns), moves))
+        carry, _ = lax.scan(tick, carry, (dict(columns), jnp.asarray(self.plan.moves)))
         return dataclasses.replace(carry.sums, late=carry.below + late + carry.above)
 
 

@@ -28,8 +28,9 @@ class Params(NamedTuple):
 
     parts: PyTree
     """Each leaf `[part, ...]`, in the order of the model; split over the mesh axis of the stages."""
-    ends: PyTree = {}
-    """Of what stands before the first part and behind the last: embedding, head. Whole on every stage."""
+    ends: PyTree = None
+    """Of what stands before the first part and behind the last: embedding, head. Whole on every stage. None: nothing
+    does that has parameters."""
 
 
 class Result(NamedTuple):
@@ -60,13 +61,14 @@ class Pipeline:
     meet: bool = True
 
     def sums(
-        self, params: Params, specs: Params, batch: PyTree, key: jax.Array, late: jax.Array
+        self, params: Params, specs: Params, grad_specs: Params, batch: PyTree, key: jax.Array, late: jax.Array
     ) -> tuple[Sums, Params]:
         """Sums over all microbatches and devices, and of the gradients.
 
         Args:
           params: in the compute dtype.
-          specs: how they lie, PartitionSpecs; gradients come out likewise.
+          specs: how they lie, PartitionSpecs.
+          grad_specs: how gradients come out.
           batch: each leaf `[rows, ...]`; a device's own rows are cut into microbatches.
           key: for random numbers.
           late: `[stage, numbers]`.
@@ -90,6 +92,7 @@ class Pipeline:
             pin=lambda parts, ends: (_pinned(parts, auto.parts), _pinned(ends, auto.ends)),
         )
         num_parts = self.schedule.num_parts
+        owners: list[set[int]] = []
 
         def local(columns: Any, params: Params, rows: PyTree, key_data: jax.Array, late: jax.Array) -> Any:
             columns = jax.tree.map(lambda x: x[:, 0], columns)
@@ -101,6 +104,8 @@ class Pipeline:
                 rows,
             )
             parts = placement.spread(params.parts)
+            # Here, where the axes that the functions may communicate over have names.
+            owners[:] = self._checked(executor.whole(jax.tree.map(lambda p: p[0], parts)), params.ends, rows, key)
             sums = executor(columns, parts, params.ends, rows, key, late[0])
             grads = jax.tree.map(lambda g: g[None], Params(placement.collect(sums.params), sums.ends))
             grads = Params(grads.parts, jax.tree.map(lambda g: g[None], grads.ends))
@@ -131,7 +136,7 @@ class Pipeline:
         with jax.named_scope("gradients_meet"):
             parts = jax.tree.map(lambda g: _summed(g, 0), grads.parts)
             ends = jax.tree.map(lambda g: _summed(g, 1), grads.ends)
-            grads = self._laid(Params(parts, self._over_stages(ends, specs.ends, params, batch, key)), specs)
+            grads = self._laid(Params(parts, self._over_stages(ends, grad_specs.ends, owners)), grad_specs)
         return told, grads
 
     def _entering(self, specs: Params) -> Params:
@@ -161,51 +166,56 @@ class Pipeline:
 
         return whole
 
-    def _over_stages(self, ends: PyTree, specs: PyTree, params: Params, batch: PyTree, key: jax.Array) -> PyTree:
+    def _over_stages(self, ends: PyTree, specs: PyTree, owners: list[set[int]]) -> PyTree:
         """Gradients `[stage, ...]` of the ends, on all stages: sent from the one that has them, or summed."""
         leaves, structure = jax.tree.flatten(ends)
         out = []
-        for g, spec, owners in zip(
-            leaves, jax.tree.leaves(specs, is_leaf=_is_spec), self._owners(params, batch, key), strict=True
-        ):
-            if len(owners) > 1:
+        for g, spec, of in zip(leaves, jax.tree.leaves(specs, is_leaf=_is_spec), owners, strict=True):
+            if len(of) > 1:
                 out.append(_summed(g, 0))
                 continue
             laid = lax.with_sharding_constraint(g, NamedSharding(self.mesh, PartitionSpec(self.axis, *spec)))
-            root = next(iter(owners), 0)
-            out.append(
-                jax.shard_map(
-                    lambda g, root=root: broadcast(g[0], axis=self.axis, root=root),
-                    mesh=self.mesh,
-                    in_specs=PartitionSpec(self.axis),
-                    out_specs=PartitionSpec(),
-                    axis_names={self.axis},
-                    check_vma=False,
-                )(laid)
-            )
+            out.append(self._sent(laid, next(iter(of), 0)))
         return jax.tree.unflatten(structure, out)
 
-    def _owners(self, params: Params, batch: PyTree, key: jax.Array) -> list[set[int]]:
-        """For each leaf of the ends, the stages that make gradients of it."""
-        micro = self._micro_like(batch, key)
-        count = len(jax.tree.leaves(params.ends))
-        x = jax.eval_shape(self.functions.first, params.ends, micro)
+    def _sent(self, x: jax.Array, root: int) -> jax.Array:
+        """`[stage, ...]` -> the root's, on all stages."""
+        return jax.shard_map(
+            lambda x: broadcast(x[0], axis=self.axis, root=root),
+            mesh=self.mesh,
+            in_specs=PartitionSpec(self.axis),
+            out_specs=PartitionSpec(),
+            axis_names={self.axis},
+            check_vma=False,
+        )(x)
+
+    def _checked(self, one: PyTree, ends: PyTree, rows: PyTree, key: jax.Array) -> list[set[int]]:
+        """For each leaf of the ends, the stages that make gradients of it; the functions fit each other."""
+        functions, count = self.functions, len(jax.tree.leaves(ends))
+        micro = Micro(jax.tree.map(lambda x: x[0], rows), key, jnp.zeros((), jnp.int32))
+        x = jax.eval_shape(functions.first, ends, micro)
+        y, _ = jax.eval_shape(functions.stage, one, x, micro)
+        _check_alike(x, y)
+
+        def loss(ends: PyTree, y: PyTree, micro: Micro) -> Any:
+            return functions.last(ends, y, micro)[0]
+
         uses = []
-        for function, args in (
-            (lambda e, m: self.functions.first(e, m), (params.ends, micro)),
-            (lambda e, y, m: self.functions.last(e, y, m)[0], (params.ends, x, micro)),
+        for name, function, args in (
+            ("first_fn", functions.first, (ends, micro)),
+            ("stage_fn", functions.stage, (one, x, micro)),
+            ("loss_fn", loss, (ends, x, micro)),
         ):
             closed, _ = flat_jaxpr(lambda *args, f=function: (f(*args), ()), *args)
-            uses.append(Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs[:count])
-        held = [{s for s, row in enumerate(self.schedule.parts.tolist()) if p in row}
-                for p in (0, self.schedule.num_parts - 1)]  # fmt: skip
-        return [set().union(*(stages for use, stages in zip(of, held, strict=True) if use))
-                for of in zip(*uses, strict=True)]  # fmt: skip
-
-    def _micro_like(self, batch: PyTree, key: jax.Array) -> Micro:
-        unit = self.schedule.microbatches * math.prod(axis_sizes(self.mesh)[axis] for axis in self.batch_axes)
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // unit, *x.shape[1:]), x.dtype), batch)
-        return Micro(rows, jax.eval_shape(lambda k: k, key), jax.ShapeDtypeStruct((), np.int32))
+            _check_apart(name, closed.jaxpr, self.axis)
+            if name != "stage_fn":
+                uses.append(Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs[:count])
+        parts = self.schedule.parts.tolist()
+        held = [{s for s, row in enumerate(parts) if part in row} for part in (0, self.schedule.num_parts - 1)]
+        return [
+            set[int]().union(*(stages for use, stages in zip(of, held, strict=True) if use))
+            for of in zip(*uses, strict=True)
+        ]
 
 
 def _is_spec(x: Any) -> bool:
@@ -270,8 +280,7 @@ class ValueAndGrad:
         key = jax.random.key(0) if key is None else key
         stages = pipe.schedule.stages
         late = jnp.zeros((stages, 0), jnp.float32) if late is None else late
-        _check_shapes(pipe, params, batch, key)
-        sums, grads = pipe.sums(params, specs, batch, key, late)
+        sums, grads = pipe.sums(params, specs, specs, batch, key, late)
         shards = math.prod(axis_sizes(pipe.mesh)[axis] for axis in pipe.batch_axes)
         count = pipe.schedule.microbatches * shards
         if pipe.functions.weight is None:
@@ -441,22 +450,38 @@ def _check_rows(pipe: Pipeline, batch: PyTree) -> None:
             )
 
 
-def _check_shapes(pipe: Pipeline, params: Params, batch: PyTree, key: jax.Array) -> None:
-    """y is as x is; nothing communicates over the stages."""
-    micro = pipe._micro_like(batch, key)
-    one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params.parts)
-    ends = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params.ends)
-    x = jax.eval_shape(pipe.functions.first, ends, micro)
-    y, _ = jax.eval_shape(pipe.functions.stage, one, x, micro)
-    if jax.tree.structure(x) != jax.tree.structure(y) or any(
-        (a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    ):
+def _check_alike(x: PyTree, y: PyTree) -> None:
+    """Of what a part takes and what it gives."""
+    if _told(x) != _told(y) or str(jax.tree.structure(x)) != str(jax.tree.structure(y)):
         raise problem(
             "stage_fn",
             f"give its result, {_told(y)}, to the next part",
             f"a part takes {_told(x)}",
             "make y of x's shapes and dtypes; what changes them belongs into first_fn or loss_fn",
         )
+
+
+LOCAL = frozenset({"axis_index", "pvary", "pcast", "pbroadcast"})
+"""Primitives that name an axis and send nothing."""
+
+
+def _check_apart(name: str, jaxpr: Any, axis: str) -> None:
+    """Nothing communicates over the stages: each is in another part of the model, in another microbatch."""
+    for eqn in jaxpr.eqns:
+        named = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        axes = named if isinstance(named, tuple | list | frozenset | set) else (named,)
+        if axis in axes and eqn.primitive.name not in LOCAL:
+            raise problem(
+                name,
+                f"run `{eqn.primitive.name}` over mesh axis `{axis}`",
+                "its ranks are the stages, each at another microbatch and some at none",
+                "leave it out: results go from stage to stage by themselves, and gradients are summed behind the loop",
+            )
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    _check_apart(name, inner, axis)
 
 
 def _told(tree: PyTree) -> str:
