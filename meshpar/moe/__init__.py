@@ -1,5 +1,11 @@
 """Mixture of experts: routing, dispatch and combine over a mesh axis, balance, placement.
 
+    routing.py    logits -> experts and weights of every token; who finds room
+    balance.py    auxiliary loss, z-loss, the balancing bias
+    metrics.py    how even the load is, over experts and over ranks, and what to do about it
+    placement.py  which rank owns which experts, anew from measured loads
+    reference.py  what a layer of experts computes, every token through every expert
+
 Names are imported when they are first used.
 """
 
@@ -9,18 +15,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    pass
+    from meshpar.moe import reference as reference
+    from meshpar.moe.balance import auxiliary_loss as auxiliary_loss
+    from meshpar.moe.balance import update_bias as update_bias
+    from meshpar.moe.balance import z_loss as z_loss
+    from meshpar.moe.metrics import Advice as Advice
+    from meshpar.moe.metrics import Load as Load
+    from meshpar.moe.metrics import Loads as Loads
+    from meshpar.moe.metrics import advice as advice
+    from meshpar.moe.metrics import measure as measure
+    from meshpar.moe.metrics import scalars as scalars
+    from meshpar.moe.placement import Placement as Placement
+    from meshpar.moe.placement import Rebalanced as Rebalanced
+    from meshpar.moe.placement import permute as permute
+    from meshpar.moe.placement import place as place
+    from meshpar.moe.placement import rebalance as rebalance
+    from meshpar.moe.routing import Routed as Routed
+    from meshpar.moe.routing import Routing as Routing
+    from meshpar.moe.routing import capacity as capacity
+    from meshpar.moe.routing import count as count
+    from meshpar.moe.routing import kept as kept
+    from meshpar.moe.routing import route as route
 
-_HOMES: dict[str, tuple[str, ...]] = {}
+_HOMES: dict[str, tuple[str, ...]] = {
+    "balance": ("auxiliary_loss", "update_bias", "z_loss"),
+    "metrics": ("Advice", "Load", "Loads", "advice", "measure", "scalars"),
+    "placement": ("Placement", "Rebalanced", "permute", "place", "rebalance"),
+    "routing": ("Routed", "Routing", "capacity", "count", "kept", "route"),
+}
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [*_HOME_OF]
+__all__ = [*_HOME_OF, "reference"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"meshpar.moe has no {name!r}; it has {', '.join(sorted(_HOME_OF))}")
-    value = getattr(importlib.import_module(f"meshpar.moe.{_HOME_OF[name]}"), name)
+    if name == "reference":
+        value: Any = importlib.import_module("meshpar.moe.reference")
+    elif name in _HOME_OF:
+        value = getattr(importlib.import_module(f"meshpar.moe.{_HOME_OF[name]}"), name)
+    else:
+        raise AttributeError(f"meshpar.moe has no {name!r}; it has {', '.join(sorted(__all__))}")
     globals()[name] = value
     return value
 

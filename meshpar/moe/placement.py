@@ -1,0 +1,353 @@
+"""Which rank owns which experts: placed anew from measured loads, the model's function unchanged.
+
+Rank r of N owns places [r E/N, (r+1) E/N). A placement is a permutation of the experts over these places; applied to
+experts and router alike it renames the experts, and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.types import Names, PyTree, near_or, path_str, problem, tree_leaves_with_paths
+
+Method = Literal["auto", "greedy", "optimal"]
+
+MOST_PARTITIONS = 3_000_000
+"""Up to so many ways of sharing experts out, the best of them is looked for: 16 experts over any number of ranks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Experts of one layer over ranks."""
+
+    order: tuple[int, ...]
+    """Expert order[p] stands at place p from now on."""
+    before: tuple[float, ...]
+    """Load of each rank, as the experts stood."""
+    after: tuple[float, ...]
+    """As they stand from now on, if the load of every expert stays."""
+    moved: int
+    """Experts that change rank."""
+
+    @property
+    def gain(self) -> float:
+        """The busiest rank's load before, over the busiest one's after: how much quicker the experts are done."""
+        return max(self.before) / max(self.after) if max(self.after) else 1.0
+
+    def __str__(self) -> str:
+        mean = sum(self.after) / len(self.after) or 1.0
+        return (
+            f"busiest of {len(self.after)} ranks {max(self.before) / mean:.3g} → {max(self.after) / mean:.3g} times "
+            f"the mean load, gain {self.gain:.3g}; {self.moved} of {len(self.order)} experts move"
+        )
+
+
+class Rebalanced(NamedTuple):
+    """Parameters with their experts placed anew."""
+
+    params: PyTree
+    placements: dict[str, tuple[Placement, ...]]
+    """By the path given with the loads ("" when there was none), one for each layer."""
+
+    @property
+    def gain(self) -> float:
+        """Sum over layers of the busiest rank's load, before over after."""
+        each = [one for placements in self.placements.values() for one in placements]
+        after = sum(max(one.after) for one in each)
+        return sum(max(one.before) for one in each) / after if after else 1.0
+
+
+def place(
+    loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 1, method: Method = "auto"
+) -> Placement:
+    """The experts shared out so that the busiest rank has little to do, E / num_ranks to each.
+
+    "greedy" takes the experts from the busiest down and gives each to the least loaded rank that has a place left;
+    "optimal" finds the best there is for the busiest rank, by branch and bound; "auto" does that where there are few
+    enough ways (`MOST_PARTITIONS`), and the first where there are more. Nothing moves unless the busiest rank gains,
+    and the ranks are numbered such that many experts stay where they are.
+
+    Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (longest processing time first).
+
+    Args:
+      loads: tokens of each expert, as measured: `measure(...).experts.tokens`, or their sum over steps.
+      num_ranks: of the mesh axis that experts are split over.
+      groups: as in `Routing`. Experts stay among the neighbours of their group: whole groups move where there are more
+        groups than ranks, and experts within the ranks of their group where there are fewer.
+      method: how.
+
+    Raises:
+      ValueError: loads that are no loads; experts, groups and ranks that do not divide; too many ways for "optimal".
+    """
+    loads = _checked_loads(loads)
+    _check_sizes(len(loads), num_ranks, groups, method)
+    by_group = np.arange(len(loads)).reshape(groups, -1)
+    if groups > 1 and groups % num_ranks == 0:
+        order = by_group[_order(loads[by_group].sum(1), num_ranks, method)].reshape(-1)
+    else:
+        order = np.concatenate([of[_order(loads[of], num_ranks // groups, method)] for of in by_group])
+    rank_of = np.arange(len(loads)) // (len(loads) // num_ranks)
+    return Placement(
+        order=tuple(order.tolist()),
+        before=tuple(loads.reshape(num_ranks, -1).sum(1).tolist()),
+        after=tuple(loads[order].reshape(num_ranks, -1).sum(1).tolist()),
+        moved=int((rank_of[order] != rank_of).sum()),
+    )
+
+
+def rebalance(
+    params: PyTree,
+    loads: np.ndarray | jax.Array | Mapping[str, Any],
+    *,
+    names: Mapping[str, Names],
+    num_ranks: int,
+    groups: int = 1,
+    method: Method = "auto",
+) -> Rebalanced:
+    """The same model with its experts placed anew: every dim named `expert` permuted, in experts, router and bias.
+
+    The function of the model stays the same to the bit, because weights of `route` do not depend on how the experts are
+    numbered: tokens whose scores tie exactly excepted, since a tie goes to the lowest number. Arrays keep their dtype
+    and sharding; experts travel between ranks once. Not to be called inside `jax.jit`: the loads have to be known.
+
+    Args:
+      params: a tree of arrays; what belongs to the experts and is kept elsewhere (the balancing bias in a model's
+        extras, the moments of an optimizer) has to be in it too, or be given the same placements with `permute`.
+      loads: tokens of each expert [E], or [layers, E] for layers stacked along a dim named `layers`, each of which is
+        placed by itself; or several such by the path that the layer's leaves begin with.
+      names: logical names of the dims by path, as `Model.names()` gives them. The router's last dim has to be named
+        `expert`, whatever splits it.
+      num_ranks, groups, method: as for `place`.
+
+    Raises:
+      ValueError: as for `place`; no leaf named so, no router among them, or one of another size.
+    """
+    by_scope = dict(loads) if isinstance(loads, Mapping) else {"": loads}
+    placements = {}
+    for scope, given in by_scope.items():
+        _check_router(params, names, scope)
+        layers = np.asarray(given)
+        rows = layers if layers.ndim == 2 else layers[None]
+        placed = tuple(place(row, num_ranks, groups=groups, method=method) for row in rows)
+        order = np.array([one.order for one in placed])
+        params = permute(params, order if layers.ndim == 2 else order[0], names=names, scope=scope)
+        placements[scope] = placed
+    return Rebalanced(params, placements)
+
+
+def permute(
+    params: PyTree, order: np.ndarray | Sequence[int], *, names: Mapping[str, Names], scope: str = ""
+) -> PyTree:
+    """The tree with expert order[p] at place p, in every leaf below `scope` that has a dim named `expert`.
+
+    Args:
+      params: arrays.
+      order: [E], or [layers, E] for leaves with a dim named `layers`.
+      names: logical names by path.
+      scope: a path, "decoder/moe" for what stands below it; "" for everything.
+
+    Raises:
+      ValueError: as for `rebalance`.
+    """
+    order = np.asarray(order)
+    inside = _with_experts(params, names, scope)
+    for path, x in tree_leaves_with_paths(params):
+        if path in inside:
+            _check_leaf(path, x, inside[path], order)
+
+    def one(key_path: tuple[Any, ...], x: Any) -> Any:
+        path = path_str(key_path)
+        return _permuted(x, order, inside[path]) if path in inside else x
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _with_experts(params: PyTree, names: Mapping[str, Names], scope: str) -> dict[str, Names]:
+    """Names of the leaves below the scope that have a dim named `expert`, by path."""
+    named = {path: names[path] for path, _ in tree_leaves_with_paths(params) if path in names}
+    return {path: given for path, given in named.items() if given and "expert" in given and _below(path, scope)}
+
+
+def _permuted(x: Any, order: np.ndarray, names: Names) -> Any:
+    dim = names.index("expert")
+    shape = [1] * x.ndim
+    shape[dim] = order.shape[-1]
+    if order.ndim == 2:
+        # Layers stand before experts in `order`; in the leaf, either way round.
+        layers = names.index("layers")
+        shape[layers] = len(order)
+        order = order if layers < dim else order.T
+    index = order.reshape(shape)
+    if isinstance(x, np.ndarray):
+        return np.take_along_axis(x, index, axis=dim)
+    return jax.jit(lambda x: jnp.take_along_axis(x, index, axis=dim), out_shardings=x.sharding)(x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sharing out
+# ---------------------------------------------------------------------------------------------------------------------
+
+_Shares = list[list[int]]
+"""The items of each rank."""
+
+
+def _order(loads: np.ndarray, num_ranks: int, method: Method) -> np.ndarray:
+    """The permutation of items, whether experts or groups of them."""
+    room = len(loads) // num_ranks
+    now = np.arange(len(loads))
+    shares = _greedy(loads, num_ranks, room)
+    if method == "optimal" or (method == "auto" and _partitions(len(loads), num_ranks) <= MOST_PARTITIONS):
+        shares = _optimal(loads, num_ranks, room, shares)
+    if _busiest(loads, shares) >= loads.reshape(num_ranks, room).sum(1).max():
+        return now
+    return _few_moves(shares, room)
+
+
+def _busiest(loads: np.ndarray, shares: _Shares) -> float:
+    return max(loads[share].sum() for share in shares)
+
+
+def _greedy(loads: np.ndarray, num_ranks: int, room: int) -> _Shares:
+    shares: _Shares = [[] for _ in range(num_ranks)]
+    least_loaded = [(0.0, rank) for rank in range(num_ranks)]
+    for item in np.argsort(-loads, kind="stable").tolist():
+        load, rank = heapq.heappop(least_loaded)
+        shares[rank].append(item)
+        if len(shares[rank]) < room:
+            heapq.heappush(least_loaded, (load + loads[item], rank))
+    return shares
+
+
+def _partitions(num_items: int, num_ranks: int) -> int:
+    """Ways to share items out in equal numbers, ranks being alike."""
+    room = num_items // num_ranks
+    return math.factorial(num_items) // (math.factorial(room) ** num_ranks * math.factorial(num_ranks))
+
+
+def _optimal(loads: np.ndarray, num_ranks: int, room: int, greedy: _Shares) -> _Shares:
+    """Branch and bound over the items from the busiest down, from the greedy answer on."""
+    items = np.argsort(-loads, kind="stable").tolist()
+    sizes = loads[items].tolist()
+    # What the r least loaded items add up to: a rank with r places left will get that much more at the least.
+    tail = [0.0, *np.cumsum(sizes[::-1]).tolist()]
+    best, best_load = greedy, _busiest(loads, greedy)
+    least = max(sum(sizes) / num_ranks, sizes[0] + tail[room - 1])
+    shares: _Shares = [[] for _ in range(num_ranks)]
+    totals = [0.0] * num_ranks
+
+    def descend(depth: int) -> None:
+        nonlocal best, best_load
+        if depth == len(items):
+            best, best_load = [list(share) for share in shares], max(totals)
+            return
+        tried = set()
+        for rank in sorted(range(num_ranks), key=totals.__getitem__):
+            left = room - len(shares[rank]) - 1
+            total = totals[rank] + sizes[depth]
+            alike = (totals[rank], left)
+            if left < 0 or alike in tried or total + tail[left] >= best_load or best_load <= least:
+                continue
+            tried.add(alike)
+            shares[rank].append(items[depth])
+            totals[rank], kept = total, totals[rank]
+            descend(depth + 1)
+            totals[rank] = kept
+            shares[rank].pop()
+
+    descend(0)
+    return best
+
+
+def _few_moves(shares: _Shares, room: int) -> np.ndarray:
+    """The shares on ranks that hold much of them already; who stays keeps its place, the others fill the gaps."""
+    holds = np.zeros((len(shares), len(shares)), int)
+    for number, share in enumerate(shares):
+        np.add.at(holds[number], np.array(share) // room, 1)
+    order = np.full(len(shares) * room, -1)
+    for _ in shares:
+        number, rank = divmod(int(holds.argmax()), len(shares))
+        holds[number], holds[:, rank] = -1, -1
+        stays = [item for item in shares[number] if item // room == rank]
+        order[stays] = stays
+        places = np.arange(rank * room, (rank + 1) * room)
+        order[places[order[places] < 0]] = sorted(set(shares[number]) - set(stays))
+    return order
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _checked_loads(loads: Any) -> np.ndarray:
+    loads = np.asarray(loads)
+    is_number = np.issubdtype(loads.dtype, np.number) and not np.iscomplexobj(loads)
+    if not is_number or loads.ndim != 1 or not loads.size or not np.isfinite(loads).all() or (loads < 0).any():
+        raise problem(
+            "place",
+            f"place experts by loads of shape {loads.shape} and dtype {loads.dtype}",
+            "a load is a number of tokens, none negative or infinite, one for each expert",
+            "give `measure(...).experts.tokens` of one layer, or its sum over steps",
+        )
+    return loads.astype(float)
+
+
+def _check_sizes(num_experts: int, num_ranks: int, groups: int, method: Method) -> None:
+    if method not in get_args(Method):
+        fix = near_or(str(method), get_args(Method), "use one of them")
+        raise problem("place", f"use method={method!r}", f"there are {', '.join(get_args(Method))}", fix)
+    if num_ranks < 1 or num_experts % num_ranks:
+        exists = f"there are {num_experts}, and every rank has the same number"
+        raise problem("place", f"share experts over {num_ranks} ranks", exists, "give the size of the expert axis")
+    if groups < 1 or num_experts % groups or (groups % num_ranks and num_ranks % groups):
+        raise problem(
+            "place",
+            f"keep {groups} groups of {num_experts} experts whole over {num_ranks} ranks",
+            "a rank holds whole groups, or a group whole ranks",
+            "make one of the two numbers a multiple of the other",
+        )
+    whole_groups = groups > 1 and groups % num_ranks == 0
+    ways = _partitions(groups, num_ranks) if whole_groups else _partitions(num_experts // groups, num_ranks // groups)
+    if method == "optimal" and ways > MOST_PARTITIONS:
+        raise problem(
+            'place(method="optimal")',
+            f"find the best of {ways:.2g} ways to share {num_experts} experts over {num_ranks} ranks",
+            f"{MOST_PARTITIONS:.0e} are looked through at the most",
+            'use method="greedy", or "auto"',
+        )
+
+
+def _check_router(params: PyTree, names: Mapping[str, Names], scope: str) -> None:
+    inside = _with_experts(params, names, scope)
+    if not any(map(_is_router, inside.values())):
+        shown = ", ".join(f"`{path}`" for path in list(inside)[:4]) or "none at all"
+        raise problem(
+            f"leaves below `{scope}`" if scope else "the tree",
+            "place experts anew",
+            f"no router is among the leaves with a dim named `expert` ({shown}), and without it the model would change",
+            "give names whose last is `expert` to the router's kernel [d, E]",
+        )
+
+
+def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray) -> None:
+    sizes = dict(zip(names, x.shape, strict=True))
+    if sizes["expert"] != order.shape[-1] or (order.ndim == 2 and sizes.get("layers") != len(order)):
+        asked = f"place {order.shape[-1]} experts anew" + f" in {len(order)} layers" * (order.ndim == 2)
+        exists = f"its shape is {x.shape}, with the names {names}"
+        raise problem(f"`{path}`", asked, exists, "give the loads of these experts, one row for each stacked layer")
+
+
+def _is_router(names: Names) -> bool:
+    return names[-1] == "expert" and len([name for name in names if name != "layers"]) > 1
+
+
+def _below(path: str, scope: str) -> bool:
+    return not scope or path == scope or path.startswith(scope + "/")
