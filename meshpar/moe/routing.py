@@ -171,7 +171,7 @@ def route(logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, "
         if routing.choice == "expert":
             experts, gates = _chosen_by_experts(scores, routing)
         else:
-            experts = _chosen_by_tokens(scores, routing, bias)
+            experts = _chosen_by_tokens(logits, scores, routing, bias)
             gates = _normalized(logits, experts, routing) if routing.normalize else _of(experts, scores)
         return Routed(experts, gates * routing.scale, scores)
 
@@ -221,14 +221,19 @@ def count(experts: Int[Array, ...], num_experts: int) -> Int32[Array, " E"]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _chosen_by_tokens(scores: jax.Array, routing: Routing, bias: jax.Array | None) -> jax.Array:
-    """`[T, E] -> [T, k]`: the best, from the best on."""
-    scores = lax.stop_gradient(scores)
+def _chosen_by_tokens(logits: jax.Array, scores: jax.Array, routing: Routing, bias: jax.Array | None) -> jax.Array:
+    """`[T, E] -> [T, k]`: the best, from the best on.
+
+    Where the scores are compared as they are, the logits do as well, and no rounding has made them equal: sigmoid
+    scores of logits above 17 are all 1 in float32.
+    """
+    ranked = logits if bias is None and routing.groups == 1 else scores
+    ranked = lax.stop_gradient(ranked)
     if bias is not None:
-        scores = scores + lax.stop_gradient(bias).astype(scores.dtype)
+        ranked = ranked + lax.stop_gradient(bias).astype(ranked.dtype)
     if routing.groups > 1:
-        scores = _in_best_groups(scores, routing)
-    return lax.top_k(scores, routing.top_k)[1].astype(jnp.int32)
+        ranked = _in_best_groups(ranked, routing)
+    return lax.top_k(ranked, routing.top_k)[1].astype(jnp.int32)
 
 
 def _in_best_groups(scores: jax.Array, routing: Routing) -> jax.Array:

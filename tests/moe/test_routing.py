@@ -1,0 +1,379 @@
+"""Routing against NumPy written out token by token, choice by choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar import moe
+from meshpar.moe import Routing
+from meshpar.types import MeshparError
+
+MIXTRAL = Routing(num_experts=8, top_k=2)
+DEEPSEEK = Routing(num_experts=32, top_k=6, score="sigmoid", scale=2.5, groups=8, top_groups=4)
+SWITCH = Routing(num_experts=16, top_k=1, normalize=False, capacity_factor=1.25)
+
+SHAPES = [(4, 1), (4, 2), (8, 3), (8, 4), (16, 5), (32, 6), (64, 7), (64, 8)]
+"""(experts, choices)."""
+NORMS = [("softmax", False), ("softmax", True), ("sigmoid", False), ("sigmoid", True)]
+EACH_ONCE = [(*shape, *norm) for shape, norm in zip(SHAPES, itertools.cycle(NORMS))]
+"""Every shape and every norm, by default; the rest of their product is for the long run."""
+REST = [
+    (*shape, *norm)
+    for shape, norm in itertools.product(SHAPES, NORMS)
+    if (*shape, *norm) not in EACH_ONCE and (norm[1] is False or shape[1] > 1)
+]
+
+compiled = jax.jit(moe.route, static_argnames="routing")
+find_kept = jax.jit(moe.kept, static_argnames="num_experts")
+
+
+def logits_of(tokens, routing, seed=0, scale=2.0):
+    return (scale * np.random.default_rng(seed).normal(size=(tokens, routing.num_experts))).astype(np.float32)
+
+
+def by_hand(logits, routing, bias=None):
+    """(experts, weights, scores) in float64, one token after the other."""
+    logits = np.asarray(logits, np.float64)
+    if routing.score == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        powers = np.exp(logits - logits.max(1, keepdims=True))
+        scores = powers / powers.sum(1, keepdims=True)
+    experts, weights = [], []
+    for token in scores:
+        biased = token if bias is None else token + np.asarray(bias, np.float64)
+        size = len(token) // routing.groups
+        groups = [range(group * size, (group + 1) * size) for group in range(routing.groups)]
+        ranked = sorted(groups, key=lambda group: -sum(sorted((biased[e] for e in group), reverse=True)[:2]))
+        allowed = [expert for group in ranked[: routing.top_groups] for expert in group]
+        best = sorted(allowed, key=lambda expert: (-biased[expert], expert))[: routing.top_k]
+        gates = np.array([token[expert] for expert in best])
+        experts.append(best)
+        weights.append(routing.scale * gates / (gates.sum() if routing.normalize else 1))
+    return np.array(experts), np.array(weights), scores
+
+
+def check(routed, expected, rtol=2e-6):
+    experts, weights, scores = expected
+    np.testing.assert_array_equal(routed.experts, experts)
+    # float32 against float64: a few roundings, of exp and of a sum.
+    np.testing.assert_allclose(routed.weights, weights, rtol=rtol, atol=1e-9)
+    np.testing.assert_allclose(routed.scores, scores, rtol=rtol, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "score", "normalize"),
+    [*EACH_ONCE, *(pytest.param(*case, marks=pytest.mark.matrix) for case in REST)],
+)
+def test_top_k(num_experts, top_k, score, normalize):
+    routing = Routing(num_experts=num_experts, top_k=top_k, score=score, normalize=normalize, scale=1.5)
+    logits = logits_of(33, routing)
+    routed = compiled(logits, routing=routing)
+    check(routed, by_hand(logits, routing))
+    assert routed.experts.dtype == jnp.int32
+    if normalize:
+        np.testing.assert_allclose(routed.weights.sum(1), 1.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("groups", "top_groups"), [(8, 4), (4, 3), (32, 6), (2, 2), (16, 3)])
+def test_groups(groups, top_groups, with_bias):
+    routing = dataclasses.replace(DEEPSEEK, groups=groups, top_groups=top_groups)
+    logits = logits_of(40, routing)
+    bias = np.linspace(-0.4, 0.4, 32, dtype=np.float32) if with_bias else None
+    routed = compiled(logits, routing=routing, bias=bias)
+    check(routed, by_hand(logits, routing, bias))
+    visited = np.array([len(set(token)) for token in np.asarray(routed.experts) // (32 // groups)])
+    assert visited.max() <= top_groups
+
+
+def test_a_group_counts_by_its_two_best_not_by_its_best():
+    routing = Routing(num_experts=8, top_k=2, score="sigmoid", groups=2, top_groups=1)
+    logits = jnp.array([[3.0, -3, -3, -3, 2, 2, -3, -3]])
+    assert moe.route(logits, routing).experts.tolist() == [[4, 5]]
+
+
+def test_negative_biases_let_no_expert_of_another_group_in():
+    routing = Routing(num_experts=8, top_k=3, score="sigmoid", groups=2, top_groups=1)
+    logits = jnp.array([[1.0, 0, -1, -2, -9, -9, -9, -9]])
+    assert moe.route(logits, routing, bias=jnp.full(8, -5.0)).experts.tolist() == [[0, 1, 2]]
+
+
+def test_the_bias_chooses_and_the_gate_ignores_it():
+    logits = jnp.asarray(logits_of(50, MIXTRAL))
+    bias = jnp.zeros(8).at[5].set(10.0)
+    routed = compiled(logits, routing=MIXTRAL, bias=bias)
+    assert set(np.asarray(routed.experts[:, 0]).tolist()) == {5}
+    check(routed, by_hand(logits, MIXTRAL, bias))
+    np.testing.assert_array_equal(routed.scores, compiled(logits, routing=MIXTRAL).scores)
+
+
+@pytest.mark.parametrize("routing", [MIXTRAL, dataclasses.replace(DEEPSEEK, groups=1, top_groups=1), SWITCH])
+def test_ties_go_to_the_lowest_expert(routing):
+    everyone = compiled(jnp.zeros((5, routing.num_experts)), routing=routing)
+    assert everyone.experts.tolist() == [list(range(routing.top_k))] * 5
+    two = np.zeros((5, routing.num_experts))
+    two[:, [3, 6]] = 1.0
+    assert compiled(two, routing=routing).experts[0].tolist()[:2] == [3, 6][: routing.top_k]
+
+
+def test_ties_between_groups_go_to_the_lowest():
+    assert compiled(jnp.zeros((1, 32)), routing=DEEPSEEK).experts.tolist() == [list(range(6))]
+
+
+def test_logits_whose_scores_are_equal_are_no_tie():
+    """A sigmoid of 20 and one of 30 are both 1 in float32."""
+    routing = Routing(num_experts=8, top_k=2, score="sigmoid")
+    assert compiled(jnp.full((1, 8), 20.0).at[0, 5].set(30.0), routing=routing).experts.tolist() == [[5, 0]]
+
+
+@pytest.mark.parametrize(("score", "normalize"), NORMS)
+def test_all_to_one_expert_and_scores_that_underflow(score, normalize):
+    routing = Routing(num_experts=8, top_k=2, score=score, normalize=normalize)
+    logits = np.full((6, 8), -300.0, np.float32)
+    logits[:, 3] = -200.0
+    routed = compiled(logits, routing=routing)
+    assert routed.experts[:, 0].tolist() == [3] * 6
+    gradient = jax.grad(lambda x: moe.route(x, routing).weights[:, 0].sum())(jnp.asarray(logits))
+    assert np.isfinite(routed.weights).all()
+    assert np.isfinite(gradient).all()
+    if normalize:  # of sigmoid scores too, which are all 0 in float32
+        np.testing.assert_allclose(routed.weights, [[1.0, 0.0]] * 6, atol=1e-30)
+
+
+@pytest.mark.parametrize("routing", [MIXTRAL, DEEPSEEK, dataclasses.replace(MIXTRAL, normalize=False)])
+def test_gradients_are_those_of_the_formula(routing):
+    with jax.enable_x64(True):
+        logits = jnp.asarray(logits_of(7, routing), jnp.float64)
+        rng = np.random.default_rng(1)
+        of_weights, of_scores = rng.normal(size=(7, routing.top_k)), rng.normal(size=(7, routing.num_experts))
+
+        def loss(logits):
+            _, weights, scores = moe.route(logits, routing)
+            return (weights * of_weights).sum() + (scores * of_scores).sum()
+
+        def loss_by_hand(logits):
+            _, weights, scores = by_hand(logits, routing)
+            return (weights * of_weights).sum() + (scores * of_scores).sum()
+
+        found, step = np.asarray(jax.jit(jax.grad(loss))(logits)), 1e-6
+        for token, expert in itertools.product(range(0, 7, 3), range(0, routing.num_experts, 3)):
+            moved = np.zeros(logits.shape)
+            moved[token, expert] = step
+            slope = (loss_by_hand(logits + moved) - loss_by_hand(logits - moved)) / (2 * step)
+            # A central difference at 1e-6: its own error is about 1e-10 / 1e-6 of rounding.
+            assert found[token, expert] == pytest.approx(slope, rel=1e-5, abs=1e-8)
+        assert np.abs(found).max() > 0.01
+
+
+def test_half_precision_logits_are_scored_in_float32():
+    logits = jnp.asarray(logits_of(16, MIXTRAL), jnp.bfloat16)
+    routed = moe.route(logits, MIXTRAL)
+    assert routed.weights.dtype == routed.scores.dtype == jnp.float32
+    check(routed, by_hand(np.asarray(logits, np.float32), MIXTRAL))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    "routing", [MIXTRAL, SWITCH, dataclasses.replace(DEEPSEEK, groups=1, top_groups=1), DEEPSEEK], ids=str
+)
+def test_numbering_the_experts_anew_changes_no_bit(routing, with_bias):
+    logits = logits_of(512, routing, seed=3, scale=4.0)
+    rng = np.random.default_rng(0)
+    by_group = np.arange(routing.num_experts).reshape(routing.groups, -1)
+    order = rng.permuted(by_group, axis=1)[rng.permutation(routing.groups)].reshape(-1)
+    bias = rng.normal(size=routing.num_experts).astype(np.float32) * 0.1 if with_bias else None
+    before = compiled(logits, routing=routing, bias=bias)
+    after = compiled(logits[:, order], routing=routing, bias=None if bias is None else bias[order])
+    np.testing.assert_array_equal(order[after.experts], before.experts)
+    np.testing.assert_array_equal(after.weights, before.weights)
+    np.testing.assert_array_equal(after.scores, before.scores[:, order])
+
+
+# Expert choice -------------------------------------------------------------------------------------------------------
+
+ENCODER = Routing(num_experts=4, top_k=2, choice="expert", normalize=False, causal=False)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("tokens", [12, 13])
+def test_experts_choose_their_best_tokens(tokens, score):
+    routing = dataclasses.replace(ENCODER, score=score)
+    logits = logits_of(tokens, routing)
+    routed = compiled(logits, routing=routing)
+    *_, scores = by_hand(logits, dataclasses.replace(routing, choice="token", top_k=4))
+    each = math.ceil(tokens * 2 / 4)
+    assert moe.capacity(tokens, routing) == each
+    for expert in range(4):
+        taken = sorted(sorted(range(tokens), key=lambda token: (-scores[token, expert], token))[:each])
+        at = np.asarray(routed.experts[:, expert])
+        assert np.flatnonzero(at == expert).tolist() == taken
+        assert set(at.tolist()) == {expert, 4}
+        np.testing.assert_allclose(routed.weights[taken, expert], scores[taken, expert], rtol=2e-6)
+    assert (np.asarray(routed.weights)[np.asarray(routed.experts) == 4] == 0).all()
+    assert moe.count(routed.experts, 4).tolist() == [each] * 4
+    slot, kept = find_kept(routed.experts, each, num_experts=4)
+    np.testing.assert_array_equal(kept, np.asarray(routed.experts) < 4)
+    assert sorted(np.asarray(slot)[np.asarray(kept)].tolist()) == sorted(list(range(each)) * 4)
+
+
+def test_among_equal_tokens_experts_choose_the_earliest():
+    routed = compiled(jnp.zeros((8, 4)), routing=ENCODER)
+    assert (np.asarray(routed.experts) < 4).tolist() == [[True] * 4] * 4 + [[False] * 4] * 4
+
+
+def test_expert_choice_in_a_causal_model_is_refused_with_the_reason_unless_forced():
+    with pytest.raises(MeshparError, match="later ones: the training loss leaks the future"):
+        Routing(num_experts=4, top_k=2, choice="expert", normalize=False)
+    assert Routing(num_experts=4, top_k=2, choice="expert", normalize=False, force=True).causal
+    # The reason, seen: a later token takes the place of an earlier one.
+    logits = jnp.asarray(logits_of(8, ENCODER))
+    changed = logits.at[7].set(9.0)
+    before, after = (np.asarray(compiled(x, routing=ENCODER).experts[:7]) for x in (logits, changed))
+    assert (before != after).any()
+
+
+# Room ----------------------------------------------------------------------------------------------------------------
+
+
+def kept_by_hand(experts, room, num_experts):
+    seen = [0] * (num_experts + 1)
+    slots = np.zeros(experts.shape, int)
+    for token, choices in enumerate(experts):
+        for choice, expert in enumerate(choices):
+            slots[token, choice] = seen[expert]
+            seen[expert] += 1
+    return slots, (slots < room) & (experts < num_experts)
+
+
+def choices_of(kind, tokens, num_experts, top_k):
+    rng = np.random.default_rng(5)
+    some = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
+    if kind == "all to the same":
+        some[:] = np.arange(top_k)
+    if kind == "nobody":
+        some[rng.random(some.shape) < 0.5] = num_experts
+    if kind == "round":
+        some[:] = (np.arange(tokens * top_k) % num_experts).reshape(tokens, top_k)
+    return some.astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", ["any", "all to the same", "round", "nobody"])
+@pytest.mark.parametrize(("num_experts", "top_k"), SHAPES)
+def test_room_goes_to_the_earliest_token_and_its_first_choice(num_experts, top_k, kind):
+    experts = choices_of(kind, 24, num_experts, top_k)
+    fair = math.ceil(24 * top_k / num_experts)
+    for room in (1, fair, 2 * fair, 24):
+        slot, kept = find_kept(experts, room, num_experts=num_experts)
+        expected_slot, expected = kept_by_hand(experts, room, num_experts)
+        np.testing.assert_array_equal(slot, expected_slot)
+        np.testing.assert_array_equal(kept, expected)
+        assert np.bincount(experts[kept], minlength=num_experts).max() <= room
+    assert kept.sum() == (experts < num_experts).sum()  # with room for every token
+    if kind == "round":  # exactly full, nothing dropped
+        assert find_kept(experts, fair, num_experts=num_experts)[1].all()
+    if kind == "all to the same":
+        _, kept = find_kept(experts, 5, num_experts=num_experts)
+        np.testing.assert_array_equal(kept, np.arange(24)[:, None] < [5] * top_k)
+
+
+def test_counting_and_room_in_a_shard_map_are_of_the_ranks_own_tokens(mesh8):
+    experts = choices_of("any", 16, 8, 2)
+    spec = jax.sharding.PartitionSpec("fsdp")
+
+    def kernel(experts):
+        slot, kept = moe.kept(experts, 1, 8)
+        return slot, kept, moe.count(experts, 8)
+
+    found = jax.jit(jax.shard_map(kernel, mesh=mesh8, in_specs=spec, out_specs=spec))(experts)
+    each = [kept_by_hand(part, 1, 8) for part in experts.reshape(4, 4, 2)]
+    np.testing.assert_array_equal(found[0], np.concatenate([slot for slot, _ in each]))
+    np.testing.assert_array_equal(found[1], np.concatenate([kept for _, kept in each]))
+    np.testing.assert_array_equal(found[2].reshape(4, 8).sum(0), np.bincount(experts.ravel(), minlength=8))
+
+
+def test_routing_in_a_shard_map_is_routing(mesh8):
+    logits = logits_of(16, MIXTRAL)
+    spec = jax.sharding.PartitionSpec("fsdp")
+
+    def weights(logits):
+        return moe.route(logits, MIXTRAL, bias=jnp.zeros(8)).weights
+
+    sharded = jax.shard_map(weights, mesh=mesh8, in_specs=spec, out_specs=spec)
+    (_, found), (_, expected) = (
+        jax.jit(jax.value_and_grad(lambda x, f=f: (f(x) ** 2).sum()))(logits) for f in (sharded, weights)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8)
+    np.testing.assert_array_equal(jax.jit(sharded)(logits), jax.jit(weights)(logits))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "factor", "expected"),
+    [(64, 1.0, 16), (64, 1.25, 20), (64, 2.0, 32), (80, 1.1, 22), (65, 1.0, 17), (64, 100.0, 64), (64, None, 64),
+     (1, 0.01, 1), (0, 1.0, 0)],
+)  # fmt: skip
+def test_capacity(tokens, factor, expected):
+    assert moe.capacity(tokens, Routing(num_experts=8, top_k=2, capacity_factor=factor)) == expected
+
+
+def test_no_temporary_of_choices_times_experts():
+    tokens, num_experts, top_k = 2048, 256, 8
+    experts = jax.ShapeDtypeStruct((tokens, top_k), "int32")
+    compiled = jax.jit(functools.partial(moe.kept, capacity=64, num_experts=num_experts)).lower(experts).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 4 * tokens * top_k
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"num_experts": 0}, "whole number"),
+        ({"top_k": 2.0}, "whole number"),
+        ({"top_k": 9}, "use at most 8"),
+        ({"top_k": 1}, "the router gets no gradient"),
+        ({"score": "sigmoids"}, "did you mean `sigmoid`?"),
+        ({"choice": "tokens"}, "did you mean `token`?"),
+        ({"scale": 0.0}, "positive number"),
+        ({"scale": True}, "positive number"),
+        ({"capacity_factor": 0}, "or None"),
+        ({"capacity_factor": math.inf}, "or None"),
+        ({"groups": 3}, "a divisor of 8"),
+        ({"groups": 2, "top_groups": 3}, "no more to visit than there are"),
+        ({"groups": 4, "top_groups": 1, "top_k": 3}, "8 experts, 2 in 1 groups"),
+        ({"choice": "expert", "causal": False}, "use normalize=False"),
+        ({"choice": "expert", "causal": False, "normalize": False, "groups": 2, "top_groups": 2}, "leave groups out"),
+        (
+            {"choice": "expert", "causal": False, "normalize": False, "capacity_factor": 1.0},
+            "leave capacity_factor out",
+        ),
+    ],
+)
+def test_a_routing_that_cannot_be(wrong, told):
+    with pytest.raises(MeshparError) as raised:
+        Routing(**({"num_experts": 8, "top_k": 2} | wrong))
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("logits", "routing", "bias", "told"),
+    [
+        (jnp.zeros((4, 7)), MIXTRAL, None, r"\[tokens, 8\]"),
+        (jnp.zeros((2, 4, 8)), MIXTRAL, None, "merge batch and sequence"),
+        (jnp.zeros((4, 8), int), MIXTRAL, None, "int32"),
+        (jnp.zeros((4, 8)), MIXTRAL, jnp.zeros(7), r"give \(8,\)"),
+        (jnp.zeros((4, 4)), ENCODER, jnp.zeros(4), "leave the bias out"),
+    ],
+)
+def test_logits_and_biases_that_do_not_fit(logits, routing, bias, told):
+    with pytest.raises(MeshparError, match=told):
+        moe.route(logits, routing, bias=bias)
