@@ -3,6 +3,8 @@
     routing.py    logits -> experts and weights of every token; who finds room
     balance.py    auxiliary loss, z-loss, the balancing bias
     metrics.py    how even the load is, over experts and over ranks, and what to do about it
+    dispatch.py   tokens to their experts and back: order.py (what stands where), exchange.py (rows on the wire), choice.py
+    grouped.py    rows sorted by expert, each times its own expert's weight
     placement.py  which rank owns which experts, anew from measured loads
     reference.py  what a layer of experts computes, every token through every expert
 
@@ -19,6 +21,14 @@ if TYPE_CHECKING:
     from meshpar.moe.balance import auxiliary_loss as auxiliary_loss
     from meshpar.moe.balance import update_bias as update_bias
     from meshpar.moe.balance import z_loss as z_loss
+    from meshpar.moe.choice import DispatchChoice as DispatchChoice
+    from meshpar.moe.choice import choose_dispatch as choose_dispatch
+    from meshpar.moe.dispatch import Dispatched as Dispatched
+    from meshpar.moe.dispatch import Payload as Payload
+    from meshpar.moe.dispatch import dispatch as dispatch
+    from meshpar.moe.grouped import GroupedChoice as GroupedChoice
+    from meshpar.moe.grouped import choose_grouped_matmul as choose_grouped_matmul
+    from meshpar.moe.grouped import grouped_matmul as grouped_matmul
     from meshpar.moe.metrics import Advice as Advice
     from meshpar.moe.metrics import Load as Load
     from meshpar.moe.metrics import Loads as Loads
@@ -39,6 +49,9 @@ if TYPE_CHECKING:
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "balance": ("auxiliary_loss", "update_bias", "z_loss"),
+    "choice": ("DispatchChoice", "choose_dispatch"),
+    "dispatch": ("Dispatched", "Payload", "dispatch"),
+    "grouped": ("GroupedChoice", "choose_grouped_matmul", "grouped_matmul"),
     "metrics": ("Advice", "Load", "Loads", "advice", "measure", "scalars"),
     "placement": ("Placement", "Rebalanced", "permute", "place", "rebalance"),
     "routing": ("Routed", "Routing", "capacity", "count", "kept", "route"),

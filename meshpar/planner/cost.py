@@ -22,6 +22,7 @@ Yuan 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from meshpar.planner.hardware import Cluster, Link
@@ -404,6 +405,76 @@ def zigzag_order(payload_bytes: float, num_ranks: int) -> Cost:
     steps = min(num_ranks - 1, 2)
     sent = steps * payload_bytes / 2
     return Cost(steps=steps, bytes_sent=sent, bytes_in_turn=sent)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixture of experts: T tokens a rank (b s / N), k choices each, E experts over N ranks, rows of d numbers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def dropless_rows(num_tokens: int, k: int, num_experts: int, num_ranks: int, bound_factor: float | None = None) -> int:
+    """Rows that a rank makes room for so that any routing fits: `N T min(k, E/N)`, on one rank `T k`.
+
+    A token's choices are different experts, so that at most E/N of them are of one rank. It does not grow with E at
+    fixed k (once E/N is k or more). With a bound factor f there is room for `f T k / N` rows from each rank, if less.
+    """
+    _check_routed(num_tokens, k, num_experts, num_ranks)
+    if num_ranks == 1:
+        return num_tokens * k
+    pair_rows = num_tokens * min(k, num_experts // num_ranks)
+    if bound_factor is not None:
+        pair_rows = max(1, min(pair_rows, math.ceil(round(bound_factor * num_tokens * k / num_ranks, 9))))
+    return num_ranks * pair_rows
+
+
+def moe_all_to_all(row_bytes: float, num_tokens: int, k: int, num_ranks: int, *, padding: float = 1.0) -> Cost:
+    """One of the two all-to-alls of a layer and direction: `T k` rows a rank, of which `(N-1)/N` leave it.
+
+    Args:
+      row_bytes: of one token's row on the wire.
+      padding: rows that travel per choice: `E C / (T k)` with capacity C, `dropless_rows / (T k)` for dropless in
+        parts of one size, 1 for ragged ones.
+    """
+    return all_to_all(padding * num_tokens * k * row_bytes, num_ranks)
+
+
+def hierarchical_all_to_all(payload_bytes: float, num_ranks: int, *, inner: int) -> HierarchicalCost:
+    """All-to-all in two levels: `K-1` messages inside the node, then `N/K-1` across, the whole payload in each level.
+
+    Rajbhandari et al. 2022, "DeepSpeed-MoE".
+    """
+    nodes, inner = _nodes("hierarchical all-to-all", num_ranks, inner)
+    return HierarchicalCost(inside=all_to_all(payload_bytes, inner), across=all_to_all(payload_bytes, nodes))
+
+
+def grouped_rows(num_rows: int, num_groups: int, block: int) -> int:
+    """Rows that a blocked grouped matmul computes at the most: `R + G (block - 1)`, in whole blocks.
+
+    Gale et al. 2022, "MegaBlocks".
+    """
+    if num_rows < 0 or num_groups < 1 or block < 1:
+        raise problem(
+            "grouped matmul",
+            f"cut {num_rows} rows of {num_groups} groups into blocks of {block}",
+            "rows are counted from 0, groups and blocks from 1",
+            "give them as such",
+        )
+    return min((num_rows + num_groups * (block - 1)) // block, num_rows) * block
+
+
+def grouped_matmul_flops(num_rows: int, num_groups: int, block: int, inner: int, columns: int) -> int:
+    """FLOPs of a blocked grouped matmul at the most; as many for each of its two gradients."""
+    return matmul_flops(grouped_rows(num_rows, num_groups, block), inner, columns)
+
+
+def _check_routed(num_tokens: int, k: int, num_experts: int, num_ranks: int) -> None:
+    if min(num_tokens, k, num_experts, num_ranks) < 1 or num_experts % num_ranks:
+        raise problem(
+            "mixture of experts",
+            f"send {num_tokens} tokens to {k} of {num_experts} experts on {num_ranks} ranks",
+            "there is at least one of each, and every rank has as many experts",
+            "give a number of experts that the ranks divide",
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,43 @@
+"""How rows travel between ranks when nothing is said about it, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+IMPLEMENTATIONS = ("auto", "fixed", "ragged", "hierarchical")
+GPUS = ("gpu", "cuda", "rocm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DispatchChoice:
+    """An implementation of `dispatch`, and the reason for it."""
+
+    implementation: str
+    why: str
+
+
+def choose_dispatch(platform: str | None = None, *, dropless: bool = True, two_levels: bool = False) -> DispatchChoice:
+    """What `dispatch(implementation="auto")` takes.
+
+    For dropless it is decided when the program is lowered: traced on a laptop and compiled for GPUs, it is ragged.
+
+    Args:
+      platform: that the program is compiled for (`cpu`, `gpu`, `cuda`, ...); None: the one jax runs on.
+      dropless: whether experts have no capacity.
+      two_levels: whether the axis is a pair, (outer, inner).
+    """
+    platform = platform or jax.default_backend()
+    if dropless and platform in GPUS:
+        why = "XLA has ragged-all-to-all for GPUs: only rows there are travel, where other forms send padding too"
+        return DispatchChoice(implementation="ragged", why=why)
+    if dropless:
+        why = f"XLA has no ragged-all-to-all for {platform}: rows travel in parts of one size, one for each rank"
+        return DispatchChoice(implementation="fixed", why=why)
+    if two_levels:
+        why = "buffers of one size, over two axes: a rank sends a message to each node, not to each rank there"
+        return DispatchChoice(implementation="hierarchical", why=why)
+    return DispatchChoice(
+        implementation="fixed", why="buffers of one size, over one axis: one dense all-to-all each way"
+    )

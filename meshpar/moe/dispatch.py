@@ -1,0 +1,402 @@
+"""dispatch: routed tokens to the ranks of their experts, through the experts, and the weighted sum back.
+
+    x [T, d] ──sort by expert──► rows ──all-to-all──► rows of my experts ──expert_fn──► ──all-to-all──► y [T, d']
+
+Two payload all-to-alls forward and two backward, whatever the routing. What they carry is differentiated by hand, each
+by the other one's transpose, and all other motions are gathers both ways: no scatter of rows, and nothing of the size
+of tokens x experts x width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_of
+from meshpar.collectives.quantized import BLOCK, FORMATS
+from meshpar.collectives.wire import varying_alike
+from meshpar.moe import exchange
+from meshpar.moe.choice import IMPLEMENTATIONS, choose_dispatch
+from meshpar.moe.exchange import Coding, Link, Traffic, part_of
+from meshpar.moe.order import Order, by_expert, in_buffers, moved, spread, weighted_sum
+from meshpar.moe.routing import count, kept
+from meshpar.planner import cost
+from meshpar.types import problem
+
+KERNEL = "dispatch"
+
+ExpertFn: TypeAlias = Callable[[jax.Array, Any], jax.Array]
+"""(rows [R, d] sorted by local expert, group_sizes int32 [E/N]) -> [R, d']; rows beyond the sum are nobody's."""
+
+
+class Dispatched(NamedTuple):
+    """What was sent where, as one rank sees it: int32, no gradient."""
+
+    chosen: jax.Array
+    """[E]: choices of this rank's tokens for each expert, dropped ones included."""
+    received: jax.Array
+    """[E/N]: rows that this rank's experts computed for the tokens of all ranks."""
+    dropped: jax.Array
+    """[]: choices of this rank's tokens that no expert computed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Payload:
+    """How rows travel: each number format "int8", "fp8" or None, as they are.
+
+    Rows are quantized one by one, to nearest (`collectives.quantize`: a scale for each run of at most `block` numbers),
+    and rounding counts as the identity in the gradient. DeepSeek-V3 (2024, section 3.3.2) dispatches in fp8 and
+    combines in bf16.
+    """
+
+    dispatch: str | None = None
+    """Tokens to their experts."""
+    combine: str | None = None
+    """What the experts made of them, back."""
+    grad: str | None = None
+    """The cotangents, both ways."""
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        for name in ("dispatch", "combine", "grad"):
+            if getattr(self, name) is not None:
+                check_choice("Payload", name, getattr(self, name), FORMATS)
+        checked_count("Payload", "block", self.block)
+
+
+def dispatch(
+    x: Float[Array, "T d"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    expert_fn: ExpertFn,
+    *,
+    axis: Axis,
+    num_experts: int,
+    capacity: int | None = None,
+    implementation: str = "auto",
+    bound_factor: float | None = None,
+    payload: Payload | None = None,
+    chunks: int = 1,
+) -> tuple[Float[Array, "T e"], Dispatched]:
+    """y[t] = sum over j of weights[t, j] expert_{experts[t, j]}(x[t]), with the experts spread over a mesh axis.
+
+        per device x [T, d], experts [T, k], weights [T, k] -> y [T, d'];  of N ranks, r owns experts [r E/N, (r+1) E/N)
+        2 all-to-alls forward and 2 backward of payload, and one all-gather forward of E counts (4 (N-1) E bytes)
+
+    *Dropless* (`capacity=None`): choices are sorted by expert, and every one is computed. A rank may be sent
+    P = T min(k, E/N) rows by each other one, for the choices of a token are different experts: that is the bound all
+    arrays have, N P rows, for every routing (`planner.cost.dropless_rows`). Only rows there are travel in the ragged
+    form, T k d numbers of which (N-1)/N leave the rank if routing is even; in the fixed form N P d, of which (N-1)/N.
+    With `bound_factor` f, P is f T k / N where that is less, and what is over is dropped.
+
+    *Capacity*: every expert takes C choices of each rank (`routing.capacity` says how many for a factor), and the
+    buffers [E, C, d] travel whole (Lepikhin et al. 2020, "GShard", with buffers by rank; Fedus et al. 2022, "Switch
+    Transformers"). It is the form for experts that choose, too: k = E columns cost no room.
+
+    What is dropped has no part in y and no gradient: the residual carries the token. First come, first served: choices
+    count token by token, and a token's own in their order (column by column), so that what is over are the last tokens
+    of a rank. `Dispatched.dropped` tells how many.
+
+    Gradients are those of the formula: of x, weights, and what `expert_fn` closes over, summed over the tokens of the
+    ranks of `axis`. Weights of experts that are alike on other axes (data, fsdp) get this rank's part of the sum: jax
+    adds the parts when `check_vma` is on and they come in as alike there, else that is the caller's psum. Experts cut
+    over `tensor` may end with a psum over it in `expert_fn`; it is cheaper to leave partial sums and psum y, which has
+    T rows instead of R.
+
+    Args:
+      x: this rank's tokens; the same at all ranks of axes that cut the experts' width.
+      experts: whom each token goes to, different ones; -1 (or whatever is no expert) for none: a token of padding, or
+        all of a rank's.
+      weights: of any floating dtype; those of no expert count nothing.
+      expert_fn: computes rows sorted by local expert, of which there are `group_sizes`, as `grouped_matmul` does. With
+        capacity every expert has N C rows, and the sizes are NumPy's; without, they sum to T k / chunks on the mean.
+      axis: the axis of the experts, or several as one; a pair (outer, inner) for the hierarchical form.
+      num_experts: E, in all.
+      capacity: C; None: dropless.
+      implementation: how rows travel: `fixed`, `ragged` (GPUs), `hierarchical`, or `auto`: `choose_dispatch` says
+        which and why.
+      bound_factor: for dropless only: rows from one rank to another, in units of an even load; None: any routing fits.
+      payload: number formats on the wire; None: as the rows are.
+      chunks: cuts the tokens into so many parts, so that the messages of one may travel while another's experts
+        compute; each has its own all-to-alls, capacity and bound.
+
+    Raises:
+      ValueError: no such axis here; shapes, dtypes or options that do not go together; experts that N does not divide.
+    """
+    num_ranks = ranks_of(KERNEL, axis)
+    _check_arrays(x, experts, weights)
+    _check_experts(num_experts, num_ranks)
+    how = _checked_how(axis, capacity, bound_factor, implementation)
+    _check_chunks(chunks, x.shape[0])
+    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
+    x, experts, weights = varying_alike(axis, x, experts, weights)
+    size, (num_tokens, k) = x.shape[0] // chunks, experts.shape
+    shape = _Shape(size, k, num_experts, num_ranks, (axis,) if isinstance(axis, str) else axis, how)
+    payload = payload or Payload()
+
+    path: _Dropless | _Capacity
+    if capacity is None:
+        path = _Dropless(shape, payload, bound_factor)
+    else:
+        path = _Capacity(shape, payload, min(capacity, size))
+    parts = [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
+    with jax.named_scope(KERNEL):
+        arrived = [path.out(x[part], experts[part]) for part in parts]
+    # All rows are under way, or may be, before the first chunk's experts begin: no chunk waits for another.
+    outputs = []
+    for part, one in zip(parts, arrived, strict=True):
+        with jax.named_scope("experts"):
+            made = _checked_rows(expert_fn(one.rows, one.sizes), one.rows)
+        with jax.named_scope("combine"):
+            outputs.append(weighted_sum(path.back(made, one), weights[part], one.order))
+    stats = [one.stats for one in arrived]
+    return jnp.concatenate(outputs), Dispatched(*(sum(of[1:], of[0]) for of in zip(*stats, strict=True)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two paths
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Shape(NamedTuple):
+    """What is known when the program is traced, of one chunk."""
+
+    tokens: int
+    k: int
+    num_experts: int
+    num_ranks: int
+    axis: tuple[str, ...]
+    how: str
+
+    @property
+    def local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    def link(self, pair_rows: int) -> Link:
+        return Link(self.axis, self.num_ranks, self.how, pair_rows, self.tokens * self.k)
+
+    def counts_of_all(self, counts: jax.Array) -> jax.Array:
+        """int32 [N from, N to, E/N], of every rank's [E]."""
+        with jax.named_scope("counts"):
+            gathered = counts[None] if self.num_ranks == 1 else lax.all_gather(counts, self.axis)
+        return gathered.reshape(self.num_ranks, self.num_ranks, self.local_experts)
+
+    def rank(self) -> jax.Array:
+        return lax.axis_index(self.axis)
+
+
+class _Arrived(NamedTuple):
+    """Rows of this rank's experts, and what takes them back."""
+
+    rows: jax.Array
+    sizes: Any
+    order: Order
+    """Of this rank's own choices."""
+    traffic: Traffic | None
+    sorted_from: tuple[jax.Array, jax.Array] | None
+    """Where each row came in, and where each that came in stands."""
+    stats: Dispatched
+
+
+class _Capacity(NamedTuple):
+    """A buffer of `room` rows for every pair of rank and expert; all of them travel."""
+
+    shape: _Shape
+    payload: Payload
+    room: int
+
+    def out(self, x: jax.Array, experts: jax.Array) -> _Arrived:
+        shape, room = self.shape, self.room
+        order = in_buffers(experts, shape.num_experts, room)
+        link = shape.link(shape.local_experts * room)
+        parts = spread(x, order).reshape(shape.num_ranks, link.pair_rows, x.shape[1])
+        parts = exchange.swapped(link, _coding(self.payload, "dispatch"), parts)
+        rows = self._turned(parts.reshape(shape.num_ranks, shape.local_experts, room, x.shape[1]))
+        sizes = np.full(shape.local_experts, shape.num_ranks * room, np.int32)
+        return _Arrived(rows, sizes, order, None, None, self._stats(experts))
+
+    def back(self, made: jax.Array, arrived: _Arrived) -> jax.Array:
+        """[E C, d']: rows in the order of this rank's own choices."""
+        shape = self.shape
+        link, width = shape.link(shape.local_experts * self.room), made.shape[1]
+        parts = self._turned(made.reshape(shape.local_experts, shape.num_ranks, self.room, width))
+        parts = exchange.swapped(
+            link, _coding(self.payload, "combine"), parts.reshape(shape.num_ranks, link.pair_rows, width)
+        )
+        return parts.reshape(-1, width)
+
+    def _turned(self, parts: jax.Array) -> jax.Array:
+        """[N, E/N, C, d] <-> [E/N, N, C, d], as rows."""
+        return jnp.swapaxes(parts, 0, 1).reshape(-1, parts.shape[3])
+
+    def _stats(self, experts: jax.Array) -> Dispatched:
+        chosen = count(experts, self.shape.num_experts)
+        fitting = jnp.minimum(chosen, self.room)
+        received = self.shape.counts_of_all(fitting)[:, self.shape.rank()].sum(0, dtype=jnp.int32)
+        return Dispatched(chosen, received, jnp.sum(chosen - fitting, dtype=jnp.int32))
+
+
+class _Dropless(NamedTuple):
+    """Rows sorted by expert, as many to each rank as there are."""
+
+    shape: _Shape
+    payload: Payload
+    bound_factor: float | None
+
+    @property
+    def link(self) -> Link:
+        shape = self.shape
+        return shape.link(
+            cost.dropless_rows(shape.tokens, shape.k, shape.num_experts, shape.num_ranks, self.bound_factor)
+            // shape.num_ranks
+        )
+
+    def out(self, x: jax.Array, experts: jax.Array) -> _Arrived:
+        shape, link = self.shape, self.link
+        chosen = sent = count(experts, shape.num_experts)
+        if link.pair_rows < link.send_rows:  # what a rank takes may be less than all, and who comes late is nobody's
+            _, fits = kept(experts // shape.local_experts, link.pair_rows, shape.num_ranks)
+            experts = jnp.where(fits, experts, shape.num_experts)
+            sent = count(experts, shape.num_experts)
+        order, of_all = by_expert(experts, shape.num_experts), shape.counts_of_all(sent)
+        traffic, mine = self._traffic(of_all), of_all[:, shape.rank()]
+        came_in = exchange.sent_out(link, _coding(self.payload, "dispatch"), spread(x, order), traffic)
+        to, back = _sorted_by_expert(mine, link.pair_rows)
+        stats = Dispatched(chosen, mine.sum(0, dtype=jnp.int32), jnp.sum(chosen - sent, dtype=jnp.int32))
+        return _Arrived(moved(came_in, to, back), stats.received, order, traffic, (to, back), stats)
+
+    def back(self, made: jax.Array, arrived: _Arrived) -> jax.Array:
+        """[A, d']: rows in the order of this rank's own choices."""
+        assert arrived.sorted_from is not None
+        assert arrived.traffic is not None
+        to, back = arrived.sorted_from
+        rows = moved(made, back, to)
+        return exchange.sent_back(self.link, _coding(self.payload, "combine"), rows, arrived.traffic)
+
+    def _traffic(self, of_all: jax.Array) -> Traffic:
+        sums = of_all.sum(2, dtype=jnp.int32)  # [from, to]
+        begins, rank = jnp.cumsum(sums, axis=1) - sums, self.shape.rank()
+        return Traffic(sums[rank], begins[rank], sums[:, rank], begins[:, rank])
+
+
+def _sorted_by_expert(counts: jax.Array, pair_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Rows [N P] that came in rank by rank, each rank's by expert, in the order of the experts: (from where, to where).
+
+    Args:
+      counts: int32 [N, E/N].
+    """
+    num_ranks = len(counts)
+    within = jnp.cumsum(counts, axis=1) - counts  # where an expert's rows begin among those of one rank
+    of_experts = counts.sum(0, dtype=jnp.int32)
+    before = (jnp.cumsum(of_experts) - of_experts) + (jnp.cumsum(counts, axis=0) - counts)
+    at = jnp.arange(pair_rows, dtype=jnp.int32)
+    expert = part_of(within, pair_rows)
+    shift = jnp.take_along_axis(before - within, expert, axis=1)
+    size = num_ranks * pair_rows
+    back = jnp.where(at < counts.sum(1, dtype=jnp.int32)[:, None], at + shift, -1).reshape(size)
+    to = jnp.full_like(back, -1).at[jnp.where(back < 0, size, back)].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+    return to, back
+
+
+def _coding(payload: Payload, way: str) -> Coding:
+    return Coding(getattr(payload, way), payload.grad, payload.block)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_arrays(x: jax.Array, experts: jax.Array, weights: jax.Array) -> None:
+    shapes = f"x {x.shape}, experts {experts.shape} and weights {weights.shape}"
+    fits = x.ndim == experts.ndim == 2 and experts.shape == weights.shape and len(x) == len(experts)
+    if not fits or not experts.size:
+        raise problem(
+            KERNEL,
+            f"take {shapes}",
+            "they are [T, d], [T, k] and [T, k], with at least one token and one choice",
+            "give each token its experts and their weights; -1 marks a token that goes nowhere",
+        )
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise problem(KERNEL, f"take experts of {experts.dtype}", "they are numbers of experts", "give int32")
+    for name, array in (("x", x), ("weights", weights)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise problem(KERNEL, f"take {name} of {array.dtype}", "it has a gradient", "give a floating dtype")
+
+
+def _check_experts(num_experts: int, num_ranks: int) -> None:
+    checked_count(KERNEL, "num_experts", num_experts)
+    if num_experts % num_ranks:
+        raise problem(
+            KERNEL,
+            f"spread {num_experts} experts over {num_ranks} ranks",
+            f"{num_experts} is not a multiple of {num_ranks}",
+            f"take {-(-num_experts // num_ranks) * num_ranks} experts, or an axis whose size divides {num_experts}",
+        )
+
+
+def _checked_how(axis: Axis, capacity: int | None, bound_factor: float | None, implementation: str) -> str:
+    """How rows travel."""
+    check_choice(KERNEL, "implementation", implementation, IMPLEMENTATIONS)
+    if capacity is not None:
+        checked_count(KERNEL, "capacity", capacity)
+    if bound_factor is not None and not (bound_factor > 0 and math.isfinite(bound_factor)):
+        exists = "it is a number of rows, in units of an even load"
+        raise problem(KERNEL, f"use bound_factor={bound_factor!r}", exists, "give 2.0, say")
+    is_dropless, is_pair = capacity is None, isinstance(axis, tuple) and len(axis) == 2
+    if bound_factor is not None and not is_dropless:
+        raise problem(
+            KERNEL,
+            f"use bound_factor={bound_factor!r} with capacity={capacity!r}",
+            "buffers have their capacity for a bound",
+            "leave out one of them",
+        )
+    if implementation == "ragged" and not is_dropless:
+        raise problem(
+            KERNEL,
+            f"use implementation='ragged' with capacity={capacity!r}",
+            "buffers of fixed capacity travel whole",
+            "take implementation='fixed', or leave out the capacity",
+        )
+    if implementation == "hierarchical" and not is_pair:
+        raise problem(
+            KERNEL,
+            f"use implementation='hierarchical' over axis={axis!r}",
+            "its two levels are two axes",
+            'give axis=("outer", "inner"), across the nodes and inside them',
+        )
+    if implementation != "auto":
+        return implementation
+    if is_dropless:
+        return "auto"  # the exchange decides when it is lowered, as `choose_dispatch` says
+    return choose_dispatch(dropless=False, two_levels=is_pair).implementation
+
+
+def _check_chunks(chunks: int, num_tokens: int) -> None:
+    checked_count(KERNEL, "chunks", chunks)
+    if num_tokens % chunks:
+        raise problem(
+            KERNEL,
+            f"cut {num_tokens} tokens into {chunks} chunks",
+            f"{num_tokens} is not a multiple of {chunks}",
+            f"give one of {', '.join(str(n) for n in range(1, num_tokens + 1) if num_tokens % n == 0)[:60]}",
+        )
+
+
+def _checked_rows(made: jax.Array, rows: jax.Array) -> jax.Array:
+    if jnp.ndim(made) != 2 or made.shape[0] != rows.shape[0]:
+        raise problem(
+            f"{KERNEL}: expert_fn",
+            f"give back an array of shape {jnp.shape(made)} for rows {rows.shape}",
+            "there is one row for each that came in, in the same order",
+            f"give [{rows.shape[0]}, width]",
+        )
+    return made

@@ -1,0 +1,192 @@
+"""Rows to the ranks of their experts, and back: each way one all-to-all, the transpose of the other.
+
+N ranks, rank r owns experts [r E/N, (r+1) E/N). A rank has at most A rows to send, at most P of them to any one rank.
+
+    fixed         [N, P, d] to and fro in one dense all-to-all: rows there are not travel as zeros
+    ragged        `jax.lax.ragged_all_to_all`: only rows there are travel; XLA has it for GPUs
+    hierarchical  [N, P, d] in two levels, inside the nodes and across (`collectives.hierarchical_all_to_all`)
+
+All three leave the same bits at the same places: row p of rank s at [s, p]. Quantized, a row is encoded by itself, so
+that it travels as bytes in any of the three.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.collectives.hierarchical import hierarchical_all_to_all
+from meshpar.collectives.quantized import BLOCK, decoded, encoded
+from meshpar.collectives.wire import varying, varying_alike
+from meshpar.moe.order import taken
+
+
+class Link(NamedTuple):
+    """Between whom, and how: known when the program is traced."""
+
+    axis: tuple[str, ...]
+    """Several axes count as one, the first varying slowest; (outer, inner) for the hierarchical form."""
+    num_ranks: int
+    how: str
+    """`fixed`, `ragged`, `hierarchical`; `auto`: ragged where the program is compiled for GPUs, else fixed."""
+    pair_rows: int
+    """P; on one rank alone it is A."""
+    send_rows: int
+    """A."""
+
+
+class Traffic(NamedTuple):
+    """How many rows go where: known when the program runs. int32 [N] each."""
+
+    sent: jax.Array
+    """Rows for rank r, at most P."""
+    begins: jax.Array
+    """Where they begin in what this rank has to send."""
+    received: jax.Array
+    """Rows from rank s."""
+    begins_there: jax.Array
+    """Where they begin in what rank s has to send."""
+
+
+class Coding(NamedTuple):
+    """Number formats on the wire; None: as the rows are."""
+
+    forward: str | None = None
+    backward: str | None = None
+    block: int = BLOCK
+
+
+def all_to_all(link: Link, parts: jax.Array) -> jax.Array:
+    """[N, P, d] -> [N, P, d]: part r is for rank r before, from rank r after. Its own transpose."""
+    if link.num_ranks == 1 or parts.size == 0:
+        return parts
+    if link.how == "hierarchical":
+        outer, inner = link.axis
+        return hierarchical_all_to_all(parts, inner=inner, outer=outer, tiled=False)
+    return lax.all_to_all(parts, link.axis, 0, 0)
+
+
+def swapped(link: Link, coding: Coding, parts: jax.Array) -> jax.Array:
+    """`all_to_all`, coded."""
+    return _coded(link, coding, "both", parts, None)
+
+
+def sent_out(link: Link, coding: Coding, rows: jax.Array, traffic: Traffic) -> jax.Array:
+    """[A, d] -> [N P, d]: rows sorted by rank, to their ranks; zeros where there is no row."""
+    return _coded(link, coding, "out", rows, traffic)
+
+
+def sent_back(link: Link, coding: Coding, rows: jax.Array, traffic: Traffic) -> jax.Array:
+    """[N P, d] -> [A, d]: `sent_out` undone, and its transpose."""
+    return _coded(link, coding, "back", rows, traffic)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Derivatives and coding
+# ---------------------------------------------------------------------------------------------------------------------
+
+_OPPOSITE = {"both": "both", "out": "back", "back": "out"}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _coded(link: Link, coding: Coding, way: str, rows: jax.Array, traffic: Traffic | None) -> jax.Array:
+    return _sent(link, coding.forward, coding.block, way, rows, traffic)
+
+
+def _coded_forward(link: Link, coding: Coding, way: str, rows: jax.Array, traffic: Traffic | None) -> tuple:
+    return _coded(link, coding, way, rows, traffic), traffic
+
+
+def _coded_backward(link: Link, coding: Coding, way: str, traffic: Traffic | None, grad: jax.Array) -> tuple:
+    # Rounding counts as the identity: the transpose is that of what travels in full.
+    return _sent(link, coding.backward, coding.block, _OPPOSITE[way], grad, traffic), None
+
+
+_coded.defvjp(_coded_forward, _coded_backward)
+
+
+def _sent(link: Link, dtype: str | None, block: int, way: str, rows: jax.Array, traffic: Traffic | None) -> jax.Array:
+    if dtype is None or link.num_ranks == 1:
+        return _WAYS[way](link, rows, traffic)
+    message = _WAYS[way](link, encoded(rows, dtype, block, None), traffic)
+    return decoded(message, rows.shape[-1], dtype, block, rows.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows on the wire
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _out(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+    if link.num_ranks == 1:
+        return rows
+    return _by_platform(link, _out_ragged, _out_fixed, rows, traffic)
+
+
+def _back(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+    if link.num_ranks == 1:
+        return rows
+    return _by_platform(link, _back_ragged, _back_fixed, rows, traffic)
+
+
+_WAYS: dict[str, Any] = {"both": lambda link, parts, _: all_to_all(link, parts), "out": _out, "back": _back}
+
+
+def _by_platform(link: Link, ragged: Any, fixed: Any, rows: jax.Array, traffic: Traffic) -> jax.Array:
+    """Which form, decided as the program is lowered: one traced on a laptop is compiled for GPUs as it stands."""
+    rows, *each = varying_alike(link.axis, rows, *traffic)
+    traffic = Traffic(*each)
+    ragged, fixed = functools.partial(ragged, link), functools.partial(fixed, link)
+    if link.how == "auto":
+        return lax.platform_dependent(rows, traffic, cuda=ragged, rocm=ragged, default=fixed)
+    return ragged(rows, traffic) if link.how == "ragged" else fixed(rows, traffic)
+
+
+def _out_fixed(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+    at = jnp.arange(link.pair_rows, dtype=jnp.int32)
+    stands = jnp.where(at < traffic.sent[:, None], traffic.begins[:, None] + at, -1)
+    parts = all_to_all(link, taken(rows, stands))
+    return parts.reshape(link.num_ranks * link.pair_rows, rows.shape[1])
+
+
+def _back_fixed(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+    parts = all_to_all(link, rows.reshape(link.num_ranks, link.pair_rows, rows.shape[1]))
+    at = jnp.arange(link.send_rows, dtype=jnp.int32)
+    rank = part_of(traffic.begins, link.send_rows)
+    within = at - traffic.begins[rank]
+    stands = jnp.where(within < traffic.sent[rank], rank * link.pair_rows + within, -1)
+    return taken(parts.reshape(rows.shape), stands)
+
+
+def _out_ragged(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+    here = jnp.full(link.num_ranks, lax.axis_index(link.axis) * link.pair_rows, jnp.int32)
+    room = _room(link, link.num_ranks * link.pair_rows, rows)
+    return lax.ragged_all_to_all(rows, room, traffic.begins, traffic.sent, here, traffic.received, axis_name=link.axis)
+
+
+def _back_ragged(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+    begins = varying(jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows, link.axis)
+    room = _room(link, link.send_rows, rows)
+    return lax.ragged_all_to_all(
+        rows, room, begins, traffic.received, traffic.begins_there, traffic.sent, axis_name=link.axis
+    )
+
+
+def _room(link: Link, num_rows: int, like: jax.Array) -> jax.Array:
+    """Zeros to be written into."""
+    return varying_alike(link.axis, jnp.zeros((num_rows, *like.shape[1:]), like.dtype), like)[0]
+
+
+def part_of(begins: jax.Array, size: int) -> jax.Array:
+    """[..., parts] -> int32 [..., size]: the last part that begins at or before each place; parts begin at 0, in order.
+
+    Marks and a running sum, for as many places as there may be: no array of parts x places.
+    """
+    flat = begins.reshape(-1, begins.shape[-1])
+    line = jnp.arange(len(flat), dtype=jnp.int32)[:, None]
+    marks = jnp.zeros((len(flat), size), jnp.int32).at[line, flat].add(1, mode="drop")
+    return (jnp.cumsum(marks, axis=1) - 1).reshape(*begins.shape[:-1], size)
