@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from meshpar.strategies import expert_parallel as expert_parallel
     from meshpar.strategies import fsdp as fsdp
     from meshpar.strategies import hsdp as hsdp
+    from meshpar.strategies import pipeline_parallel as pipeline_parallel
     from meshpar.strategies import tensor_parallel as tensor_parallel
     from meshpar.strategies import zero1 as zero1
     from meshpar.strategies import zero2 as zero2
@@ -68,7 +69,7 @@ _HOMES = {
     "rules": ("Rules", "constrain", "first", "names", "replicated", "use"),
     "strategies": (
         "Quantize", "Strategy", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor_parallel", "expert_parallel",
-        "context_parallel",
+        "context_parallel", "pipeline_parallel",
     ),
     "adapters": ("Model", "from_nnx", "from_linen", "from_functions"),
     "table": ("ShardingTable", "shardings"),

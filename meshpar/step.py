@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.precision import Numerics, Precision, cast_floating, check_remat, gathering, numerics
 from meshpar.rules import Rules, resolve, use
+from meshpar.staged import staged_gradients
 from meshpar.state import Setup, TrainState
 from meshpar.strategies import Strategy, as_strategy
 from meshpar.types import AnyMesh, Leaf, PyTree, axis_sizes, path_str, problem, spec_axes, tree_leaves_with_paths
@@ -418,6 +419,8 @@ def _weighed(
 def _gradients(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> _Sums:
     setup = state.setup
     axes = _batch_axes(batch_sharding(setup.mesh, setup.strategy))
+    if setup.strategy.pipeline is not None:
+        return _staged(loss_fn, options, state, batch, key)
     unshard = make_unshard(setup, options.precision, axes)
     if unshard is not None:
         return _quantized(loss_fn, options, state, batch, key, unshard)
@@ -435,6 +438,38 @@ def _gradients(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: 
     sharding = batch_sharding(setup.mesh, setup.strategy)
     micro_batches = jax.tree.map(lambda x: _split_rows(x, options.accumulate, sharding), batch)
     return _accumulate(micro_step, state.extra, micro_batches, key, options.accumulate)
+
+
+def _staged(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> _Sums:
+    """Layers run stage by stage: microbatches take the place of micro-steps."""
+    setup = state.setup
+    for asked, given in (
+        (f"train_step(accumulate={options.accumulate})", options.accumulate > 1),
+        ("a strategy that quantizes", setup.strategy.quantize is not None),
+    ):
+        if given:
+            raise problem(
+                f"{asked} under {setup.strategy.label}",
+                "be done by stages",
+                "a pipeline sums the gradients of its own microbatches and sends weights as they are",
+                "leave it out; more microbatches are what accumulation would be",
+            )
+
+    def loss(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
+        return _loss(loss_fn, setup, params, extra, rows, key)
+
+    mean, metrics, grads = staged_gradients(
+        loss,
+        state,
+        batch,
+        key,
+        params=_compute_params(setup, state.params, options.precision),
+        grad_specs=_grad_specs(setup, options),
+        batch_axes=_batch_axes(batch_sharding(setup.mesh, setup.strategy)),
+        precision=options.precision,
+        weight=options.weight,
+    )
+    return _Sums(mean, metrics, grads, jnp.ones_like(mean), state.extra)
 
 
 def _grad_specs(setup: Setup, options: StepOptions) -> PyTree:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias, get_args
 
 from meshpar.rules import ACTIVATION_NAMES, BATCH_AXES, PARAMETER_NAMES, DimRule, Largest, Rules
 from meshpar.types import AnyMesh, axis_sizes, near, problem
@@ -19,6 +20,8 @@ MIN_SHARDED_BYTES = 2**16
 """Leaves without names are split by ZeRO from this size on; below it a collective costs more than it saves."""
 
 PARTS = ("params", "grads", "optimizer", "activations")
+
+Gather: TypeAlias = Literal["step", "microbatch"]
 
 QUANTIZED = ("int8", "fp8")
 """What weights and gradients can be sent as."""
@@ -83,6 +86,47 @@ class Quantize:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipelined:
+    """How a model's stacked layers are run stage by stage."""
+
+    stages: int
+    """Ranks of `axis`; each holds a share of the layers."""
+    microbatches: int
+    """Into which the rows of every device are cut."""
+    schedule: str = "1f1b"
+    """A name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file as `Schedule.from_csv` reads it."""
+    chunks: int | None = None
+    """Shares of the layers on one stage, for a schedule that takes several."""
+    gather: Gather = "step"
+    """Weights that are split over axes that split the batch, too: gathered once a step and held whole, or in every
+    forward and backward of a microbatch and held as shards."""
+    axis: str = "stage"
+
+    def __post_init__(self) -> None:
+        for field in ("stages", "microbatches", *(() if self.chunks is None else ("chunks",))):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                where, exists = f"pipeline_parallel({field}={value!r})", "it is a whole number, one or more"
+                raise problem(where, "run a pipeline of so many", exists, "write pipeline_parallel(stages=4, ...)")
+        if self.gather not in get_args(Gather):
+            where, fix = f"pipeline_parallel(gather={self.gather!r})", near(str(self.gather), get_args(Gather))
+            raise problem(where, "gather weights then", "there is no such choice", fix)
+        if not isinstance(self.schedule, str):
+            exists = "a strategy names its schedule, so that it can be written down"
+            fix = 'give a name, schedule="zb-h1", or a file that Schedule.to_csv wrote'
+            raise problem(f"pipeline_parallel(schedule={self.schedule!r})", "run it", exists, fix)
+        if not self.schedule.endswith(".csv"):
+            from meshpar.pipeline.schedules import make
+
+            make(
+                self.schedule,
+                self.stages,
+                self.microbatches,
+                **({} if self.chunks is None else {"chunks": self.chunks}),
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How a training step is split: four `Rules`. Joined with `|`, the later one wins rule by rule."""
 
@@ -102,6 +146,8 @@ class Strategy:
     """Axes without which it would be another strategy."""
     quantize: Quantize | None = None
     """How split parameters and their gradients travel; None: as XLA sends them."""
+    pipeline: Pipelined | None = None
+    """How the layers are run stage by stage; None: one after the other, by all devices."""
 
     def __post_init__(self) -> None:
         for part in PARTS:
@@ -132,6 +178,7 @@ class Strategy:
             big_leaf_bytes=min(self.big_leaf_bytes, other.big_leaf_bytes),
             needs=self.needs + other.needs,
             quantize=other.quantize or self.quantize,
+            pipeline=other.pipeline or self.pipeline,
         )
 
     def _check_not_undone(self, other: Strategy) -> None:
@@ -481,10 +528,67 @@ def context_parallel(*, axis: str = "context") -> Strategy:
     )
 
 
+def pipeline_parallel(
+    *,
+    stages: int,
+    microbatches: int,
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    gather: Gather = "step",
+    axis: str = "stage",
+) -> Strategy:
+    """Pipeline parallel: the stacked layers split over `axis`, and every batch run through them in microbatches.
+
+    The model runs its layers by `meshpar.pipeline.scan_layers`, as the shipped decoders do; what stands before is the
+    first stage's and what stands behind the last one's. Any schedule of `meshpar.pipeline` runs as one program, with
+    what other strategies split inside a stage left to XLA. Gradients are summed on every device and over the axes that
+    split the batch once, behind the last microbatch. Parameters outside of the layers (embedding, head) are whole on
+    every stage; their gradients are sent from the stage that makes them, or summed where two do. The stages meet at the
+    end of a step, for the gradient norm and the metrics.
+
+    Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM"; Qi et al. 2024, "Zero Bubble Pipeline Parallelism".
+
+    Args:
+      stages: ranks of `axis`.
+      microbatches: into which the rows of every device are cut; the loss is the mean over them.
+      schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file.
+      chunks: shares of the layers on one stage, for the interleaved schedule.
+      gather: with `fsdp()`, weights are gathered once a "step" and held, or for every "microbatch" and dropped again.
+      axis: the mesh axis of the stages.
+
+    Raises:
+      ValueError: no such schedule, or not for these numbers.
+    """
+    _axes("pipeline_parallel", axis)
+    pipelined = Pipelined(
+        stages=stages, microbatches=microbatches, schedule=schedule, chunks=chunks, gather=gather, axis=axis
+    )
+    rules = Rules.preset("pipeline_parallel", {"layers": axis}, known=PARAMETER_NAMES)
+    changed = (
+        f"{field.name}={getattr(pipelined, field.name)!r}"
+        for field in dataclasses.fields(Pipelined)
+        if getattr(pipelined, field.name) != field.default
+    )
+    label = f"pipeline_parallel({', '.join(changed)})"
+    why = "leave it out, for there are no stages to split the layers over"
+    return Strategy(
+        params=rules,
+        grads=rules,
+        optimizer=rules,
+        activations=_activations("pipeline_parallel"),
+        label=label,
+        needs=(Need(axis=axis, strategy=label, why=why),),
+        pipeline=pipelined,
+    )
+
+
 PRESETS: dict[str, Callable[..., Strategy]] = {
     preset.__name__: preset
-    for preset in (ddp, zero1, zero2, zero3, fsdp, hsdp, tensor_parallel, expert_parallel, context_parallel)
-}
+    for preset in (
+        ddp, zero1, zero2, zero3, fsdp, hsdp, tensor_parallel, expert_parallel, context_parallel, pipeline_parallel
+    )
+}  # fmt: skip
 
 
 def parse_strategy(text: str) -> Strategy:

@@ -357,9 +357,13 @@ def test_hsdp_without_a_data_axis_is_fsdp_and_an_error():
         mp.shardings(UNNAMED, Mesh(np.array(jax.devices()), ("fsdp",)), mp.hsdp())
 
 
+def _preset(name):
+    return PRESETS[name](**({"stages": 4, "microbatches": 8} if name == "pipeline_parallel" else {}))
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_on_one_device_every_strategy_is_the_same_program(name):
-    table = mp.shardings(MODEL, mp.MeshSpec().abstract(), PRESETS[name](), tx=_adam())
+    table = mp.shardings(MODEL, mp.MeshSpec().abstract(), _preset(name), tx=_adam())
     assert all(d.shards == 1 for d in (*table.params, *table.grads, *table.optimizer))
 
 
@@ -368,7 +372,8 @@ def test_on_one_device_every_strategy_is_the_same_program(name):
 # ---------------------------------------------------------------------------------------------------------------------
 
 STRATEGIES = [
-    *(preset() for preset in PRESETS.values()),
+    *map(_preset, PRESETS),
+    mp.pipeline_parallel(stages=2, microbatches=4, schedule="interleaved-1f1b", chunks=3, gather="microbatch"),
     mp.fsdp(axis=("data", "fsdp"), min_bytes=10),
     mp.zero1() | mp.tensor_parallel(sequence=True, axis="model"),
     mp.hsdp() | mp.Rules(mlp=mp.first("tensor", None), paths={".*/scale": mp.replicated}),

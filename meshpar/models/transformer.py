@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Integer
 from meshpar.models import context, layers, overlap
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache, LayerCache, Rope
+from meshpar.pipeline.layers import is_staged, scan_layers
 from meshpar.precision import dot_general, layer_weights, remat_layer
 from meshpar.rules import constrain
 
@@ -165,6 +166,11 @@ class Transformer(nnx.Module):
             state, layer_cache = of_layer
             return nnx.merge(graph, layer_weights(state))(x_BTE, angles, layer_cache, length)
 
+        def of_stage(x_BTE: Array, state: Any) -> Array:
+            return layer(x_BTE, (state, None))[0]
+
+        if cache is None and is_staged():
+            return scan_layers(remat_layer(of_stage), x_BTE, state), None
         with jax.named_scope("layers"):
             x_BTE, kv = jax.lax.scan(remat_layer(layer), x_BTE, (state, None if cache is None else cache[:2]))
         return x_BTE, advanced(cache, kv, angles)

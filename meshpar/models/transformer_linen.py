@@ -17,7 +17,8 @@ from meshpar.models import context, layers, overlap
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.models.transformer import Initializer, advanced, embedding_init, into_residual, rope_of, tied_logits
-from meshpar.precision import dot_general, gathers_layers, layer_weights, remat_policy
+from meshpar.pipeline.layers import is_staged, scan_layers
+from meshpar.precision import dot_general, gathers_layers, layer_weights, remat_layer, remat_policy
 from meshpar.rules import constrain
 
 
@@ -110,9 +111,12 @@ class LinenTransformer(nn.Module):
                 tokens, positions = context.entered(tokens, positions)
             x_BTE = layers.embed(table_VE, tokens)
         angles = rope_of(cfg, tokens, positions, cache, x_BTE.dtype)
-        blocks = _scanned_block(cfg)(cfg, name="layers")
-        of_layers = (None, None) if cache is None else (cache[:2], cache.length)
-        x_BTE, kv = blocks(x_BTE, of_layers[0], angles, of_layers[1])
+        if cache is None and is_staged():
+            x_BTE, kv = _by_stage(cfg, x_BTE, angles, self.variables["params"]["layers"]), None
+        else:
+            blocks = _scanned_block(cfg)(cfg, name="layers")
+            of_layers = (None, None) if cache is None else (cache[:2], cache.length)
+            x_BTE, kv = blocks(x_BTE, of_layers[0], angles, of_layers[1])
         cache = advanced(cache, kv, angles)
         with jax.named_scope("head"):
             h_BTE = layers.block_input(_norm(cfg, "final_norm")(x_BTE))
@@ -123,6 +127,16 @@ class LinenTransformer(nn.Module):
                 logits_BTV = _linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"))(h_BTE)
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)
+
+
+def _by_stage(cfg: TransformerConfig, x_BTE: Array, angles: Rope, params: Any) -> Array:
+    """The same blocks outside of Linen's own scan, whose length is that of the whole model."""
+    block = LinenBlock(cfg, parent=None)
+
+    def layer(x_BTE: Array, of_layer: Any) -> Array:
+        return block.apply({"params": of_layer}, x_BTE, None, angles, None)[0]
+
+    return scan_layers(remat_layer(layer), x_BTE, params)
 
 
 def _scanned_block(cfg: TransformerConfig) -> Any:

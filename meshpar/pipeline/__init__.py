@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshpar.pipeline.gradients import Params as Params
     from meshpar.pipeline.gradients import Result as Result
     from meshpar.pipeline.gradients import value_and_grad as value_and_grad
+    from meshpar.pipeline.layers import scan_layers as scan_layers
     from meshpar.pipeline.schedules import SCHEDULES as SCHEDULES
     from meshpar.pipeline.schedules import Op as Op
     from meshpar.pipeline.schedules import Schedule as Schedule
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "executor": ("Aux", "Micro"),
     "gradients": ("Params", "Result", "value_and_grad"),
+    "layers": ("scan_layers",),
     "schedules": (
         "SCHEDULES", "Op", "Schedule", "Simulation", "Slots", "Timeline", "dualpipe", "dualpipe_v", "gpipe",
         "interleaved_1f1b", "make", "one_f_one_b", "zb_h1", "zb_h2", "zb_v",

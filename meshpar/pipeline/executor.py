@@ -60,6 +60,8 @@ class Functions:
     """(ends, the last part's output, micro) -> (loss, metrics)."""
     weight: str | None = None
     """Metric of `last` by which microbatches are weighed; None: all count the same."""
+    inside: Callable[[PyTree, PyTree, PyTree, Micro], PyTree] | None = None
+    """(parameters of one part, ends, x, micro) -> y, where `stage` leaves out ends that it must not depend on."""
 
 
 @jax.tree_util.register_dataclass

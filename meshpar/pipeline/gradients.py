@@ -196,6 +196,8 @@ class Pipeline:
         x = jax.eval_shape(functions.first, ends, micro)
         y, _ = jax.eval_shape(functions.stage, one, x, micro)
         _check_alike(x, y)
+        if functions.inside is not None:
+            _check_own(functions.inside, one, ends, x, micro)
 
         def loss(ends: PyTree, y: PyTree, micro: Micro) -> Any:
             return functions.last(ends, y, micro)[0]
@@ -459,6 +461,20 @@ def _check_alike(x: PyTree, y: PyTree) -> None:
             f"a part takes {_told(x)}",
             "make y of x's shapes and dtypes; what changes them belongs into first_fn or loss_fn",
         )
+
+
+def _check_own(inside: Callable[..., PyTree], one: PyTree, ends: PyTree, x: PyTree, micro: Micro) -> None:
+    """Layers may not use parameters from outside of them: their gradients would be lost."""
+    closed, _ = flat_jaxpr(lambda ends, one, x, micro: (inside(one, ends, x, micro), ()), ends, one, x, micro)
+    used = Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs
+    for leaf, use in zip(jax.tree.leaves(ends), used, strict=False):
+        if use:
+            raise problem(
+                f"the layers of the model, and a parameter of shape {leaf.shape}",
+                "use it inside of a stage",
+                "it stands outside of the stacked layers: only the first and the last stage have a part in it",
+                "give every layer a copy in its own stacked parameters, or use it before or behind the layers",
+            )
 
 
 LOCAL = frozenset({"axis_index", "pvary", "pcast", "pbroadcast"})

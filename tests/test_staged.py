@@ -1,0 +1,123 @@
+"""Training by stages equals training on one device: five Adam steps of the decoders, NNX and Linen, every schedule."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.types import tree_leaves_with_paths
+
+SEQ, VOCAB, STEPS = 8, 32, 3
+
+
+def config(dtype: str = "float64", *, num_layers: int = 8, tied: bool = False) -> TransformerConfig:
+    return TransformerConfig(
+        vocab_size=VOCAB, num_layers=num_layers, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=32,
+        param_dtype=dtype, tied_embeddings=tied,
+    )  # fmt: skip
+
+
+def batches(rows: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, VOCAB, (rows, SEQ + 1), dtype=np.int32) for _ in range(STEPS)]
+    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
+
+
+def make_model(framework: str, cfg: TransformerConfig, rows: int) -> mp.Model:
+    if framework == "nnx":
+        return cfg.build()
+    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((rows, SEQ), np.int32))
+
+
+def train(framework, cfg, rows, spec, strategy, **options):
+    devices = jax.devices()[: int(np.prod(list(spec.values())))]
+    tx = optax.adam(1e-2, eps=1e-6)
+    state = mp.init_state(
+        make_model(framework, cfg, rows), tx, mesh=spec.build(devices), strategy=strategy, key=0
+    )  # fmt: skip
+    step = mp.train_step(next_token_loss, **options)
+    told = []
+    for batch in batches(rows):
+        state, metrics = step(state, batch)
+        told.append({name: float(x) for name, x in metrics.items()})
+    return told, dict(tree_leaves_with_paths(jax.device_get(state.params)))
+
+
+@functools.cache
+def alone(framework, cfg, rows):
+    return train(framework, cfg, rows, mp.MeshSpec(), mp.ddp())
+
+
+def check(framework, cfg, rows, spec, strategy, atol, **options):
+    told, params = train(framework, cfg, rows, spec, strategy, **options)
+    wanted, wanted_params = alone(framework, cfg, rows)
+    for ours, theirs in zip(told, wanted, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, abs=atol), name
+    assert params.keys() == wanted_params.keys()
+    for path, x in params.items():
+        np.testing.assert_allclose(x, wanted_params[path], rtol=0, atol=atol * 100, err_msg=path)
+
+
+CASES = {
+    "1f1b": (mp.MeshSpec(stage=4), {"stages": 4, "microbatches": 4}, mp.ddp()),
+    "gpipe, one microbatch": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 1, "schedule": "gpipe"}, mp.ddp()),
+    "zb-h1 | fsdp": (
+        mp.MeshSpec(stage=4, fsdp=2), {"stages": 4, "microbatches": 8, "schedule": "zb-h1"}, mp.fsdp()
+    ),
+    "zb-v | tensor": (
+        mp.MeshSpec(stage=4, tensor=2), {"stages": 4, "microbatches": 8, "schedule": "zb-v"}, mp.tensor_parallel()
+    ),
+    "interleaved | fsdp | tensor": (
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2),
+        {"stages": 2, "microbatches": 4, "schedule": "interleaved-1f1b"},
+        mp.fsdp() | mp.tensor_parallel(sequence=True),
+    ),
+    "dualpipe | data": (
+        mp.MeshSpec(stage=4, data=2), {"stages": 4, "microbatches": 8, "schedule": "dualpipe"}, mp.ddp()
+    ),
+    "zb-h2 | expert": (
+        mp.MeshSpec(stage=4, expert=2), {"stages": 4, "microbatches": 8, "schedule": "zb-h2"}, mp.ddp()
+    ),
+    "1f1b | fsdp in every microbatch": (
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2),
+        {"stages": 2, "microbatches": 2, "gather": "microbatch"},
+        mp.fsdp() | mp.tensor_parallel(),
+    ),
+    "1f1b | zero1": (mp.MeshSpec(stage=2, fsdp=4), {"stages": 2, "microbatches": 2}, mp.zero1()),
+}  # fmt: skip
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nnx_as_on_one_device(name, x64):
+    spec, asked, inside = CASES[name]
+    check("nnx", config(), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved | fsdp | tensor"])
+def test_linen_as_on_one_device(name, x64):
+    spec, asked, inside = CASES[name]
+    check("linen", config(), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
+
+
+def test_tied_embeddings_and_recomputation(x64):
+    strategy = mp.pipeline_parallel(stages=4, microbatches=4, schedule="zb-h1") | mp.tensor_parallel()
+    check("nnx", config(tied=True), 8, mp.MeshSpec(stage=4, tensor=2), strategy, 1e-12, remat="full")
+
+
+def test_float32():
+    strategy = mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp()
+    check("nnx", config("float32"), 16, mp.MeshSpec(stage=2, fsdp=2), strategy, 1e-5)
