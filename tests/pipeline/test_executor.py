@@ -1,0 +1,637 @@
+"""One executor for every schedule: gradients of the model in one piece, small buffers, and few messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.ledger import hlo
+from meshpar.ledger.census import census
+from meshpar.ledger.pod import PodProcess
+from meshpar.ledger.target import missing_aot
+from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, value_and_grad
+from meshpar.pipeline.placement import Placement
+from meshpar.types import MeshparError
+
+NAMES = [*SCHEDULES]
+IN, EMBED, HIDDEN, LAYERS = 6, 8, 16, 2
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model of parts, in every variant, and the programs that run it
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A schedule, a mesh, and what the model does."""
+
+    schedule: str | Schedule = "1f1b"
+    p: int = 2
+    m: int = 4
+    fsdp: int = 1
+    expert: int = 1
+    tensor: int = 1
+    gather: str = "step"
+    remat: str | None = None
+    meet: bool = True
+    tied: bool = False
+    noise: bool = False
+    aux: bool = False
+    weighted: bool = False
+    dtype: str = "float64"
+    rows: int = 2
+    """Of a microbatch on one device."""
+    same: bool = False
+    """All microbatches alike."""
+    waves: int = 0
+    """Elementwise steps of a stage before its layers: much for F to keep, nothing for B to hand to W."""
+
+    @property
+    def table(self) -> Schedule:
+        return self.schedule if isinstance(self.schedule, Schedule) else make(self.schedule, self.p, self.m)
+
+    @property
+    def shards(self) -> int:
+        return self.fsdp * self.expert
+
+    @functools.cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        spec = mp.MeshSpec(stage=self.table.stages, fsdp=self.fsdp, expert=self.expert, tensor=self.tensor)
+        return spec.build(jax.devices()[: self.table.stages * self.shards * self.tensor])
+
+    @property
+    def specs(self) -> dict[str, P]:
+        weight = tuple(axis for axis in ("fsdp", "expert") if getattr(self, axis) > 1) or None
+        tensor = "tensor" if self.tensor > 1 else None
+        return {"up": P("stage", None, weight, tensor), "down": P("stage", None, tensor, weight)}
+
+    # The model
+
+    def stage(self, layers, x, micro):
+        def layer(x, weights):
+            return x + jnp.tanh(x @ weights["up"]) @ weights["down"], None
+
+        for _ in range(self.waves):
+            x = x + jnp.sin(x)
+        y, _ = jax.lax.scan(layer, x, layers)
+        if self.noise:
+            y = y * jax.random.bernoulli(micro.key, 0.7, y.shape).astype(y.dtype)
+        if not self.aux:
+            return y
+        return y, Aux((y**2).mean() * 0.1, {"square": (y**2).mean(), "of_dims": jnp.abs(y).mean(0)})
+
+    def first(self, ends, micro):
+        return micro.rows["x"] @ ends["in"]
+
+    def last(self, ends, y, micro):
+        error = (y @ (ends["in"].T if self.tied else ends["out"]) - micro.rows["t"]) ** 2
+        if self.weighted:
+            weight = micro.rows["weight"].sum()
+            loss = (error.mean(-1) * micro.rows["weight"]).sum() / weight
+            return loss, {"double": 2 * loss, "weight": weight}
+        return error.mean(), {"double": 2 * error.mean()}
+
+    # Its data
+
+    @functools.cached_property
+    def data(self) -> tuple[Params, dict[str, jax.Array]]:
+        seeds, parts = itertools.count(), self.table.num_parts
+        rows = self.rows * self.table.microbatches * self.shards
+
+        def normal(*shape, scale=1.0):
+            return jnp.asarray(np.random.default_rng(next(seeds)).normal(size=shape) * scale, self.dtype)
+
+        params = Params(
+            {
+                "up": normal(parts, LAYERS, EMBED, HIDDEN, scale=0.3),
+                "down": normal(parts, LAYERS, HIDDEN, EMBED, scale=0.3),
+            },
+            {"in": normal(IN, EMBED)} | ({} if self.tied else {"out": normal(EMBED, IN)}),
+        )
+        batch = {"x": normal(rows, IN), "t": normal(rows, IN)}
+        if self.weighted:
+            batch["weight"] = jnp.abs(normal(rows)) + 0.5
+        if self.same:
+            batch = {name: jnp.tile(x[: self.rows], (rows // self.rows, 1)) for name, x in batch.items()}
+        return params, batch
+
+    # The same in one piece
+
+    def whole(self, params, rows, key):
+        """(loss, (metrics, aux)) of some rows; their key folded with each part."""
+        x, losses, aux = self.first(params.ends, Micro(rows, key, 0)), 0.0, []
+        for part in range(self.table.num_parts):
+            micro = Micro(rows, jax.random.fold_in(key, part), part)
+            x = self.stage(jax.tree.map(lambda leaf, at=part: leaf[at], params.parts), x, micro)
+            if self.aux:
+                x, one = x
+                losses, aux = losses + one.loss, [*aux, one.metrics]
+        loss, metrics = self.last(params.ends, x, Micro(rows, key, 0))
+        return loss + losses, (metrics, jax.tree.map(lambda *xs: jnp.stack(xs), *aux) if aux else {})
+
+    def reference(self):
+        """((loss, (metrics, aux)), gradients) by autodiff: over the whole batch at once, or by microbatch where
+        random numbers are drawn for each."""
+
+        def by_microbatch(params, batch, key):
+            cut = jax.tree.map(
+                lambda x: x.reshape(self.shards, self.table.microbatches, self.rows, *x.shape[1:]), batch
+            )
+
+            def one(rows, shard, microbatch):
+                own = jax.random.fold_in(key, shard) if self.shards > 1 else key
+                return self.whole(params, rows, jax.random.fold_in(own, microbatch))
+
+            found = jax.vmap(jax.vmap(one, (0, None, 0)), (0, 0, None))(
+                cut, jnp.arange(self.shards), jnp.arange(self.table.microbatches)
+            )
+            return jax.tree.map(lambda x: x.mean((0, 1)), found)
+
+        model = by_microbatch if self.noise else self.whole
+        with jax.enable_x64(self.dtype == "float64"):
+            return jax.jit(jax.value_and_grad(model, has_aux=True))(*self.data, jax.random.key(7))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """A case, traced and compiled."""
+
+    case: Case
+    lowered: jax.stages.Lowered
+    compiled: jax.stages.Compiled
+
+    def __call__(self):
+        with jax.enable_x64(self.case.dtype == "float64"):
+            laid = jax.tree.map(
+                lambda x, like: jax.device_put(x, like.sharding), self.case.data, arguments(self.case)[:2]
+            )
+            return self.compiled(*laid, jax.random.key(7))
+
+    @functools.cached_property
+    def collectives(self):
+        return census(hlo.parse(self.compiled.as_text()), self.case.mesh)
+
+    @property
+    def temporary_bytes(self) -> int:
+        return self.compiled.memory_analysis().temp_size_in_bytes
+
+
+def function(case: Case):
+    return value_and_grad(
+        case.stage, case.last, schedule=case.table, mesh=case.mesh, first_fn=case.first, specs=case.specs,
+        gather=case.gather, remat=case.remat, meet=case.meet, weight="weight" if case.weighted else None,
+    )  # fmt: skip
+
+
+def arguments(case: Case):
+    """Shapes of parameters and batch as they lie on the mesh, and of the key."""
+    params, batch = case.data
+
+    def laid(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(case.mesh, spec))
+
+    axes = tuple(axis for axis in ("fsdp", "expert") if getattr(case, axis) > 1)
+    at_rest = Params(
+        {name: laid(x, case.specs[name]) for name, x in params.parts.items()},
+        {name: laid(x, P()) for name, x in params.ends.items()},
+    )
+    rows = {name: laid(x, P(axes or None)) for name, x in batch.items()}
+    return at_rest, rows, jax.eval_shape(lambda: jax.random.key(7))
+
+
+def run_of(case: Case) -> Run:
+    with jax.enable_x64(case.dtype == "float64"):
+        lowered = jax.jit(function(case)).lower(*arguments(case))
+        return Run(case, lowered, lowered.compile())
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Case -> its Run, each compiled once."""
+    return functools.cache(run_of)
+
+
+def differences(run: Run) -> dict[str, float]:
+    """Of loss, metrics, aux and every gradient: the largest difference to the model in one piece, relative."""
+    result, grads = run()
+    (loss, (metrics, aux)), wanted = run.case.reference()
+    metrics = {name: x for name, x in metrics.items() if name != "weight"}
+    found = {"loss": (result.loss, loss), "grads": (grads, wanted), "aux": (result.aux, aux)}
+    found["metrics"] = {name: result.metrics[name] for name in metrics}, metrics
+    out = {}
+    for name, (got, want) in found.items():
+        assert jax.tree.structure(got) == jax.tree.structure(want), name
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            assert a.shape == b.shape, name
+            out[name] = max(out.get(name, 0.0), float(abs(a - b).max() / abs(b).max()))
+    return out
+
+
+def same(run: Run) -> None:
+    for name, difference in differences(run).items():
+        assert difference <= TOLERANCE[run.case.dtype], (name, difference)
+
+
+def label(case: Case) -> str:
+    changed = [f.name for f in dataclasses.fields(case) if getattr(case, f.name) != f.default]
+    return "-".join(f"{name}={getattr(case, name)}" for name in changed if name != "schedule") + f"-{case.schedule}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same numbers
+# ---------------------------------------------------------------------------------------------------------------------
+
+CROSSED = [
+    Case(schedule="zb-h1", fsdp=2, tensor=2),
+    Case(schedule="zb-v", fsdp=2, aux=True),
+    Case(schedule="1f1b", tensor=2, tied=True),
+    Case(schedule="dualpipe", expert=2, fsdp=2),
+    Case(schedule="interleaved-1f1b", fsdp=2, tensor=2, gather="microbatch", remat="full"),
+]
+COUNTS = [Case(schedule=name, m=m) for name in ("1f1b", "gpipe", "zb-h1") for m in (1, 8)]
+VARIANTS = [
+    Case(schedule="zb-h2", tied=True, fsdp=2),
+    Case(schedule="dualpipe-v", tied=True, aux=True),
+    Case(schedule="gpipe", weighted=True, fsdp=2),
+    Case(schedule="zb-h1", noise=True, fsdp=2, remat="full"),
+    Case(schedule="zb-v", noise=True, aux=True),
+    Case(schedule="1f1b", noise=True),
+]
+SINGLE = [Case(schedule=name, dtype="float32") for name in ("1f1b", "dualpipe")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_is_the_model_in_one_piece(run, name):
+    same(run(Case(schedule=name, p=4, m=8)))
+
+
+@pytest.mark.parametrize("case", CROSSED + COUNTS + VARIANTS + SINGLE, ids=label)
+def test_the_model_in_one_piece(run, case):
+    same(run(case))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}, {"expert": 2}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_crossed(name, axes, dtype):
+    for options in ({}, {"gather": "microbatch", "remat": "full", "tied": True, "aux": True, "noise": True}):
+        same(run_of(Case(schedule=name, **axes, **options, dtype=dtype)))
+    if math.prod(axes.values()) <= 2:
+        same(run_of(Case(schedule=name, p=4, m=8, **axes, dtype=dtype)))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", NAMES)
+def test_every_number_of_microbatches(name):
+    for p, m in ((2, 1), (2, 2), (2, 3), (2, 8), (4, 1), (4, 4), (4, 5), (4, 16)):
+        try:
+            schedule = make(name, p, m)
+        except MeshparError:  # fewer microbatches than its two streams need
+            assert name not in ("gpipe", "1f1b", "zb-h1")
+            continue
+        same(run_of(Case(schedule=schedule, p=p, m=m)))
+
+
+def test_masks_differ_between_microbatches_and_parts(run):
+    """What the reference draws: so that a mask used twice would be seen."""
+    case = Case(schedule="1f1b", noise=True)
+    keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(7), i), part) for i in range(4) for part in range(2)]
+    masks = {tuple(np.asarray(jax.random.bernoulli(key, 0.7, (case.rows, EMBED))).ravel()) for key in keys}
+    assert len(masks) == 8
+    result, _ = run(case)()
+    (loss, _), _ = dataclasses.replace(case, noise=False).reference()
+    assert abs(float(result.loss) - float(loss)) > 1e-3
+
+
+def test_narrow_weights_are_summed_wide(run):
+    """Sixteen times the same gradient: in bfloat16 their sum would have lost the last bits of each."""
+    few, many = (run(Case(schedule="zb-h1", m=m, dtype="bfloat16", same=True))()[1] for m in (1, 16))
+    for a, b in zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True):
+        assert a.dtype == b.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+        lossy = functools.reduce(lambda total, _: total + a.astype(jnp.bfloat16), range(16), jnp.bfloat16(0))
+        assert abs(lossy.astype(jnp.float32) / 16 - a).max() > 1e-4 * abs(a).max()
+
+
+def test_a_table_of_ones_own(run):
+    """W of stage 0 long after its B, idle ticks anywhere, microbatches in any order."""
+    cells = [
+        [("F", 1, 0), None],
+        [("F", 0, 0), ("F", 1, 0)],
+        [None, ("F", 0, 0)],
+        [None, ("B", 0, 0)],
+        [("B", 0, 0), ("B", 1, 0)],
+        [None, None],
+        [("B", 1, 0), ("W", 1, 0)],
+        [("W", 0, 0), ("W", 0, 0)],
+        [("W", 1, 0), None],
+    ]
+    same(run(Case(schedule=Schedule.from_table(cells, name="mine"), m=2)))
+
+
+def test_a_table_from_a_file(run, tmp_path):
+    """One rank has the first part and the last, and pairs F with B."""
+    path = tmp_path / "v.csv"
+    path.write_text("0F0,0F1,,3F0,3B0,(3F1;0B0)OVERLAP_F_B,3B1,0B1\n,1F0,2F0,1F1,2F1,2B0,1B0,2I1,2W1,1B1\n")
+    same(run(Case(schedule=Schedule.from_csv(path), m=2)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory, and the size of the program
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def program(name, m, rows=256):
+    """Activations make up nearly all of its memory, and of them what F keeps."""
+    return Case(schedule=name, p=4, m=m, rows=rows, waves=48, dtype="float32")
+
+
+def test_memory_of_1f1b_does_not_grow_with_microbatches_and_gpipes_does(run):
+    few, many = (run(program("1f1b", m)).temporary_bytes for m in (8, 32))
+    assert many <= 1.1 * few
+    few, many = (run(program("gpipe", m)).temporary_bytes for m in (8, 32))
+    assert many >= 3 * few
+
+
+def test_memory_is_what_peak_activations_says(run):
+    """Programs of twice the rows, less those of once: what remains grows with the rows alone."""
+    held, peak = {}, {}
+    for name in ("1f1b", "zb-h2"):
+        held[name] = run(program(name, 8, 512)).temporary_bytes - run(program(name, 8)).temporary_bytes
+        peak[name] = int(make(name, 4, 8).peak_activations.max())
+    assert (peak["1f1b"], peak["zb-h2"]) == (4, 7)
+    assert run(program("zb-h2", 8)).temporary_bytes > run(program("1f1b", 8)).temporary_bytes
+    assert held["zb-h2"] / held["1f1b"] == pytest.approx(7 / 4, rel=0.15)
+
+
+def test_the_program_does_not_grow_with_microbatches(run):
+    few, many = (re.findall(r"stablehlo\.\w+", run(program("1f1b", m)).lowered.as_text()) for m in (8, 32))
+    assert few == many
+    few, many = (len(run(program("1f1b", m)).compiled.as_text().splitlines()) for m in (8, 32))
+    assert few == many
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Messages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+BATCH = {"data", "fsdp", "expert"}
+
+
+def loud(case, collectives):
+    """Elements of what goes over the stages but by permutes, beyond the scalars of a step."""
+    scalars = 3 + (case.table.num_parts * (1 + EMBED) if case.aux else 0)
+    over = [c for c in collectives if "stage" in c.axes and c.kind != "collective-permute"]
+    return [size for c in over for size in (math.prod(part.array.dims) for part in c.parts) if size > scalars]
+
+
+def shared_ends(case):
+    """Elements of each of the ends, gradients of which several stages make."""
+    parts = case.table.parts
+    first, last = ((parts == part).any(1) for part in (0, case.table.num_parts - 1))
+    owners = {"in": first | last if case.tied else first, "out": last}
+    return [x.size for name, x in case.data[0].ends.items() if owners[name].sum() > 1]
+
+
+@pytest.mark.parametrize("case", CROSSED, ids=label)
+def test_gradients_meet_once_behind_the_loop(run, case):
+    """And weights are gathered once before it, unless every cell is to gather its own."""
+    found = [c for c in run(case).collectives if BATCH & {*c.axes}]
+    gathers = [c for c in found if c.kind == "all-gather"]
+    reductions = [c for c in found if c.kind != "all-gather"]
+    assert bool(gathers) == bool(reductions) == (case.shards > 1)
+    assert all(c.count_per_step == 1 and not c.in_loop and not c.in_branch for c in reductions)
+    if case.shards > 1:
+        params, _ = case.data
+        of_stage = sum(x.size for x in jax.tree.leaves(params.parts)) // case.table.stages // case.tensor
+        ends = sum(x.size for x in jax.tree.leaves(params.ends))
+        assert sum(math.prod(a.dims) for c in reductions if "stage" not in c.axes for a in c.arrays) == of_stage + ends
+    if case.gather == "step":
+        assert all(c.count_per_step == 1 and not c.in_loop for c in gathers)
+    elif case.shards > 1:
+        assert all(c.in_loop and c.in_branch for c in gathers)
+
+
+@pytest.mark.parametrize("case", [*CROSSED, VARIANTS[1]], ids=label)
+def test_stages_send_only_to_their_neighbours(run, case):
+    """Beside scalars, and the gradients of ends that two stages share: tied ones, and the copies of two streams."""
+    found = run(case).collectives
+    assert any(c.axes == ("stage",) and c.kind == "collective-permute" and c.in_loop for c in found)
+    assert loud(case, found) == shared_ends(case)
+    if case.tensor > 1:
+        assert any(c.axes == ("tensor",) and c.in_loop for c in found)
+
+
+APART = Case(schedule="zb-h2", fsdp=2, meet=False)
+
+
+def test_stages_that_do_not_meet(run):
+    """Every stage has its share of the loss; nothing but permutes crosses stages."""
+    one = run(APART)
+    assert all(c.kind == "collective-permute" for c in one.collectives if "stage" in c.axes)
+    result, grads = one()
+    (loss, (metrics, _)), wanted = APART.reference()
+    for shares, whole in ((result.loss, loss), (result.metrics["double"], metrics["double"])):
+        shares = np.asarray(shares)
+        assert shares.shape == (2,)
+        assert shares[0] == 0
+        np.testing.assert_allclose(shares.sum(), whole, rtol=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), grads, wanted)
+
+
+@pytest.mark.parametrize("meet", [True, False])
+def test_late_numbers_are_summed_on_their_way(meet):
+    case = Case(schedule="zb-h1", p=4, m=4, dtype="float32", meet=meet)
+    late = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (4, 3)), jnp.float32)
+    result, _ = jax.jit(function(case))(*case.data, jax.random.key(7), late)
+    np.testing.assert_array_equal(result.late, late.sum(0) if meet else jnp.tile(late.sum(0), (4, 1)))
+
+
+@pytest.fixture(scope="module")
+def pod():
+    if missing_aot():
+        pytest.skip(missing_aot())
+    with PodProcess() as process:
+        yield process
+
+
+class Cluster(Case):
+    """A stage to a node."""
+
+    @functools.cached_property
+    def mesh(self):
+        return mp.MeshSpec(stage=2, tensor=8).abstract(16)
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("tied", [False, True])
+def test_between_nodes_only_messages_of_neighbours(pod, tied):
+    case = Cluster(schedule="zb-h1", tensor=8, tied=tied, dtype="float32")
+    compiled = pod.compile(jax.jit(function(case)).trace(*arguments(case)), "h100:2x8")
+    found = census(compiled.module, case.mesh)
+    permutes = [c for c in found if c.axes == ("stage",) and c.kind == "collective-permute"]
+    assert any(c.in_loop for c in permutes)
+    assert loud(case, found) == shared_ends(case)
+    assert bool(shared_ends(case)) == tied
+    assert {c.axes for c in found} <= {("stage",), ("tensor",)}
+    assert any(c.axes == ("tensor",) and c.in_loop for c in found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Placement
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def spread(placement, rest):
+    """`[stage][row]` -> `[stage][chunk]`, round by round."""
+    stages = len(rest)
+    out = [[None] * placement.chunks for _ in range(stages)]
+    for one in placement.rounds:
+        pairs = one.pairs or [(stage, stage) for stage in range(stages)]
+        assert len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs)
+        for source, goal in pairs:
+            if one.chunk[goal] >= 0:
+                assert one.row[source] >= 0
+                assert out[goal][one.chunk[goal]] is None
+                out[goal][one.chunk[goal]] = rest[source][one.row[source]]
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_part_gets_to_where_the_schedule_has_it(name):
+    for p in range(2, 9):
+        if name == "dualpipe" and p % 2:
+            continue
+        schedule = make(name, p, 2 * p)
+        placement = Placement.of(schedule, "stage")
+        rest = np.arange(schedule.num_parts).reshape(p, -1).tolist()
+        assert spread(placement, rest) == schedule.parts.tolist()
+        # No more rounds than parts must leave or reach some stage, and a few; none for what is in place.
+        assert placement.moves == sum(
+            part not in rest[s] for s, row in enumerate(schedule.parts.tolist()) for part in row
+        )
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "dualpipe"])
+def test_parts_go_out_and_their_gradients_come_back(name):
+    schedule = make(name, 4, 8)
+    placement = Placement.of(schedule, "stage")
+    mesh = mp.MeshSpec(stage=4).build(jax.devices()[:4])
+    x = jnp.arange(schedule.num_parts * 3.0).reshape(-1, 3)
+
+    def there_and_back(x):
+        there = placement.spread(x)
+        return there, placement.collect(there)
+
+    there, back = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=P("stage"), out_specs=P("stage")))(x)
+    np.testing.assert_array_equal(there, x[schedule.parts.ravel()])
+    copies = np.bincount(schedule.parts.ravel())
+    np.testing.assert_array_equal(back, x * copies[:, None])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Seeded bugs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer", ["stash", "inbox", "backlog"])
+def test_a_stale_buffer_is_seen_in_the_gradients(monkeypatch, buffer):
+    """A B or W that reads another slot than it should: every other gradient test would fail so."""
+    case = Case(schedule="zb-h2", p=4, m=8)
+    kind = 1 if buffer == "inbox" else 2
+    slots, schedule = case.table.slots(), case.table
+    array = getattr(slots, buffer).copy()
+    stage = array.max((0, 2)).argmax()
+    tick = np.flatnonzero(array[:, stage, kind] >= 0)[3]
+    array[tick, stage, kind] = (array[tick, stage, kind] + 1) % (array[:, stage].max() + 1)
+    stale = dataclasses.replace(slots, **{buffer: array})
+    with pytest.raises(MeshparError):
+        stale.validate(schedule)
+    monkeypatch.setattr(Schedule, "slots", lambda self: stale)
+    assert differences(run_of(case))["grads"] > 1e-3
+
+
+def broken(change) -> Schedule:
+    schedule = make("zb-h1", 2, 4)
+    table = schedule.table.copy()
+    change(table)
+    return dataclasses.replace(schedule, table=table)
+
+
+def drop(table):
+    table[table[..., 0] == 2] = -1
+
+
+def swap(table):
+    """The first forward of stage 1 with its last weight gradient."""
+    ticks = np.argwhere((table[:, 1, :, 0] >= 0).any(1)).ravel()
+    table[ticks[[0, -1]], 1] = table[ticks[[-1, 0]], 1]
+
+
+@pytest.mark.parametrize("change", [drop, swap])
+def test_a_broken_table_is_not_run(change):
+    with pytest.raises(MeshparError, match="tick|microbatch 2"):
+        broken(change).validate()
+    with pytest.raises(MeshparError, match="tick|microbatch 2"):
+        function(Case(schedule=broken(change)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def called(params=None, batch=None, stage=None, **options):
+    case = Case(dtype="float32")
+    options = {"schedule": case.table, "mesh": case.mesh, "first_fn": case.first, **options}
+    given = case.data
+    run = value_and_grad(stage or case.stage, case.last, **options)
+    return jax.eval_shape(run, params or given[0], batch or given[1])
+
+
+def wider(layers, x, micro):
+    return jnp.concatenate([x, x], -1)
+
+
+PARTS, ROWS = Case(dtype="float32").data
+MISTAKES = {
+    "ranks": ({"schedule": make("1f1b", 4, 4)}, "run the 4 stages", "MeshSpec\\(stage=4"),
+    "axis": ({"axis": "tensor"}, "run the 2 stages", "tensor=1"),
+    "parts": ({"schedule": make("zb-v", 2, 4)}, "`down` of shape .2, 2, 16, 8. dim 0", "stack 4 parts"),
+    "rows": ({"batch": {name: x[:7] for name, x in ROWS.items()}}, "7 rows", "use a batch of 8"),
+    "no rows": ({"batch": {**ROWS, "scale": jnp.float32(1)}}, "`scale`", "0 rows"),
+    "gather": ({"gather": "never"}, "gather='never'", "microbatch"),
+    "remat": ({"remat": "some"}, "some", "full"),
+    "batch axis": ({"batch_axes": ("rows",)}, "split the batch over `rows`", "the mesh has data"),
+    "batch over stages": ({"batch_axes": ("stage",)}, "split the batch over `stage`", "the stages'"),
+    "shape": ({"stage": wider}, "float32.2, 16.", "a part takes float32.2, 8."),
+    "dtype": ({"stage": lambda layers, x, micro: x.astype(jnp.bfloat16)}, "bfloat16.2, 8.", "first_fn or loss_fn"),
+    "schedule": ({"schedule": "1f1b"}, "it is a str", "one_f_one_b"),
+    "inputs": ({"first_fn": None}, "`inputs`", "a first_fn"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_four_parts(mistake):
+    options, *said = MISTAKES[mistake]
+    with pytest.raises(MeshparError) as told:
+        called(**options)
+    error = told.value
+    assert all((error.where, error.asked, error.exists, error.fix))
+    for words in said:
+        assert re.search(words, str(error)), str(error)
