@@ -1,0 +1,493 @@
+"""Schedules of the pipeline on the clock: stages that sleep, on host devices.
+
+Sleeping takes no core and every host device has a thread of its own, so the wall clock shows what a schedule and its
+executor make of the time: bubbles, waiting, and the work around the stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import statistics
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshpar.bench.report import Measure, Report, paired_ratios, seconds_of
+from meshpar.pipeline import SCHEDULES, Micro, Params, Schedule, make, value_and_grad
+from meshpar.types import PyTree, near, problem
+
+CASES = ((4, 8), (4, 16), (8, 16))
+"""Stages and microbatches."""
+ORDER = ("zb-v", "zb-h1", "interleaved-1f1b", "1f1b")
+"""Of a step alone, the quickest first; GPipe takes as long as the last."""
+STEPS = 4
+"""Run one after another where stages do not meet."""
+WIDTH = 4
+"""Of a microbatch's one row: as good as nothing to work on and to send."""
+Program = Callable[[], Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A stage that sleeps
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Sleeper:
+    """Stage functions whose F, B and W sleep, and how often they did.
+
+    Ops of one device sleep one after another, as a device that has one thing at hand works, even where the host runs
+    them at once.
+    """
+
+    def __init__(self, op_s: float) -> None:
+        """`op_s`: how long one op of one `stages`-th of the model sleeps."""
+        self.op_s = op_s
+        self.off_s = 0.0
+        """Taken off every sleep: what a call from the program into Python costs beside it."""
+        self.naps: Counter[tuple[int, str]] = Counter()
+        """By device and op."""
+        self._beds: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._book = threading.Lock()
+
+    def stage(self, share: float, axis: str = "stage") -> Callable[..., jax.Array]:
+        """`(weights [width], x [rows, width], micro) -> y`: y is their product.
+
+        Args:
+          share: of a stage's part of the model, for a model that is cut into more parts.
+          axis: the mesh axis whose rank names the device.
+        """
+
+        @jax.custom_vjp
+        def work(w: jax.Array, x: jax.Array, rank: jax.Array) -> jax.Array:
+            return w * x + self.nap("F", share, rank, x)
+
+        def forward(w: jax.Array, x: jax.Array, rank: jax.Array) -> tuple[jax.Array, Any]:
+            return work(w, x, rank), (w, x, rank)
+
+        def backward(kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            w, x, rank = kept
+            dx = w * dy + self.nap("B", share, rank, dy)
+            dw = (x * dy).sum(0) + self.nap("W", share, rank, x * dy)
+            return dw, dx, jnp.zeros_like(rank)
+
+        work.defvjp(forward, backward)
+        return lambda w, x, micro: work(w, x, lax.axis_index(axis).astype(x.dtype))
+
+    def nap(self, op: str, share: float, rank: jax.Array, after: jax.Array) -> jax.Array:
+        """Zero, after a sleep that begins when `after` is there."""
+
+        def sleep(told: jax.Array) -> np.ndarray:
+            device = int(np.asarray(told)[0])
+            with self._beds[device]:
+                time.sleep(max(share * self.op_s - self.off_s, 0.0))
+            with self._book:
+                self.naps[device, op] += 1
+            return np.zeros((), np.float32)
+
+        # One small operand: each one that a callback takes costs it a copy.
+        told = jnp.stack([rank, after.ravel()[0]])
+        return jax.pure_callback(sleep, jax.ShapeDtypeStruct((), np.float32), told)
+
+    def bare_s(self, devices: int, ops: int = 20) -> float:
+        """Time of an op on so many devices at once, with no pipeline around it."""
+        mesh = _mesh(devices)
+
+        def local(x: jax.Array) -> jax.Array:
+            rank = lax.axis_index("stage").astype(x.dtype)
+            return lax.fori_loop(0, ops, lambda _, x: x + self.nap("F", 1.0, rank, x), x)
+
+        run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), check_vma=False))
+        x = jax.device_put(np.zeros(devices, np.float32), NamedSharding(mesh, P("stage")))
+        jax.block_until_ready(run(x))
+        return statistics.median(seconds_of(lambda: jax.block_until_ready(run(x))) for _ in range(3)) / ops
+
+    @contextlib.contextmanager
+    def calibrated(self, devices: int) -> Iterator[None]:
+        """Sleeps are shortened so that an op on one of so many devices takes `op_s` in all."""
+        self.off_s = max(self.bare_s(devices) - self.op_s, 0.0)
+        yield
+        self.off_s = 0.0
+
+
+def _mesh(stages: int) -> Mesh:
+    return jax.make_mesh((stages,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[:stages])
+
+
+def _mean(ends: PyTree, y: jax.Array, micro: Micro) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return y.mean(), {}
+
+
+def _given(parts: int, microbatches: int, mesh: Mesh) -> tuple[Params, dict[str, jax.Array]]:
+    """Parameters and a batch."""
+    weights = 1 + np.arange(parts * WIDTH, dtype=np.float32).reshape(parts, WIDTH) / (parts * WIDTH)
+    rows = np.linspace(-1, 1, microbatches * WIDTH, dtype=np.float32).reshape(microbatches, WIDTH)
+    params = Params(jax.device_put(weights, NamedSharding(mesh, P("stage"))))
+    return params, {"inputs": jax.device_put(rows, NamedSharding(mesh, P()))}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pipeline_program(schedule: Schedule, stage: Callable[..., jax.Array], steps: int | None = None) -> Program:
+    """A compiled step of the executor; or several without a meeting point, each on what the one before it made."""
+    mesh = _mesh(schedule.stages)
+    params, batch = _given(schedule.num_parts, schedule.microbatches, mesh)
+    step = value_and_grad(stage, _mean, schedule=schedule, mesh=mesh, meet=steps is None)
+
+    def several(params: Params, batch: PyTree) -> tuple[Params, jax.Array]:
+        def one(params: Params, _: None) -> tuple[Params, jax.Array]:
+            result, grads = step(params, batch)
+            return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), result.loss
+
+        return lax.scan(one, params, None, length=steps)
+
+    return _compiled(step if steps is None else several, params, batch)
+
+
+def scan_program(stages: int, microbatches: int, stage: Callable[..., jax.Array]) -> Program:
+    """GPipe as one writes it without a framework: a scan over ticks with a permute, differentiated by jax."""
+    mesh = _mesh(stages)
+    params, batch = _given(stages, microbatches, mesh)
+    up = [(rank, rank + 1) for rank in range(stages - 1)]
+
+    def loss_of(w: jax.Array, rows: jax.Array) -> jax.Array:
+        """This stage's share of the loss: all of it on the last one."""
+        rank = lax.axis_index("stage")
+
+        def tick(x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+            row = lax.dynamic_slice_in_dim(rows, jnp.clip(at, 0, microbatches - 1), 1)
+            y = stage(w[0], jnp.where(rank == 0, row, x), None)
+            return lax.ppermute(y, "stage", up), jnp.where((rank == stages - 1) & (at >= stages - 1), y.mean(), 0.0)
+
+        _, losses = lax.scan(tick, jnp.zeros((1, WIDTH)), jnp.arange(microbatches + stages - 1))
+        return losses.sum() / microbatches
+
+    def local(w: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_of)(w, rows)
+        return lax.psum(loss, "stage"), grads
+
+    # Differentiated inside, where the permute's transpose is all that crosses stages: nothing has to vary alike.
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("stage"), P()), out_specs=(P(), P("stage")), check_vma=False)
+    return _compiled(lambda params, batch: mapped(params.parts, batch["inputs"]), params, batch)
+
+
+def _compiled(step: Callable[..., Any], params: Params, batch: PyTree) -> Program:
+    program = jax.jit(step).lower(params, batch).compile()
+    return lambda: jax.block_until_ready(program(params, batch))
+
+
+def _in_turn(programs: Mapping[Any, Program], repeats: int) -> dict[Any, list[float]]:
+    """Seconds of each, round by round, after one of warm-up."""
+    for program in programs.values():
+        program()
+    found: dict[Any, list[float]] = {key: [] for key in programs}
+    for _ in range(repeats):
+        for key, program in programs.items():
+            found[key].append(seconds_of(program))
+    return found
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return low, median, high
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was found
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One schedule, a step alone."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    ticks: int
+    time_s: float
+    """Median of the repeats."""
+    low_s: float
+    """Quartiles."""
+    high_s: float
+    free_s: float
+    """Simulated makespan: every stage runs a block as soon as it can."""
+    lockstep_s: float
+    """Simulated makespan: all stages begin a tick together."""
+    busy_s: float
+    """What a stage sleeps."""
+    naps: dict[str, int]
+    """Of all devices in one step, by op."""
+
+    @property
+    def ratio(self) -> float:
+        """Measured over simulated time, stages free."""
+        return self.time_s / self.free_s if self.free_s else float("nan")
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Measured: the share of the step that a stage does not sleep, overhead included."""
+        return 1 - self.busy_s / self.time_s
+
+    @property
+    def bubble_in_theory(self) -> float:
+        return 1 - self.busy_s / self.free_s if self.free_s else float("nan")
+
+    def to_json(self) -> dict[str, Any]:
+        told = {name: getattr(self, name) for name in ("ratio", "bubble_fraction", "bubble_in_theory")}
+        return {**dataclasses.asdict(self), **{name: x if x == x else None for name, x in told.items()}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedules:
+    """Measured schedules. Prints as tables."""
+
+    op_s: float
+    """How long F, B and W of one stage are to take."""
+    repeats: int
+    load: tuple[float, float]
+    """The machine's, over a minute, before and after."""
+    rows: tuple[Row, ...]
+    measures: tuple[Measure, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        report = Report(title="schedules", measures=self.measures).to_json()
+        return {
+            "op_s": self.op_s,
+            "repeats": self.repeats,
+            "load": list(self.load),
+            "cores": os.cpu_count(),
+            "rows": [row.to_json() for row in self.rows],
+            "measures": report["measures"],
+        }
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(title=f"a step alone, F = B = W = {self.op_s * 1e3:g} ms, {self.repeats} repeats")
+        for at, column in enumerate(
+            ("schedule", "p", "m", "ticks", "ms", "quartiles", "simulated", "lockstep", "÷", "bubble", "in theory")
+        ):
+            table.add_column(column, justify="right" if at else "left")
+        for row, following in itertools.zip_longest(self.rows, self.rows[1:]):
+            another = following is not None and _case(following) != _case(row)
+            table.add_row(
+                row.schedule, str(row.stages), str(row.microbatches), str(row.ticks), f"{row.time_s * 1e3:.0f}",
+                f"{row.low_s * 1e3:.0f} – {row.high_s * 1e3:.0f}", f"{row.free_s * 1e3:.0f}",
+                f"{row.lockstep_s * 1e3:.0f}", f"{row.ratio:.3f}", f"{row.bubble_fraction:.1%}",
+                f"{row.bubble_in_theory:.1%}", end_section=another,
+            )  # fmt: skip
+        before, after = self.load
+        load = f"load of the machine {before:.1f} before, {after:.1f} after, {os.cpu_count()} cores"
+        return Group(table, Report(title="executor", measures=self.measures), load)
+
+
+def _case(row: Row) -> tuple[int, int]:
+    return row.stages, row.microbatches
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def schedules(
+    *,
+    names: Sequence[str] = tuple(SCHEDULES),
+    cases: Sequence[tuple[int, int]] = CASES,
+    op_s: float = 0.02,
+    repeats: int = 3,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Schedules:
+    """Measure every schedule with stages that sleep, against its own simulation.
+
+    Args:
+      names: of schedules.
+      cases: stages and microbatches. The first one's are those of the measures beside a step alone.
+      op_s: what F, B and W of one stage take; a part of a more finely cut model takes its share.
+      repeats: rounds, in each of which all programs run once.
+      tell: is given a line of progress.
+
+    Raises:
+      ValueError: fewer devices than stages; an unknown schedule; times that are not from 0 on.
+    """
+    _check(names, cases, op_s, repeats)
+    before, sleeper = _load(), Sleeper(op_s)
+    rows = [row for case in cases for row in _alone(sleeper, names, *case, repeats, tell)]
+    measures = list(_orders(names, rows)) if op_s else []
+    stages, microbatches = cases[0]
+    tell("consecutive steps")
+    with sleeper.calibrated(stages):
+        measures += _consecutive(sleeper, stages, microbatches, repeats)
+        tell("GPipe by autodiff")
+        measures.append(_against_scan(sleeper, stages, microbatches, repeats))
+        measures.append(_sleeping_op(sleeper, stages))
+    tell("empty stages")
+    measures += [_overhead(name, stages, microbatches) for name in names]
+    tell("compile time")
+    measures += _compile_times(stages, microbatches, max(1, min(repeats, 3)))
+    return Schedules(
+        op_s=op_s, repeats=repeats, load=(before, _load()), rows=tuple(rows), measures=tuple(measures)
+    )  # fmt: skip
+
+
+def _check(names: Sequence[str], cases: Sequence[tuple[int, int]], op_s: float, repeats: int) -> None:
+    most, there = max(stages for stages, _ in cases), len(jax.devices())
+    if most > there:
+        raise problem(
+            "bench schedule", f"measure {most} stages", f"there are {there} devices", f"run it with --devices {most}"
+        )
+    for name in names:
+        if name not in SCHEDULES:
+            raise problem("bench schedule", f"measure `{name}`", "there is no such schedule", near(name, SCHEDULES))
+    if not 0 <= op_s < 60 or repeats < 1:
+        raise problem(
+            "bench schedule", f"sleep {op_s:g} s, {repeats} times", "it sleeps from 0 to 60 s, at least once",
+            "write --sleep-ms 20 --repeats 3",
+        )  # fmt: skip
+
+
+def _load() -> float:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+
+
+def _alone(
+    sleeper: Sleeper, names: Sequence[str], stages: int, microbatches: int, repeats: int, tell: Callable[[str], None]
+) -> list[Row]:
+    made = {name: make(name, stages, microbatches) for name in names}
+    programs = {}
+    for name, schedule in made.items():
+        tell(f"{name}, {stages} stages, {microbatches} microbatches")
+        programs[name] = pipeline_program(schedule, sleeper.stage(_share(schedule)))
+    with sleeper.calibrated(stages):
+        times = _in_turn(programs, repeats)
+    rows = []
+    for name, schedule in made.items():
+        low, median, high = _quartiles(times[name])
+        simulated = schedule.simulate(f=sleeper.op_s, b=sleeper.op_s, w=sleeper.op_s)
+        rows.append(
+            Row(
+                schedule=name, stages=stages, microbatches=microbatches, ticks=schedule.ticks, time_s=median,
+                low_s=low, high_s=high, free_s=simulated.free.makespan, lockstep_s=simulated.lockstep.makespan,
+                busy_s=3 * microbatches * sleeper.op_s, naps=_naps(sleeper, programs[name]),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _share(schedule: Schedule) -> float:
+    """What one part is of a `stages`-th of the model."""
+    return schedule.stages / schedule.num_parts
+
+
+def _naps(sleeper: Sleeper, program: Program) -> dict[str, int]:
+    """How often a step sleeps in each op; counted without the sleep, which is measured elsewhere."""
+    op_s, sleeper.op_s = sleeper.op_s, 0.0
+    sleeper.naps.clear()
+    program()
+    sleeper.op_s = op_s
+    return {op: sum(count for (_, of), count in sleeper.naps.items() if of == op) for op in "FBW"}
+
+
+def _orders(names: Sequence[str], rows: Sequence[Row]) -> Iterator[Measure]:
+    """How a schedule fares against the one that theory has behind it: below one where they are in that order."""
+    at = {(row.schedule, *_case(row)): row for row in rows}
+    for case in dict.fromkeys(map(_case, rows)):
+        there = [name for name in ORDER if name in names]
+        for quicker, slower in itertools.pairwise(there):
+            yield _order(at[quicker, *case], at[slower, *case], limit=1.0)
+        if {"gpipe", "1f1b"} <= set(names):
+            yield _order(at["gpipe", *case], at["1f1b", *case], limit=1.1)
+
+
+def _order(one: Row, other: Row, limit: float) -> Measure:
+    return Measure(
+        name=f"{one.schedule} ÷ {other.schedule}, p={one.stages} m={one.microbatches}",
+        value=one.time_s / other.time_s, unit="×", limit=limit,
+        detail=f"a step alone; in theory {one.free_s / other.free_s:.3f}",
+    )  # fmt: skip
+
+
+def _consecutive(sleeper: Sleeper, stages: int, microbatches: int, repeats: int) -> Iterator[Measure]:
+    """Steps with no meeting point, over what a stage has to do in one."""
+    made = {name: make(name, stages, microbatches) for name in ("zb-h2", "1f1b")}
+    stage = sleeper.stage(1.0)
+    times = _in_turn({name: pipeline_program(schedule, stage, STEPS) for name, schedule in made.items()}, repeats)
+    # Where nothing sleeps, against what the quicker one takes.
+    busy_s = STEPS * 3 * microbatches * sleeper.op_s or statistics.median(times["zb-h2"])
+    for name, schedule in made.items():
+        low, median, high = (x / busy_s for x in _quartiles(times[name]))
+        theory = schedule.repeated(STEPS).simulate().free.makespan / (STEPS * 3 * microbatches)
+        yield Measure(
+            name=f"{name}, {STEPS} steps without a meeting point", value=median, unit="×", low=low, high=high,
+            limit=1.1 if name == "zb-h2" and sleeper.op_s else None,
+            detail=f"time ÷ {STEPS} · 3m ops; simulated {theory:.3f}; p={stages} m={microbatches}",
+        )  # fmt: skip
+
+
+def _against_scan(sleeper: Sleeper, stages: int, microbatches: int, repeats: int) -> Measure:
+    stage = sleeper.stage(1.0)
+    ours = pipeline_program(make("gpipe", stages, microbatches), stage)
+    ratios = paired_ratios(ours, scan_program(stages, microbatches, stage), repeats)
+    low, median, high = _quartiles(ratios)
+    return Measure(
+        name="our gpipe ÷ GPipe by autodiff of a scan", value=median, unit="×", low=low, high=high,
+        detail=f"in turn; p={stages} m={microbatches}",
+    )  # fmt: skip
+
+
+def _sleeping_op(sleeper: Sleeper, stages: int) -> Measure:
+    return Measure(
+        name="a sleeping op with nothing around it", value=1e3 * sleeper.bare_s(stages), unit="ms",
+        detail=f"to be {sleeper.op_s * 1e3:g} ms: sleeps are {sleeper.off_s * 1e3:.2f} ms shorter, for the callback",
+    )  # fmt: skip
+
+
+def _overhead(name: str, stages: int, microbatches: int, runs: int = 30) -> Measure:
+    """Time of a tick whose stages do next to nothing."""
+    schedule = make(name, stages, microbatches)
+    program = pipeline_program(schedule, lambda w, x, micro: w * x)
+    times = _in_turn({name: program}, runs)[name]
+    low, median, high = (1e6 * x / schedule.ticks for x in _quartiles(times))
+    return Measure(
+        name=f"a tick with empty stages, {name}", value=median, unit="µs", limit=300, low=low, high=high,
+        detail=f"{runs} steps of {schedule.ticks} ticks, p={stages} m={microbatches}",
+    )  # fmt: skip
+
+
+def _compile_times(stages: int, few: int, pairs: int) -> Iterator[Measure]:
+    many = 4 * few
+    for name in ("1f1b", "zb-h1"):
+        found: dict[int, list[float]] = {few: [], many: []}
+
+        def compile_with(microbatches: int, name: str = name, found: dict[int, list[float]] = found) -> None:
+            # A new function each time: a compiled program of an earlier pair must not be found again.
+            def stage(w: jax.Array, x: jax.Array, micro: Micro) -> jax.Array:
+                return w * x
+
+            schedule = make(name, stages, microbatches)
+            found[microbatches].append(seconds_of(lambda: pipeline_program(schedule, stage)))
+
+        ratios = paired_ratios(lambda: compile_with(many), lambda: compile_with(few), pairs)
+        seconds = [statistics.median(found[m]) for m in (few, many)]
+        yield Measure(
+            name=f"compile time of {name}, m={many} over m={few}", value=statistics.median(ratios), unit="×",
+            limit=1.3, low=min(ratios), high=max(ratios),
+            detail=f"trace, lower and compile, {pairs} pairs in turn: {seconds[0]:.2f} s, {seconds[1]:.2f} s",
+        )  # fmt: skip
