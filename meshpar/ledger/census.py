@@ -7,7 +7,7 @@ Bytes sent per device, with n the payload and N the devices of a group (ring alg
     all-gather            the gathered array               (N-1)/N n
     reduce-scatter        the array before scattering      (N-1)/N n
     all-to-all            what a device holds              (N-1)/N n
-    ragged-all-to-all     the send buffer: a bound         (N-1)/N n
+    ragged-all-to-all     the smaller of both its buffers  (N-1)/N n; a bound on the mean device's
     collective-broadcast  the array                        n, from its root
     collective-permute    the array                        n
     send                  the array                        n
@@ -293,8 +293,12 @@ def _arrays(kind: str, computation: Computation, ins: Instruction) -> tuple[Arra
     if kind == "recv":
         return tuple(ins.shape.leaves())[:1]
     operands = [leaf for name in ins.operands for leaf in computation[name].shape.leaves()]
-    if kind in ("send", "ragged-all-to-all"):  # a token, or the receive buffer and the offsets, follow the data
+    if kind == "send":  # a token follows the data
         operands = operands[:1]
+    if kind == "ragged-all-to-all":
+        # A send and a receive buffer, then offsets and sizes. How full they are only the run knows; but what all devices
+        # send is what all receive, so that the mean device sends no more than either holds.
+        operands = [min(operands[:2], key=lambda array: array.nbytes)]
     return tuple(operands)
 
 

@@ -166,6 +166,16 @@ def test_totals_per_axis_and_kind(saved, programs):
             128,
             96.0,
         ),
+        (
+            f"""
+            i = s64[4] constant({{0, 2, 4, 6}})
+            q = f32[2,4] slice(p), slice={{[0:2], [0:4]}}
+            r = f32[2,4] ragged-all-to-all(p, q, i, i, i, i), channel_id=1, {BY_TENSOR}
+            """,
+            "ragged-all-to-all",
+            32,
+            24.0,
+        ),
     ],
 )
 def test_plain_forms(body, kind, payload, sent):
