@@ -3,7 +3,8 @@
     routing.py    logits -> experts and weights of every token; who finds room
     balance.py    auxiliary loss, z-loss, the balancing bias
     metrics.py    how even the load is, over experts and over ranks, and what to do about it
-    dispatch.py   tokens to their experts and back: order.py (what stands where), exchange.py (rows on the wire), choice.py
+    dispatch.py   tokens to their experts and back: order.py (what stands where), exchange.py (rows on the wire)
+    choice.py     how rows travel when nothing is said about it
     grouped.py    rows sorted by expert, each times its own expert's weight
     placement.py  which rank owns which experts, anew from measured loads
     reference.py  what a layer of experts computes, every token through every expert

@@ -148,17 +148,45 @@ def dispatch(
     else:
         path = _Capacity(shape, payload, min(capacity, size))
     parts = [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
+    outputs, stats = _pipelined(path, x, experts, weights, expert_fn, parts)
+    return jnp.concatenate(outputs), Dispatched(*(sum(of[1:], of[0]) for of in zip(*stats, strict=True)))
+
+
+def _pipelined(
+    path: _Dropless | _Capacity,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    expert_fn: ExpertFn,
+    parts: list[slice],
+) -> tuple[list[jax.Array], list[Dispatched]]:
+    """Chunk by chunk: while the experts of one compute, the one before travels back and the one after travels there.
+
+    XLA would send all chunks first. The barriers have a chunk wait for the arrival of the one before, and its experts
+    for those of the one before, so that there is something to compute while it is under way. Backward likewise.
+    """
+    x_of = [x[part] for part in parts]
+    outputs, stats, last = [], [], len(parts) - 1
     with jax.named_scope(KERNEL):
-        arrived = [path.out(x[part], experts[part]) for part in parts]
-    # All rows are under way, or may be, before the first chunk's experts begin: no chunk waits for another.
-    outputs = []
-    for part, one in zip(parts, arrived, strict=True):
+        one = path.out(x_of[0], experts[parts[0]])
+    rows = one.rows
+    if last > 0:
+        rows, x_of[1] = lax.optimization_barrier((rows, x_of[1]))
+    for number, part in enumerate(parts):
+        if number < last:
+            with jax.named_scope(KERNEL):
+                following = path.out(x_of[number + 1], experts[parts[number + 1]])
         with jax.named_scope("experts"):
-            made = _checked_rows(expert_fn(one.rows, one.sizes), one.rows)
+            made = _checked_rows(expert_fn(rows, one.sizes), rows)
+        if number < last:
+            rows, coming = following.rows, x_of[number + 2 : number + 3]
+            made, rows, x_of[number + 2 : number + 3] = lax.optimization_barrier((made, rows, coming))
         with jax.named_scope("combine"):
             outputs.append(weighted_sum(path.back(made, one), weights[part], one.order))
-    stats = [one.stats for one in arrived]
-    return jnp.concatenate(outputs), Dispatched(*(sum(of[1:], of[0]) for of in zip(*stats, strict=True)))
+        stats.append(one.stats)
+        if number < last:
+            one = following
+    return outputs, stats
 
 
 # ---------------------------------------------------------------------------------------------------------------------
