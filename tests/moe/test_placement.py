@@ -1,0 +1,293 @@
+"""Placement: the busiest rank's load as low as predicted, and a model that computes the same bits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshpar import moe
+from meshpar.moe import Routing
+from meshpar.types import MeshparError
+
+
+def zipf(num_experts, total=100_000, seed=0):
+    shares = 1 / np.arange(1, num_experts + 1)
+    return np.random.default_rng(seed).permutation((total * shares / shares.sum()).round())
+
+
+def busiest(loads, order, num_ranks):
+    """The load of the busiest rank, counted expert by expert."""
+    each, totals = len(loads) // num_ranks, [0.0] * num_ranks
+    for place, expert in enumerate(order):
+        totals[place // each] += loads[expert]
+    return max(totals)
+
+
+def every_sharing(experts, num_ranks):
+    """All ways to share experts out in equal numbers, ranks being alike."""
+    if not experts:
+        yield []
+        return
+    first, *rest = experts
+    each = len(experts) // num_ranks
+    for others in itertools.combinations(rest, each - 1):
+        left = [expert for expert in rest if expert not in others]
+        for more in every_sharing(left, num_ranks - 1):
+            yield [(first, *others), *more]
+
+
+@pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 2), (6, 3), (8, 2), (8, 4), (9, 3), (10, 5)])
+def test_optimal_is_the_best_of_all(num_experts, num_ranks):
+    rng = np.random.default_rng(num_experts)
+    for loads in (rng.integers(0, 100, num_experts), zipf(num_experts), rng.random(num_experts)):
+        best = min(
+            max(sum(loads[e] for e in share) for share in shares)
+            for shares in every_sharing(list(range(num_experts)), num_ranks)
+        )
+        placed = moe.place(loads, num_ranks, method="optimal")
+        assert busiest(loads, placed.order, num_ranks) == pytest.approx(best)
+        greedy = moe.place(loads, num_ranks, method="greedy")
+        assert best * (1 - 1e-12) <= max(greedy.after) <= max(greedy.before)
+
+
+@pytest.mark.parametrize("method", ["greedy", "auto"])
+@pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 4), (8, 1), (16, 4), (64, 8), (256, 8)])
+def test_a_placement_is_a_permutation_and_says_what_it_does(num_experts, num_ranks, method):
+    loads = zipf(num_experts)
+    placed = moe.place(loads, num_ranks, method=method)
+    assert sorted(placed.order) == list(range(num_experts))
+    assert max(placed.before) == busiest(loads, range(num_experts), num_ranks)
+    assert max(placed.after) == busiest(loads, placed.order, num_ranks)
+    assert placed.gain == max(placed.before) / max(placed.after) >= 1
+    each = num_experts // num_ranks
+    moved = sum(place // each != expert // each for place, expert in enumerate(placed.order))
+    assert placed.moved == moved
+    stay = [(place, expert) for place, expert in enumerate(placed.order) if place // each == expert // each]
+    assert all(place == expert for place, expert in stay)
+
+
+def test_greedy_gives_the_next_to_the_least_loaded_rank_with_room():
+    placed = moe.place([9, 8, 7, 6, 5, 4], 2, method="greedy")
+    # 9 | 8, then 7 to the second, 6 to the first, 5 to the first at 15 each, 4 to the only place left.
+    # The second share takes the first rank, which holds two of it already.
+    assert [sorted(placed.order[:3]), sorted(placed.order[3:])] == [[1, 2, 5], [0, 3, 4]]
+    assert (placed.before, placed.after) == ((24, 15), (19, 20))
+
+
+@pytest.mark.parametrize("loads", [[5, 5, 5, 5], [3, 1, 1, 3], [0, 0, 0, 0]])
+def test_nothing_moves_for_no_gain(loads):
+    placed = moe.place(loads, 2)
+    assert placed.order == (0, 1, 2, 3)
+    assert (placed.moved, placed.gain) == (0, 1.0)
+
+
+def test_where_one_swap_will_do_the_others_stay():
+    placed = moe.place([10, 9, 8, 1, 5, 6, 5, 6], 2)
+    assert placed.order == (0, 7, 2, 3, 4, 5, 6, 1)
+    assert (placed.before, placed.after, placed.moved) == ((28, 22), (25, 25), 2)
+    assert str(placed) == "busiest of 2 ranks 1.12 → 1 times the mean load, gain 1.12; 2 of 8 experts move"
+
+
+@pytest.mark.parametrize(("groups", "num_ranks"), [(8, 4), (8, 2), (4, 8), (2, 8), (4, 4)])
+def test_groups_stay_whole_and_within_their_ranks(groups, num_ranks):
+    loads, each = zipf(32, seed=3), 32 // groups
+    placed = moe.place(loads, num_ranks, groups=groups)
+    group_at = np.array(placed.order).reshape(groups, each) // each
+    assert (group_at == group_at[:, :1]).all()
+    if groups < num_ranks:
+        assert group_at[:, 0].tolist() == list(range(groups))
+        for group in range(groups):
+            of = slice(group * each, (group + 1) * each)
+            alone = moe.place(loads[of], num_ranks // groups)
+            assert (np.array(placed.order[of]) - group * each).tolist() == list(alone.order)
+    if groups > num_ranks:
+        assert placed.gain > 1
+    if groups == num_ranks:
+        assert placed.moved == 0
+
+
+# A model -------------------------------------------------------------------------------------------------------------
+
+WIDTH, HIDDEN, NUM_EXPERTS, TOKENS = 8, 12, 16, 256
+NAMES = {
+    "moe/router/kernel": ("embed", "expert"),
+    "moe/up": ("expert", "embed", "mlp"),
+    "moe/down": ("expert", "mlp", "embed"),
+    "moe/bias": ("expert",),
+    "norm/scale": ("embed",),
+}
+ROUTINGS = {
+    "normalized softmax": Routing(num_experts=NUM_EXPERTS, top_k=2),
+    "plain softmax": Routing(num_experts=NUM_EXPERTS, top_k=2, normalize=False),
+    "groups of sigmoid": Routing(num_experts=NUM_EXPERTS, top_k=3, score="sigmoid", scale=2.5, groups=4, top_groups=2),
+}
+
+
+def model(seed=0, skew=2.0):
+    rng = np.random.default_rng(seed)
+    kernel = rng.normal(size=(WIDTH, NUM_EXPERTS)).astype(np.float32)
+    kernel[0] = skew * rng.permutation(np.log(NUM_EXPERTS / np.arange(1, NUM_EXPERTS + 1)))
+    return {
+        "moe": {
+            "router": {"kernel": kernel},
+            "up": rng.normal(size=(NUM_EXPERTS, WIDTH, HIDDEN)).astype(np.float32),
+            "down": rng.normal(size=(NUM_EXPERTS, HIDDEN, WIDTH)).astype(np.float32),
+            "bias": rng.normal(size=NUM_EXPERTS).astype(np.float32) * 0.05,
+        },
+        "norm": {"scale": rng.normal(size=WIDTH).astype(np.float32)},
+    }
+
+
+def tokens(seed=1):
+    x = np.random.default_rng(seed).normal(size=(TOKENS, WIDTH)).astype(np.float32)
+    x[:, 0] = 1.0
+    return x
+
+
+def mlp(params, x):
+    return jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+
+@functools.partial(jax.jit, static_argnames=("routing", "capacity"))
+def forward(params, x, routing, capacity=None):
+    """(y, experts)."""
+    layer = params["moe"]
+    routed = moe.route(x @ layer["router"]["kernel"], routing, bias=layer["bias"])
+    own = {"up": layer["up"], "down": layer["down"]}
+    y = moe.reference.moe(x, routed.experts, routed.weights, mlp, own, capacity=capacity)
+    return y * params["norm"]["scale"], routed.experts
+
+
+@pytest.mark.parametrize("capacity", [None, 20])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "gain"),
+    [("normalized softmax", 4, 1.2), ("plain softmax", 4, 1.2), ("groups of sigmoid", 2, 1.04),
+     ("groups of sigmoid", 8, 1.1)],
+)  # fmt: skip
+def test_the_busiest_rank_gets_as_much_less_as_predicted_and_the_output_has_the_same_bits(
+    kind, num_ranks, gain, capacity
+):
+    routing = ROUTINGS[kind]
+    params, x = model(), tokens()
+    y, experts = forward(params, x, routing, capacity)
+    loads = moe.count(experts, NUM_EXPERTS)
+    done = moe.rebalance(params, loads, names=NAMES, num_ranks=num_ranks, groups=routing.groups)
+    (placed,) = done.placements[""]
+    assert placed.gain > gain
+    assert done.gain == placed.gain
+
+    y_after, experts_after = forward(done.params, x, routing, capacity)
+    np.testing.assert_array_equal(y_after, y)
+    per_rank = moe.count(experts_after, NUM_EXPERTS).reshape(len(placed.after), -1).sum(1)
+    assert per_rank.tolist() == list(placed.after)
+    assert int(per_rank.max()) == int(max(placed.after)) < max(placed.before)
+    assert done.params["norm"]["scale"] is params["norm"]["scale"]
+    if capacity is not None:
+        assert not moe.kept(experts, capacity, NUM_EXPERTS)[1].all()
+
+
+def test_without_the_router_the_model_would_be_another():
+    params, x = model(), tokens()
+    routing = ROUTINGS["normalized softmax"]
+    y, experts = forward(params, x, routing)
+    loads = moe.count(experts, NUM_EXPERTS)
+    placed = moe.place(np.asarray(loads), 4)
+    without = {path: names for path, names in NAMES.items() if "router" not in path}
+    other, _ = forward(moe.permute(params, placed.order, names=without), x, routing)
+    assert np.abs(other - y).max() > 0.1
+    with pytest.raises(MeshparError, match="no router is among the leaves with a dim named `expert` .*`moe/bias`"):
+        moe.rebalance(params, loads, names=without, num_ranks=4)
+
+
+def test_what_is_kept_elsewhere_is_permuted_by_itself():
+    placed = moe.place(zipf(NUM_EXPERTS), 4)
+    extra = {"moe": {"bias": np.arange(16.0)}, "count": np.arange(16)}
+    found = moe.permute(extra, placed.order, names=NAMES)
+    assert found["moe"]["bias"].tolist() == list(placed.order)
+    assert found["count"] is extra["count"]
+
+
+@pytest.mark.parametrize("layers_first", [True, False])
+def test_stacked_layers_are_placed_each_by_itself(layers_first):
+    params = [model(seed) for seed in range(3)]
+    at = 0 if layers_first else 1
+    together = jax.tree.map(lambda *leaves: np.stack(leaves, axis=min(at, leaves[0].ndim)), *params)
+    names = {path: (*given[:at], "layers", *given[at:]) for path, given in NAMES.items()}
+    loads = np.stack([zipf(NUM_EXPERTS, seed=seed) for seed in range(3)])
+    done = moe.rebalance(together, loads, names=names, num_ranks=4)
+    placed = done.placements[""]
+    assert len({one.order for one in placed}) == 3
+    assert done.gain == sum(max(p.before) for p in placed) / sum(max(p.after) for p in placed)
+    for layer, (one, row) in enumerate(zip(params, loads, strict=True)):
+        alone = moe.rebalance(one, row, names=NAMES, num_ranks=4)
+        assert alone.placements[""] == (placed[layer],)
+        found = jax.tree.map(lambda leaf, layer=layer: np.take(leaf, layer, axis=min(at, leaf.ndim - 1)), done.params)
+        jax.tree.map(np.testing.assert_array_equal, found, alone.params)
+
+
+def test_layers_at_paths_of_their_own():
+    tree = {"block_0": model(0), "block_1": model(1), "block_10": model(2)}
+    names = {f"{block}/{path}": given for block in tree for path, given in NAMES.items()}
+    loads = {"block_0/moe": zipf(16, seed=0), "block_1": zipf(16, seed=1)}
+    done = moe.rebalance(tree, loads, names=names, num_ranks=4)
+    for block, scope in (("block_0", "block_0/moe"), ("block_1", "block_1")):
+        (placed,) = done.placements[scope]
+        np.testing.assert_array_equal(done.params[block]["moe"]["up"], tree[block]["moe"]["up"][list(placed.order)])
+    assert done.params["block_10"]["moe"]["up"] is tree["block_10"]["moe"]["up"]
+
+
+def test_arrays_keep_their_sharding_and_dtype(mesh8):
+    specs = {"router": {"kernel": P(None, "fsdp")}, "up": P("fsdp", None, "tensor"), "down": P("fsdp", "tensor")}
+    params = model()
+    del params["moe"]["bias"]
+    placed_on = jax.tree.map(lambda spec: NamedSharding(mesh8, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    sharded = params | {"moe": jax.device_put(jax.tree.map(jnp.bfloat16, params["moe"]), placed_on)}
+    loads = zipf(NUM_EXPERTS)
+    found = moe.rebalance(sharded, loads, names=NAMES, num_ranks=4).params["moe"]
+    expected = moe.rebalance(params, loads, names=NAMES, num_ranks=4).params["moe"]
+    for (path, one), other, where in zip(
+        jax.tree_util.tree_leaves_with_path(found), *map(jax.tree.leaves, (expected, placed_on)), strict=True
+    ):
+        assert one.sharding.is_equivalent_to(where, one.ndim), path
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(one, other.astype(jnp.bfloat16))
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loads", "num_ranks", "options", "told"),
+    [
+        ([1, 2, 3], 2, {}, "share experts over 2 ranks"),
+        ([1, 2, 3, 4], 0, {}, "share experts over 0 ranks"),
+        ([1, -2], 1, {}, "none negative"),
+        ([1, np.nan], 1, {}, "none negative or infinite"),
+        ([[1, 2]], 1, {}, "of one layer"),
+        ([True, False], 1, {}, "number of tokens"),
+        ([1, 2, 3, 4], 2, {"method": "optimum"}, "did you mean `optimal`?"),
+        ([1, 2, 3, 4], 2, {"groups": 3}, "keep 3 groups of 4"),
+        (range(12), 6, {"groups": 4}, "a multiple of the other"),
+        (range(64), 8, {"method": "optimal"}, 'use method="greedy"'),
+    ],
+)
+def test_loads_that_cannot_be_placed(loads, num_ranks, options, told):
+    with pytest.raises(MeshparError) as raised:
+        moe.place(np.array(loads), num_ranks, **options)
+    assert told in str(raised.value)
+
+
+def test_leaves_that_do_not_fit_the_loads():
+    with pytest.raises(MeshparError, match="`moe/bias`: asked to place 8 experts anew"):
+        moe.rebalance(model(), zipf(8), names=NAMES, num_ranks=4)
+    with pytest.raises(MeshparError, match="16 experts anew in 2 layers"):
+        moe.rebalance(model(), np.stack([zipf(16)] * 2), names=NAMES, num_ranks=4)
+    with pytest.raises(MeshparError, match=r"leaves below `block`: .*none at all"):
+        moe.rebalance(model(), {"block": zipf(16)}, names=NAMES, num_ranks=4)
