@@ -378,6 +378,13 @@ def value_and_grad(
             "there is no such choice",
             'use "step" or "microbatch"',
         )
+    if weight is not None and not meet:
+        raise problem(
+            f"{where}(weight={weight!r}, meet=False)",
+            "weigh microbatches while the stages do not meet",
+            "only the last stage knows the sum of the weights",
+            "use meet=True, or weigh rows inside loss_fn and leave out weight",
+        )
     check_remat(remat)
     axes = tuple(a for a in BATCH_AXES if a in sizes) if batch_axes is None else tuple(batch_axes)
     for name in axes:

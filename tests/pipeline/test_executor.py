@@ -622,6 +622,7 @@ MISTAKES = {
     "shape": ({"stage": wider}, "float32.2, 16.", "a part takes float32.2, 8."),
     "dtype": ({"stage": lambda layers, x, micro: x.astype(jnp.bfloat16)}, "bfloat16.2, 8.", "first_fn or loss_fn"),
     "schedule": ({"schedule": "1f1b"}, "it is a str", "one_f_one_b"),
+    "weight": ({"weight": "double", "meet": False}, "only the last stage knows", "meet=True"),
     "inputs": ({"first_fn": None}, "`inputs`", "a first_fn"),
 }
 
