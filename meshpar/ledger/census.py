@@ -296,8 +296,8 @@ def _arrays(kind: str, computation: Computation, ins: Instruction) -> tuple[Arra
     if kind == "send":  # a token follows the data
         operands = operands[:1]
     if kind == "ragged-all-to-all":
-        # A send and a receive buffer, then offsets and sizes. How full they are only the run knows; but what all devices
-        # send is what all receive, so that the mean device sends no more than either holds.
+        # A send and a receive buffer, then offsets and sizes. How full they are only the run knows; but all that is
+        # sent is received, so that the mean device sends no more than either holds.
         operands = [min(operands[:2], key=lambda array: array.nbytes)]
     return tuple(operands)
 

@@ -108,7 +108,8 @@ def test_collectives_written_by_hand(saved, platform, version):
         ("all-reduce", ("data",), "f32", n, float(n), 1): 2,
     }
     if platform != "cpu":
-        expected[("ragged-all-to-all", ("tensor",), "f32", n, 3 / 4 * n, 1)] = 1
+        # It receives into half as many rows as it has to send.
+        expected[("ragged-all-to-all", ("tensor",), "f32", n // 2, 3 / 8 * n, 1)] = 1
         expected[("collective-broadcast", ("tensor",), "f32", n, float(n), 1)] = 1
     assert summary(found) == Counter(expected)
     assert {c.origin for c in found} == {"kernel"}
