@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.pipeline.executor import Aux, Functions, Micro
@@ -23,9 +24,10 @@ from meshpar.pipeline.gradients import Params, Pipeline
 from meshpar.pipeline.layers import Layer, Run, running, scanned
 from meshpar.pipeline.schedules import Schedule, make
 from meshpar.precision import Precision
+from meshpar.rules import resolve
 from meshpar.state import Setup, TrainState
 from meshpar.strategies import Pipelined
-from meshpar.types import PyTree, axis_sizes, problem, tree_leaves_with_paths
+from meshpar.types import Leaf, PyTree, axis_sizes, problem, spec_axes, tree_leaves_with_paths
 
 Loss = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
 """(params, extra, batch, key) -> (loss, (metrics, extra))."""
@@ -229,6 +231,16 @@ def _check(setup: Setup, schedule: Schedule, pipelined: Pipelined) -> None:
             f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items())}",
             f"write MeshSpec({pipelined.axis}={schedule.stages}, ...), or pipeline_parallel(stages=...) of its size",
         )
+    for names in (("batch", "norm_seq", "act_embed"), ("batch", "seq", "act_embed")):
+        like = Leaf(path="activations", shape=(setup.mesh.size,) * 3, dtype=np.dtype(np.float32), names=names)
+        for name, entry in zip(names[1:], resolve(like, setup.strategy.activations, setup.mesh).spec[1:], strict=False):
+            if split := [axis for axis in spec_axes(entry) if sizes[axis] > 1]:
+                raise problem(
+                    f"{where}, activations dim `{name}`",
+                    f"be split over {', '.join(split)} where they go from stage to stage",
+                    "stages hand on activations that are split over the batch only",
+                    "leave out context_parallel() and tensor_parallel(sequence=True); tensor_parallel() works",
+                )
     if jax.tree.leaves(setup.layout.variables.extra):
         paths = [path for path, _ in tree_leaves_with_paths(setup.layout.variables.extra)]
         raise problem(
