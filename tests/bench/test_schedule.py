@@ -95,11 +95,11 @@ def test_steps_that_do_not_meet_each_run_whole(sleeper):
 def test_a_chunk_sleeps_its_share(sleeper, monkeypatch):
     slept = []
     monkeypatch.setattr(pipeline.time, "sleep", slept.append)
-    sleeper.op_s, sleeper.off_s = 1.0, 0.25
+    sleeper.op_s = 1.0
     schedule = make("zb-v", P, M)
     assert pipeline._share(schedule) == 0.5
     pipeline.pipeline_program(schedule, sleeper.stage(pipeline._share(schedule)))()
-    assert slept == [0.25] * (3 * M * 2 * P)  # half an op, less what the callback costs
+    assert slept == [0.5] * (3 * M * 2 * P)
 
 
 def test_the_scan_by_hand_gives_what_the_executor_gives():
@@ -132,12 +132,13 @@ def test_a_row_for_each_schedule(measured):
         assert row.free_s == pytest.approx(schedule.simulate().free.makespan * 0.001)
         assert row.busy_s == pytest.approx(3 * M * 0.001)
         assert 0 < row.low_s <= row.time_s <= row.high_s
+        assert row.ratio >= 1  # sleeps are never shorter than asked, however busy the machine
         assert row.bubble_in_theory == pytest.approx(schedule.bubble_fraction)
 
 
 def test_its_measures(measured):
     names = [measure.name for measure in measured.measures]
-    for wanted in ("zb-v ÷ zb-h1", "zb-h2, 4 steps", "1f1b, 4 steps", "autodiff", "sleeping op",
+    for wanted in ("zb-v ÷ zb-h1", "zb-h2, 4 steps", "1f1b, 4 steps", "autodiff", "sleeping op", "the worst",
                    "empty stages, zb-v", "compile time of 1f1b"):  # fmt: skip
         assert sum(wanted in name for name in names) == 1, wanted
     assert all(measure.value > 0 and math.isfinite(measure.value) for measure in measured.measures)
@@ -146,7 +147,8 @@ def test_its_measures(measured):
 def test_it_prints_and_is_plain_data(measured, capsys):
     cli.print_report(measured, as_json=False)
     text = capsys.readouterr().out
-    assert "zb-v" in text and "in theory" in text and "load of the machine" in text
+    for wanted in ("zb-v", "in theory", "load of the machine"):
+        assert wanted in text
     document = json.loads(json.dumps(measured.to_json(), allow_nan=False))
     assert [row["schedule"] for row in document["rows"]] == ["1f1b", "zb-v", "zb-h1"]
     assert document["repeats"] == 1
