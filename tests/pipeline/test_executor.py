@@ -261,24 +261,32 @@ CROSSED = [
     Case(schedule="dualpipe", expert=2, fsdp=2),
     Case(schedule="interleaved-1f1b", fsdp=2, tensor=2, gather="microbatch", remat="full"),
 ]
-COUNTS = [Case(schedule=name, m=m) for name in ("1f1b", "gpipe", "zb-h1") for m in (1, 8)]
+COUNTS = [Case(schedule=name, m=m) for name, m in (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-h1", 8))]
+NOISY = Case(schedule="zb-v", noise=True, aux=True)
 VARIANTS = [
-    Case(schedule="zb-h2", tied=True, fsdp=2),
-    Case(schedule="dualpipe-v", tied=True, aux=True),
     Case(schedule="gpipe", weighted=True, fsdp=2),
     Case(schedule="zb-h1", noise=True, fsdp=2, remat="full"),
-    Case(schedule="zb-v", noise=True, aux=True),
-    Case(schedule="1f1b", noise=True),
+    NOISY,
+    Case(schedule="dualpipe", dtype="float32"),
 ]
-SINGLE = [Case(schedule=name, dtype="float32") for name in ("1f1b", "dualpipe")]
+FOLDED = Case(schedule="dualpipe-v", p=4, m=8, tied=True, aux=True)
+EVERY = [
+    *(Case(schedule=name, p=4, m=8) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe")),
+    Case(schedule="zb-h2", p=4, m=8, tied=True),
+    FOLDED,
+]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_is_the_model_in_one_piece(run, name):
-    same(run(Case(schedule=name, p=4, m=8)))
+@pytest.mark.parametrize("case", EVERY, ids=label)
+def test_every_schedule_is_the_model_in_one_piece(run, case):
+    same(run(case))
 
 
-@pytest.mark.parametrize("case", CROSSED + COUNTS + VARIANTS + SINGLE, ids=label)
+def test_no_schedule_is_forgotten():
+    assert {case.schedule for case in EVERY} == {*SCHEDULES}
+
+
+@pytest.mark.parametrize("case", CROSSED + COUNTS + VARIANTS, ids=label)
 def test_the_model_in_one_piece(run, case):
     same(run(case))
 
@@ -308,10 +316,10 @@ def test_every_number_of_microbatches(name):
 
 def test_masks_differ_between_microbatches_and_parts(run):
     """What the reference draws: so that a mask used twice would be seen."""
-    case = Case(schedule="1f1b", noise=True)
-    keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(7), i), part) for i in range(4) for part in range(2)]
+    case = NOISY
+    keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(7), i), part) for i in range(4) for part in range(4)]
     masks = {tuple(np.asarray(jax.random.bernoulli(key, 0.7, (case.rows, EMBED))).ravel()) for key in keys}
-    assert len(masks) == 8
+    assert len(masks) == 16
     result, _ = run(case)()
     (loss, _), _ = dataclasses.replace(case, noise=False).reference()
     assert abs(float(result.loss) - float(loss)) > 1e-3
@@ -355,9 +363,9 @@ def test_a_table_from_a_file(run, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def program(name, m, rows=256):
+def program(name, m):
     """Activations make up nearly all of its memory, and of them what F keeps."""
-    return Case(schedule=name, p=4, m=m, rows=rows, waves=48, dtype="float32")
+    return Case(schedule=name, p=4, m=m, rows=512, waves=48, dtype="float32")
 
 
 def test_memory_of_1f1b_does_not_grow_with_microbatches_and_gpipes_does(run):
@@ -368,13 +376,11 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches_and_gpipes_does(run):
 
 
 def test_memory_is_what_peak_activations_says(run):
-    """Programs of twice the rows, less those of once: what remains grows with the rows alone."""
     held, peak = {}, {}
     for name in ("1f1b", "zb-h2"):
-        held[name] = run(program(name, 8, 512)).temporary_bytes - run(program(name, 8)).temporary_bytes
+        held[name] = run(program(name, 8)).temporary_bytes
         peak[name] = int(make(name, 4, 8).peak_activations.max())
     assert (peak["1f1b"], peak["zb-h2"]) == (4, 7)
-    assert run(program("zb-h2", 8)).temporary_bytes > run(program("1f1b", 8)).temporary_bytes
     assert held["zb-h2"] / held["1f1b"] == pytest.approx(7 / 4, rel=0.15)
 
 
@@ -427,7 +433,7 @@ def test_gradients_meet_once_behind_the_loop(run, case):
         assert all(c.in_loop and c.in_branch for c in gathers)
 
 
-@pytest.mark.parametrize("case", [*CROSSED, VARIANTS[1]], ids=label)
+@pytest.mark.parametrize("case", [*CROSSED, FOLDED], ids=label)
 def test_stages_send_only_to_their_neighbours(run, case):
     """Beside scalars, and the gradients of ends that two stages share: tied ones, and the copies of two streams."""
     found = run(case).collectives
@@ -454,7 +460,7 @@ def test_stages_that_do_not_meet(run):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), grads, wanted)
 
 
-@pytest.mark.parametrize("meet", [True, False])
+@pytest.mark.parametrize("meet", [pytest.param(True, marks=pytest.mark.matrix), False])
 def test_late_numbers_are_summed_on_their_way(meet):
     case = Case(schedule="zb-h1", p=4, m=4, dtype="float32", meet=meet)
     late = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (4, 3)), jnp.float32)
@@ -479,7 +485,7 @@ class Cluster(Case):
 
 
 @pytest.mark.pod
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_between_nodes_only_messages_of_neighbours(pod, tied):
     case = Cluster(schedule="zb-h1", tensor=8, tied=tied, dtype="float32")
     compiled = pod.compile(jax.jit(function(case)).trace(*arguments(case)), "h100:2x8")
@@ -549,7 +555,7 @@ def test_parts_go_out_and_their_gradients_come_back(name):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer", ["stash", "inbox", "backlog"])
+@pytest.mark.parametrize("buffer", ["stash", "inbox", pytest.param("backlog", marks=pytest.mark.matrix)])
 def test_a_stale_buffer_is_seen_in_the_gradients(monkeypatch, buffer):
     """A B or W that reads another slot than it should: every other gradient test would fail so."""
     case = Case(schedule="zb-h2", p=4, m=8)
