@@ -1,0 +1,255 @@
+"""grouped_matmul: equal to a product row by row, nothing but the routed work, nothing of the size of rows x groups."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from meshpar.ledger import hlo, work
+from meshpar.moe import choose_grouped_matmul, grouped_matmul
+from meshpar.planner import cost
+from meshpar.types import MeshparError
+
+ROWS, WIDTH, COLUMNS, GROUPS = 37, 6, 5, 4
+SIZES = {
+    "uneven": [5, 9, 20, 3],
+    "some empty, rows left over": [0, 7, 0, 11],
+    "all to the first": [37, 0, 0, 0],
+    "all to the last": [0, 0, 0, 37],
+    "a row each": [1, 1, 1, 1],
+    "whole blocks": [8, 8, 16, 4],
+    "none": [0, 0, 0, 0],
+}
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+
+
+def by_row(rows, weights, cotangent, sizes):
+    """(product, gradient of rows, gradient of weights) in float64, one row after the other."""
+    rows, weights, cotangent = (np.asarray(x, "float64") for x in (rows, weights, cotangent))
+    y, d_rows, d_weights = np.zeros(cotangent.shape), np.zeros(rows.shape), np.zeros(weights.shape)
+    for row, group in enumerate(np.repeat(np.arange(len(sizes)), sizes)):
+        y[row] = rows[row] @ weights[group]
+        d_rows[row] = weights[group] @ cotangent[row]
+        d_weights[group] += np.outer(rows[row], cotangent[row])
+    return y, d_rows, d_weights
+
+
+def operands(dtype, *, rows=ROWS, width=WIDTH, columns=COLUMNS, groups=GROUPS):
+    draw = np.random.default_rng(0).standard_normal
+    shapes = (rows, width), (groups, width, columns), (rows, columns)
+    return [jnp.asarray(draw(shape), dtype) for shape in shapes]
+
+
+def value_and_grads(product):
+    """(rows, weights, cotangent, sizes) -> (product, gradient of rows, gradient of weights)."""
+
+    def run(rows, weights, cotangent, sizes):
+        y, pull = jax.vjp(lambda r, w: product(r, w, sizes), rows, weights)
+        return y, *pull(cotangent)
+
+    return run
+
+
+@pytest.fixture
+def fake_tokamax(monkeypatch):
+    """A package that keeps tokamax's word and no more: rows and groups that are not visited come out as NaN."""
+    module = types.ModuleType("tokamax")
+    module.__spec__ = importlib.machinery.ModuleSpec("tokamax", None)
+    module.asked = []
+
+    def unvisited(x, visited):
+        return jnp.where(visited, x, jnp.nan)
+
+    @jax.custom_vjp
+    def product(rows, weights, sizes):
+        owned = (jnp.arange(len(rows)) < sizes.sum())[:, None]
+        return unvisited(lax.ragged_dot(rows, weights, sizes), owned)
+
+    def backward(saved, grad):
+        rows, weights, sizes = saved
+        owned = (jnp.arange(len(rows)) < sizes.sum())[:, None]
+        _, pull = jax.vjp(lambda r, w: lax.ragged_dot(r, w, sizes), jnp.where(owned, rows, 0), weights)
+        d_rows, d_weights = pull(jnp.where(owned, grad, jnp.nan))
+        return unvisited(d_rows, owned), unvisited(d_weights, (sizes > 0)[:, None, None]), None
+
+    product.defvjp(lambda *saved: (product(*saved), saved), backward)
+
+    def ragged_dot(lhs, rhs, group_sizes, *, implementation):
+        module.asked.append(implementation)
+        return product(lhs, rhs, group_sizes)
+
+    module.ragged_dot = ragged_dot
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    return module
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values and gradients
+# ---------------------------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "blocked": {"implementation": "blocked"},
+    "small blocks": {"implementation": "blocked", "block": 8, "typical_rows": 20},
+    "one loop": {"implementation": "blocked", "block": 5, "typical_rows": ROWS},
+    "block above all rows": {"implementation": "blocked", "block": 64},
+    "tokamax": {"implementation": "tokamax"},
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_equal_to_a_product_row_by_row(options, dtype, request):
+    if options["implementation"] == "tokamax":
+        request.getfixturevalue("fake_tokamax")
+    with jax.enable_x64(dtype == "float64"):
+        run = jax.jit(value_and_grads(functools.partial(grouped_matmul, **options)))
+        rows, weights, cotangent = operands(dtype)
+        for name, sizes in SIZES.items():
+            # What stands in rows of nobody is nobody's business, forward or backward.
+            owned = (jnp.arange(ROWS) < sum(sizes))[:, None]
+            poisoned = jnp.where(owned, rows, jnp.nan), weights, jnp.where(owned, cotangent, jnp.nan)
+            found = run(*poisoned, jnp.asarray(sizes, jnp.int32))
+            expected = by_row(rows, weights, cotangent, sizes)
+            for what, one, other in zip(("value", "rows", "weights"), found, expected, strict=True):
+                np.testing.assert_allclose(one, other, atol=TOLERANCE[dtype], rtol=0, err_msg=f"{name}: {what}")
+            assert not np.asarray(found[0])[sum(sizes) :].any()
+            assert not np.asarray(found[1])[sum(sizes) :].any()
+
+
+def test_buffers_of_one_size_are_one_batched_matmul():
+    rows, weights, cotangent = operands("float32", rows=36)
+    sizes = np.full(GROUPS, 9, np.int32)
+    run = jax.jit(value_and_grads(lambda r, w, _: grouped_matmul(r, w, sizes)))
+    found = run(rows, weights, cotangent, None)
+    for one, other in zip(found, by_row(rows, weights, cotangent, sizes), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    module = hlo.parse(run.lower(rows, weights, cotangent, None).compile().as_text())
+    products = work.matmuls(module)
+    assert [(one.flops, one.count_per_step) for one in products] == [(2 * 36 * WIDTH * COLUMNS, 1)] * 3
+
+
+def test_sums_of_bfloat16_are_taken_in_float32():
+    """512 rows of ones: added one by one in bfloat16 they would stop at 256."""
+    rows, weights = jnp.ones((512, 1), jnp.bfloat16), jnp.ones((2, 1, 1), jnp.bfloat16)
+    _, pull = jax.vjp(lambda w: grouped_matmul(rows, w, jnp.asarray([512, 0]), block=8), weights)
+    np.testing.assert_array_equal(pull(jnp.ones((512, 1), jnp.bfloat16))[0].ravel().astype("float32"), [512, 0])
+
+
+def test_no_rows_are_no_work():
+    y = grouped_matmul(jnp.zeros((0, WIDTH)), jnp.zeros((GROUPS, WIDTH, COLUMNS)), jnp.zeros(GROUPS, jnp.int32))
+    assert y.shape == (0, COLUMNS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Work and memory
+# ---------------------------------------------------------------------------------------------------------------------
+
+LARGE = {"rows": 8192, "width": 32, "columns": 24, "groups": 16}
+
+
+@functools.cache
+def compiled(**options):
+    rows, weights, cotangent = operands("float32", **LARGE)
+    sizes = jnp.full(LARGE["groups"], 512, jnp.int32)
+    product = functools.partial(grouped_matmul, **options) if options else lax.ragged_dot
+    return jax.jit(value_and_grads(product)).lower(rows, weights, cotangent, sizes).compile()
+
+
+def flops(**options):
+    return work.flops_per_step(hlo.parse(compiled(**options).as_text()))
+
+
+@pytest.mark.parametrize("block", [None, 64, 100])
+def test_flops_of_the_program_are_the_closed_form(block):
+    """Value and both gradients; with its own block no more than a 16th above the routed work."""
+    groups, inner, columns = LARGE["groups"], LARGE["width"], LARGE["columns"]
+    routed = 3 * cost.matmul_flops(LARGE["rows"], inner, columns)
+    found = flops(block=block, typical_rows=LARGE["rows"])
+    assert found == 3 * cost.grouped_matmul_flops(LARGE["rows"], groups, block or 32, inner, columns)
+    assert routed <= found <= routed * (1 + groups * (block or 32) / LARGE["rows"])
+    if block is None:
+        assert found <= 17 / 16 * routed
+
+
+def test_rows_beyond_the_typical_ones_are_left_to_a_loop_that_ends_with_the_last():
+    """A compiler sees its length no more than we do, so that it counts once; masked products do all rows G times."""
+    known = cost.grouped_matmul_flops(1024, 16, 32, LARGE["width"], LARGE["columns"])
+    assert flops(block=32, typical_rows=1024) == 3 * (known + cost.matmul_flops(32, LARGE["width"], LARGE["columns"]))
+    assert flops(block=32) == 3 * cost.matmul_flops(32, LARGE["width"], LARGE["columns"])
+
+
+def test_nothing_is_of_the_size_of_rows_times_groups():
+    def largest(program):
+        return max(one.nbytes for one in work.largest_temporaries(hlo.parse(program.as_text())))
+
+    masked = 4 * LARGE["rows"] * LARGE["groups"] * LARGE["columns"]
+    rows = 4 * LARGE["rows"] * LARGE["width"]
+    assert largest(compiled()) >= masked  # what there is to avoid
+    assert largest(compiled(block=None, typical_rows=LARGE["rows"])) <= rows
+
+
+@pytest.mark.parametrize(("rows", "groups", "block"), [(0, 1, 8), (10, 4, 3), (3, 8, 16), (4096, 16, 32)])
+def test_the_bound_on_rows_is_reached_and_never_passed(rows, groups, block):
+    bound = cost.grouped_rows(rows, groups, block)
+    draws = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups), size=200)
+    worst = np.zeros(groups, int)
+    worst[: min(groups, rows)] = 1  # a row each, and the rest so that a block is begun for one row as often as can be
+    worst[0] += rows - worst.sum()
+    taken = [block * sum(-(-size // block) for size in sizes) for sizes in [*draws, worst]]
+    assert max(taken) <= bound < rows + groups * block
+    assert rows == 0 or taken[-1] >= bound - block
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choices and mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_tokamax_on_gpus_that_have_it(fake_tokamax, monkeypatch):
+    assert choose_grouped_matmul("cpu").implementation == "blocked"
+    assert choose_grouped_matmul("gpu").implementation == "tokamax"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    rows, weights, _ = operands("float32")
+    jax.eval_shape(grouped_matmul, rows, weights, jnp.ones(GROUPS, jnp.int32))
+    # Of its own implementations never the last resort, XLA's masked product.
+    assert fake_tokamax.asked == [("mosaic", "triton")]
+
+
+def test_tokamax_by_name_is_never_replaced(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "not installed" in choose_grouped_matmul("gpu").why
+    rows, weights, _ = operands("float32")
+    with pytest.raises(MeshparError, match="tokamax is not installed.*pip install tokamax"):
+        grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32), implementation="tokamax")
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "sizes", "options", "says"),
+    [
+        ((4, 3), (2, 5, 3), 2, {}, "of one width d"),
+        ((4, 3), (2, 3, 3), 3, {}, "one size a group"),
+        ((4, 3), (0, 3, 3), 0, {}, "at least one group"),
+        ((4, 3), (2, 3, 3), 2, {"implementation": "blocks"}, "did you mean `blocked`"),
+        ((4, 3), (2, 3, 3), 2, {"block": 0}, "block=0"),
+        ((4, 3), (2, 3, 3), 2, {"typical_rows": 0}, "typical_rows=0"),
+    ],
+)
+def test_mistakes_are_told_apart(rows, weights, sizes, options, says):
+    with pytest.raises(MeshparError, match=says):
+        grouped_matmul(jnp.ones(rows), jnp.ones(weights), jnp.ones(sizes, jnp.int32), **options)
+
+
+def test_dtypes_have_to_go_together():
+    rows, weights, sizes = jnp.ones((4, 3)), jnp.ones((2, 3, 3)), jnp.ones(2, jnp.int32)
+    with pytest.raises(MeshparError, match="both are of one floating dtype"):
+        grouped_matmul(rows, weights.astype("bfloat16"), sizes)
+    with pytest.raises(MeshparError, match="they count rows"):
+        grouped_matmul(rows, weights, jnp.ones(2))
