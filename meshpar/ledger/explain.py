@@ -73,10 +73,22 @@ def explain(
         return _explain(step, state, batch, lambda traced: process.compile(traced, cluster), cluster, advise)
 
 
+def _check_promised(setup: Setup) -> None:
+    """A report without a promise would call everything a surprise."""
+    if setup.strategy.pipeline is not None:
+        raise problem(
+            f"explain, strategy {setup.strategy.label}",
+            "hold the compiled program to what the strategy promised",
+            "no promise is written down for stages: what is sent depends on the schedule's table",
+            "read the program itself: meshpar.ledger.census.census(module, axes) of step.lower(state, batch).compile()",
+        )
+
+
 def _explain(
     step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile, cluster: Cluster | None, advise: bool
 ) -> Report:
     setup, sizes = state.setup, axis_sizes(state.setup.mesh)
+    _check_promised(setup)
     program = _compiled(step, state, batch, compiler)
     on_cpu = program.target == "cpu"
     collectives = census(program.module, sizes)
