@@ -948,3 +948,102 @@ def _draw_schedule(panel: Axes, one: Schedule, line: PipelineTimeline, *, inches
         f"{title}, of a stage's span {line.span_bubble_fraction:.1%}", loc="left", fontsize=9, color=INK,
         fontweight="bold",
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts
+# ---------------------------------------------------------------------------------------------------------------------
+
+_LOAD_COLORS = ((0.0, "#2f6ea5"), (0.35, "#9cc3de"), (0.5, "#f7f6f2"), (0.65, "#f3b48b"), (1.0, "#b2401f"))
+"""Below the mean blue, above it red: read from 1/4 to 4 times the mean, evenly in its logarithm."""
+_NO_LOAD = "#2b2b33"
+_MOST_WRITTEN = 16
+"""Up to so many experts each cell says its number, and every expert has a tick."""
+
+
+def expert_load(load: Any, *, num_ranks: int = 1, title: str = "load of experts") -> Figure:
+    """How many tokens each expert got, layer by layer, in multiples of its layer's mean: white is even.
+
+    With several ranks, lines stand between their experts, and bars beside the picture show the busiest rank of each
+    layer, which the others wait for.
+
+    Args:
+      load: tokens [layers, experts], as `moe.measure(...).experts.tokens` stacked over layers.
+      num_ranks: of the mesh axis that the experts are split over.
+      title: above the picture.
+
+    Raises:
+      ValueError: a load that is not [layers, experts], or experts that cannot be split so.
+    """
+    load = np.asarray(load, float)
+    _check_load(load, num_ranks)
+    layers, experts = load.shape
+    over_mean = load / np.maximum(load.mean(1, keepdims=True), np.finfo(float).tiny)
+    figure, (axes, *beside) = _load_panels(layers, experts, num_ranks)
+    image = _draw_load(axes, over_mean, num_ranks)
+    axes.set_title(title, loc="left", color=INK, fontweight="bold")
+    none = ", none: black" if (load == 0).any() else ""
+    bar = figure.colorbar(image, ax=[axes, *beside], extend="both", aspect=30, pad=0.02, ticks=[0.25, 0.5, 1, 2, 4])
+    bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"], color=INK)
+    bar.ax.minorticks_off()
+    bar.set_label(f"tokens, in means of the layer{none}", color=INK, fontsize=8)
+    bar.outline.set_visible(False)
+    for panel in beside:
+        _draw_busiest(panel, over_mean.reshape(layers, num_ranks, -1).mean(-1).max(1))
+    return figure
+
+
+def _check_load(load: np.ndarray, num_ranks: int) -> None:
+    if load.ndim != 2 or not load.size:
+        exists = "a load is [layers, experts], with something in it"
+        raise problem("plots.expert_load", f"draw a load of shape {load.shape}", exists, "stack the loads of layers")
+    if num_ranks < 1 or load.shape[1] % num_ranks:
+        exists = f"there are {load.shape[1]} experts, and every rank has the same number"
+        raise problem("plots.expert_load", f"split experts over {num_ranks} ranks", exists, "give a divisor of them")
+
+
+def _load_panels(layers: int, experts: int, num_ranks: int) -> tuple[Figure, Sequence[Axes]]:
+    """A panel for the load, as large as its cells need, and one for the busiest rank where there are several."""
+    from matplotlib.figure import Figure
+
+    wide, high = max(min(0.42 * experts, 10.0), 3.2) + 1.6, max(min(0.32 * layers, 8.0), 1.2) + 1.2
+    sizes = [wide, 1.8] if num_ranks > 1 else [wide]
+    figure = Figure(figsize=(sum(sizes), high), dpi=120, layout="constrained")
+    panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True, width_ratios=sizes)[0]
+    for panel in panels:
+        panel.tick_params(colors=INK, length=3)
+    return figure, panels
+
+
+def _draw_load(axes: Axes, over_mean: np.ndarray, num_ranks: int) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+
+    layers, experts = over_mean.shape
+    colors = LinearSegmentedColormap.from_list("load", _LOAD_COLORS).with_extremes(bad=_NO_LOAD)
+    seen = np.ma.masked_equal(over_mean, 0)
+    image = axes.imshow(seen, cmap=colors, norm=LogNorm(0.25, 4), aspect="auto", interpolation="nearest")
+    if experts <= _MOST_WRITTEN and layers <= 2 * _MOST_WRITTEN:
+        for (layer, expert), value in np.ndenumerate(over_mean):
+            ink = INK if 0.4 < value < 2.4 else "white"
+            axes.text(expert, layer, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=ink)
+    for rank in range(1, num_ranks):
+        axes.axvline(rank * experts / num_ranks - 0.5, color=INK, lw=1.4)
+    axes.set_xticks(range(0, experts, -(-experts // _MOST_WRITTEN)))
+    axes.set_yticks(range(0, layers, -(-layers // _MOST_WRITTEN)))
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("expert" + f", {experts // num_ranks} at each rank" * (num_ranks > 1), color=INK)
+    axes.set_ylabel("layer", color=INK)
+    return image
+
+
+def _draw_busiest(panel: Axes, over_mean: np.ndarray) -> None:
+    panel.barh(np.arange(len(over_mean)), over_mean, height=0.7, color=AXES["expert"])
+    panel.axvline(1.0, color=INK, lw=1.0, ls=(0, (4, 3)))
+    if len(over_mean) <= 2 * _MOST_WRITTEN:
+        for layer, value in enumerate(over_mean):
+            panel.text(value, layer, f" {value:.2f}", va="center", fontsize=7, color=INK)
+    panel.set_xlim(0, 1.35 * over_mean.max())
+    panel.tick_params(axis="y", length=0, labelleft=False)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.spines["bottom"].set_color(FAINT)
+    panel.set_xlabel("the busiest rank", color=INK)

@@ -375,3 +375,39 @@ def test_errors_stand_beside_their_bounds():
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
     assert drawn == errors | {f"{name}, bound": values for name, values in bounds.items()}
     assert {tuple(line.get_xdata()) for line in axes.lines} == {(16, 64)}
+
+
+# Experts -------------------------------------------------------------------------------------------------------------
+
+
+def test_loads_are_drawn_in_means_of_their_layer():
+    load = [[30, 10, 10, 10], [5, 5, 5, 5], [0, 8, 4, 4]]
+    figure = plots.expert_load(load, num_ranks=2, title="loads")
+    axes, beside, _ = figure.axes
+    (image,) = axes.images
+    shown = np.ma.asarray(image.get_array())
+    assert shown.filled(0).tolist() == [[2, 2 / 3, 2 / 3, 2 / 3], [1, 1, 1, 1], [0, 2, 1, 1]]
+    assert shown.mask.sum() == 1
+    assert [text.get_text() for text in axes.texts] == [f"{value:.2f}" for value in shown.filled(0).flat]
+    assert [line.get_xdata()[0] for line in axes.lines] == [1.5]
+    assert [bar.get_width() for bar in beside.patches] == pytest.approx([4 / 3, 1.0, 1.0])
+    assert axes.get_title("left") == "loads"
+    little, even, much = (np.array(image.cmap(image.norm(value))[:3]) for value in (0.25, 1.0, 4.0))
+    assert (even > 0.9).all()  # white
+    assert little[2] > little[0]  # blue
+    assert much[0] > much[2]  # red
+
+
+def test_loads_of_one_rank_and_of_many_experts():
+    figure = plots.expert_load(np.ones((1, 64)))
+    axes, _ = figure.axes
+    assert not axes.lines
+    assert not axes.texts
+    assert axes.get_yticks().tolist() == [0]
+    assert axes.get_xticks().tolist() == list(range(0, 64, 4))
+
+
+@pytest.mark.parametrize(("load", "num_ranks", "told"), [([1, 2], 1, "stack the loads"), ([[1, 2, 3]], 2, "3 experts")])
+def test_loads_that_cannot_be_drawn(load, num_ranks, told):
+    with pytest.raises(mp.MeshparError, match=told):
+        plots.expert_load(load, num_ranks=num_ranks)
