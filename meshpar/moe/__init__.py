@@ -3,8 +3,8 @@
     routing.py    logits -> experts and weights of every token; who finds room
     balance.py    auxiliary loss, z-loss, the balancing bias
     metrics.py    how even the load is, over experts and over ranks, and what to do about it
-    dispatch.py   tokens to their experts and back: order.py (what stands where), exchange.py (rows on the wire)
-    choice.py     how rows travel when nothing is said about it
+    dispatch_combine.py  tokens to their experts and back: order.py (what stands where), exchange.py (rows on the wire),
+                  choice.py (how they travel when nothing is said about it)
     grouped.py    rows sorted by expert, each times its own expert's weight
     placement.py  which rank owns which experts, anew from measured loads
     reference.py  what a layer of experts computes, every token through every expert
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from meshpar.moe.balance import z_loss as z_loss
     from meshpar.moe.choice import DispatchChoice as DispatchChoice
     from meshpar.moe.choice import choose_dispatch as choose_dispatch
-    from meshpar.moe.dispatch import Dispatched as Dispatched
-    from meshpar.moe.dispatch import Payload as Payload
-    from meshpar.moe.dispatch import dispatch as dispatch
+    from meshpar.moe.dispatch_combine import Dispatched as Dispatched
+    from meshpar.moe.dispatch_combine import Payload as Payload
+    from meshpar.moe.dispatch_combine import dispatch as dispatch
     from meshpar.moe.grouped import GroupedChoice as GroupedChoice
     from meshpar.moe.grouped import choose_grouped_matmul as choose_grouped_matmul
     from meshpar.moe.grouped import grouped_matmul as grouped_matmul
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _HOMES: dict[str, tuple[str, ...]] = {
     "balance": ("auxiliary_loss", "update_bias", "z_loss"),
     "choice": ("DispatchChoice", "choose_dispatch"),
-    "dispatch": ("Dispatched", "Payload", "dispatch"),
+    "dispatch_combine": ("Dispatched", "Payload", "dispatch"),
     "grouped": ("GroupedChoice", "choose_grouped_matmul", "grouped_matmul"),
     "metrics": ("Advice", "Load", "Loads", "advice", "measure", "scalars"),
     "placement": ("Placement", "Rebalanced", "permute", "place", "rebalance"),
