@@ -256,6 +256,8 @@ class ValueAndGrad:
 
     def __init__(self, pipeline: Pipeline, specs: PyTree | None) -> None:
         self.pipeline, self.specs = pipeline, specs
+        # Devices hold shares of everything on the way, which jax can only name inside a compiled program.
+        self._compiled = jax.jit(self._run)
 
     def __call__(
         self, params: Params, batch: PyTree, key: jax.Array | None = None, late: jax.Array | None = None
@@ -271,14 +273,19 @@ class ValueAndGrad:
         Raises:
           ValueError: shapes that do not fit the schedule or the mesh.
         """
-        pipe = self.pipeline
         params = Params(*params)
+        _check_parts(self.pipeline, params)
+        _check_rows(self.pipeline, batch)
+        return self._compiled(params, batch, key, late)
+
+    def _run(
+        self, params: Params, batch: PyTree, key: jax.Array | None, late: jax.Array | None
+    ) -> tuple[Result, Params]:
+        pipe = self.pipeline
         specs = Params(
             jax.tree.map(lambda _: PartitionSpec(pipe.axis), params.parts) if self.specs is None else self.specs,
             jax.tree.map(lambda _: PartitionSpec(), params.ends),
         )
-        _check_parts(pipe, params)
-        _check_rows(pipe, batch)
         key = jax.random.key(0) if key is None else key
         stages = pipe.schedule.stages
         late = jnp.zeros((stages, 0), jnp.float32) if late is None else late
@@ -350,7 +357,7 @@ def value_and_grad(
         numbers]`, the same on all stages. With `meet=True` no more than scalars is summed over the stages.
 
     Returns:
-      `f(params, batch, key=None, late=None) -> (Result, gradients)`, to be jitted.
+      `f(params, batch, key=None, late=None) -> (Result, gradients)`, compiled; also inside a `jax.jit` of yours.
 
     Raises:
       ValueError: a schedule that does not validate, or does not fit the mesh; an option that does not exist.
@@ -396,7 +403,7 @@ def value_and_grad(
                 "name axes of the mesh that split rows",
             )
     schedule.validate()
-    stage = _with_aux(stage_fn)
+    stage = _with_aux(stage_fn, weight)
     if remat is not None:
         stage = jax.checkpoint(stage, policy=REMAT_POLICIES[remat], prevent_cse=False)
     pipe = Pipeline(
@@ -422,10 +429,17 @@ def _inputs(ends: PyTree, micro: Micro) -> PyTree:
     return micro.rows["inputs"]
 
 
-def _with_aux(stage_fn: Callable[..., Any]) -> Callable[..., tuple[PyTree, Aux]]:
+def _with_aux(stage_fn: Callable[..., Any], weight: str | None) -> Callable[..., tuple[PyTree, Aux]]:
     def stage(params: PyTree, x: PyTree, micro: Micro) -> tuple[PyTree, Aux]:
         out = stage_fn(params, x, micro)
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Aux):
+            if weight is not None:
+                raise problem(
+                    f"pipeline.value_and_grad(weight={weight!r}) and a stage_fn that gives Aux",
+                    "weigh auxiliary losses as the loss",
+                    "only the last stage knows a microbatch's weight",
+                    "weigh rows inside loss_fn and leave out weight",
+                )
             return out
         return out, Aux(jnp.zeros((), jnp.float32), {})
 

@@ -614,6 +614,10 @@ def wider(layers, x, micro):
     return jnp.concatenate([x, x], -1)
 
 
+def with_aux(layers, x, micro):
+    return x, Aux(jnp.float32(0), {})
+
+
 PARTS, ROWS = Case(dtype="float32").data
 MISTAKES = {
     "ranks": ({"schedule": make("1f1b", 4, 4)}, "run the 4 stages", "MeshSpec\\(stage=4"),
@@ -629,6 +633,7 @@ MISTAKES = {
     "dtype": ({"stage": lambda layers, x, micro: x.astype(jnp.bfloat16)}, "bfloat16.2, 8.", "first_fn or loss_fn"),
     "schedule": ({"schedule": "1f1b"}, "it is a str", "one_f_one_b"),
     "weight": ({"weight": "double", "meet": False}, "only the last stage knows", "meet=True"),
+    "weighed aux": ({"weight": "double", "stage": with_aux}, "auxiliary losses", "leave out weight"),
     "inputs": ({"first_fn": None}, "`inputs`", "a first_fn"),
 }
 
@@ -642,3 +647,12 @@ def test_a_mistake_is_told_in_four_parts(mistake):
     assert all((error.where, error.asked, error.exists, error.fix))
     for words in said:
         assert re.search(words, str(error)), str(error)
+
+
+def test_it_runs_outside_of_jit_too():
+    case = Case(dtype="float32")
+    run = value_and_grad(case.stage, case.last, schedule=case.table, mesh=case.mesh, first_fn=case.first)
+    (result, grads), (compiled, wanted) = run(*case.data), jax.jit(run)(*case.data)
+    assert float(result.loss) == pytest.approx(float(compiled.loss), rel=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
