@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshpar.moe.routing import kept
+from meshpar.moe.routing import kept, or_nobody
 from meshpar.types import PyTree, problem
 
 
@@ -25,8 +25,8 @@ def moe(
     """y_t = Σ_j weights_tj · expert_fn(params of experts_tj, x_t), over the choices that are kept, in their order.
 
     E/k times the work that is needed, and temporaries [E, T, d_out]: for tests and for small things. A choice of nobody
-    (an expert of E) adds nothing. The sum runs over a token's choices, not over the experts, so it has the same bits
-    however the experts are numbered.
+    (no number from 0 to E - 1) adds nothing. The sum runs over a token's choices, not over the experts, so it has the
+    same bits however the experts are numbered.
 
     Args:
       x: all tokens.
@@ -42,6 +42,7 @@ def moe(
     """
     num_experts = _num_experts(params)
     _check_tokens(x, experts, weights, token_ranks)
+    experts = or_nobody(experts, num_experts)
     if capacity is not None:
         of_ranks = experts.reshape(token_ranks, -1, experts.shape[1])
         _, keep = jax.vmap(lambda of_rank: kept(of_rank, capacity, num_experts))(of_ranks)

@@ -186,7 +186,7 @@ def capacity(tokens: int, routing: Routing) -> int:
     """
     if routing.capacity_factor is None and routing.choice == "token":
         return tokens
-    # In floating point, 1.1 times 10 is above 11 and would be rounded up to 12.
+    # In floating point, 200 times 2.2 is above 440, and 55 places an expert would be rounded up to 56.
     factor = Fraction(str(routing.capacity_factor or 1))
     return min(tokens, math.ceil(tokens * routing.top_k * factor / routing.num_experts))
 
@@ -196,10 +196,11 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
 
     Room goes to the earliest token, and among one token's choices to the first: choices are numbered as they stand in
     `experts`, row by row. So what drops is the same in every run, and what is at the end of a batch drops first.
-    A slot is counted on past the capacity; a choice of nobody (an expert of `num_experts`) is never kept.
+    A slot is counted on past the capacity; a choice of nobody (see `or_nobody`) is never kept.
 
     No temporary is larger than a few times `experts`: choices are sorted, not compared with every expert.
     """
+    experts = or_nobody(experts, num_experts)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     by_expert = flat[order]
@@ -212,8 +213,13 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
 
 def count(experts: Int[Array, ...], num_experts: int) -> Int32[Array, " E"]:
     """How often each expert was chosen; choices of nobody are not counted."""
-    flat = experts.reshape(-1)
+    flat = or_nobody(experts, num_experts).reshape(-1)
     return jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
+
+
+def or_nobody(experts: Int[Array, "*dims"], num_experts: int) -> Int32[Array, "*dims"]:
+    """Numbers from 0 to E - 1 as they are, and E, which means nobody, for all others."""
+    return jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,9 +234,9 @@ def _chosen_by_tokens(logits: jax.Array, scores: jax.Array, routing: Routing, bi
     scores of logits above 17 are all 1 in float32.
     """
     ranked = logits if bias is None and routing.groups == 1 else scores
-    ranked = lax.stop_gradient(ranked)
     if bias is not None:
-        ranked = ranked + lax.stop_gradient(bias).astype(ranked.dtype)
+        ranked = ranked + bias.astype(ranked.dtype)
+    ranked = lax.stop_gradient(ranked)
     if routing.groups > 1:
         ranked = _in_best_groups(ranked, routing)
     return lax.top_k(ranked, routing.top_k)[1].astype(jnp.int32)
@@ -261,15 +267,30 @@ def _normalized(logits: jax.Array, experts: jax.Array, routing: Routing) -> jax.
 
 @jax.custom_jvp
 def _softmax(logits: jax.Array) -> jax.Array:
-    """Summed in the order of size, so that a score has the same bits wherever its expert stands among the others."""
+    """A score has the same bits wherever its expert stands among the others."""
     powers = jnp.exp(logits - logits.max(-1, keepdims=True))
-    return powers / jnp.sort(powers).sum(-1, keepdims=True)
+    return powers / _sum_in_any_order(powers)
 
 
 @_softmax.defjvp
 def _softmax_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     scores, (moved,) = _softmax(*primals), tangents
     return scores, scores * (moved - (scores * moved).sum(-1, keepdims=True))
+
+
+def _sum_in_any_order(shares: jax.Array) -> jax.Array:
+    """The sum over the last dim of numbers from 0 to 1, with the same bits in whatever order they stand.
+
+    Each is cut into three parts of so few bits that parts add up without rounding. What is cut off behind them is less
+    than the sum's own rounding, for up to 4096 numbers above a largest of 1.
+    """
+    bits = jnp.finfo(shares.dtype).nmant + 1 - (shares.shape[-1] - 1).bit_length()
+    total, rest = jnp.zeros((*shares.shape[:-1], 1), shares.dtype), shares
+    for level in (1, 2, 3):
+        part = jnp.round(rest * 2.0 ** (bits * level)) * 2.0 ** (-bits * level)
+        total += part.sum(-1, keepdims=True)
+        rest -= part
+    return total
 
 
 def _chosen_by_experts(scores: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:

@@ -72,9 +72,10 @@ def test_drop_rates_at_the_extremes_of_capacity(top_k):
     assert drop_rate(all_to_one, 0) == 1
 
 
-def test_choices_of_nobody_are_neither_load_nor_drops():
-    experts = np.array([[0, 2], [2, 1], [0, 2], [2, 2]], np.int32)
-    kept = experts < 2
+@pytest.mark.parametrize("nobody", [2, -1])
+def test_choices_of_nobody_are_neither_load_nor_drops(nobody):
+    experts = np.array([[0, nobody], [nobody, 1], [0, nobody], [nobody, nobody]], np.int32)
+    kept = experts != nobody
     loads = measure(experts, np.ones((4, 2), np.float32), kept=kept)
     assert loads.experts.tokens.tolist() == [2, 1]
     assert loads.drop_rate == 0

@@ -66,6 +66,9 @@ def case(num_experts, top_k, tokens=24, kind="any"):
 def test_every_token_through_its_experts(num_experts, top_k, kind):
     x, experts, weights, params = case(num_experts, top_k, kind=kind)
     expected, _ = by_hand(x, experts, weights, params)
+    if kind == "nobody":
+        minus_one = np.where(experts == num_experts, -1, experts)
+        np.testing.assert_array_equal(dense(x, minus_one, weights, params), dense(x, experts, weights, params))
     np.testing.assert_allclose(dense(x, experts, weights, params), expected, rtol=1e-4, atol=1e-5)
 
 

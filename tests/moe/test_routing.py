@@ -198,6 +198,19 @@ def test_numbering_the_experts_anew_changes_no_bit(routing, with_bias):
     np.testing.assert_array_equal(after.scores, before.scores[:, order])
 
 
+@pytest.mark.parametrize("num_experts", [1, 5, 256, 4096])
+@pytest.mark.parametrize("scale", [0.1, 4.0])
+def test_softmax_scores_of_many_experts_are_exact_in_any_order(num_experts, scale):
+    routing = Routing(num_experts=num_experts, top_k=1, normalize=False)
+    logits = logits_of(64, routing, scale=scale)
+    order = np.random.default_rng(1).permutation(num_experts)
+    scores, renumbered = (compiled(x, routing=routing).scores for x in (logits, logits[:, order]))
+    np.testing.assert_array_equal(renumbered, scores[:, order])
+    *_, expected = by_hand(logits, routing)
+    # exp of a float32 difference of up to 30 is right to half a unit of that difference, 1e-6.
+    np.testing.assert_allclose(scores, expected, rtol=3e-6 if scale > 1 else 4e-7)
+
+
 # Expert choice -------------------------------------------------------------------------------------------------------
 
 ENCODER = Routing(num_experts=4, top_k=2, choice="expert", normalize=False, causal=False)
@@ -285,6 +298,15 @@ def test_room_goes_to_the_earliest_token_and_its_first_choice(num_experts, top_k
         np.testing.assert_array_equal(kept, np.arange(24)[:, None] < [5] * top_k)
 
 
+@pytest.mark.parametrize("nobody", [-1, -8, 8, 100])
+def test_any_number_that_is_no_expert_is_nobody(nobody):
+    experts = np.array([[0, nobody], [nobody, 7], [0, 7]], np.int32)
+    assert moe.count(experts, 8).tolist() == [2, 0, 0, 0, 0, 0, 0, 2]
+    slot, kept = find_kept(experts, 1, num_experts=8)
+    assert kept.tolist() == [[True, False], [False, True], [False, False]]
+    assert np.asarray(slot)[[0, 1, 2, 2], [0, 1, 0, 1]].tolist() == [0, 0, 1, 1]
+
+
 def test_counting_and_room_in_a_shard_map_are_of_the_ranks_own_tokens(mesh8):
     experts = choices_of("any", 16, 8, 2)
     spec = jax.sharding.PartitionSpec("fsdp")
@@ -317,8 +339,8 @@ def test_routing_in_a_shard_map_is_routing(mesh8):
 
 @pytest.mark.parametrize(
     ("tokens", "factor", "expected"),
-    [(64, 1.0, 16), (64, 1.25, 20), (64, 2.0, 32), (80, 1.1, 22), (65, 1.0, 17), (64, 100.0, 64), (64, None, 64),
-     (1, 0.01, 1), (0, 1.0, 0)],
+    [(64, 1.0, 16), (64, 1.25, 20), (64, 2.0, 32), (100, 2.2, 55), (180, 2.2, 99), (65, 1.0, 17), (64, 100.0, 64),
+     (64, None, 64), (1, 0.01, 1), (0, 1.0, 0)],
 )  # fmt: skip
 def test_capacity(tokens, factor, expected):
     assert moe.capacity(tokens, Routing(num_experts=8, top_k=2, capacity_factor=factor)) == expected
