@@ -93,9 +93,9 @@ def dispatch(
 
     *Dropless* (`capacity=None`): choices are sorted by expert, and every one is computed. A rank may be sent
     P = T min(k, E/N) rows by each other one, for the choices of a token are different experts: that is the bound all
-    arrays have, N P rows, for every routing (`planner.cost.dropless_rows`). Only rows there are travel in the ragged
-    form, T k d numbers of which (N-1)/N leave the rank if routing is even; in the fixed form N P d, of which (N-1)/N.
-    With `bound_factor` f, P is f T k / N where that is less, and what is over is dropped.
+    arrays have, N P rows, for every routing (`planner.cost.dropless_rows`; `dropless_bytes` in all). Only rows there
+    are travel in the ragged form, T k d numbers of which (N-1)/N leave the rank if routing is even; in the fixed form
+    N P d, of which (N-1)/N. With `bound_factor` f, P is f T k / N where that is less, and what is over is dropped.
 
     *Capacity*: every expert takes C choices of each rank (`routing.capacity` says how many for a factor), and the
     buffers [E, C, d] travel whole (Lepikhin et al. 2020, "GShard", with buffers by rank; Fedus et al. 2022, "Switch

@@ -427,6 +427,28 @@ def dropless_rows(num_tokens: int, k: int, num_experts: int, num_ranks: int, bou
     return num_ranks * pair_rows
 
 
+def dropless_bytes(
+    row_bytes: float,
+    num_tokens: int,
+    k: int,
+    num_experts: int,
+    num_ranks: int,
+    *,
+    bound_factor: float | None = None,
+    chunks: int = 1,
+) -> float:
+    """What dropless dispatch and combine hold at the most, forward and backward, beside what the experts hold.
+
+    Five arrays of `dropless_rows` rows and two of `T k`, with 16 bytes a row of where it stands; of chunks, which take
+    turns, no more than whole. The routing does not come in, nor E once E/N is k or more.
+
+    Args:
+      row_bytes: of a row, the wider of what goes into the experts and what comes out.
+    """
+    rows = chunks * dropless_rows(num_tokens // chunks, k, num_experts, num_ranks, bound_factor)
+    return (5 * rows + 2 * num_tokens * k) * (row_bytes + 16)
+
+
 def moe_all_to_all(row_bytes: float, num_tokens: int, k: int, num_ranks: int, *, padding: float = 1.0) -> Cost:
     """One of the two all-to-alls of a layer and direction: `T k` rows a rank, of which `(N-1)/N` leave it.
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from meshpar import moe
-from meshpar.ledger import hlo
+from meshpar.ledger import hlo, work
 from meshpar.ledger.census import census
 from meshpar.moe import Payload, choose_dispatch, dispatch, grouped_matmul
 from meshpar.planner import cost
@@ -473,6 +473,63 @@ def test_chunks_have_their_own_exchanges_of_the_same_bytes_together():
     exchanges = [one.bytes_sent_per_device for one in sent(case) if one.kind == "all-to-all"]
     assert len(exchanges) == 4 * case.chunks
     assert sum(exchanges) == 4 * payload_of(case, 8 * WIDTH)
+
+
+@functools.cache
+def held_bytes(ranks, num_experts, k, chunks=1, bound_factor=None):
+    """Temporaries of dispatch and combine, forward and backward, with experts that hold next to nothing."""
+    case = Case(on(expert=ranks), 64, k, num_experts, "float32", chunks=chunks, bound_factor=bound_factor)
+
+    def one_device(x, experts, weights, cotangent):
+        y, pull = jax.vjp(lambda x, w: case.over_experts()(x, experts, w, lambda rows, _: jnp.sin(rows))[0], x, weights)
+        return y, pull(cotangent)
+
+    rows = P("expert")
+    view = jax.shard_map(one_device, mesh=case.mesh, in_specs=(rows,) * 4, out_specs=rows)
+    tokens = 64 * ranks
+    shapes = (((tokens, 256), "float32"), ((tokens, k), "int32"), ((tokens, k), "float32"), ((tokens, 256), "float32"))
+    program = jax.jit(view).lower(*(jax.ShapeDtypeStruct(*one) for one in shapes)).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_experts", "k", "options"),
+    [(4, 8, 2, {}), (1, 16, 4, {}), (8, 8, 4, {}), (4, 8, 2, {"chunks": 4}), (4, 8, 2, {"bound_factor": 1.5})],
+)
+def test_what_dropless_holds_is_bounded(ranks, num_experts, k, options):
+    found = held_bytes(ranks, num_experts, k, **options)
+    bound = cost.dropless_bytes(4 * 256, 64, k, num_experts, ranks, **options)
+    assert bound / 3 < found <= bound
+
+
+def test_what_dropless_holds_does_not_grow_with_the_experts():
+    few, many = held_bytes(4, 8, 2), held_bytes(4, 256, 2)
+    assert many - few <= 64 * 256  # counts; a row of 256 numbers for each of 64 tokens and 248 experts would be 16 MB
+
+
+def test_a_layer_computes_its_share_of_dense():
+    """4,096 tokens, two of 16 experts: value and gradients within a tenth of k/E of what every expert for every token
+    takes, and no array of tokens x experts x width, nor of half of that."""
+    case = Case(on(expert=1), 4096, 2, 16)
+
+    def loss(x, weights, up, down, experts):
+        def experts_here(rows, sizes):
+            h = jax.nn.gelu(grouped_matmul(rows, up, sizes, typical_rows=4096 * 2))
+            return grouped_matmul(h, down, sizes, typical_rows=4096 * 2)
+
+        def one_device(x, experts, weights):
+            return case.over_experts()(x, experts, weights, experts_here)[0]
+
+        rows = P("expert")
+        run = jax.shard_map(one_device, mesh=case.mesh, in_specs=(rows,) * 3, out_specs=rows)
+        return jnp.sum(jnp.sin(run(x, experts, weights)))
+
+    shapes = (((4096, 64), "float32"), ((4096, 2), "float32"), ((16, 64, 96), "float32"), ((16, 96, 64), "float32"))
+    arrays = [jax.ShapeDtypeStruct(*one) for one in (*shapes, ((4096, 2), "int32"))]
+    module = hlo.parse(jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*arrays).compile().as_text())
+    dense_flops = 3 * 2 * cost.matmul_flops(4096 * 16, 64, 96)
+    assert 1 <= work.flops_per_step(module) / (dense_flops * 2 / 16) <= 1.1
+    assert max(one.nbytes for one in work.largest_temporaries(module)) < 4 * 4096 * 16 * 64 / 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
