@@ -121,8 +121,8 @@ def dispatch(
       axis: the axis of the experts, or several as one; a pair (outer, inner) for the hierarchical form.
       num_experts: E, in all.
       capacity: C; None: dropless.
-      implementation: how rows travel: `fixed`, `ragged` (GPUs), `hierarchical`, or `auto`: `choose_dispatch` says
-        which and why.
+      implementation: how rows travel: `fixed`, `ragged` (where it is compiled for anything but GPUs, XLA refuses),
+        `hierarchical`, or `auto`: `choose_dispatch` says which and why.
       bound_factor: for dropless only: rows from one rank to another, in units of an even load; None: any routing fits.
       payload: number formats on the wire; None: as the rows are.
       chunks: cuts the tokens into so many parts, so that the messages of one may travel while another's experts

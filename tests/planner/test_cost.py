@@ -322,3 +322,55 @@ def test_a_measured_axis_comes_before_the_kind_of_link():
     for axes in (("fsdp",), ("data", "fsdp"), ("unknown",), ()):
         usual = cost.collective_link("all-reduce", parse_cluster("h100:8x8"), **where)
         assert cost.collective_link("all-reduce", cluster, axes=axes, **where) == usual
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixture of experts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_all_to_alls_of_deepseek_v3_over_64_ranks():
+    """s = 4096, k = 8, d = 7168, a byte each: 3.67 M a rank and direction, 425.7 M in 58 layers, there and back."""
+    one = cost.moe_all_to_all(7168, 4096 // 64, 8, 64)
+    payload = one.bytes_sent * 64 / 63
+    assert payload == pytest.approx(3.67e6, rel=1e-3)
+    assert 2 * 58 * payload == pytest.approx(425.7e6, rel=1e-4)
+    assert one.steps == 63
+    assert cost.moe_all_to_all(7168, 64, 8, 64, padding=1.25).bytes_sent == 1.25 * one.bytes_sent
+
+
+def test_room_for_dropless_does_not_grow_with_the_experts():
+    """A rank with fewer experts than k is sent no more rows of a token than it has experts."""
+    assert [cost.dropless_rows(64, 8, num_experts, 8) for num_experts in (8, 32, 64, 256)] == [512, 2048, 4096, 4096]
+    assert cost.dropless_rows(64, 8, 8, 1) == cost.dropless_rows(64, 8, 256, 1) == 512
+    assert cost.dropless_rows(64, 8, 256, 8, 1.5) == 1.5 * 64 * 8
+    assert cost.dropless_rows(10, 1, 8, 1, 1.1) == 10
+    assert cost.dropless_rows(20, 4, 8, 8, 1.1) == 8 * 11  # 1.1 * 10 is above 11 in floating point
+    assert cost.dropless_bytes(100, 64, 8, 256, 8) == (5 * 4096 + 2 * 512) * 116
+
+
+def test_two_levels_move_everything_twice_with_fewer_messages():
+    two = cost.hierarchical_all_to_all(64e6, 64, inner=8)
+    assert (two.inside.steps, two.across.steps) == (7, 7)
+    assert two.inside.bytes_sent == two.across.bytes_sent == 7 / 8 * 64e6
+    assert cost.all_to_all(64e6, 64).steps == 63
+
+
+def test_blocks_of_a_grouped_matmul():
+    assert cost.grouped_rows(8192, 16, 32) == 8192 + 15 * 32
+    assert cost.grouped_rows(3, 16, 32) == 3 * 32  # no more blocks than rows
+    assert cost.grouped_matmul_flops(8192, 16, 1, 64, 96) == cost.matmul_flops(8192, 64, 96)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: cost.dropless_rows(64, 2, 6, 4),
+        lambda: cost.dropless_rows(0, 2, 8, 4),
+        lambda: cost.grouped_rows(8, 2, 0),
+        lambda: cost.hierarchical_all_to_all(8, 8, inner=3),
+    ],
+)
+def test_experts_have_to_be_spread_evenly(ask):
+    with pytest.raises(MeshparError):
+        ask()
