@@ -186,6 +186,8 @@ def part_of(begins: jax.Array, size: int) -> jax.Array:
 
     Marks and a running sum, for as many places as there may be: no array of parts x places.
     """
+    if begins.shape[-1] == 1:  # known when it is traced; XLA would work out the sums of marks that are constant
+        return jnp.zeros((*begins.shape[:-1], size), jnp.int32)
     flat = begins.reshape(-1, begins.shape[-1])
     line = jnp.arange(len(flat), dtype=jnp.int32)[:, None]
     marks = jnp.zeros((len(flat), size), jnp.int32).at[line, flat].add(1, mode="drop")
