@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.check import check_choice, checked_count
 from meshpar.collectives.wire import varying_alike
+from meshpar.moe.choice import GPUS
 from meshpar.planner import cost
 from meshpar.types import problem
 
@@ -33,15 +34,17 @@ class GroupedChoice:
     why: str
 
 
-def choose_grouped_matmul(platform: str | None = None) -> GroupedChoice:
-    """What `implementation="auto"` takes on a platform (`cpu`, `gpu`, ...); None: the one jax runs on."""
+def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> GroupedChoice:
+    """What `implementation="auto"` takes for rows of a dtype on a platform (`cpu`, `gpu`, ...); None: where jax runs."""
     platform = platform or jax.default_backend()
-    is_gpu, has_tokamax = platform in ("gpu", "cuda", "rocm"), _has_tokamax()
-    if is_gpu and has_tokamax:
-        return GroupedChoice(implementation="tokamax", why="tokamax is installed, and its kernels are for GPUs")
-    if is_gpu:
+    if platform not in GPUS:
+        return GroupedChoice(implementation="blocked", why=f"tokamax has kernels for GPUs, none for {platform}")
+    if not _has_tokamax():
         return GroupedChoice(implementation="blocked", why="tokamax, whose kernel is for GPUs, is not installed")
-    return GroupedChoice(implementation="blocked", why=f"tokamax has kernels for GPUs, none for {platform}")
+    if jnp.dtype(dtype).itemsize > 2:
+        why = f"products of {jnp.dtype(dtype)} are to be as exact as that; tokamax's kernels are made for 16 bits"
+        return GroupedChoice(implementation="blocked", why=why)
+    return GroupedChoice(implementation="tokamax", why="tokamax is installed, and its kernels are for GPUs")
 
 
 def grouped_matmul(
@@ -99,7 +102,7 @@ def grouped_matmul(
             "install it (`pip install tokamax`), or take implementation='blocked'",
         )
     if implementation == "auto":
-        implementation = choose_grouped_matmul().implementation
+        implementation = choose_grouped_matmul(dtype=rows.dtype).implementation
     with jax.named_scope(KERNEL):
         if isinstance(group_sizes, np.ndarray) and (group_sizes * num_groups == num_rows).all():
             return _batched(rows, weights)

@@ -216,8 +216,9 @@ def test_the_bound_on_rows_is_reached_and_never_passed(rows, groups, block):
 def test_auto_takes_tokamax_on_gpus_that_have_it(fake_tokamax, monkeypatch):
     assert choose_grouped_matmul("cpu").implementation == "blocked"
     assert choose_grouped_matmul("gpu").implementation == "tokamax"
+    assert choose_grouped_matmul("gpu", "float32").implementation == "blocked"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    rows, weights, _ = operands("float32")
+    rows, weights, _ = operands("bfloat16")
     jax.eval_shape(grouped_matmul, rows, weights, jnp.ones(GROUPS, jnp.int32))
     # Of its own implementations never the last resort, XLA's masked product.
     assert fake_tokamax.asked == [("mosaic", "triton")]
