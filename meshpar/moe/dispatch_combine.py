@@ -10,6 +10,7 @@ of tokens x experts x width.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -165,27 +166,25 @@ def _pipelined(
     XLA would send all chunks first. The barriers have a chunk wait for the arrival of the one before, and its experts
     for those of the one before, so that there is something to compute while it is under way. Backward likewise.
     """
-    x_of = [x[part] for part in parts]
-    outputs, stats, last = [], [], len(parts) - 1
+    waiting = [x[part] for part in parts]
+    outputs, stats = [], []
     with jax.named_scope(KERNEL):
-        one = path.out(x_of[0], experts[parts[0]])
+        one = path.out(waiting.pop(0), experts[parts[0]])
     rows = one.rows
-    if last > 0:
-        rows, x_of[1] = lax.optimization_barrier((rows, x_of[1]))
-    for number, part in enumerate(parts):
-        if number < last:
+    if waiting:
+        rows, waiting[0] = lax.optimization_barrier((rows, waiting[0]))
+    for part, after in itertools.zip_longest(parts, parts[1:]):
+        if after is not None:
             with jax.named_scope(KERNEL):
-                following = path.out(x_of[number + 1], experts[parts[number + 1]])
+                following = path.out(waiting.pop(0), experts[after])
         with jax.named_scope("experts"):
             made = _checked_rows(expert_fn(rows, one.sizes), rows)
-        if number < last:
-            rows, coming = following.rows, x_of[number + 2 : number + 3]
-            made, rows, x_of[number + 2 : number + 3] = lax.optimization_barrier((made, rows, coming))
+        if after is not None:
+            made, rows, waiting[:1] = lax.optimization_barrier((made, following.rows, waiting[:1]))
         with jax.named_scope("combine"):
             outputs.append(weighted_sum(path.back(made, one), weights[part], one.order))
         stats.append(one.stats)
-        if number < last:
-            one = following
+        one = following if after is not None else one
     return outputs, stats
 
 

@@ -35,7 +35,7 @@ class GroupedChoice:
 
 
 def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> GroupedChoice:
-    """What `implementation="auto"` takes for rows of a dtype on a platform (`cpu`, `gpu`, ...); None: where jax runs."""
+    """What `implementation="auto"` takes for rows of a dtype on a platform (`cpu`, `gpu`, ...); None: jax's own."""
     platform = platform or jax.default_backend()
     if platform not in GPUS:
         return GroupedChoice(implementation="blocked", why=f"tokamax has kernels for GPUs, none for {platform}")
