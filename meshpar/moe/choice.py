@@ -10,6 +10,12 @@ IMPLEMENTATIONS = ("auto", "fixed", "ragged", "hierarchical")
 GPUS = ("gpu", "cuda", "rocm")
 
 
+def platform_of_mesh() -> str | None:
+    """What the devices of the mesh around a kernel are (`cpu`, `gpu`, ...); None where it has none: it is abstract."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else device.platform
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DispatchChoice:
     """An implementation of `dispatch`, and the reason for it."""

@@ -24,8 +24,8 @@ from jaxtyping import Array, Float, Int
 from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_of
 from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.collectives.wire import varying_alike
-from meshpar.moe import exchange
-from meshpar.moe.choice import IMPLEMENTATIONS, choose_dispatch
+from meshpar.moe import choice, exchange
+from meshpar.moe.choice import GPUS, IMPLEMENTATIONS, choose_dispatch
 from meshpar.moe.exchange import Coding, Link, Traffic, part_of
 from meshpar.moe.order import Order, by_expert, in_buffers, moved, spread, weighted_sum
 from meshpar.moe.routing import count, kept
@@ -122,8 +122,8 @@ def dispatch(
       axis: the axis of the experts, or several as one; a pair (outer, inner) for the hierarchical form.
       num_experts: E, in all.
       capacity: C; None: dropless.
-      implementation: how rows travel: `fixed`, `ragged` (where it is compiled for anything but GPUs, XLA refuses),
-        `hierarchical`, or `auto`: `choose_dispatch` says which and why.
+      implementation: how rows travel: `fixed`, `ragged` (for GPUs, on whose mesh or on an abstract one it has to be
+        traced), `hierarchical`, or `auto`: `choose_dispatch` says which and why.
       bound_factor: for dropless only: rows from one rank to another, in units of an even load; None: any routing fits.
       payload: number formats on the wire; None: as the rows are.
       chunks: cuts the tokens into so many parts, so that the messages of one may travel while another's experts
@@ -392,6 +392,13 @@ def _checked_how(axis: Axis, capacity: int | None, bound_factor: float | None, i
             f"use implementation='ragged' with capacity={capacity!r}",
             "buffers of fixed capacity travel whole",
             "take implementation='fixed', or leave out the capacity",
+        )
+    if implementation == "ragged" and (platform := choice.platform_of_mesh()) not in (None, *GPUS):
+        raise problem(
+            KERNEL,
+            f"use implementation='ragged' on {platform} devices",
+            f"XLA has no ragged-all-to-all for {platform}",
+            "leave it to 'auto', which is ragged where the program is compiled for GPUs, or take 'fixed'",
         )
     if implementation == "hierarchical" and not is_pair:
         raise problem(

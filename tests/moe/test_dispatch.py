@@ -158,7 +158,13 @@ def routings(case, seed=0):
     return {name: jnp.asarray(experts, jnp.int32) for name, experts in found.items()}
 
 
-COMMON = ("anyhow", "all to the first", "every other one is empty", "a rank without tokens, and tokens without experts")
+COMMON = (
+    "anyhow",
+    "even",
+    "all to the first",
+    "every other one is empty",
+    "a rank without tokens, and tokens without experts",
+)
 
 
 def assert_equal(case, *, every=False):
@@ -231,6 +237,40 @@ SPLIT = {
 def test_equal_with_tokens_and_experts_split_further(case):
     """Weights that are alike along data or fsdp get the sum of all tokens' gradients, split ones their own columns'."""
     assert_equal(case)
+
+
+@pytest.mark.parametrize("form", [{}, {"capacity": 2}], ids=["dropless", "buffers"])
+def test_the_routers_gradient_and_ties(form):
+    """From logits to y: tokens, router and experts get the reference's gradients, also where scores tie."""
+    case = Case(on(data=2, expert=4), num_experts=4, **form)
+    routing = moe.Routing(num_experts=4, top_k=2)
+    with jax.enable_x64(True):
+        x, _, up, down, cotangent = case.arrays()
+        router = jnp.asarray(np.random.default_rng(1).standard_normal((WIDTH, 4)))
+        router = router.at[:, 2].set(router[:, 1])  # experts 1 and 2 tie for every token
+        x = x.at[:3].set(0)  # and for these all four do
+
+        def product(x, router, up, down, *, of_reference):
+            routed = moe.route(x @ router, routing)
+            if of_reference:
+                cut = {"capacity": case.capacity, "token_ranks": case.token_ranks}
+                y = moe.reference.moe(x, routed.experts, routed.weights, mlp, (up, down), **cut)
+            else:
+                y, _ = layer(case)(x, routed.experts, routed.weights, up, down)
+            return jnp.sum(y * cotangent), (y, routed.experts)
+
+        found, expected = (
+            jax.jit(jax.grad(functools.partial(product, of_reference=of_reference), (0, 1, 2, 3), has_aux=True))(
+                x, router, up, down
+            )
+            for of_reference in (False, True)
+        )
+        experts = np.asarray(found[1][1])
+        assert (experts[:3] == [0, 1]).all()
+        assert (experts[:, 0] != 2).all()
+        assert jnp.abs(found[0][1]).max() > 0.1
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12 * max(1.0, float(jnp.abs(other).max())))
 
 
 def test_without_the_check_the_sum_over_data_is_the_callers():
@@ -373,8 +413,13 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return jnp.where(good, output, bad)
 
 
-def test_the_ragged_form_is_equal(monkeypatch):
+@pytest.fixture
+def as_on_gpus(monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
+    monkeypatch.setattr("meshpar.moe.choice.platform_of_mesh", lambda: "gpu")
+
+
+def test_the_ragged_form_is_equal(as_on_gpus):
     assert_equal(Case(on(expert=4), k=3, implementation="ragged"), every=True)
 
 
@@ -386,8 +431,7 @@ QUANTIZED = {
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_rows_are_as_near_as_their_format(name, monkeypatch):
-    monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
+def test_quantized_rows_are_as_near_as_their_format(name, as_on_gpus):
     case = dataclasses.replace(QUANTIZED[name], dtype="float32")
     *arrays, cotangent = case.arrays()
     experts = routings(case)["even"]
@@ -551,6 +595,7 @@ def test_auto_says_why():
     [
         ({"num_experts": 6}, "6 is not a multiple of 4.*take 8 experts"),
         ({"implementation": "fixd"}, "did you mean `fixed`"),
+        ({"implementation": "ragged"}, "no ragged-all-to-all for cpu.*'auto'"),
         ({"implementation": "hierarchical"}, "its two levels are two axes"),
         ({"implementation": "ragged", "capacity": 2}, "buffers of fixed capacity travel whole"),
         ({"capacity": 0}, "capacity=0"),
