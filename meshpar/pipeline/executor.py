@@ -27,6 +27,9 @@ from meshpar.types import PyTree
 
 Buffers: TypeAlias = tuple[jax.Array, ...]
 
+CELL, IF_FIRST, IF_LAST, SENDS = "cell", "if_first", "if_last", ("send_up", "send_down")
+"""Scopes that the choices of a tick stand in: what runs in them, the table tells and not the program."""
+
 
 class Micro(NamedTuple):
     """What a stage may know of the microbatch before it."""
@@ -284,7 +287,7 @@ class _Trace:
 
     def tick(self, carry: _Carry, at: Mapping[str, jax.Array], moves: jax.Array, late: jax.Array) -> _Carry:
         branches = [self._cell(cell) for cell in self.plan.cells]
-        with jax.named_scope("cell"):
+        with jax.named_scope(CELL):
             held = (carry.stash, carry.backlog, carry.turn, carry.sums)
             (stash, backlog, turn, sums), up, down = lax.switch(at["branch"], branches, held, carry.inbox, at)
         inbox = self._messages(carry.inbox, (up, down), at, moves)
@@ -314,7 +317,7 @@ class _Trace:
                     inbox = _write(inbox, slot, out)
                     continue
                 ring = self._wraps(direction, lane)
-                with jax.named_scope("send_up" if by > 0 else "send_down"):
+                with jax.named_scope(f"{SENDS[direction]}_{lane}" if lane else SENDS[direction]):
                     if self.plan.moves[:, direction, lane].all():
                         inbox = _write(inbox, slot, self._send(out, by, ring))
                     else:  # the same choice on all stages, so nobody waits for a message that is not sent
@@ -360,11 +363,12 @@ class _Trace:
     def _forward(self, inbox: PyTree, stash: Buffers, turn: PyTree, sums: Sums, at: Any) -> Any:
         micro = self.micro(at["microbatch"][F], at["part"][F])
         with jax.named_scope("forward"):
-            x = lax.cond(
-                at["part"][F] == 0,
-                lambda: self._first(self.ends, micro),
-                lambda: _read(inbox, at["inbox"][F]),
-            )
+            with jax.named_scope(IF_FIRST):
+                x = lax.cond(
+                    at["part"][F] == 0,
+                    lambda: self._first(self.ends, micro),
+                    lambda: _read(inbox, at["inbox"][F]),
+                )
             params = self.executor.whole(self._chunk(self.params, at["chunk"][F]))
             ((y, aux_loss), metrics), left = self.split.forward(params, (x, _data(micro)))
             stash = _write(stash, at["stash"][F], left)
@@ -393,7 +397,8 @@ class _Trace:
             return _read(inbox, at["inbox"][B]), sums
 
         with jax.named_scope("backward"):
-            dy, sums = lax.cond(part == last, from_loss, from_next, sums)
+            with jax.named_scope(IF_LAST):
+                dy, sums = lax.cond(part == last, from_loss, from_next, sums)
             shared = self._shared(at["chunk"][B])
             # Auxiliary losses of all parts count once for each microbatch, whatever its weight.
             ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
@@ -404,7 +409,8 @@ class _Trace:
                 (d_ends,) = jax.vjp(lambda e: self._first(e, micro), self.ends)[1](dx)
                 return _sum(ends, d_ends)
 
-            ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.ends)
+            with jax.named_scope(IF_FIRST):
+                ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.ends)
         return dx, handed, dataclasses.replace(sums, ends=ends)
 
     def _added(self, sums: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
