@@ -13,20 +13,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.models import context, layers, overlap
+from meshpar.models.annotated import Initializer, into_residual, nnx_linear, nnx_norm
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.pipeline.layers import is_staged, scan_layers
 from meshpar.precision import dot_general, layer_weights, remat_layer
 from meshpar.rules import constrain
 
-Initializer = nnx.initializers.Initializer
-
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary embeddings."""
 
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        linear = _linear(cfg, rngs)
+        linear = nnx_linear(cfg, rngs)
         self.query = linear(cfg.embed_dim, (cfg.num_heads, cfg.head_dim), names=("embed", "heads", "head_dim"))
         self.key = linear(cfg.embed_dim, (cfg.num_kv_heads, cfg.head_dim), names=("embed", "kv_heads", "head_dim"))
         self.value = linear(cfg.embed_dim, (cfg.num_kv_heads, cfg.head_dim), names=("embed", "kv_heads", "head_dim"))
@@ -61,7 +60,7 @@ class MLP(nnx.Module):
     """SwiGLU."""
 
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        linear = _linear(cfg, rngs)
+        linear = nnx_linear(cfg, rngs)
         self.gate = linear(cfg.embed_dim, cfg.mlp_dim, names=("embed", "mlp"))
         self.up = linear(cfg.embed_dim, cfg.mlp_dim, names=("embed", "mlp"))
         self.down = linear(cfg.mlp_dim, cfg.embed_dim, names=("mlp", "embed"), init=into_residual(cfg))
@@ -80,9 +79,9 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
-        self.attention_norm = _norm(cfg, rngs)
+        self.attention_norm = nnx_norm(cfg, rngs)
         self.attention = Attention(cfg, rngs=rngs)
-        self.mlp_norm = _norm(cfg, rngs)
+        self.mlp_norm = nnx_norm(cfg, rngs)
         self.mlp = MLP(cfg, rngs=rngs)
 
     def __call__(
@@ -121,9 +120,9 @@ class Transformer(nnx.Module):
                 rngs=rngs,
             )
             self.layers = _stacked_blocks(cfg, rngs)
-            self.final_norm = _norm(cfg, rngs)
+            self.final_norm = nnx_norm(cfg, rngs)
             if not cfg.tied_embeddings:
-                self.head = _linear(cfg, rngs)(cfg.embed_dim, cfg.vocab_size, names=("embed", "vocab"))
+                self.head = nnx_linear(cfg, rngs)(cfg.embed_dim, cfg.vocab_size, names=("embed", "vocab"))
 
     def __call__(
         self,
@@ -209,49 +208,6 @@ def tied_logits(table_VE: Float[Array, "V E"], h_BTE: Float[Array, "B T E"]) -> 
 def embedding_init() -> Initializer:
     """Rows of length one, so that tied logits start with a variance of one."""
     return nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
-
-
-def into_residual(cfg: TransformerConfig) -> Initializer:
-    """For matrices that add to the residual stream, which 2 L of them do: its variance must not grow with depth.
-
-    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
-    """
-    return nnx.initializers.variance_scaling(1 / (2 * cfg.num_layers), "fan_in", "normal")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Making annotated NNX layers
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    """Makes matrices without bias, with logical names."""
-
-    def make(
-        inputs: Any, outputs: Any, *, names: tuple[str, ...], axis: Any = -1, init: Initializer | None = None
-    ) -> nnx.LinearGeneral:
-        return nnx.LinearGeneral(
-            inputs,
-            outputs,
-            axis=axis,
-            use_bias=False,
-            param_dtype=jnp.dtype(cfg.param_dtype),
-            kernel_init=nnx.with_partitioning(init or nnx.initializers.lecun_normal(), names),
-            dot_general=dot_general,
-            rngs=rngs,
-        )
-
-    return make
-
-
-def _norm(cfg: TransformerConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(
-        cfg.embed_dim,
-        epsilon=cfg.norm_eps,
-        param_dtype=jnp.dtype(cfg.param_dtype),
-        scale_init=nnx.with_partitioning(nnx.initializers.ones_init(), ("embed",)),
-        rngs=rngs,
-    )
 
 
 def _stacked_blocks(cfg: TransformerConfig, rngs: nnx.Rngs) -> Block:

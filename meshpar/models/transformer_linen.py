@@ -5,7 +5,6 @@ Shape suffixes as in `meshpar.models.layers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +13,10 @@ from flax import linen as nn
 from jaxtyping import Array, Int, Integer
 
 from meshpar.models import context, layers, overlap
+from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, linen_norm
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache, LayerCache, Rope
-from meshpar.models.transformer import Initializer, advanced, embedding_init, into_residual, rope_of, tied_logits
+from meshpar.models.transformer import advanced, embedding_init, rope_of, tied_logits
 from meshpar.pipeline.layers import is_staged, scan_layers
 from meshpar.precision import dot_general, gathers_layers, layer_weights, remat_layer, remat_policy
 from meshpar.rules import constrain
@@ -32,11 +32,11 @@ class LinenAttention(nn.Module):
         self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
     ) -> tuple[Array, LayerCache | None]:
         """The heads' output, projected back to the residual stream, and the cache with these positions in it."""
-        cfg, dot = self.cfg, _kernel if overlapped else dot_general
+        cfg, dot = self.cfg, linen_kernel if overlapped else dot_general
         heads, kv_heads = (cfg.num_heads, cfg.head_dim), (cfg.num_kv_heads, cfg.head_dim)
-        q_BTHD = _linear(cfg, "query", heads, ("embed", "heads", "head_dim"), dot=dot)(h_BTE)
-        k_BTKD = _linear(cfg, "key", kv_heads, ("embed", "kv_heads", "head_dim"), dot=dot)(h_BTE)
-        v_BTKD = _linear(cfg, "value", kv_heads, ("embed", "kv_heads", "head_dim"), dot=dot)(h_BTE)
+        q_BTHD = linen_linear(cfg, "query", heads, ("embed", "heads", "head_dim"), dot=dot)(h_BTE)
+        k_BTKD = linen_linear(cfg, "key", kv_heads, ("embed", "kv_heads", "head_dim"), dot=dot)(h_BTE)
+        v_BTKD = linen_linear(cfg, "value", kv_heads, ("embed", "kv_heads", "head_dim"), dot=dot)(h_BTE)
         if overlapped:
             names = ("act_heads", "act_kv_heads", "act_kv_heads")
             q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, (q_BTHD, k_BTKD, v_BTKD), names)
@@ -44,7 +44,7 @@ class LinenAttention(nn.Module):
             q_BTHD, k_BTKD, v_BTKD, angles, implementation=cfg.attention, cache=cache, length=length
         )
         out = ("heads", "head_dim", "embed")
-        a_BTE = _linear(cfg, "out", cfg.embed_dim, out, axis=(-2, -1), init=into_residual(cfg), dot=dot)(o_BTHD)
+        a_BTE = linen_linear(cfg, "out", cfg.embed_dim, out, axis=(-2, -1), init=into_residual(cfg), dot=dot)(o_BTHD)
         return overlap.matmul_scattered(o_BTHD, a_BTE, "act_heads") if overlapped else a_BTE, cache
 
 
@@ -56,13 +56,13 @@ class LinenMLP(nn.Module):
     @nn.compact
     def __call__(self, h_BTE: Array, *, overlapped: bool = False) -> Array:
         """[B T E] -> [B T E]."""
-        cfg, dot = self.cfg, _kernel if overlapped else dot_general
-        gate_BTM = _linear(cfg, "gate", cfg.mlp_dim, ("embed", "mlp"), dot=dot)(h_BTE)
-        up_BTM = _linear(cfg, "up", cfg.mlp_dim, ("embed", "mlp"), dot=dot)(h_BTE)
+        cfg, dot = self.cfg, linen_kernel if overlapped else dot_general
+        gate_BTM = linen_linear(cfg, "gate", cfg.mlp_dim, ("embed", "mlp"), dot=dot)(h_BTE)
+        up_BTM = linen_linear(cfg, "up", cfg.mlp_dim, ("embed", "mlp"), dot=dot)(h_BTE)
         if overlapped:
             gate_BTM, up_BTM = overlap.gathered_matmul(h_BTE, (gate_BTM, up_BTM), ("act_mlp", "act_mlp"))
         hidden_BTM = layers.swiglu(gate_BTM, up_BTM)
-        down = _linear(cfg, "down", cfg.embed_dim, ("mlp", "embed"), init=into_residual(cfg), dot=dot)(hidden_BTM)
+        down = linen_linear(cfg, "down", cfg.embed_dim, ("mlp", "embed"), init=into_residual(cfg), dot=dot)(hidden_BTM)
         return overlap.matmul_scattered(hidden_BTM, down, "act_mlp") if overlapped else down
 
 
@@ -77,11 +77,11 @@ class LinenBlock(nn.Module):
     ) -> tuple[Array, LayerCache | None]:
         """The residual stream behind this layer, and the cache with these positions in it."""
         overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
-        h_BTE = overlap.block_input(_norm(self.cfg, "attention_norm")(x_BTE), overlapped=overlapped)
+        h_BTE = overlap.block_input(linen_norm(self.cfg, "attention_norm")(x_BTE), overlapped=overlapped)
         attention = LinenAttention(self.cfg, name="attention")
         a_BTE, cache = attention(h_BTE, angles, cache, length, overlapped=overlapped)
         x_BTE = x_BTE + layers.residual(a_BTE)
-        h_BTE = overlap.block_input(_norm(self.cfg, "mlp_norm")(x_BTE), overlapped=overlapped)
+        h_BTE = overlap.block_input(linen_norm(self.cfg, "mlp_norm")(x_BTE), overlapped=overlapped)
         m_BTE = LinenMLP(self.cfg, name="mlp")(h_BTE, overlapped=overlapped)
         return layers.residual(x_BTE + layers.residual(m_BTE)), cache
 
@@ -119,12 +119,12 @@ class LinenTransformer(nn.Module):
             x_BTE, kv = blocks(x_BTE, of_layers[0], angles, of_layers[1])
         cache = advanced(cache, kv, angles)
         with jax.named_scope("head"):
-            h_BTE = layers.block_input(_norm(cfg, "final_norm")(x_BTE))
+            h_BTE = layers.block_input(linen_norm(cfg, "final_norm")(x_BTE))
             h_BTE = context.left(h_BTE) if cache is None else h_BTE
             if cfg.tied_embeddings:
                 logits_BTV = tied_logits(table_VE, h_BTE)
             else:
-                logits_BTV = _linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"))(h_BTE)
+                logits_BTV = linen_linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"))(h_BTE)
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)
 
@@ -154,34 +154,3 @@ def _scanned_block(cfg: TransformerConfig) -> Any:
         length=cfg.num_layers,
         metadata_params={nn.PARTITION_NAME: "layers"},
     )
-
-
-def _linear(
-    cfg: TransformerConfig,
-    name: str,
-    outputs: Any,
-    names: tuple[str, ...],
-    *,
-    axis: Any = -1,
-    init: Initializer | None = None,
-    dot: Callable[..., Array] = dot_general,
-) -> nn.DenseGeneral:
-    return nn.DenseGeneral(
-        outputs,
-        axis=axis,
-        use_bias=False,
-        param_dtype=jnp.dtype(cfg.param_dtype),
-        kernel_init=nn.with_logical_partitioning(init or nn.initializers.lecun_normal(), names),
-        dot_general=dot,
-        name=name,
-    )
-
-
-def _kernel(inputs: Array, kernel: Array, *_: Any, **__: Any) -> Array:
-    """In place of a layer's matmul: its weight, made and named by the layer as always, for a matmul elsewhere."""
-    return kernel
-
-
-def _norm(cfg: TransformerConfig, name: str) -> nn.RMSNorm:
-    init = nn.with_logical_partitioning(nn.initializers.ones_init(), ("embed",))
-    return nn.RMSNorm(epsilon=cfg.norm_eps, param_dtype=jnp.dtype(cfg.param_dtype), scale_init=init, name=name)
