@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshpar.models.config import RopeScaling, TransformerConfig
+    from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig
     from meshpar.models.llama import llama3_8b, llama3_70b, llama3_405b
     from meshpar.models.loss import next_token_loss
     from meshpar.models.sampling import generate
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Sizes are asked for without Flax, by planners and tables; so modules are imported when a name of theirs is used.
 _HOME_OF = {
+    "LatentAttention": "config",
     "RopeScaling": "config",
     "TransformerConfig": "config",
     "Transformer": "transformer",
@@ -27,6 +28,7 @@ _HOME_OF = {
 }
 
 __all__ = [
+    "LatentAttention",
     "LinenTransformer",
     "RopeScaling",
     "Transformer",

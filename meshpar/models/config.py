@@ -49,6 +49,41 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention: queries, keys and values out of narrow vectors that all heads share.
+
+    DeepSeek-AI 2024, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1.
+    """
+
+    q_rank: int | None
+    """Width of the vector that queries are made of; None: they are made of the residual stream."""
+    kv_rank: int
+    """Width of the vector that keys and values are made of."""
+    nope_dim: int
+    """Width of the part of a head's query and key that is not rotated."""
+    rope_dim: int
+    """Width of the part that is rotated; even. All heads share one such key."""
+    v_dim: int
+    """Width of a head's value."""
+
+    def __post_init__(self) -> None:
+        for field in ("kv_rank", "nope_dim", "rope_dim", "v_dim", *(() if self.q_rank is None else ("q_rank",))):
+            _positive("LatentAttention", field, getattr(self, field))
+        if self.rope_dim % 2:
+            raise problem(
+                "LatentAttention(rope_dim=...)",
+                f"be {self.rope_dim}",
+                "rotary embeddings turn pairs, so it is even",
+                f"use {self.rope_dim + 1}",
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU, as in Llama."""
 
@@ -84,11 +119,15 @@ class TransformerConfig:
     all-gather before and a reduce-scatter behind; "overlapped" sends blocks of rows while it multiplies others
     (`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`). It is an error where the sequence is not split
     between blocks; with one rank on the axis that splits it, and with a cache, matmuls are plain."""
+    latent: LatentAttention | None = None
+    """Multi-head latent attention in place of grouped-query attention; every head then has a key and a value of its
+    own, and `head_dim` is the width of its query and key."""
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
             _positive("TransformerConfig", field, getattr(self, field))
         self._check_heads()
+        self._check_latent()
         for field in ("rope_theta", "norm_eps"):
             if not getattr(self, field) > 0:
                 raise problem(
@@ -114,33 +153,67 @@ class TransformerConfig:
                 f"use {self.head_dim + 1}",
             )
 
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        follows = {"num_kv_heads": self.num_heads, "head_dim": self.latent.head_dim}
+        for field, value in follows.items():
+            if getattr(self, field) != value:
+                raise problem(
+                    f"TransformerConfig({field}={getattr(self, field)}, latent=...)",
+                    "be that",
+                    f"with latent attention it is {value}: every head has a key and a value of its own, of width "
+                    "nope_dim + rope_dim",
+                    f"use {field}={value}",
+                )
+        if self.tensor_matmul != "xla":
+            raise problem(
+                f"TransformerConfig(tensor_matmul={self.tensor_matmul!r}, latent=...)",
+                "hide the messages of attention's matmuls",
+                "it gathers the residual stream; latent attention gathers vectors that are narrower",
+                'use tensor_matmul="xla"',
+            )
+
     @property
     def num_params(self) -> int:
         """Parameters of the whole model."""
         tables = self.vocab_size * self.embed_dim * (1 if self.tied_embeddings else 2)
         norms = self.embed_dim * (2 * self.num_layers + 1)
+        if self.latent is not None:
+            norms += self.num_layers * ((self.latent.q_rank or 0) + self.latent.kv_rank)
         return tables + norms + self.num_layers * self._layer_matmul_params
 
     @property
     def _layer_matmul_params(self) -> int:
-        attention = 2 * self.embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.embed_dim * self.mlp_dim
+        return self._attention_matmul_params + 3 * self.embed_dim * self.mlp_dim
+
+    @property
+    def _attention_matmul_params(self) -> int:
+        width, heads, latent = self.embed_dim, self.num_heads, self.latent
+        if latent is None:
+            return 2 * width * self.head_dim * (heads + self.num_kv_heads)
+        into_query = heads * latent.head_dim
+        query = width * into_query if latent.q_rank is None else latent.q_rank * (width + into_query)
+        key_value = width * (latent.kv_rank + latent.rope_dim)
+        key_value += latent.kv_rank * heads * (latent.nope_dim + latent.v_dim)
+        return query + key_value + heads * latent.v_dim * width
 
     def flops_per_token(self, seq_len: int) -> int:
         """Model FLOPs of one training token, forward and backward: `6 N + 12 L H D T`.
 
         N counts the parameters that are multiplied with: every matrix of every layer and the output layer, but not
         the lookup in the embedding table and not the norms. Each costs a multiply and an add forward, and twice that
-        backward. The second term is attention, L layers of H heads of width D over T positions, the causal half that
-        a kernel may skip included. Recomputation is not counted, whatever the remat policy. (Chowdhery et al. 2022,
-        "PaLM: Scaling Language Modeling with Pathways", appendix B.)
+        backward. The second term is attention, L layers of H heads of width D (where keys and values differ, the mean
+        of the two) over T positions, the causal half that a kernel may skip included. Recomputation is not counted,
+        whatever the remat policy. (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", appendix B.)
 
         Args:
           seq_len: positions that attend to each other, T.
         """
         matmul_params = self.num_layers * self._layer_matmul_params + self.vocab_size * self.embed_dim
-        attention = self.num_layers * self.num_heads * self.head_dim * seq_len
-        return 6 * matmul_params + 12 * attention
+        key_and_value = self.head_dim + (self.head_dim if self.latent is None else self.latent.v_dim)
+        attention = self.num_layers * self.num_heads * key_and_value * seq_len
+        return 6 * matmul_params + 6 * attention
 
     def build(self) -> Model:
         """The NNX `Transformer` of these sizes, as a `Model`."""

@@ -68,9 +68,13 @@ def left(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
 
 
 def ring(
-    q_BTHD: Float[Array, "B T H D"], k_BTKD: Float[Array, "B T K D"], v_BTKD: Float[Array, "B T K D"]
+    q_BTHD: Float[Array, "B T H D"],
+    k_BTKD: Float[Array, "B T K D"],
+    v_BTKD: Float[Array, "B T K D"],
+    *,
+    scale: float | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Causal attention over a sequence in zigzag order, split over `sequence_axes`.
+    """Causal attention over a sequence in zigzag order, split over `sequence_axes`; `scale` as in `ring_attention`.
 
     Per device where rows and heads are split too: both are apart from each other, so nothing is left to the compiler.
     Where rules split query heads and not key heads, heads stay the compiler's.
@@ -79,7 +83,7 @@ def ring(
     kv = spec_of(k_BTKD, "batch", "seq", "act_kv_heads", None)
     if q[2] != kv[2]:
         q = kv = PartitionSpec(*q[:2])
-    kernel = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), tile=TILE)
+    kernel = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), scale=scale, tile=TILE)
     return per_device(kernel, (q, kv, kv), q)(q_BTHD, k_BTKD, v_BTKD)
 
 

@@ -1,12 +1,14 @@
 """What Flax lacks for a decoder, as pure functions: rotary embeddings, causal attention, SwiGLU, a sharded lookup.
 
 Shape suffixes: B batch, T query positions, S key positions, H query heads, K key/value heads, G = H/K query heads for
-each of them, D head width, F = D/2, E embedding width, M hidden width of the MLP, V vocabulary.
+each of them, D head width, F = D/2, W width of a head's value (D unless said otherwise), E embedding width, M hidden
+width of the MLP, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -145,70 +147,96 @@ def rotate(x_BTHD: Float[Array, "B T H D"], angles: Rope) -> Float[Array, "B T H
 def causal_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BTKD: Float[Array, "B T K D"],
-    v_BTKD: Float[Array, "B T K D"],
+    v_BTKW: Float[Array, "B T K W"],
     *,
     implementation: Attention = "xla",
-) -> Float[Array, "B T H D"]:
+) -> Float[Array, "B T H W"]:
     """Softmax attention in which a position sees itself and those before it.
 
     Args:
-      q_BTHD, k_BTKD, v_BTKD: H is a multiple of K; query heads `[i G, (i+1) G)` share key/value head i (Ainslie et al.
+      q_BTHD, k_BTKD, v_BTKW: H is a multiple of K; query heads `[i G, (i+1) G)` share key/value head i (Ainslie et al.
         2023, "GQA").
       implementation: "xla", or "cudnn", which raises where cuDNN is missing or does not take these shapes and dtypes.
+        It takes one width only: of keys and values the narrower is padded.
     """
     if implementation == "cudnn":
-        return jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, is_causal=True, implementation="cudnn")
-    return cached_attention(q_BTHD, k_BTKD, v_BTKD, first_position=0)
+        cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        return _in_one_width(cudnn, q_BTHD, k_BTKD, v_BTKW)
+    return cached_attention(q_BTHD, k_BTKD, v_BTKW, first_position=0)
 
 
 def cached_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BSKD: Float[Array, "B S K D"],
-    v_BSKD: Float[Array, "B S K D"],
+    v_BSKW: Float[Array, "B S K W"],
     *,
     first_position: Int[Array, ""] | int,
-) -> Float[Array, "B T H D"]:
+    scale: float | None = None,
+) -> Float[Array, "B T H W"]:
     """Causal attention of T queries, the first of which stands at `first_position`, over S keys from position 0 on.
 
     Scores and softmax are kept in float32 at the least, and in float64 for float64 (`jax.nn.dot_product_attention`
-    takes its softmax in float32 whatever it is given).
+    takes its softmax in float32 whatever it is given). `scale` is that of the scores, `D ** -0.5` by default.
     """
     batch, num_queries, num_heads, head_dim = q_BTHD.shape
     num_keys, num_kv_heads = k_BSKD.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
     q_BTKGD = q_BTHD.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     wide = _at_least_float32(q_BTHD.dtype)
-    scores_BKGTS = jnp.einsum("BTKGD,BSKD->BKGTS", q_BTKGD, k_BSKD, preferred_element_type=wide) * head_dim**-0.5
+    scores_BKGTS = jnp.einsum("BTKGD,BSKD->BKGTS", q_BTKGD, k_BSKD, preferred_element_type=wide) * scale
     seen_TS = first_position + jnp.arange(num_queries)[:, None] >= jnp.arange(num_keys)
     scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, jnp.finfo(wide).min)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKD.dtype)
-    return jnp.einsum("BKGTS,BSKD->BTKGD", weights_BKGTS, v_BSKD).reshape(q_BTHD.shape)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKW.dtype)
+    o_BTKGW = jnp.einsum("BKGTS,BSKW->BTKGW", weights_BKGTS, v_BSKW)
+    return o_BTKGW.reshape(batch, num_queries, num_heads, v_BSKW.shape[-1])
+
+
+def _in_one_width(attention: Callable[..., Array], q_BTHD: Array, k_BTKD: Array, v_BTKW: Array) -> Array:
+    """Attention by a kernel for keys and values of one width: zeros add nothing to scores, and are cut off results."""
+    head_dim, v_dim = k_BTKD.shape[-1], v_BTKW.shape[-1]
+    if head_dim == v_dim:
+        return attention(q_BTHD, k_BTKD, v_BTKW)
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, max(head_dim, v_dim) - x.shape[-1])])
+
+    o_BTHD = attention(padded(q_BTHD), padded(k_BTKD), padded(v_BTKW), scale=head_dim**-0.5)
+    return o_BTHD[..., :v_dim]
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the positions seen so far, for every layer (leading dim L)."""
+    """Keys and values of the positions seen so far, for every layer (leading dim L).
+
+    Of latent attention the rotated key that all heads share, and the vector that the rest is made of: K is 1.
+    """
 
     k_LBSKD: Float[Array, "L B S K D"]
-    v_LBSKD: Float[Array, "L B S K D"]
+    v_LBSKW: Float[Array, "L B S K W"]
     length: Int[Array, ""]
     """Positions filled; the rest are not looked at."""
 
 
-LayerCache = tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]]
+LayerCache = tuple[Float[Array, "B S K D"], Float[Array, "B S K W"]]
 """One layer's keys and values."""
 
 
 def extend(
-    cache: LayerCache, length: Int[Array, ""], k_BTKD: Float[Array, "B T K D"], v_BTKD: Float[Array, "B T K D"]
+    cache: LayerCache,
+    length: Int[Array, ""],
+    k_BTKD: Float[Array, "B T K D"],
+    v_BTKW: Float[Array, "B T K W"],
+    *,
+    heads: str | None = "act_kv_heads",
 ) -> LayerCache:
-    """Write the keys and values of T new positions behind the `length` that are there."""
-    k_BSKD, v_BSKD = (
+    """Write the keys and values of T new positions behind the `length` that are there; `heads` is their heads' name."""
+    k_BSKD, v_BSKW = (
         jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), length, axis=1)
-        for old, new in zip(cache, (k_BTKD, v_BTKD), strict=True)
+        for old, new in zip(cache, (k_BTKD, v_BTKW), strict=True)
     )
-    return heads_layout(k_BSKD, "act_kv_heads"), heads_layout(v_BSKD, "act_kv_heads")
+    return heads_layout(k_BSKD, heads), heads_layout(v_BSKW, heads)
 
 
-def heads_layout(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T H D"]:
+def heads_layout(x_BTHD: Float[Array, "B T H D"], heads: str | None) -> Float[Array, "B T H D"]:
     """Lay queries, keys, values or attention's output out by heads, whose logical name is given."""
     return constrain(x_BTHD, "batch", "seq", heads, "act_head_dim")
 
@@ -241,10 +269,8 @@ def attend(
     q_BTHD = rotate(heads_layout(q_BTHD, "act_heads"), angles)
     k_BTKD = rotate(heads_layout(k_BTKD, "act_kv_heads"), angles)
     v_BTKD = heads_layout(v_BTKD, "act_kv_heads")
-    if cache is None and context.sequence_axes(q_BTHD):
-        o_BTHD = _split_attention(q_BTHD, k_BTKD, v_BTKD, implementation)
-    elif cache is None:
-        o_BTHD = causal_attention(q_BTHD, k_BTKD, v_BTKD, implementation=implementation)
+    if cache is None:
+        o_BTHD = whole_attention(q_BTHD, k_BTKD, v_BTKD, implementation=implementation)
     else:
         assert length is not None
         cache = extend(cache, length, k_BTKD, v_BTKD)
@@ -252,7 +278,16 @@ def attend(
     return heads_layout(o_BTHD, "act_heads"), cache
 
 
-def _split_attention(q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, implementation: Attention) -> Array:
+def whole_attention(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BTKD: Float[Array, "B T K D"],
+    v_BTKW: Float[Array, "B T K W"],
+    *,
+    implementation: Attention,
+) -> Float[Array, "B T H W"]:
+    """Causal attention of a whole sequence: where the rules in force split it, round a ring, in the ring's order."""
+    if not context.sequence_axes(q_BTHD):
+        return causal_attention(q_BTHD, k_BTKD, v_BTKW, implementation=implementation)
     if implementation != "xla":
         axes = context.sequence_axes(q_BTHD)
         raise problem(
@@ -261,7 +296,7 @@ def _split_attention(q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, implementation
             "it takes whole sequences only; a split one is attended to round a ring of ranks",
             'use attention="xla", or leave out context_parallel()',
         )
-    return context.ring(q_BTHD, k_BTKD, v_BTKD)
+    return _in_one_width(context.ring, q_BTHD, k_BTKD, v_BTKW)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

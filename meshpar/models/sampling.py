@@ -88,11 +88,19 @@ def sample_token(
 
 def empty_cache(config: TransformerConfig, batch_size: int, num_positions: int, dtype: jax.typing.DTypeLike) -> KVCache:
     """A cache with room for that many positions."""
-    shape = (config.num_layers, batch_size, num_positions, config.num_kv_heads, config.head_dim)
-    k_LBSKD, v_LBSKD = (
-        constrain(jnp.zeros(shape, dtype), None, "batch", "seq", "act_kv_heads", "act_head_dim") for _ in range(2)
-    )
-    return KVCache(k_LBSKD, v_LBSKD, length=jnp.zeros((), jnp.int32))
+    latent = config.latent
+    if latent is None:
+        heads, name, widths = config.num_kv_heads, "act_kv_heads", (config.head_dim, config.head_dim)
+    else:  # what all heads share
+        heads, name, widths = 1, None, (latent.rope_dim, latent.kv_rank)
+    k_LBSKD, v_LBSKW = (
+        constrain(
+            jnp.zeros((config.num_layers, batch_size, num_positions, heads, width), dtype),
+            None, "batch", "seq", name, "act_head_dim",
+        )
+        for width in widths
+    )  # fmt: skip
+    return KVCache(k_LBSKD, v_LBSKW, length=jnp.zeros((), jnp.int32))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Integer
 from meshpar.models import context, layers, overlap
 from meshpar.models.annotated import Initializer, into_residual, nnx_linear, nnx_norm
 from meshpar.models.config import TransformerConfig
+from meshpar.models.latent import NNXLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.pipeline.layers import is_staged, scan_layers
 from meshpar.precision import dot_general, layer_weights, remat_layer
@@ -42,6 +43,7 @@ class Attention(nnx.Module):
         self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
     ) -> tuple[Array, LayerCache | None]:
         """The heads' output, projected back to the residual stream, and the cache with these positions in it."""
+        h_BTE = overlap.block_input(h_BTE, overlapped=overlapped)
         inward = (self.query, self.key, self.value)
         if overlapped:
             names = ("act_heads", "act_kv_heads", "act_kv_heads")
@@ -80,7 +82,7 @@ class Block(nnx.Module):
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
         self.attention_norm = nnx_norm(cfg, rngs)
-        self.attention = Attention(cfg, rngs=rngs)
+        self.attention = (Attention if cfg.latent is None else NNXLatentAttention)(cfg, rngs=rngs)
         self.mlp_norm = nnx_norm(cfg, rngs)
         self.mlp = MLP(cfg, rngs=rngs)
 
@@ -90,7 +92,7 @@ class Block(nnx.Module):
         """The residual stream behind this layer, and the cache with these positions in it."""
         overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
         with jax.named_scope("attention"):
-            h_BTE = overlap.block_input(self.attention_norm(x_BTE), overlapped=overlapped)
+            h_BTE = self.attention_norm(x_BTE)
             a_BTE, cache = self.attention(h_BTE, angles, cache, length, overlapped=overlapped)
             x_BTE = x_BTE + layers.residual(a_BTE)
         with jax.named_scope("mlp"):
@@ -191,7 +193,8 @@ def rope_of(
     if positions_BT is None:
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]
-    return layers.rope(positions_BT, layers.rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling), dtype)
+    rotated = cfg.head_dim if cfg.latent is None else cfg.latent.rope_dim
+    return layers.rope(positions_BT, layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling), dtype)
 
 
 def advanced(cache: KVCache | None, kv: Any, angles: Rope) -> KVCache | None:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int, Integer
 from meshpar.models import context, layers, overlap
 from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, linen_norm
 from meshpar.models.config import TransformerConfig
+from meshpar.models.latent import LinenLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.models.transformer import advanced, embedding_init, rope_of, tied_logits
 from meshpar.pipeline.layers import is_staged, scan_layers
@@ -33,6 +34,7 @@ class LinenAttention(nn.Module):
     ) -> tuple[Array, LayerCache | None]:
         """The heads' output, projected back to the residual stream, and the cache with these positions in it."""
         cfg, dot = self.cfg, linen_kernel if overlapped else dot_general
+        h_BTE = overlap.block_input(h_BTE, overlapped=overlapped)
         heads, kv_heads = (cfg.num_heads, cfg.head_dim), (cfg.num_kv_heads, cfg.head_dim)
         q_BTHD = linen_linear(cfg, "query", heads, ("embed", "heads", "head_dim"), dot=dot)(h_BTE)
         k_BTKD = linen_linear(cfg, "key", kv_heads, ("embed", "kv_heads", "head_dim"), dot=dot)(h_BTE)
@@ -77,9 +79,9 @@ class LinenBlock(nn.Module):
     ) -> tuple[Array, LayerCache | None]:
         """The residual stream behind this layer, and the cache with these positions in it."""
         overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
-        h_BTE = overlap.block_input(linen_norm(self.cfg, "attention_norm")(x_BTE), overlapped=overlapped)
-        attention = LinenAttention(self.cfg, name="attention")
-        a_BTE, cache = attention(h_BTE, angles, cache, length, overlapped=overlapped)
+        h_BTE = linen_norm(self.cfg, "attention_norm")(x_BTE)
+        kind = LinenAttention if self.cfg.latent is None else LinenLatentAttention
+        a_BTE, cache = kind(self.cfg, name="attention")(h_BTE, angles, cache, length, overlapped=overlapped)
         x_BTE = x_BTE + layers.residual(a_BTE)
         h_BTE = overlap.block_input(linen_norm(self.cfg, "mlp_norm")(x_BTE), overlapped=overlapped)
         m_BTE = LinenMLP(self.cfg, name="mlp")(h_BTE, overlapped=overlapped)

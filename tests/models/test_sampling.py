@@ -129,7 +129,7 @@ def test_the_cache_is_split_by_heads():
         cache = jax.jit(lambda: empty_cache(CONFIG, 8, 5, jnp.bfloat16))()
     assert cache.k_LBSKD.shape == (2, 8, 5, 2, 8)
     assert cache.k_LBSKD.dtype == jnp.bfloat16
-    assert cache.v_LBSKD.addressable_shards[0].data.shape == (2, 2, 5, 1, 8)
+    assert cache.v_LBSKW.addressable_shards[0].data.shape == (2, 2, 5, 1, 8)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,183 @@
+"""Multi-head latent attention: queries, keys and values are made of narrow vectors, and those are all that is cached.
+
+    h ─► query_down ─► norm ─► query_up ─────────────────────► H heads of [nope | rope] ─┐
+    h ─► latent_down ─► norm ─┬─► key_up ──► H heads of [nope] ─┐                        ├─► attention ─► out
+    h ─► key_rope ────────────│─► rotated, one for all heads ───┴─► H heads of keys ─────┤
+                              └─► value_up ──► H heads of values ────────────────────────┘
+
+The narrow vectors are whole on every device, the heads split; a rank that is narrow goes by the name `embed` where a
+matmul takes it in. With the sequence split between blocks the narrow vectors are gathered, not the residual stream.
+
+DeepSeek-AI 2024, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1 and
+appendix C.
+
+Shape suffixes as in `meshpar.models.layers`, and: Q width of what queries are made of, C of what keys and values are
+made of, N of the part of a key that is not rotated, R of the one that is; D = N + R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from meshpar.models import layers
+from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, linen_norm, nnx_linear, nnx_norm
+from meshpar.models.config import TransformerConfig
+from meshpar.models.layers import LayerCache, Rope
+
+NAMES: dict[str, tuple[str | None, ...]] = {
+    "query": ("embed", "heads", "head_dim"),
+    "query_down": ("embed", None),
+    "query_up": ("embed", "heads", "head_dim"),
+    "latent_down": ("embed", None),
+    "key_rope": ("embed", None),
+    "key_up": ("embed", "kv_heads", "head_dim"),
+    "value_up": ("embed", "kv_heads", "head_dim"),
+    "out": ("heads", "head_dim", "embed"),
+}
+"""Logical names of the matrices' dims."""
+
+
+class NNXLatentAttention(nnx.Module):
+    """Multi-head latent attention in NNX; called as `meshpar.models.transformer.Attention` is."""
+
+    def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        latent, heads, width = cfg.latent, cfg.num_heads, cfg.embed_dim
+        assert latent is not None
+        linear = nnx_linear(cfg, rngs)
+        query = (heads, latent.head_dim)
+        if latent.q_rank is None:
+            self.query = linear(width, query, names=NAMES["query"])
+        else:
+            self.query_down = linear(width, latent.q_rank, names=NAMES["query_down"])
+            self.query_norm = nnx_norm(cfg, rngs, width=latent.q_rank)
+            self.query_up = linear(latent.q_rank, query, names=NAMES["query_up"])
+        self.latent_down = linear(width, latent.kv_rank, names=NAMES["latent_down"])
+        self.latent_norm = nnx_norm(cfg, rngs, width=latent.kv_rank)
+        self.key_rope = linear(width, latent.rope_dim, names=NAMES["key_rope"])
+        self.key_up = linear(latent.kv_rank, (heads, latent.nope_dim), names=NAMES["key_up"])
+        self.value_up = linear(latent.kv_rank, (heads, latent.v_dim), names=NAMES["value_up"])
+        value, into = (heads, latent.v_dim), into_residual(cfg)
+        self.out = linear(value, width, axis=(-2, -1), names=NAMES["out"], init=into)
+        self.cfg = cfg
+
+    def __call__(
+        self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
+    ) -> tuple[Array, LayerCache | None]:
+        """The heads' output, projected back to the residual stream, and the cache with these positions in it."""
+        assert not overlapped, "the config refuses it"
+        assert self.cfg.latent is not None
+        if self.cfg.latent.q_rank is None:
+            q_BTHD = self.query(layers.block_input(h_BTE))
+        else:
+            q_BTHD = self.query_up(layers.block_input(self.query_norm(self.query_down(layers.residual(h_BTE)))))
+        h_BTE = layers.residual(h_BTE)
+        c_BTC = layers.block_input(self.latent_norm(self.latent_down(h_BTE)))
+        r_BTR = layers.block_input(self.key_rope(h_BTE))
+        if cache is None:
+            o_BTHW = attend(self.cfg, q_BTHD, self.key_up(c_BTC), r_BTR, self.value_up(c_BTC), angles)
+        else:
+            up = (self.key_up.kernel[...], self.value_up.kernel[...])
+            o_BTHW, cache = attend_to_latents(q_BTHD, c_BTC, r_BTR, *up, angles, cache, length)
+        return self.out(o_BTHW), cache
+
+
+class LinenLatentAttention(nn.Module):
+    """Multi-head latent attention in Linen: the same parameters under the same paths as the NNX one."""
+
+    cfg: TransformerConfig
+
+    @nn.compact
+    def __call__(
+        self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
+    ) -> tuple[Array, LayerCache | None]:
+        """The heads' output, projected back to the residual stream, and the cache with these positions in it."""
+        assert not overlapped, "the config refuses it"
+        cfg, latent, heads = self.cfg, self.cfg.latent, self.cfg.num_heads
+        assert latent is not None
+
+        def linear(name: str, outputs: Any, **more: Any) -> Callable[[Array], Array]:
+            return linen_linear(cfg, name, outputs, NAMES[name], **more)
+
+        query = (heads, latent.head_dim)
+        if latent.q_rank is None:
+            q_BTHD = linear("query", query)(layers.block_input(h_BTE))
+        else:
+            q_BTQ = linen_norm(cfg, "query_norm")(linear("query_down", latent.q_rank)(layers.residual(h_BTE)))
+            q_BTHD = linear("query_up", query)(layers.block_input(q_BTQ))
+        h_BTE = layers.residual(h_BTE)
+        c_BTC = layers.block_input(linen_norm(cfg, "latent_norm")(linear("latent_down", latent.kv_rank)(h_BTE)))
+        r_BTR = layers.block_input(linear("key_rope", latent.rope_dim)(h_BTE))
+        more = {} if cache is None else {"dot": linen_kernel}
+        key = linear("key_up", (heads, latent.nope_dim), **more)(c_BTC)
+        value = linear("value_up", (heads, latent.v_dim), **more)(c_BTC)
+        if cache is None:
+            o_BTHW = attend(cfg, q_BTHD, key, r_BTR, value, angles)
+        else:
+            o_BTHW, cache = attend_to_latents(q_BTHD, c_BTC, r_BTR, key, value, angles, cache, length)
+        return linear("out", cfg.embed_dim, axis=(-2, -1), init=into_residual(cfg))(o_BTHW), cache
+
+
+def attend(
+    cfg: TransformerConfig,
+    q_BTHD: Float[Array, "B T H D"],
+    k_BTHN: Float[Array, "B T H N"],
+    r_BTR: Float[Array, "B T R"],
+    v_BTHW: Float[Array, "B T H W"],
+    angles: Rope,
+) -> Float[Array, "B T H W"]:
+    """Attention over a whole sequence, every head with a key and a value of its own.
+
+    Args:
+      q_BTHD: queries, the last R of whose D numbers are rotated here.
+      k_BTHN: the part of the keys that is not rotated.
+      r_BTR: the rest of every head's key, rotated here.
+      v_BTHW: values.
+    """
+    k_BTHN = layers.heads_layout(k_BTHN, "act_kv_heads")
+    r_BT1R = layers.rotate(r_BTR[:, :, None], angles)
+    r_BTHR = jnp.broadcast_to(r_BT1R, (*k_BTHN.shape[:3], r_BTR.shape[-1]))
+    k_BTHD = layers.heads_layout(jnp.concatenate([k_BTHN, r_BTHR], axis=-1), "act_kv_heads")
+    v_BTHW = layers.heads_layout(v_BTHW, "act_kv_heads")
+    q_BTHD = _rotated_end(layers.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
+    o_BTHW = layers.whole_attention(q_BTHD, k_BTHD, v_BTHW, implementation=cfg.attention)
+    return layers.heads_layout(o_BTHW, "act_heads")
+
+
+def attend_to_latents(
+    q_BTHD: Float[Array, "B T H D"],
+    c_BTC: Float[Array, "B T C"],
+    r_BTR: Float[Array, "B T R"],
+    key_up_CHN: Float[Array, "C H N"],
+    value_up_CHW: Float[Array, "C H W"],
+    angles: Rope,
+    cache: LayerCache,
+    length: Int[Array, ""] | None,
+) -> tuple[Float[Array, "B T H W"], LayerCache]:
+    """The same attention behind what is cached, C + R numbers a position, of which no keys and values are made.
+
+    Instead queries are brought to where the latents are, `(U c) · q = c · (Uᵀ q)`, and the heads' sums back from there.
+    """
+    assert length is not None
+    nope_dim = key_up_CHN.shape[-1]
+    q_BTHD = _rotated_end(layers.heads_layout(q_BTHD, "act_heads"), nope_dim, angles)
+    r_BT1R = layers.rotate(r_BTR[:, :, None], angles)
+    cache = layers.extend(cache, length, r_BT1R, c_BTC[:, :, None], heads=None)
+    r_BS1R, c_BS1C = cache
+    q_BTHC = jnp.einsum("BTHN,CHN->BTHC", q_BTHD[..., :nope_dim], key_up_CHN.astype(q_BTHD.dtype))
+    q_BTHCR = jnp.concatenate([q_BTHC, q_BTHD[..., nope_dim:]], axis=-1)
+    k_BS1CR = jnp.concatenate([c_BS1C, r_BS1R], axis=-1)
+    o_BTHC = layers.cached_attention(q_BTHCR, k_BS1CR, c_BS1C, first_position=length, scale=q_BTHD.shape[-1] ** -0.5)
+    o_BTHW = jnp.einsum("BTHC,CHW->BTHW", o_BTHC, value_up_CHW.astype(o_BTHC.dtype))
+    return layers.heads_layout(o_BTHW, "act_heads"), cache
+
+
+def _rotated_end(q_BTHD: Array, nope_dim: int, angles: Rope) -> Array:
+    """Queries with all but the first `nope_dim` numbers of a head rotated."""
+    turned_BTHR = layers.rotate(q_BTHD[..., nope_dim:], angles)
+    return jnp.concatenate([q_BTHD[..., :nope_dim], turned_BTHR], axis=-1)

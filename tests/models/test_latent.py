@@ -1,0 +1,292 @@
+"""Multi-head latent attention: its formula by hand, split over devices, with its cache, and its numbers."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshpar as mp
+from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, generate, next_token_loss
+from meshpar.models.sampling import empty_cache
+from meshpar.types import tree_leaves_with_paths
+
+LATENT = LatentAttention(q_rank=12, kv_rank=8, nope_dim=6, rope_dim=4, v_dim=14)
+CONFIG = functools.partial(
+    TransformerConfig,
+    vocab_size=24,
+    num_layers=2,
+    embed_dim=16,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=10,
+    mlp_dim=20,
+    latent=LATENT,
+)
+TOKENS = np.random.default_rng(0).integers(0, 24, (4, 8), dtype=np.int32)
+BATCH = {"inputs": TOKENS, "targets": np.roll(TOKENS, -1, 1)}
+NAMES = {
+    "query_down/kernel": ("layers", "embed", None),
+    "query_norm/scale": ("layers", "embed"),
+    "query_up/kernel": ("layers", "embed", "heads", "head_dim"),
+    "latent_down/kernel": ("layers", "embed", None),
+    "latent_norm/scale": ("layers", "embed"),
+    "key_rope/kernel": ("layers", "embed", None),
+    "key_up/kernel": ("layers", "embed", "kv_heads", "head_dim"),
+    "value_up/kernel": ("layers", "embed", "kv_heads", "head_dim"),
+    "out/kernel": ("layers", "heads", "head_dim", "embed"),
+}
+
+
+@pytest.fixture
+def one_device():
+    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+        yield
+
+
+def models(cfg):
+    shape = jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype)
+    return {"nnx": cfg.build(), "linen": mp.from_linen(LinenTransformer(cfg), shape)}
+
+
+def random_params(cfg, seed=0):
+    """Parameters with no special values in them: norm scales are not one."""
+    leaves, tree = jax.tree.flatten(cfg.build().abstract().params)
+    rng = np.random.default_rng(seed)
+    made = [rng.normal(size=x.shape) * (x.shape[-2] if x.ndim > 1 else 1) ** -0.5 for x in leaves]
+    return jax.tree.unflatten(tree, [jnp.asarray(x, leaf.dtype) for x, leaf in zip(made, leaves, strict=True)])
+
+
+def loss_and_gradient(model, params, mesh, strategy, batch=BATCH):
+    """Of parameters and a batch that lie on the mesh as the strategy says."""
+    with mp.use(mesh, strategy):
+        table = mp.shardings(model, mesh, strategy)
+    shardings = {decision.path: jax.NamedSharding(mesh, decision.spec) for decision in table.params}
+    placed = jax.device_put(params, jax.tree.unflatten(jax.tree.structure(params), shardings.values()))
+
+    def run(params, batch):
+        with mp.use(mesh, strategy):
+            return jax.value_and_grad(lambda p: next_token_loss(model.bind(p, {}), batch, jax.random.key(0))[0])(params)
+
+    return jax.jit(run)(placed, mp.shard_batch(batch, mesh, strategy))
+
+
+def attention_by_hand(cfg, w, h, theta):
+    """One row of multi-head latent attention in NumPy, one head at a time: equations 37 to 47 of the paper."""
+    latent, num_tokens = cfg.latent, len(h)
+    half = latent.rope_dim // 2
+    turn = np.exp(1j * np.arange(num_tokens)[:, None] * theta ** (-np.arange(half) / half))
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps) * scale
+
+    def rotated(x):
+        z = (x[:, :half] + 1j * x[:, half:]) * turn
+        return np.concatenate([z.real, z.imag], -1)
+
+    if latent.q_rank is None:
+        of_query, queries = h, w["query"]["kernel"]
+    else:
+        of_query = norm(h @ w["query_down"]["kernel"], w["query_norm"]["scale"])
+        queries = w["query_up"]["kernel"]
+    c = norm(h @ w["latent_down"]["kernel"], w["latent_norm"]["scale"])
+    shared = rotated(h @ w["key_rope"]["kernel"])
+    out = 0
+    for head in range(cfg.num_heads):
+        q = of_query @ queries[:, head]
+        content = q[:, : latent.nope_dim] @ (c @ w["key_up"]["kernel"][:, head]).T
+        position = rotated(q[:, latent.nope_dim :]) @ shared.T
+        scores = (content + position) / np.sqrt(latent.nope_dim + latent.rope_dim)
+        scores = np.where(np.tri(num_tokens, dtype=bool), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out = out + weights @ (c @ w["value_up"]["kernel"][:, head]) @ w["out"]["kernel"][head]
+    return out
+
+
+def decoder_by_hand(cfg, params, tokens):
+    """The forward pass of one row in NumPy."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps) * scale
+
+    x = p["embed"]["embedding"][tokens]
+    for i in range(cfg.num_layers):
+        w = jax.tree.map(lambda x, i=i: x[i], p["layers"])
+        x = x + attention_by_hand(cfg, w["attention"], norm(x, w["attention_norm"]["scale"]), cfg.rope_theta)
+        h, mlp = norm(x, w["mlp_norm"]["scale"]), w["mlp"]
+        gate = h @ mlp["gate"]["kernel"]
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ mlp["up"]["kernel"])) @ mlp["down"]["kernel"]
+    return norm(x, p["final_norm"]["scale"]) @ p["head"]["kernel"]
+
+
+# --- values
+
+
+@pytest.mark.parametrize("q_rank", [12, None])
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_float64_equals_the_formula_by_hand(one_device, framework, q_rank):
+    latent = LatentAttention(q_rank=q_rank, kv_rank=8, nope_dim=6, rope_dim=4, v_dim=14)
+    with jax.enable_x64(True):
+        cfg = CONFIG(param_dtype="float64", latent=latent)
+        params = random_params(cfg)
+        model = models(cfg)[framework]
+        logits = jax.jit(lambda params, tokens: model.bind(params, {})(tokens))(params, TOKENS)
+        expected = np.stack([decoder_by_hand(cfg, params, row) for row in TOKENS])
+    assert logits.dtype == jnp.float64
+    # Anything that passes through float32 on the way is off by 1e-7.
+    np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Loss and gradients on one device, in float64."""
+    with jax.enable_x64(True):
+        cfg = CONFIG(param_dtype="float64")
+        params = random_params(cfg)
+        mesh = mp.MeshSpec().build(jax.devices()[:1])
+        found = {name: loss_and_gradient(model, params, mesh, mp.ddp()) for name, model in models(cfg).items()}
+        return params, jax.tree.map(np.asarray, found)
+
+
+def test_linen_and_nnx_are_the_same_function(alone):
+    _, found = alone
+    for (path, a), (_, b) in zip(*map(tree_leaves_with_paths, (found["nnx"], found["linen"])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14, err_msg=path)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(found["nnx"][1]))
+
+
+@pytest.mark.parametrize(
+    ("framework", "spec", "strategy"),
+    [
+        ("nnx", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel()),
+        ("linen", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel()),
+        ("nnx", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True)),
+        ("nnx", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel()),
+        ("linen", mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel()),
+    ],
+    ids=["nnx-fsdp-tensor", "linen-fsdp-tensor", "nnx-fsdp-sequence", "nnx-tensor-context", "linen-fsdp-context"],
+)
+def test_split_over_devices_it_is_the_same_to_the_last_digits(alone, framework, spec, strategy):
+    params, found = alone
+    with jax.enable_x64(True):
+        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+        split = loss_and_gradient(models(CONFIG(param_dtype="float64"))[framework], params, mesh, strategy)
+    for (path, a), (_, b) in zip(*map(tree_leaves_with_paths, (split, found[framework])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=path)
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_behind_a_cache_of_latents_it_is_the_same(one_device, framework):
+    with jax.enable_x64(True):
+        cfg = CONFIG(param_dtype="float64")
+        params, model = random_params(cfg), models(cfg)[framework]
+        cache = empty_cache(cfg, 4, 8, jnp.float64)
+
+        @jax.jit
+        def both(params, tokens):
+            bound, logits, here = model.bind(params, {}), [], cache
+            for cut in (slice(0, 3), slice(3, 4), slice(4, 8)):
+                some, here = bound(tokens[:, cut], cache=here)
+                logits.append(some)
+            return bound(tokens), jnp.concatenate(logits, 1)
+
+        whole, piece_by_piece = both(params, TOKENS)
+    np.testing.assert_allclose(piece_by_piece, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_the_cache_holds_latents_and_not_heads(one_device):
+    cache = empty_cache(CONFIG(), 3, 5, jnp.float32)
+    assert cache.k_LBSKD.shape == (2, 3, 5, 1, 4)
+    assert cache.v_LBSKW.shape == (2, 3, 5, 1, 8)
+
+
+def test_it_writes_the_same_text_on_a_mesh():
+    cfg, texts = CONFIG(), []
+    params = random_params(cfg)
+    for spec, strategy in (
+        (mp.MeshSpec(), mp.ddp()),
+        (mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel()),
+    ):
+        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+
+        def write(params, mesh=mesh, strategy=strategy):
+            with mp.use(mesh, strategy):
+                bound = cfg.build().bind(params, {})
+                key = jax.random.key(0)
+                return generate(bound, TOKENS[:2, :3], config=cfg, num_tokens=5, key=key, temperature=0.0)
+
+        texts.append(jax.jit(write)(params))
+    np.testing.assert_array_equal(*texts)
+
+
+# --- layout and numbers
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_every_leaf_has_its_names(one_device, framework):
+    found = {leaf.path: leaf.names for leaf in models(CONFIG())[framework].leaves() if "/attention/" in leaf.path}
+    assert found == {f"layers/attention/{path}": names for path, names in NAMES.items()}
+
+
+def test_tensor_parallel_splits_heads_and_fsdp_the_rest():
+    mesh = mp.MeshSpec(fsdp=2, tensor=2).abstract()
+    table = mp.shardings(CONFIG().build(), mesh, mp.fsdp() | mp.tensor_parallel())
+    specs = {d.path.removeprefix("layers/attention/"): tuple(d.spec) for d in table.params if "/attention/" in d.path}
+    padded = {path: spec + (None,) * (len(NAMES[path]) - len(spec)) for path, spec in specs.items()}
+    axes = {"heads": "tensor", "kv_heads": "tensor", "embed": "fsdp"}
+    assert padded == {path: tuple(axes.get(name) for name in names) for path, names in NAMES.items()}
+
+
+@pytest.mark.parametrize("q_rank", [12, None])
+def test_parameters_in_closed_form(q_rank):
+    cfg = CONFIG(latent=LatentAttention(q_rank=q_rank, kv_rank=8, nope_dim=6, rope_dim=4, v_dim=14))
+    counted = sum(x.size for x in jax.tree.leaves(cfg.build().abstract().params))
+    query = 16 * 4 * 10 if q_rank is None else 16 * 12 + 12 + 12 * 4 * 10
+    attention = query + 16 * 8 + 8 + 16 * 4 + 8 * 4 * (6 + 14) + 4 * 14 * 16
+    assert counted == cfg.num_params == 2 * 24 * 16 + 16 + 2 * (attention + 3 * 16 * 20 + 2 * 16)
+
+
+def test_model_flops_are_those_of_its_matmuls():
+    cfg = CONFIG()
+    norms = 16 * 5 + 2 * (12 + 8)
+    matmuls = cfg.num_params - norms - 24 * 16
+    # Scores of width 10 and sums of width 14, forward and twice that backward, a multiply and an add each.
+    assert cfg.flops_per_token(8) == 6 * matmuls + 3 * 2 * 2 * 4 * (10 + 14) * 8
+
+
+# --- what does not go together
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_kv_heads": 2}, "use num_kv_heads=4"),
+        ({"head_dim": 8}, "use head_dim=10"),
+        ({"tensor_matmul": "overlapped"}, 'use tensor_matmul="xla"'),
+    ],
+)
+def test_a_config_that_contradicts_itself(changes, says):
+    with pytest.raises(mp.MeshparError, match=says):
+        CONFIG(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"rope_dim": 3}, "use 4"), ({"kv_rank": 0}, "positive integer"), ({"q_rank": 1.5}, "positive integer")],
+)
+def test_widths_that_are_none(changes, says):
+    fields = {"q_rank": 12, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "v_dim": 14, **changes}
+    with pytest.raises(mp.MeshparError, match=says):
+        LatentAttention(**fields)
+
+
+def test_cudnn_over_a_split_sequence_is_told():
+    mesh = mp.MeshSpec(context=2).build(jax.devices()[:2])
+    model = CONFIG(attention="cudnn").build()
+    with pytest.raises(mp.MeshparError, match="leave out context_parallel"):
+        loss_and_gradient(model, random_params(CONFIG()), mesh, mp.context_parallel())
