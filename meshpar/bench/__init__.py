@@ -6,6 +6,7 @@
     fit.py        α and β of a link, from times
     found.py      the rows and links of such a measurement; the profile they make
     pipeline.py   schedule: every schedule with stages that sleep, against its simulation
+    sleeper.py    those stages: sleeps in C++ (nap.cc) or Python, and when they were
     command.py    meshpar bench step | collectives | schedule
 
 Names are imported when they are first used.

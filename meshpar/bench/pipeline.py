@@ -1,9 +1,12 @@
 """Schedules of the pipeline on the clock: stages that sleep, on host devices.
 
 Sleeping takes no core and every host device has a thread of its own, so the wall clock shows what a schedule and its
-executor make of the time: bubbles, waiting, and the work around the stages. No sleep is shortened for what the call
-into Python costs beside it: that hangs on the machine's load from moment to moment, and a sleep shortened by too much
-would hide what is to be measured. So a step never takes less than its simulation, and on a busy machine it takes more.
+executor make of the time: bubbles, waiting, and the work around the stages. No sleep is shortened for what waking up
+costs beside it: that hangs on the machine's load from moment to moment, and a sleep shortened by too much would hide
+what is to be measured. So a step takes no less than its table allows, and on a busy machine it takes more.
+
+Two halves of a whole backward make one block in simulations, which hands its result on when both are done. The executor
+sends the gradient of the input as soon as it is there, so 1F1B may take a little less than simulated.
 """
 
 from __future__ import annotations
@@ -12,9 +15,6 @@ import dataclasses
 import itertools
 import os
 import statistics
-import threading
-import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar.bench.report import Measure, Report, paired_ratios, seconds_of
+from meshpar.bench.sleeper import OPS, Sleeper
 from meshpar.pipeline import SCHEDULES, Micro, Params, Schedule, make, value_and_grad
 from meshpar.types import PyTree, near, problem
 
@@ -38,79 +39,6 @@ STEPS = 4
 WIDTH = 4
 """Of a microbatch's one row: as good as nothing to work on and to send."""
 Program = Callable[[], Any]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A stage that sleeps
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Sleeper:
-    """Stage functions whose F, B and W sleep, and how often they did.
-
-    Ops of one device sleep one after another, as a device that has one thing at hand works, even where the host runs
-    them at once.
-    """
-
-    def __init__(self, op_s: float) -> None:
-        """`op_s`: how long one op of one `stages`-th of the model sleeps."""
-        self.op_s = op_s
-        self.naps: Counter[tuple[int, str]] = Counter()
-        """By device and op."""
-        self._beds: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._book = threading.Lock()
-
-    def stage(self, share: float, axis: str = "stage") -> Callable[..., jax.Array]:
-        """`(weights [width], x [rows, width], micro) -> y`: y is their product.
-
-        Args:
-          share: of a stage's part of the model, for a model that is cut into more parts.
-          axis: the mesh axis whose rank names the device.
-        """
-
-        @jax.custom_vjp
-        def work(w: jax.Array, x: jax.Array, rank: jax.Array) -> jax.Array:
-            return w * x + self.nap("F", share, rank, x)
-
-        def forward(w: jax.Array, x: jax.Array, rank: jax.Array) -> tuple[jax.Array, Any]:
-            return work(w, x, rank), (w, x, rank)
-
-        def backward(kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            w, x, rank = kept
-            dx = w * dy + self.nap("B", share, rank, dy)
-            dw = (x * dy).sum(0) + self.nap("W", share, rank, x * dy)
-            return dw, dx, jnp.zeros_like(rank)
-
-        work.defvjp(forward, backward)
-        return lambda w, x, micro: work(w, x, lax.axis_index(axis).astype(x.dtype))
-
-    def nap(self, op: str, share: float, rank: jax.Array, after: jax.Array) -> jax.Array:
-        """Zero, after a sleep that begins when `after` is there."""
-
-        def sleep(told: jax.Array) -> np.ndarray:
-            device = int(np.asarray(told)[0])
-            with self._beds[device]:
-                time.sleep(share * self.op_s)
-            with self._book:
-                self.naps[device, op] += 1
-            return np.zeros((), np.float32)
-
-        # One small operand: each one that a callback takes costs it a copy.
-        told = jnp.stack([rank, after.ravel()[0]])
-        return jax.pure_callback(sleep, jax.ShapeDtypeStruct((), np.float32), told)
-
-    def bare_s(self, devices: int, ops: int = 20) -> float:
-        """Time of an op on so many devices at once, with no pipeline around it."""
-        mesh = _mesh(devices)
-
-        def local(x: jax.Array) -> jax.Array:
-            rank = lax.axis_index("stage").astype(x.dtype)
-            return lax.fori_loop(0, ops, lambda _, x: x + self.nap("F", 1.0, rank, x), x)
-
-        run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), check_vma=False))
-        x = jax.device_put(np.zeros(devices, np.float32), NamedSharding(mesh, P("stage")))
-        jax.block_until_ready(run(x))
-        return statistics.median(seconds_of(lambda: jax.block_until_ready(run(x))) for _ in range(3)) / ops
 
 
 def _mesh(stages: int) -> Mesh:
@@ -255,6 +183,8 @@ class Schedules:
     """The machine's, over a minute, before and after."""
     rows: tuple[Row, ...]
     measures: tuple[Measure, ...]
+    sleeps: str
+    """What sleeps, and why where it is not what measures best."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -264,6 +194,7 @@ class Schedules:
             "repeats": self.repeats,
             "load": list(self.load),
             "cores": os.cpu_count(),
+            "sleeps": self.sleeps,
             "rows": [row.to_json() for row in self.rows],
             "measures": report["measures"],
         }
@@ -287,7 +218,7 @@ class Schedules:
             )  # fmt: skip
         before, after = self.load
         load = f"load of the machine {before:.1f} before, {after:.1f} after, {os.cpu_count()} cores"
-        return Group(table, Report(title="executor", measures=self.measures), load)
+        return Group(table, Report(title="executor", measures=self.measures), f"sleeps: {self.sleeps}", load)
 
 
 def _case(row: Row) -> tuple[int, int]:
@@ -334,7 +265,8 @@ def schedules(
     tell("compile time")
     measures += _compile_times(stages, microbatches, max(1, min(repeats, 3)))
     return Schedules(
-        op_s=op_s, repeats=repeats, load=(before, _load()), rows=tuple(rows), measures=tuple(measures)
+        op_s=op_s, repeats=repeats, load=(before, _load()), rows=tuple(rows), measures=tuple(measures),
+        sleeps=_sleeps(sleeper),
     )  # fmt: skip
 
 
@@ -352,6 +284,12 @@ def _check(names: Sequence[str], cases: Sequence[tuple[int, int]], op_s: float, 
             "bench schedule", f"sleep {op_s:g} s, {repeats} times", "it sleeps from 0 to 60 s, at least once",
             "write --sleep-ms 20 --repeats 3",
         )  # fmt: skip
+
+
+def _sleeps(sleeper: Sleeper) -> str:
+    if sleeper.why_python is None:
+        return "native, a custom call of XLA's"
+    return f"Python's, each with milliseconds of a call beside it, for {sleeper.why_python}"
 
 
 def _load() -> float:
@@ -389,10 +327,10 @@ def _share(schedule: Schedule) -> float:
 def _naps(sleeper: Sleeper, program: Program) -> dict[str, int]:
     """How often a step sleeps in each op; counted without the sleep, which is measured elsewhere."""
     op_s, sleeper.op_s = sleeper.op_s, 0.0
-    sleeper.naps.clear()
+    sleeper.forget()
     program()
     sleeper.op_s = op_s
-    return {op: sum(count for (_, of), count in sleeper.naps.items() if of == op) for op in "FBW"}
+    return {op: sum(nap.op == op for nap in sleeper.naps) for op in OPS}
 
 
 def _worst(rows: Sequence[Row]) -> Measure:
@@ -454,9 +392,23 @@ def _against_scan(sleeper: Sleeper, stages: int, microbatches: int, repeats: int
 def _sleeping_op(sleeper: Sleeper, stages: int) -> Measure:
     return Measure(
         name=f"a sleeping op with no pipeline around it, {stages} devices",
-        value=1e3 * sleeper.bare_s(stages), unit="ms",
-        detail=f"it sleeps {sleeper.op_s * 1e3:g} ms; the rest is the call into Python",
+        value=1e3 * _bare_s(sleeper, stages), unit="ms",
+        detail=f"it sleeps {sleeper.op_s * 1e3:g} ms; the rest is waking up, and the call",
     )  # fmt: skip
+
+
+def _bare_s(sleeper: Sleeper, devices: int, ops: int = 20) -> float:
+    """Time of an op on so many devices at once, with no pipeline around it."""
+    mesh = _mesh(devices)
+
+    def local(x: jax.Array) -> jax.Array:
+        rank = lax.axis_index("stage").astype(x.dtype)
+        return lax.fori_loop(0, ops, lambda _, x: x + sleeper.nap("F", 1.0, rank, x), x)
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), check_vma=False))
+    x = jax.device_put(np.zeros(devices, np.float32), NamedSharding(mesh, P("stage")))
+    jax.block_until_ready(run(x))
+    return statistics.median(seconds_of(lambda: jax.block_until_ready(run(x))) for _ in range(3)) / ops
 
 
 def _overhead(name: str, stages: int, microbatches: int, runs: int = 30) -> Measure:

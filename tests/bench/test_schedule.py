@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 import os
@@ -12,7 +14,9 @@ import pytest
 
 from meshpar import bench, cli
 from meshpar.bench import pipeline
-from meshpar.bench.pipeline import Row, Schedules, Sleeper
+from meshpar.bench import sleeper as sleepers
+from meshpar.bench.pipeline import Row, Schedules
+from meshpar.bench.sleeper import Sleeper
 from meshpar.pipeline import SCHEDULES, make, split_vjp
 from meshpar.types import MeshparError
 
@@ -22,8 +26,17 @@ P, M = 2, 4
 # A stage that sleeps -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["native", "python"])
+def sleeper(request):
+    made = Sleeper(0.0, native=request.param == "native")
+    if request.param == "native" and made.why_python:
+        pytest.skip(made.why_python)
+    return made
+
+
 @pytest.fixture
-def sleeper():
+def quick():
+    """What the machine at hand has."""
     return Sleeper(0.0)
 
 
@@ -46,12 +59,12 @@ def test_a_stage_sleeps_once_in_f_in_b_and_in_w(sleeper):
     w, x = np.arange(1, 5, dtype=np.float32), np.full((1, 4), 2, np.float32)
     y, vjp = jax.vjp(on_rank(sleeper, 0), w, x)
     np.testing.assert_array_equal(y, w * x)
-    assert sleeper.naps == {(0, "F"): 1}
+    assert sleeper.counts() == {(0, "F"): 1}
     dw, dx = vjp(np.ones_like(x))
     jax.block_until_ready((dw, dx))
     np.testing.assert_array_equal(dx, w[None])
     np.testing.assert_array_equal(dw, x[0])
-    assert sleeper.naps == {(0, op): 1 for op in "FBW"}
+    assert sleeper.counts() == {(0, op): 1 for op in "FBW"}
 
 
 def test_a_split_backward_has_bs_sleep_in_b_and_ws_in_w(sleeper):
@@ -68,38 +81,95 @@ def test_a_split_backward_has_bs_sleep_in_b_and_ws_in_w(sleeper):
             ("B", lambda: split.backward(shared, stash, y)),
             ("W", lambda: split.weights(shared, stash, backlog)),
         ):
-            found[op] = str(jax.make_jaxpr(run)()).count("pure_callback[")
+            text = str(jax.make_jaxpr(run)())
+            found[op] = text.count("pure_callback[") + text.count("ffi_call[")
         return dx, split.weights(shared, stash, backlog)
 
     mesh = pipeline._mesh(1)
     mapped = jax.shard_map(ops, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     jax.block_until_ready(jax.jit(mapped)(w, x))
     assert found == {"F": 1, "B": 1, "W": 1}
-    assert sleeper.naps == {(0, op): 1 for op in "FBW"}
+    assert sleeper.counts() == {(0, op): 1 for op in "FBW"}
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_every_stage_sleeps_for_its_own_ops(sleeper, name):
+def test_every_stage_sleeps_for_its_own_ops(quick, name):
     schedule = make(name, P, M)
-    pipeline.pipeline_program(schedule, sleeper.stage(1.0))()
+    pipeline.pipeline_program(schedule, quick.stage(1.0))()
     ops = (schedule.table[..., 0] >= 0).sum(0)  # [stage, op]
-    assert sleeper.naps == {(stage, op): ops[stage, at] for stage in range(P) for at, op in enumerate("FBW")}
-    assert sum(sleeper.naps.values()) == 3 * M * schedule.num_parts
+    assert quick.counts() == {(stage, op): ops[stage, at] for stage in range(P) for at, op in enumerate("FBW")}
+    assert quick.counts().total() == 3 * M * schedule.num_parts
 
 
-def test_steps_that_do_not_meet_each_run_whole(sleeper):
-    pipeline.pipeline_program(make("zb-h2", P, M), sleeper.stage(1.0), 3)()
-    assert sleeper.naps == {(stage, op): 3 * M for stage in range(P) for op in "FBW"}
+def test_steps_that_do_not_meet_each_run_whole(quick):
+    pipeline.pipeline_program(make("zb-h2", P, M), quick.stage(1.0), 3)()
+    assert quick.counts() == {(stage, op): 3 * M for stage in range(P) for op in "FBW"}
 
 
-def test_a_chunk_sleeps_its_share(sleeper, monkeypatch):
-    slept = []
-    monkeypatch.setattr(pipeline.time, "sleep", slept.append)
-    sleeper.op_s = 1.0
+def test_a_chunk_sleeps_its_share_one_op_of_a_device_after_another(sleeper):
     schedule = make("zb-v", P, M)
     assert pipeline._share(schedule) == 0.5
-    pipeline.pipeline_program(schedule, sleeper.stage(pipeline._share(schedule)))()
-    assert slept == [0.5] * (3 * M * 2 * P)
+    program = pipeline.pipeline_program(schedule, sleeper.stage(pipeline._share(schedule)))
+    sleeper.op_s = 0.004  # known only now: programs that are there follow
+    program()
+    assert [nap.asked_s for nap in sleeper.naps] == [0.002] * (3 * M * 2 * P)
+    assert all(nap.end_s - nap.start_s >= nap.asked_s for nap in sleeper.naps)
+    for device in range(P):
+        own = [nap for nap in sleeper.naps if nap.device == device]
+        assert all(one.end_s <= two.start_s for one, two in itertools.pairwise(own))
+
+
+def test_a_device_sleeps_one_op_after_another(sleeper):
+    """Two ops that the host is free to run at once."""
+    sleeper.op_s = 0.005
+    mesh = pipeline._mesh(2)
+
+    def local(x):
+        rank = jax.lax.axis_index("stage").astype(x.dtype)
+        return x + sleeper.nap("F", 1.0, rank, x) + sleeper.nap("B", 1.0, rank, 2 * x)
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=jax.P("stage"), out_specs=jax.P("stage"), check_vma=False))
+    run(np.zeros(2, np.float32)).block_until_ready()
+    for device in range(2):
+        one, two = (nap for nap in sleeper.naps if nap.device == device)
+        assert {one.op, two.op} == {"F", "B"}
+        assert one.end_s <= two.start_s
+
+
+def test_sleepers_keep_apart_and_forget(sleeper):
+    other = Sleeper(0.0, native=sleeper.why_python is None)
+    w, x = np.ones(4, np.float32), np.ones((1, 4), np.float32)
+    for sleeping, times in ((sleeper, 1), (other, 2)):
+        for _ in range(times):
+            jax.block_until_ready(jax.jit(on_rank(sleeping, 0))(w, x))
+    assert (len(sleeper.naps), len(other.naps)) == (1, 2)
+    sleeper.forget()
+    assert (sleeper.naps, len(other.naps)) == ([], 2)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """As a new process finds it: nothing is compiled yet."""
+    monkeypatch.setattr(sleepers, "_compiled", sleepers._compiled.__wrapped__)
+
+
+def test_without_a_compiler_python_sleeps_and_the_report_says_so(fresh, monkeypatch):
+    monkeypatch.setattr(sleepers.shutil, "which", lambda name: None)
+    sleeper = Sleeper(0.0)
+    w, x = np.ones(4, np.float32), np.ones((1, 4), np.float32)
+    jax.block_until_ready(on_rank(sleeper, 0)(w, x))
+    assert sleeper.counts() == {(0, "F"): 1}
+    assert "there is no C++ compiler (c++, g++, clang++)" in pipeline._sleeps(sleeper)
+    assert "Python" in pipeline._sleeps(sleeper)
+
+
+def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch, tmp_path):
+    if sleepers.shutil.which("c++") is None:
+        pytest.skip("there is no C++ compiler to fail")
+    broken = tmp_path / "broken.cc"
+    broken.write_text("#error no such machine\n")
+    monkeypatch.setattr(sleepers, "SOURCE", broken)
+    assert "no such machine" in pipeline._sleeps(Sleeper(0.0))
 
 
 def test_the_scan_by_hand_gives_what_the_executor_gives():
@@ -132,7 +202,9 @@ def test_a_row_for_each_schedule(measured):
         assert row.free_s == pytest.approx(schedule.simulate().free.makespan * 0.001)
         assert row.busy_s == pytest.approx(3 * M * 0.001)
         assert 0 < row.low_s <= row.time_s <= row.high_s
-        assert row.ratio >= 1  # sleeps are never shorter than asked, however busy the machine
+        # However busy the machine, no sleep is shorter than asked; but a B's result need not wait for its W.
+        apart = dataclasses.replace(schedule, joined=np.zeros_like(schedule.joined))
+        assert row.time_s >= apart.simulate().free.makespan * 0.001
         assert row.bubble_in_theory == pytest.approx(schedule.bubble_fraction)
 
 
@@ -147,7 +219,7 @@ def test_its_measures(measured):
 def test_it_prints_and_is_plain_data(measured, capsys):
     cli.print_report(measured, as_json=False)
     text = capsys.readouterr().out
-    for wanted in ("zb-v", "in theory", "load of the machine"):
+    for wanted in ("zb-v", "in theory", "load of the machine", "sleeps: "):
         assert wanted in text
     document = json.loads(json.dumps(measured.to_json(), allow_nan=False))
     assert [row["schedule"] for row in document["rows"]] == ["1f1b", "zb-v", "zb-h1"]
@@ -195,7 +267,8 @@ def test_the_command_hands_its_options_on(monkeypatch, capsys):
 
     def measure(**options):
         found.update(options)
-        return Schedules(op_s=options["op_s"], repeats=2, load=(0.0, 0.0), rows=(row("1f1b", 1.0),), measures=())
+        rows = (row("1f1b", 1.0),)
+        return Schedules(op_s=options["op_s"], repeats=2, load=(0.0, 0.0), rows=rows, measures=(), sleeps="")
 
     monkeypatch.setattr(pipeline, "schedules", measure)
     options = ["--sleep-ms", "5", "--repeats", "2", "--schedule", "1f1b", "--devices", "4", "--json"]
