@@ -458,7 +458,7 @@ def _staged(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyT
     def loss(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
         return _loss(loss_fn, setup, params, extra, rows, key)
 
-    mean, metrics, grads = staged_gradients(
+    mean = staged_gradients(
         loss,
         state,
         batch,
@@ -469,7 +469,7 @@ def _staged(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyT
         precision=options.precision,
         weight=options.weight,
     )
-    return _Sums(mean, metrics, grads, jnp.ones_like(mean), state.extra)
+    return _Sums(mean.loss, mean.metrics, mean.grads, jnp.ones_like(mean.loss), mean.extra)
 
 
 def _grad_specs(setup: Setup, options: StepOptions) -> PyTree:

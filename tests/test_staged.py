@@ -1,4 +1,4 @@
-"""Training by stages equals training on one device: five Adam steps of the decoders, NNX and Linen, every schedule."""
+"""Training by stages equals training on one device: Adam steps of the decoders, NNX and Linen, every schedule."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import meshpar as mp
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
@@ -123,6 +124,135 @@ def test_float32():
     strategy = mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp()
     check("nnx", config("float32"), 16, mp.MeshSpec(stage=2, fsdp=2), strategy, 1e-5)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers that give an Aux, and variables beside parameters
+# ---------------------------------------------------------------------------------------------------------------------
+
+WIDTH, EXPERTS, DEPTH = 8, 4, 4
+
+
+class Chosen(nnx.Module):
+    """A layer whose tokens choose one of several gates, with a bias on the choice that no gradient reaches."""
+
+    def __init__(self, rngs):
+        def weight(*shape):
+            return nnx.Param(nnx.with_partitioning(nnx.initializers.normal(0.5), (None, None))(rngs.params(), shape))
+
+        self.up, self.router = weight(WIDTH, WIDTH), weight(WIDTH, EXPERTS)
+        self.bias = nnx.Variable(jnp.zeros(EXPERTS))
+
+    def __call__(self, x):
+        scores = jax.nn.sigmoid(x @ self.router[...])
+        chosen = jax.nn.one_hot(jnp.argmax(scores + self.bias[...], -1), EXPERTS, dtype=jnp.int32)
+        y = x + (scores * chosen).sum(-1, keepdims=True) * jnp.tanh(x @ self.up[...])
+        return y, mp.pipeline.Aux((scores**2).mean(), {"load": chosen.sum(0, dtype=jnp.int32), "score": scores.mean()})
+
+
+class Balanced(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(Chosen, in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        self.layers = nnx.split_rngs(splits=DEPTH)(make)(rngs)
+        self.load = nnx.Variable(jnp.zeros((DEPTH, EXPERTS), jnp.int32))
+        self.losses = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        graph, state = nnx.split(self.layers)
+        x, aux = mp.pipeline.scan_layers(lambda x, one: nnx.merge(graph, one)(x), x, state)
+        self.load[...], self.losses[...] = aux.metrics["load"], aux.loss
+        above = jnp.sign(aux.metrics["load"] - 4)
+        self.layers.bias[...] = self.layers.bias[...] - 0.05 * above
+        return x, aux
+
+
+def balanced_loss(model, batch, key):
+    y, aux = model(batch["x"])
+    error = ((y - batch["t"]) ** 2).mean()
+    told = {"error": error, "busiest": model.load[...].max() / 4, "score": aux.metrics["score"].mean()}
+    return error + 0.5 * model.losses[...], told
+
+
+def train_balanced(spec, strategy, loss=balanced_loss, build=Balanced, **options):
+    state = mp.init_state(
+        mp.from_nnx(lambda rngs: build(rngs)), optax.adam(1e-2), strategy=strategy, key=0,
+        mesh=spec.build(jax.devices()[: int(np.prod(list(spec.values())))]),
+    )  # fmt: skip
+    step, rng, told = mp.train_step(loss, **options), np.random.default_rng(0), []
+    for _ in range(STEPS):
+        state, metrics = step(state, {name: rng.normal(size=(16, WIDTH)) for name in "xt"})
+        told.append({name: float(x) for name, x in metrics.items()})
+    return told, dict(tree_leaves_with_paths(jax.device_get((state.params, state.extra))))
+
+
+@pytest.mark.parametrize(
+    ("spec", "schedule"),
+    [
+        (mp.MeshSpec(stage=2, fsdp=2), "zb-v"),
+        pytest.param(mp.MeshSpec(stage=4), "1f1b", marks=pytest.mark.matrix),
+        pytest.param(mp.MeshSpec(stage=2, data=2), "dualpipe", marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_what_layers_give_beside_their_output(spec, schedule, x64):
+    told, kept = train_balanced(spec, mp.pipeline_parallel(stages=spec["stage"], microbatches=4, schedule=schedule))
+    wanted, wanted_kept = train_balanced(mp.MeshSpec(), mp.ddp())
+    for ours, theirs in zip(told, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+    assert kept.keys() == wanted_kept.keys()
+    for path, x in kept.items():
+        assert x.dtype == wanted_kept[path].dtype
+        np.testing.assert_allclose(x, wanted_kept[path], rtol=0, atol=1e-12, err_msg=path)
+    # It did move, and differs by layer.
+    assert len(np.unique(kept["1/layers/bias"], axis=0)) > 1
+    assert (kept["1/load"].sum(-1) == 16).all()
+
+
+class Drops(Balanced):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+class Sums(Balanced):
+    def __call__(self, x):
+        y, aux = super().__call__(x)
+        self.losses[...] = x.mean()
+        return y, aux
+
+
+def loss_of_aux(change):
+    def loss(model, batch, key):
+        y, aux = model(batch["x"])
+        return change((y**2).mean(), aux)
+
+    return loss
+
+
+MIXED = {
+    "a slope of the loss": (loss_of_aux(lambda error, aux: (error * aux.loss, {})), Balanced, {}, "is no constant"),
+    "a loss of metrics": (
+        loss_of_aux(lambda error, aux: (error + aux.metrics["score"].mean(), {})), Balanced, {}, "to Aux.loss",
+    ),
+    "a metric of both": (
+        loss_of_aux(lambda error, aux: (error, {"both": aux.loss + error})), Balanced, {}, "metric `both`",
+    ),
+    "a variable of rows": (balanced_loss, Sums, {}, "`losses` of the model"),
+    "a stream of its own": (balanced_loss, Drops, {}, "`drop/rngs/key` of the model"),
+    "weights": (balanced_loss, Balanced, {"weight": "error"}, "leave out weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_no_stage_has_in_time_is_told(name):
+    loss, build, options, told = MIXED[name]
+    strategy = mp.pipeline_parallel(stages=2, microbatches=4)
+    with pytest.raises(mp.MeshparError, match=told):
+        train_balanced(mp.MeshSpec(stage=2), strategy, loss, build, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes, checkpoints, and what explain says
+# ---------------------------------------------------------------------------------------------------------------------
 
 MISTAKES = {
     "mesh": (mp.MeshSpec(stage=4), {"stages": 2, "microbatches": 4}, mp.ddp(), {}, "run 2 stages over mesh axis"),

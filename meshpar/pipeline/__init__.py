@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshpar.pipeline.executor import Aux as Aux
     from meshpar.pipeline.executor import Micro as Micro
     from meshpar.pipeline.gradients import Params as Params
     from meshpar.pipeline.gradients import Result as Result
     from meshpar.pipeline.gradients import value_and_grad as value_and_grad
+    from meshpar.pipeline.layers import Aux as Aux
     from meshpar.pipeline.layers import scan_layers as scan_layers
     from meshpar.pipeline.schedules import SCHEDULES as SCHEDULES
     from meshpar.pipeline.schedules import Op as Op
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from meshpar.pipeline.split_backward import split_vjp as split_vjp
 
 _HOMES = {
-    "executor": ("Aux", "Micro"),
+    "executor": ("Micro",),
     "gradients": ("Params", "Result", "value_and_grad"),
-    "layers": ("scan_layers",),
+    "layers": ("Aux", "scan_layers"),
     "schedules": (
         "SCHEDULES", "Op", "Schedule", "Simulation", "Slots", "Timeline", "dualpipe", "dualpipe_v", "gpipe",
         "interleaved_1f1b", "make", "one_f_one_b", "zb_h1", "zb_h2", "zb_v",

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshpar.pipeline.layers import Aux
 from meshpar.pipeline.schedules import Schedule, Slots
 from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.schedules.slots import SHIFTS, STAY, colored
@@ -40,15 +41,8 @@ class Micro(NamedTuple):
     """For random numbers: of this microbatch, of this part of the model and of this device's rows."""
     part: jax.Array
     """int32: which part of the model is run, from 0 on."""
-
-
-class Aux(NamedTuple):
-    """What a part of the model gives beside its output."""
-
-    loss: jax.Array
-    """Scalar, added to the loss."""
-    metrics: dict[str, jax.Array]
-    """Arrays to be averaged over microbatches; no gradient passes through them."""
+    extra: PyTree = ()
+    """What the model keeps beside parameters, as it was before the step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +71,7 @@ class Sums:
     metrics: dict[str, jax.Array]
     """Of the loss function, times weights; zero but on the last part's stage."""
     aux: dict[str, jax.Array]
-    """`[chunk, ...]`, of this stage's parts."""
+    """`[chunk, ...]`, of this stage's parts; not weighed."""
     weight: jax.Array
     """Of the microbatches; zero but on the last part's stage."""
     params: PyTree
@@ -177,7 +171,7 @@ class Executor:
     """Lays the sums of gradients out over the axes that are XLA's."""
 
     def __call__(self, columns: Mapping[str, jax.Array], params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
-                 late: jax.Array) -> Sums:  # fmt: skip
+                 late: jax.Array, extra: PyTree = ()) -> Sums:  # fmt: skip
         """Sums over all microbatches.
 
         Args:
@@ -187,8 +181,9 @@ class Executor:
           rows: `[microbatch, rows, ...]`.
           key: of this device's rows.
           late: `[numbers]` that this stage brought from the step before.
+          extra: what the model keeps beside parameters.
         """
-        trace = _Trace(self, params, ends, rows, key)
+        trace = _Trace(self, params, ends, rows, key, extra)
         carry = trace.zeros(late)
 
         def tick(carry: _Carry, xs: Any) -> tuple[_Carry, None]:
@@ -202,9 +197,10 @@ class Executor:
 class _Trace:
     """What one trace of the loop knows."""
 
-    def __init__(self, executor: Executor, params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array) -> None:
+    def __init__(self, executor: Executor, params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
+                 extra: PyTree) -> None:  # fmt: skip
         self.executor, self.plan, self.axis = executor, executor.plan, executor.axis
-        self.params, self.ends, self.rows, self.key = params, ends, rows, key
+        self.params, self.ends, self.rows, self.key, self.extra = params, ends, rows, key, extra
         self.chunks = self.plan.schedule.chunks
         self.functions = executor.functions
         zero = jnp.zeros((), jnp.int32)
@@ -222,7 +218,7 @@ class _Trace:
     def micro(self, microbatch: jax.Array, part: jax.Array) -> Micro:
         rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.rows)
         key = jax.random.fold_in(jax.random.fold_in(self.key, microbatch), part)
-        return Micro(rows, key, part)
+        return Micro(rows, key, part, self.extra)
 
     def _stage(self, params: PyTree, given: tuple[PyTree, Any]) -> Any:
         x, data = given
@@ -273,7 +269,7 @@ class _Trace:
             sums=Sums(
                 loss=jnp.zeros((), self.loss.dtype),
                 metrics={name: jnp.zeros(x.shape, x.dtype) for name, x in metrics.items()},
-                aux={k: jnp.zeros((self.chunks, *x.shape), _wide_dtype(x.dtype)) for k, x in self.aux.items()},
+                aux={k: jnp.zeros((self.chunks, *x.shape), _aux_dtype(x.dtype)) for k, x in self.aux.items()},
                 weight=jnp.zeros((), weight.dtype),
                 params=params,
                 ends=ends,
@@ -451,6 +447,10 @@ def _sum(totals: PyTree, grads: PyTree) -> PyTree:
     return jax.tree.map(
         lambda total, g: total if g.dtype == jax.dtypes.float0 else total + g.astype(total.dtype), totals, grads
     )
+
+
+def _aux_dtype(dtype: Any) -> Any:
+    return _wide_dtype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(dtype, jnp.int32)
 
 
 def _wide_dtype(dtype: Any) -> Any:

@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import broadcast
-from meshpar.pipeline.executor import Aux, Executor, Functions, Micro, Plan, Sums
+from meshpar.pipeline.executor import Executor, Functions, Micro, Plan, Sums
+from meshpar.pipeline.layers import Aux, with_aux
 from meshpar.pipeline.placement import Placement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
@@ -41,7 +42,7 @@ class Result(NamedTuple):
     metrics: dict[str, jax.Array]
     """Of the loss function, likewise."""
     aux: dict[str, jax.Array]
-    """Of the parts: `[part, ...]`."""
+    """Of the parts: `[part, ...]`; means, and sums of whole numbers."""
     late: jax.Array
     """Sums over stages of the numbers that each brought along."""
 
@@ -61,8 +62,9 @@ class Pipeline:
     meet: bool = True
 
     def sums(
-        self, params: Params, specs: Params, grad_specs: Params, batch: PyTree, key: jax.Array, late: jax.Array
-    ) -> tuple[Sums, Params]:
+        self, params: Params, specs: Params, grad_specs: Params, batch: PyTree, key: jax.Array, late: jax.Array,
+        extra: PyTree = (),
+    ) -> tuple[Sums, Params]:  # fmt: skip
         """Sums over all microbatches and devices, and of the gradients.
 
         Args:
@@ -72,6 +74,7 @@ class Pipeline:
           batch: each leaf `[rows, ...]`; a device's own rows are cut into microbatches.
           key: for random numbers.
           late: `[stage, numbers]`.
+          extra: what the model keeps beside parameters; every stage has all of it.
 
         Returns:
           the sums, with no gradients in them: loss, metrics and weight as scalars, `aux` by part; where the stages do
@@ -94,7 +97,9 @@ class Pipeline:
         num_parts = self.schedule.num_parts
         owners: list[set[int]] = []
 
-        def local(columns: Any, params: Params, rows: PyTree, key_data: jax.Array, late: jax.Array) -> Any:
+        def local(
+            columns: Any, params: Params, rows: PyTree, key_data: jax.Array, late: jax.Array, extra: PyTree
+        ) -> Any:
             columns = jax.tree.map(lambda x: x[:, 0], columns)
             key = jax.random.wrap_key_data(key_data)
             if self.batch_axes:
@@ -105,8 +110,10 @@ class Pipeline:
             )
             parts = placement.spread(params.parts)
             # Here, where the axes that the functions may communicate over have names.
-            owners[:] = self._checked(executor.whole(jax.tree.map(lambda p: p[0], parts)), params.ends, rows, key)
-            sums = executor(columns, parts, params.ends, rows, key, late[0])
+            owners[:] = self._checked(
+                executor.whole(jax.tree.map(lambda p: p[0], parts)), params.ends, rows, key, extra
+            )
+            sums = executor(columns, parts, params.ends, rows, key, late[0], extra)
             grads = jax.tree.map(lambda g: g[None], Params(placement.collect(sums.params), sums.ends))
             grads = Params(grads.parts, jax.tree.map(lambda g: g[None], grads.ends))
             held = jnp.asarray(self.schedule.parts)[lax.axis_index(self.axis)]
@@ -127,12 +134,13 @@ class Pipeline:
                 PartitionSpec(by_batch),
                 PartitionSpec(),
                 PartitionSpec(self.axis),
+                PartitionSpec(),
             ),
             out_specs=(here, Params(PartitionSpec(by_batch, self.axis), PartitionSpec(self.axis, by_batch))),  # type: ignore[arg-type]
             axis_names=set(manual),
             # Everything is differentiated inside, and nothing inside has to vary alike.
             check_vma=False,
-        )(plan.columns, params, batch, jax.random.key_data(key), late)
+        )(plan.columns, params, batch, jax.random.key_data(key), late, extra)
         with jax.named_scope("gradients_meet"):
             parts = jax.tree.map(lambda g: _summed(g, 0), grads.parts)
             ends = jax.tree.map(lambda g: _summed(g, 1), grads.ends)
@@ -189,10 +197,10 @@ class Pipeline:
             check_vma=False,
         )(x)
 
-    def _checked(self, one: PyTree, ends: PyTree, rows: PyTree, key: jax.Array) -> list[set[int]]:
+    def _checked(self, one: PyTree, ends: PyTree, rows: PyTree, key: jax.Array, extra: PyTree) -> list[set[int]]:
         """For each leaf of the ends, the stages that make gradients of it; the functions fit each other."""
         functions, count = self.functions, len(jax.tree.leaves(ends))
-        micro = Micro(jax.tree.map(lambda x: x[0], rows), key, jnp.zeros((), jnp.int32))
+        micro = Micro(jax.tree.map(lambda x: x[0], rows), key, jnp.zeros((), jnp.int32), extra)
         x = jax.eval_shape(functions.first, ends, micro)
         y, _ = jax.eval_shape(functions.stage, one, x, micro)
         _check_alike(x, y)
@@ -297,9 +305,14 @@ class ValueAndGrad:
         else:
             total = sums.weight
         loss, metrics = jax.tree.map(lambda x: x / total, (sums.loss, sums.metrics))
-        aux = jax.tree.map(lambda x: x / count, sums.aux)
+        aux = mean_aux(sums.aux, count)
         grads = jax.tree.map(lambda g, p: (g / total).astype(g.dtype), grads, params)
         return Result(loss, metrics, aux, sums.late), grads
+
+
+def mean_aux(sums: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
+    """Of so many microbatches; whole numbers, which are counts, stay summed."""
+    return {name: x / count if jnp.issubdtype(x.dtype, jnp.inexact) else x for name, x in sums.items()}
 
 
 def value_and_grad(
@@ -431,8 +444,8 @@ def _inputs(ends: PyTree, micro: Micro) -> PyTree:
 
 def _with_aux(stage_fn: Callable[..., Any], weight: str | None) -> Callable[..., tuple[PyTree, Aux]]:
     def stage(params: PyTree, x: PyTree, micro: Micro) -> tuple[PyTree, Aux]:
-        out = stage_fn(params, x, micro)
-        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Aux):
+        y, aux = with_aux(stage_fn(params, x, micro))
+        if aux is not None:
             if weight is not None:
                 raise problem(
                     f"pipeline.value_and_grad(weight={weight!r}) and a stage_fn that gives Aux",
@@ -440,8 +453,8 @@ def _with_aux(stage_fn: Callable[..., Any], weight: str | None) -> Callable[...,
                     "only the last stage knows a microbatch's weight",
                     "weigh rows inside loss_fn and leave out weight",
                 )
-            return out
-        return out, Aux(jnp.zeros((), jnp.float32), {})
+            return y, aux
+        return y, Aux(jnp.zeros((), jnp.float32), {})
 
     return stage
 
