@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.collectives import from_zigzag, ring_attention, zigzag
+from meshpar.regions import outer_axes, per_device
 from meshpar.rules import ambient, constrain, spec_of
 from meshpar.types import axis_sizes, problem, spec_axes
 
@@ -89,7 +88,7 @@ def ring(
 
 def check_lookup(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> None:
     """Raises `ValueError` for the lookup that XLA of jax 0.12 aborts on: split rows at split positions, when nested."""
-    outer, axes = jax.sharding.get_abstract_mesh().manual_axes, sequence_axes(tokens_BT)
+    outer, axes = outer_axes(), sequence_axes(tokens_BT)
     if not outer or not axes or jax.__version_info__ < (0, 12):
         return
     rows = [axis for axis in spec_axes(spec_of(table_VE, "act_vocab", "act_embed")[0]) if _size_of(axis) > 1]
@@ -107,42 +106,6 @@ def _size_of(axis: str) -> int:
     here = ambient()
     assert here is not None
     return axis_sizes(here.mesh)[axis]
-
-
-def per_device(kernel: Callable[..., Any], specs: Any, out: Any) -> Any:
-    """A kernel under `shard_map`, manual over the axes of more than one rank that its specs name and no others.
-
-    Raises:
-      ValueError: inside another `shard_map` whose axes stand behind these in the mesh, which jax 0.12 cannot compile.
-    """
-    here = ambient()
-    assert here is not None
-    sizes = axis_sizes(here.mesh)
-    specs, out = jax.tree.map(lambda spec: _of_several(spec, sizes), (specs, out))
-    axes = {axis for spec in jax.tree.leaves(specs) for entry in spec for axis in spec_axes(entry)}
-    # Inside another shard_map the mesh is that of the context, some of whose axes are manual already.
-    outer = jax.sharding.get_abstract_mesh().manual_axes
-    _check_order(outer, axes, list(sizes))
-    return jax.shard_map(kernel, mesh=None if outer else here.mesh, in_specs=specs, out_specs=out, axis_names=axes)
-
-
-def _of_several(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
-    """The spec without axes of one rank: naming them changes nothing, but their place among the manual ones counts."""
-    return PartitionSpec(*(tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) or None for entry in spec))
-
-
-def _check_order(outer: Sequence[str], inner: Collection[str], mesh_axes: Sequence[str]) -> None:
-    """XLA of jax 0.12 aborts the process when manual axes of nested regions, one after the other, are out of order."""
-    ordered = [*sorted(outer, key=mesh_axes.index), *sorted(inner, key=mesh_axes.index)]
-    if not outer or ordered == sorted(ordered, key=mesh_axes.index) or jax.__version_info__ < (0, 12):
-        return
-    raise problem(
-        "a kernel of the model inside another shard_map (accumulate_mode='once' or quantize=...)",
-        f"run over {', '.join(sorted(inner))} inside {', '.join(sorted(outer))}",
-        f"the mesh has its axes in the order {', '.join(mesh_axes)}, and the compiler of jax {jax.__version__} aborts "
-        "when inner ones stand before outer ones",
-        "let the axes that split the batch stand first, or use accumulate_mode='each' and no quantize",
-    )
 
 
 def _check_length(tokens_BT: Array, axes: tuple[str, ...]) -> int:
