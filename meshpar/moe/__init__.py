@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from meshpar.moe.metrics import Load as Load
     from meshpar.moe.metrics import Loads as Loads
     from meshpar.moe.metrics import advice as advice
+    from meshpar.moe.metrics import loads as loads
     from meshpar.moe.metrics import measure as measure
     from meshpar.moe.metrics import scalars as scalars
     from meshpar.moe.placement import Placement as Placement
@@ -53,7 +54,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "choice": ("DispatchChoice", "choose_dispatch"),
     "dispatch_combine": ("Dispatched", "Payload", "dispatch"),
     "grouped": ("GroupedChoice", "choose_grouped_matmul", "grouped_matmul"),
-    "metrics": ("Advice", "Load", "Loads", "advice", "measure", "scalars"),
+    "metrics": ("Advice", "Load", "Loads", "advice", "loads", "measure", "scalars"),
     "placement": ("Placement", "Rebalanced", "permute", "place", "rebalance"),
     "routing": ("Routed", "Routing", "capacity", "count", "kept", "route"),
 }

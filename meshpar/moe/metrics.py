@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -102,6 +103,24 @@ def scalars(loads: Loads, *, prefix: str = "moe_") -> dict[str, Float[Array, ""]
     worst[f"{prefix}drop_rate"] = loads.drop_rate.max()
     worst[f"{prefix}router_entropy"] = loads.router_entropy.min()
     return worst
+
+
+def loads(metrics: Mapping[str, Any]) -> Loads | None:
+    """The loads of a model's layers of experts out of the metrics of its step, on the host; None where it has none.
+
+    Args:
+      metrics: of one step; or sums over several of what counts tokens, and means of the rest.
+    """
+    if "moe/load" not in metrics:
+        return None
+    experts, ranks = (np.asarray(metrics[f"moe/{name}"], np.float64) for name in ("load", "rank_load"))
+    rest = (np.asarray(metrics[f"moe/{name}"], np.float64) for name in ("drop_rate", "router_entropy"))
+    return Loads(_host_load(experts), _host_load(ranks), *rest)
+
+
+def _host_load(tokens: np.ndarray) -> Load:
+    mean, most = np.maximum(tokens.mean(-1), np.finfo(tokens.dtype).tiny), tokens.max(-1)
+    return Load(tokens, most / mean, most / np.maximum(tokens.min(-1), 1), tokens.std(-1) / mean)  # type: ignore[arg-type]
 
 
 class Advice(NamedTuple):

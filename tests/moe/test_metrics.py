@@ -129,6 +129,20 @@ def test_scalars_are_the_worst_layers():
     )
 
 
+def test_loads_out_of_the_metrics_of_a_step_are_those_that_were_measured():
+    experts, scores, kept = case()
+    told = jax.tree.map(lambda x: np.stack([x, x]), measure(experts, scores, num_ranks=4, kept=kept))
+    metrics = {
+        "moe/load": told.experts.tokens,
+        "moe/rank_load": told.ranks.tokens,
+        "moe/drop_rate": told.drop_rate,
+        "moe/router_entropy": told.router_entropy,
+    }
+    for found, expected in zip(jax.tree.leaves(moe.loads(metrics)), jax.tree.leaves(told), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert moe.loads({"accuracy": 1.0}) is None
+
+
 def test_no_advice_when_all_is_well():
     assert moe.advice(stacked(EVEN, EVEN, drop_rates=[0.0, 0.01])) == []
     assert moe.advice(jax.tree.map(lambda x: x[0], stacked(EVEN))) == []
