@@ -6,6 +6,7 @@
     dispatch_combine.py  tokens to their experts and back: order.py (what stands where), exchange.py (rows on the wire),
                   choice.py (how they travel when nothing is said about it)
     grouped.py    rows sorted by expert, each times its own expert's weight
+    config.py     what a layer of experts is: layer.py computes it, nnx.py and linen.py make Flax modules of it
     placement.py  which rank owns which experts, anew from measured loads
     reference.py  what a layer of experts computes, every token through every expert
 
@@ -24,12 +25,17 @@ if TYPE_CHECKING:
     from meshpar.moe.balance import z_loss as z_loss
     from meshpar.moe.choice import DispatchChoice as DispatchChoice
     from meshpar.moe.choice import choose_dispatch as choose_dispatch
+    from meshpar.moe.config import MoEConfig as MoEConfig
     from meshpar.moe.dispatch_combine import Dispatched as Dispatched
     from meshpar.moe.dispatch_combine import Payload as Payload
     from meshpar.moe.dispatch_combine import dispatch as dispatch
     from meshpar.moe.grouped import GroupedChoice as GroupedChoice
     from meshpar.moe.grouped import choose_grouped_matmul as choose_grouped_matmul
     from meshpar.moe.grouped import grouped_matmul as grouped_matmul
+    from meshpar.moe.layer import Told as Told
+    from meshpar.moe.layer import Weights as Weights
+    from meshpar.moe.layer import moe_layer as moe_layer
+    from meshpar.moe.linen import LinenMoE as LinenMoE
     from meshpar.moe.metrics import Advice as Advice
     from meshpar.moe.metrics import Load as Load
     from meshpar.moe.metrics import Loads as Loads
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from meshpar.moe.metrics import loads as loads
     from meshpar.moe.metrics import measure as measure
     from meshpar.moe.metrics import scalars as scalars
+    from meshpar.moe.nnx import MoE as MoE
     from meshpar.moe.placement import Placement as Placement
     from meshpar.moe.placement import Rebalanced as Rebalanced
     from meshpar.moe.placement import permute as permute
@@ -52,9 +59,13 @@ if TYPE_CHECKING:
 _HOMES: dict[str, tuple[str, ...]] = {
     "balance": ("auxiliary_loss", "update_bias", "z_loss"),
     "choice": ("DispatchChoice", "choose_dispatch"),
+    "config": ("MoEConfig",),
     "dispatch_combine": ("Dispatched", "Payload", "dispatch"),
     "grouped": ("GroupedChoice", "choose_grouped_matmul", "grouped_matmul"),
+    "layer": ("Told", "Weights", "moe_layer"),
+    "linen": ("LinenMoE",),
     "metrics": ("Advice", "Load", "Loads", "advice", "loads", "measure", "scalars"),
+    "nnx": ("MoE",),
     "placement": ("Placement", "Rebalanced", "permute", "place", "rebalance"),
     "routing": ("Routed", "Routing", "capacity", "count", "kept", "route"),
 }

@@ -1,0 +1,101 @@
+"""What a layer of experts is, and how it is computed and balanced."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshpar.moe.choice import IMPLEMENTATIONS
+from meshpar.moe.dispatch_combine import Payload
+from meshpar.moe.routing import Routing
+from meshpar.types import near_or, problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """A layer of SwiGLU experts.
+
+    Mixtral's is `MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=14_336, auxiliary_weight=0.02)`;
+    DeepSeek-V3's is `MoEConfig(routing=Routing(num_experts=256, top_k=8, score="sigmoid", scale=2.5, groups=8,
+    top_groups=4), mlp_dim=2048, shared_experts=1, bias_rate=1e-3)`.
+    """
+
+    routing: Routing
+    """How tokens find their experts, and with a capacity factor how many have room there."""
+    mlp_dim: int
+    """Width of the hidden layer of one expert."""
+    shared_experts: int = 0
+    """Experts that every token visits besides; they are computed as one, of `shared_experts · mlp_dim` hidden width."""
+    auxiliary_weight: float = 0.0
+    """Of the auxiliary loss (`balance.auxiliary_loss`) of every layer, in the loss of training."""
+    z_weight: float = 0.0
+    """Of the router z-loss (`balance.z_loss`), likewise."""
+    bias_rate: float = 0.0
+    """By how much a step moves the balancing bias of an expert (`balance.update_bias`); 0: there is no bias."""
+    implementation: str = "auto"
+    """How rows travel between the ranks of experts: as for `dispatch`."""
+    bound_factor: float | None = None
+    """Room for rows from one rank to another, as for `dispatch`; None: for any routing."""
+    payload: Payload | None = None
+    """Number formats of rows that travel; None: as they are."""
+    chunks: int = 1
+    """Parts of a device's tokens, so that one travels while another is computed, as for `dispatch`."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.routing, Routing):
+            exists = "a Routing says it"
+            raise problem(
+                "MoEConfig(routing=...)", f"be {self.routing!r}", exists, "write moe.Routing(num_experts=8, ...)"
+            )
+        for field, least in (("mlp_dim", 1), ("shared_experts", 0), ("chunks", 1)):
+            self._check_whole(field, least)
+        for field in ("auxiliary_weight", "z_weight", "bias_rate"):
+            self._check_weight(field)
+        if self.implementation not in IMPLEMENTATIONS:
+            fix = near_or(str(self.implementation), IMPLEMENTATIONS, f"use one of {IMPLEMENTATIONS}")
+            raise problem("MoEConfig(implementation=...)", f"be {self.implementation!r}", "there is no such form", fix)
+        self._check_expert_choice()
+
+    def _check_whole(self, field: str, least: int) -> None:
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            exists = f"it is a whole number, {least} or more"
+            raise problem(f"MoEConfig({field}=...)", f"be {value!r}", exists, f"write {field}={max(least, 1)}")
+
+    def _check_weight(self, field: str) -> None:
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            exists = "it is a number from 0 on, and 0 leaves it out"
+            raise problem(f"MoEConfig({field}=...)", f"be {value!r}", exists, f"write {field}=0.001")
+
+    def _check_expert_choice(self) -> None:
+        if self.routing.choice != "expert":
+            return
+        for field, unused in (("bias_rate", self.bias_rate > 0), ("chunks", self.chunks > 1)):
+            if unused:
+                raise problem(
+                    f'MoEConfig({field}={getattr(self, field)}) with Routing(choice="expert")',
+                    f"use {field}",
+                    "an expert takes the best of all tokens of a device, and always as many",
+                    f"leave {field} out",
+                )
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the layer has a balancing bias."""
+        return self.bias_rate > 0
+
+    @property
+    def shared_dim(self) -> int:
+        """Hidden width of the shared experts together."""
+        return self.shared_experts * self.mlp_dim
+
+    def num_params(self, embed_dim: int) -> int:
+        """Parameters of a layer: router, experts and shared experts; the balancing bias is none."""
+        each = 3 * embed_dim * self.mlp_dim
+        return embed_dim * self.routing.num_experts + each * (self.routing.num_experts + self.shared_experts)
+
+    def active_params(self, embed_dim: int) -> int:
+        """Parameters that one token is multiplied with: the router's, and those of the experts it visits."""
+        each = 3 * embed_dim * self.mlp_dim
+        return embed_dim * self.routing.num_experts + each * (self.routing.top_k + self.shared_experts)

@@ -1,0 +1,400 @@
+"""A layer of experts on the global view: routed, dispatched, computed, combined, and what balancing needs to know.
+
+    x [B, T, d] ─► router ─► dispatch over the axes of experts ─► SwiGLU, column and row parallel ─► combine ─► y
+                     └─► Told: auxiliary losses, tokens of every expert
+
+What Flax modules are made of (`meshpar.moe.nnx`, `meshpar.moe.linen`), and usable without Flax. The rules in force say
+which mesh axes split what: tokens by `batch` and `seq`, experts by `act_expert`, their hidden width by `act_mlp`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from meshpar.collectives.wire import varying_alike
+from meshpar.moe.balance import auxiliary_loss, z_loss
+from meshpar.moe.config import MoEConfig
+from meshpar.moe.dispatch_combine import Dispatched, ExpertFn, dispatch
+from meshpar.moe.grouped import grouped_matmul
+from meshpar.moe.order import by_expert, in_buffers, spread, weighted_sum
+from meshpar.moe.routing import Routed, capacity, count, route
+from meshpar.pipeline.layers import Aux, is_staged
+from meshpar.precision import dot_general
+from meshpar.regions import outer_axes, per_device
+from meshpar.rules import Ambient, ambient, constrain, resolve, spec_of
+from meshpar.types import Leaf, axis_sizes, problem, spec_axes
+
+ROUTER_NAMES = ("embed", "expert")
+INWARD_NAMES = ("expert", "embed", "mlp")
+OUTWARD_NAMES = ("expert", "mlp", "embed")
+
+
+Experts: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+"""Gate, up and down of the experts that are here."""
+
+
+class Weights(NamedTuple):
+    """Of the router and of all experts, stacked."""
+
+    router: Float[Array, "d E"]
+    gate: Float[Array, "E d f"]
+    up: Float[Array, "E d f"]
+    down: Float[Array, "E f d"]
+
+
+class Told(NamedTuple):
+    """What a layer tells beside its output, of all tokens that it was given."""
+
+    loss: Float[Array, ""]
+    """Auxiliary losses, to be added to the loss."""
+    load: Int32[Array, " E"]
+    """Choices that fell on each expert, dropped ones included."""
+    dropped: Int32[Array, ""]
+    """Choices that found no room."""
+    router_entropy: Float[Array, ""]
+    """Mean over tokens of the entropy of a token's scores, in nats."""
+
+    @property
+    def aux(self) -> Aux:
+        """As `meshpar.pipeline.scan_layers` takes it."""
+        metrics = {"load": self.load, "dropped": self.dropped, "router_entropy": self.router_entropy}
+        return Aux(self.loss, metrics)
+
+
+def moe_layer(
+    x: Float[Array, "B T d"],
+    weights: Weights,
+    config: MoEConfig,
+    *,
+    bias: Float[Array, " E"] | None = None,
+    drops: bool = True,
+) -> tuple[Float[Array, "B T d"], Told]:
+    """Every token through its experts, summed with their weights: the routed part of a layer.
+
+    On one device, and where no rules are in force, everything is computed here. Under rules it runs per device over the
+    axes that split tokens, experts and the experts' hidden width:
+
+    - tokens split over the axes of experts travel to their experts and back (`dispatch`): two all-to-alls;
+    - tokens that are whole over them stay: every rank computes its own experts' part, and the parts are summed;
+    - hidden width split over `tensor`: partial sums, summed over it behind the combine, where there are T rows;
+    - weights that are split over other axes, as by `fsdp()`, are gathered on the way in, and their gradients summed
+      over all axes that split tokens but those of the experts, over which dispatch has summed them.
+
+    Inside a region that is manual over the axes of the batch (`accumulate_mode="once"`, `quantize=...`, stages) experts
+    may come whole, and are all computed here, or as the rank's own slice, and tokens travel as always.
+
+    Args:
+      x: tokens.
+      weights: global, or inside such a region as they are held there.
+      config: of the layer.
+      bias: of the balancing, added to scores for the choice alone.
+      drops: whether the capacity of the routing holds; a decoder that adds one token after the other has no use for it.
+
+    Returns:
+      y, laid out as the rules say for `norm_seq` (partial sums are scattered where that splits the sequence further),
+      and what the layer tells.
+
+    Raises:
+      ValueError: weights of other sizes than the config's; tokens that are split over some axes of the experts only.
+    """
+    _check_sizes(x, weights, config, bias)
+    here = ambient()
+    cut = _Cut() if here is None or here.mesh.size == 1 else _Cut.of(here, x, weights, config)
+    kernel = functools.partial(_per_device, config=config, cut=cut, drops=drops)
+    with jax.named_scope("moe"):
+        if not cut.inner:
+            return kernel(x, weights, bias)
+        experts, hidden = cut.inner_experts or None, cut.hidden or None
+        inward, outward = PartitionSpec(experts, None, hidden), PartitionSpec(experts, hidden)
+        whole = PartitionSpec()
+        specs = (cut.tokens, Weights(whole, inward, inward, outward), whole)  # type: ignore[arg-type]
+        told = Told(whole, whole, whole, whole)  # type: ignore[arg-type]
+        run = per_device(kernel, specs, (cut.out, told), check_vma=not outer_axes())
+        return run(x, weights, bias)
+
+
+def shared_experts(
+    x: Float[Array, "B T d"], gate: Float[Array, "d f"], up: Float[Array, "d f"], down: Float[Array, "f d"]
+) -> Float[Array, "B T d"]:
+    """SwiGLU of the shared experts, for every token: plain matmuls, left to XLA."""
+    inward, outward = (((2,), (0,)), ((), ())), (((2,), (0,)), ((), ()))
+    with jax.named_scope("shared_experts"):
+        hidden = jax.nn.silu(dot_general(x, gate, inward)) * dot_general(x, up, inward)
+        if ambient() is not None:
+            hidden = constrain(hidden, "batch", "seq", "act_mlp")
+        return dot_general(hidden, down, outward)
+
+
+def expert_init(init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """An initializer of one expert's matrix, as one of all experts, `[E, ...]`: each is drawn by itself."""
+
+    def make(key: jax.Array, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> jax.Array:
+        return jax.vmap(lambda one: init(one, tuple(shape[1:]), dtype))(jax.random.split(key, shape[0]))
+
+    return make
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which axes split what
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Cut(NamedTuple):
+    """Axes of more than one rank, by what they split. With none, one device has everything."""
+
+    inner: tuple[str, ...] = ()
+    """Axes that the layer's own region is manual over."""
+    batch: tuple[str, ...] = ()
+    """Axes that split tokens, those of a region around included."""
+    outer: tuple[str, ...] = ()
+    """Of these, the ones of a region around."""
+    experts: tuple[str, ...] = ()
+    inner_experts: tuple[str, ...] = ()
+    """The same, unless a region around has cut the experts already."""
+    hidden: tuple[str, ...] = ()
+    scattered: tuple[str, ...] = ()
+    """Axes of `hidden` that split the sequence behind the layer."""
+    tokens: PartitionSpec = PartitionSpec()
+    out: PartitionSpec = PartitionSpec()
+
+    @staticmethod
+    def of(here: Ambient, x: jax.Array, weights: Weights, config: MoEConfig) -> _Cut:
+        sizes, outer, num_experts = axis_sizes(here.mesh), outer_axes(), config.routing.num_experts
+
+        def several(entry: object) -> tuple[str, ...]:
+            return tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1)  # type: ignore[arg-type]
+
+        tokens = [several(entry) for entry in _padded(spec_of(x, "batch", "seq", None), 3)]
+        behind = [several(entry) for entry in _padded(spec_of(x, "batch", "norm_seq", None), 3)]
+        like = jax.ShapeDtypeStruct((num_experts, 1, config.mlp_dim), x.dtype)
+        experts, _, hidden = (several(entry) for entry in _padded(spec_of(like, "act_expert", None, "act_mlp"), 3))
+        inner_experts = experts
+        if weights.gate.shape[0] != num_experts:
+            experts, inner_experts = _cut_outside(here, weights, num_experts), ()
+        around = _around(here, outer)
+        batch = (*tokens[0], *tokens[1], *around)
+        _check_experts(experts, batch)
+        scattered = behind[1][len(tokens[1]) :] if set(behind[1][len(tokens[1]) :]) <= set(hidden) else ()
+        seq = tokens[1] + scattered
+        return _Cut(
+            inner=tuple(dict.fromkeys((*tokens[0], *tokens[1], *inner_experts, *hidden))),
+            batch=batch,
+            outer=around,
+            experts=experts,
+            inner_experts=inner_experts,
+            hidden=hidden,
+            scattered=scattered,
+            tokens=PartitionSpec(tokens[0] or None, tokens[1] or None),
+            out=PartitionSpec(tokens[0] or None, seq or None),
+        )
+
+    @property
+    def travels(self) -> bool:
+        """Whether tokens go to the ranks of their experts."""
+        return bool(self.experts) and set(self.experts) <= set(self.batch)
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """Axes to sum counts over: stages sum over the devices of the batch themselves."""
+        return tuple(axis for axis in self.batch if not (is_staged() and axis in self.outer))
+
+
+def _padded(spec: PartitionSpec, ndim: int) -> list[object]:
+    return [*spec, *[None] * (ndim - len(spec))]
+
+
+def _around(here: Ambient, outer: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes of a region around that split tokens."""
+    sizes = axis_sizes(here.mesh)
+    like = Leaf(path="tokens", shape=(here.mesh.size,) * 2, dtype=np.dtype(np.int32), names=("batch", "seq"))
+    axes = (axis for entry in resolve(like, here.rules, here.mesh).spec for axis in spec_axes(entry))
+    return tuple(axis for axis in axes if axis in outer and sizes[axis] > 1)
+
+
+def _cut_outside(here: Ambient, weights: Weights, num_experts: int) -> tuple[str, ...]:
+    """Axes of a region around over which the rank's own experts were cut."""
+    like = Leaf(path="experts", shape=(num_experts,), dtype=np.dtype(np.int32), names=("act_expert",))
+    sizes = axis_sizes(here.mesh)
+    axes = tuple(a for e in resolve(like, here.rules, here.mesh).spec for a in spec_axes(e) if sizes[a] > 1)
+    own = weights.gate.shape[0]
+    if own * math.prod(sizes[axis] for axis in axes) != num_experts or not set(axes) <= set(outer_axes()):
+        raise problem(
+            f"experts of shape {weights.gate.shape}",
+            f"be {own} of {num_experts} experts",
+            f"the rules in force split `act_expert` over {', '.join(f'`{a}`' for a in axes) or 'nothing'}",
+            "give all experts, or in a region that is manual over those axes the rank's own",
+        )
+    return axes
+
+
+def _check_experts(experts: tuple[str, ...], batch: tuple[str, ...]) -> None:
+    common = set(experts) & set(batch)
+    if common and common != set(experts):
+        missing = ", ".join(f"`{axis}`" for axis in experts if axis not in batch)
+        raise problem(
+            "the layer of experts",
+            f"send tokens over {' × '.join(f'`{axis}`' for axis in experts)}",
+            f"they are whole over {missing}, so that its ranks would all send the same",
+            f"let the rule for `batch` name {missing} too, as the presets do for `expert`",
+        )
+
+
+def _check_sizes(x: jax.Array, weights: Weights, config: MoEConfig, bias: jax.Array | None) -> None:
+    num_experts, width, hidden = config.routing.num_experts, x.shape[-1], config.mlp_dim
+    own = weights.gate.shape[0] if weights.gate.ndim == 3 and num_experts % max(weights.gate.shape[0], 1) == 0 else 0
+    expected = {"gate": (own, width, hidden), "up": (own, width, hidden), "down": (own, hidden, width)}
+    for name, shape in expected.items():
+        if not own or getattr(weights, name).shape != shape:
+            raise problem(
+                f"experts' `{name}` of shape {getattr(weights, name).shape}",
+                f"be that of {num_experts} experts of width {width} and hidden width {hidden}",
+                f"it would be {(num_experts, *shape[1:])}",
+                "make the weights for this config",
+            )
+    if weights.router.shape[0] != width or num_experts % weights.router.shape[1]:
+        asked, exists = f"score {num_experts} experts", f"it would be {(width, num_experts)}"
+        raise problem(f"a router of shape {weights.router.shape}", asked, exists, "make the weights for this config")
+    if config.is_biased and bias is None:
+        raise problem(
+            f"a layer of experts with bias_rate={config.bias_rate}",
+            "choose without its balancing bias",
+            "that would be another choice than in training",
+            "give `bias`, or use bias_rate=0",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Per device
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _per_device(
+    x: jax.Array, weights: Weights, bias: jax.Array | None, *, config: MoEConfig, cut: _Cut, drops: bool
+) -> tuple[jax.Array, Told]:
+    routing, flat = config.routing, x.reshape(-1, x.shape[-1])
+    router = weights.router
+    if router.shape[1] != routing.num_experts:  # a slice of its columns, as experts are cut
+        router = lax.all_gather(router, cut.experts, axis=1, tiled=True)
+        bias = (
+            None if bias is None or len(bias) == routing.num_experts else lax.all_gather(bias, cut.experts, tiled=True)
+        )
+    # Logits decide and are compared, so they are as exact as float32 makes them; so is the router's gradient.
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    with jax.named_scope("router"):
+        logits = flat.astype(wide) @ router.astype(wide)
+        routed = route(logits, routing, bias=bias)
+    rows, (gate, up, down) = _one_dtype(flat, weights)
+    room = capacity(len(flat) // config.chunks, routing) if drops or routing.choice == "expert" else None
+    room = None if routing.capacity_factor is None and routing.choice == "token" else room
+    if cut.travels:
+        y, counted = _travelling(rows, routed, (gate, up, down), config, cut, room)
+    else:
+        y, counted = _staying(rows, routed, (gate, up, down), config, cut, room)
+    partial = (*(() if cut.travels else cut.experts), *(axis for axis in cut.hidden if axis not in cut.scattered))
+    y = y.reshape(*x.shape[:2], -1)
+    with jax.named_scope("combine"):
+        y = lax.psum(y, partial) if partial else y
+        for axis in cut.scattered:
+            y = lax.psum_scatter(y, axis, scatter_dimension=1, tiled=True)
+    return y, _told(logits, routed, counted.dropped, config, cut)
+
+
+def _one_dtype(x: jax.Array, weights: Weights) -> tuple[jax.Array, Experts]:
+    """Gradients of the experts are summed over ranks in float32 at the least: they vary before the cast, not after."""
+    dtype = jnp.result_type(x, weights.gate, weights.up, weights.down)
+    wide = jnp.promote_types(dtype, jnp.float32)
+
+    def as_rows(weight: jax.Array) -> jax.Array:
+        return varying_alike((), x, weight.astype(wide))[1].astype(dtype)
+
+    return x.astype(dtype), (as_rows(weights.gate), as_rows(weights.up), as_rows(weights.down))
+
+
+def _swiglu(experts: Experts, typical_rows: int | None) -> ExpertFn:
+    gate, up, down = experts
+
+    def expert_fn(rows: jax.Array, sizes: Any) -> jax.Array:
+        matmul = functools.partial(grouped_matmul, group_sizes=sizes, typical_rows=typical_rows)
+        return matmul(jax.nn.silu(matmul(rows, gate)) * matmul(rows, up), down)
+
+    return expert_fn
+
+
+def _travelling(
+    rows: jax.Array,
+    routed: Routed,
+    experts: Experts,
+    config: MoEConfig,
+    cut: _Cut,
+    room: int | None,
+) -> tuple[jax.Array, Dispatched]:
+    """Rows to the ranks of their experts, and back."""
+    typical = len(rows) // config.chunks * routed.experts.shape[1] if room is None else None
+    return dispatch(
+        rows,
+        routed.experts,
+        routed.weights,
+        _swiglu(experts, typical),
+        axis=cut.experts,
+        num_experts=config.routing.num_experts,
+        capacity=room,
+        implementation=config.implementation,
+        bound_factor=config.bound_factor,
+        payload=config.payload,
+        chunks=config.chunks,
+    )
+
+
+def _staying(
+    rows: jax.Array,
+    routed: Routed,
+    experts: Experts,
+    config: MoEConfig,
+    cut: _Cut,
+    room: int | None,
+) -> tuple[jax.Array, Dispatched]:
+    """Rows through the experts that are here; those of other ranks are theirs to compute."""
+    own = len(experts[0])
+    first = lax.axis_index(cut.experts) * own if cut.experts else 0
+    mine = routed.experts - first
+    mine = jnp.where((mine >= 0) & (mine < own), mine, own).astype(jnp.int32)
+    rows, mine, weights = varying_alike((), rows, mine, routed.weights)
+    chosen = count(mine, own)
+    if room is None:
+        order, sizes, dropped = by_expert(mine, own), chosen, jnp.zeros_like(chosen[0])
+        typical = max(mine.size * own // config.routing.num_experts, 1)
+    else:
+        order, sizes, typical = in_buffers(mine, own, room), np.full(own, room, np.int32), None
+        dropped = jnp.sum(jnp.maximum(chosen - room, 0), dtype=jnp.int32)
+    with jax.named_scope("experts"):
+        made = _swiglu(experts, typical)(spread(rows, order), sizes)
+    return weighted_sum(made, weights, order), Dispatched(chosen, chosen, dropped)
+
+
+def _told(logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConfig, cut: _Cut) -> Told:
+    """Losses and means are those of all tokens, wherever they are; so are counts, but where stages sum them."""
+    axis, scores = cut.batch or None, routed.scores
+    loss = jnp.zeros((), logits.dtype)
+    if config.auxiliary_weight:
+        loss += auxiliary_loss(scores, routed.experts, alpha=config.auxiliary_weight, axis=axis)
+    if config.z_weight:
+        loss += z_loss(logits, weight=config.z_weight, axis=axis)
+    scores = lax.stop_gradient(scores)
+    shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
+    entropy = -jax.scipy.special.xlogy(shares, shares).sum(-1).mean()
+    load = count(routed.experts, config.routing.num_experts)
+    if cut.experts and not cut.travels:
+        dropped = lax.psum(dropped, cut.experts)
+    if cut.counted:
+        load, dropped = lax.psum((load, dropped), cut.counted)
+    return Told(loss, load, dropped, entropy if axis is None else lax.pmean(entropy, axis))

@@ -1,0 +1,88 @@
+"""A layer of experts as a Flax Linen module: `LinenMoE`, with the parameters and functions of the NNX one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from meshpar.moe.balance import update_bias
+from meshpar.moe.config import MoEConfig
+from meshpar.moe.layer import (
+    INWARD_NAMES,
+    OUTWARD_NAMES,
+    ROUTER_NAMES,
+    Told,
+    Weights,
+    expert_init,
+    moe_layer,
+    shared_experts,
+)
+from meshpar.types import PyTree
+
+BALANCE = "balance"
+"""The collection of the balancing bias, and of the counts it is moved by."""
+
+
+class LinenMoE(nn.Module):
+    """A layer of SwiGLU experts, for any Linen model; see `meshpar.moe.MoE`.
+
+    With `config.bias_rate` the collection `balance` holds `bias` and `load`, which has to be mutable in training. A
+    model that is trained with it hands on `after_update` (`from_linen` calls that of the module it is given).
+    """
+
+    embed_dim: int
+    config: MoEConfig
+    param_dtype: str = "float32"
+    down_init: Any = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], Told]:
+        """What the experts make of tokens, and what the layer tells; see `moe_layer`."""
+        config, dtype = self.config, jnp.dtype(self.param_dtype)
+        num_experts, width, embed_dim = config.routing.num_experts, config.mlp_dim, self.embed_dim
+        lecun = nn.initializers.lecun_normal()
+        down = self.down_init or lecun
+
+        def param(name: str, names: tuple[str, ...], shape: tuple[int, ...], init: Any) -> Array:
+            return self.param(name, nn.with_logical_partitioning(init, names), shape, dtype)
+
+        inward = (num_experts, embed_dim, width)
+        weights = Weights(
+            param("router", ROUTER_NAMES, (embed_dim, num_experts), lecun),
+            param("gate", INWARD_NAMES, inward, expert_init(lecun)),
+            param("up", INWARD_NAMES, inward, expert_init(lecun)),
+            param("down", OUTWARD_NAMES, (num_experts, width, embed_dim), expert_init(down)),
+        )
+        bias = load = None
+        if config.is_biased:
+            wide = jnp.promote_types(dtype, jnp.float32)
+            bias = self.variable(BALANCE, "bias", jnp.zeros, (num_experts,), wide)
+            load = self.variable(BALANCE, "load", jnp.zeros, (num_experts,), jnp.int32)
+        y, told = moe_layer(x, weights, config, bias=None if bias is None else bias.value, drops=drops)
+        if config.shared_experts:
+            shared = (embed_dim, config.shared_dim)
+            y = y + shared_experts(
+                x,
+                param("shared_gate", INWARD_NAMES[1:], shared, lecun),
+                param("shared_up", INWARD_NAMES[1:], shared, lecun),
+                param("shared_down", OUTWARD_NAMES[1:], shared[::-1], down),
+            )
+        if load is not None and self.is_mutable_collection(BALANCE) and not self.is_initializing():
+            load.value = load.value + told.load
+        return y, told
+
+    @nn.nowrap
+    def after_update(self, extra: PyTree) -> PyTree:
+        """Collections with the bias moved by what was counted since the last time; a training step does it once."""
+        if not self.config.is_biased:
+            return extra
+        return {**extra, BALANCE: moved(extra[BALANCE], self.config)}
+
+
+def moved(balance: PyTree, config: MoEConfig) -> PyTree:
+    """`{"bias": [..., E], "load": [..., E]}` of one layer, or of stacked ones, behind an update."""
+    bias = update_bias(balance["bias"], balance["load"], rate=config.bias_rate)
+    return {"bias": bias, "load": jnp.zeros_like(balance["load"])}

@@ -1,0 +1,98 @@
+"""A layer of experts as a Flax NNX module: `MoE`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from meshpar.moe.balance import update_bias
+from meshpar.moe.config import MoEConfig
+from meshpar.moe.layer import (
+    INWARD_NAMES,
+    OUTWARD_NAMES,
+    ROUTER_NAMES,
+    Told,
+    Weights,
+    expert_init,
+    moe_layer,
+    shared_experts,
+)
+
+Initializer = nnx.initializers.Initializer
+
+
+class BalancingBias(nnx.Variable):
+    """What is added to an expert's score for the choice alone. Not a parameter: no gradient, no optimizer."""
+
+
+class LoadCount(nnx.Variable):
+    """Choices that fell on each expert since the last update of the bias."""
+
+
+class MoE(nnx.Module):
+    """A layer of SwiGLU experts, for any NNX model.
+
+    Parameters: `router [d, E]`, `gate` and `up [E, d, f]`, `down [E, f, d]`, and of shared experts `shared_gate`,
+    `shared_up [d, s]`, `shared_down [s, d]`, with logical names. With `config.bias_rate` there are two variables more,
+    `bias` and `load`, which the training step keeps up to date (`after_update`).
+
+    Args:
+      embed_dim: width of the tokens, d.
+      config: of the layer.
+      param_dtype: in which parameters are made; compute follows what the layer is given.
+      down_init: of the matrices that lead back to tokens; None: as all others, by the width they come from.
+      rngs: draws the parameters.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        config: MoEConfig,
+        *,
+        param_dtype: str = "float32",
+        down_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.config = config
+        num_experts, width, dtype = config.routing.num_experts, config.mlp_dim, jnp.dtype(param_dtype)
+
+        def param(names: tuple[str, ...], shape: tuple[int, ...], init: Initializer) -> Any:
+            return nnx.Param(nnx.with_partitioning(init, names)(rngs.params(), shape, dtype))
+
+        down = down_init or nnx.initializers.lecun_normal()
+        inward = (num_experts, embed_dim, width)
+        self.router = param(ROUTER_NAMES, (embed_dim, num_experts), nnx.initializers.lecun_normal())
+        self.gate = param(INWARD_NAMES, inward, expert_init(nnx.initializers.lecun_normal()))
+        self.up = param(INWARD_NAMES, inward, expert_init(nnx.initializers.lecun_normal()))
+        self.down = param(OUTWARD_NAMES, (num_experts, width, embed_dim), expert_init(down))
+        if config.shared_experts:
+            shared = (embed_dim, config.shared_dim)
+            self.shared_gate = param(INWARD_NAMES[1:], shared, nnx.initializers.lecun_normal())
+            self.shared_up = param(INWARD_NAMES[1:], shared, nnx.initializers.lecun_normal())
+            self.shared_down = param(OUTWARD_NAMES[1:], shared[::-1], down)
+        if config.is_biased:
+            self.bias = BalancingBias(jnp.zeros(num_experts, jnp.promote_types(dtype, jnp.float32)))
+            self.load = LoadCount(jnp.zeros(num_experts, jnp.int32))
+
+    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], Told]:
+        """What the experts make of tokens, and what the layer tells; see `moe_layer`.
+
+        The auxiliary loss, `told.loss`, is the caller's to add to the loss, or to hand to `meshpar.reports.report`.
+        """
+        config = self.config
+        weights = Weights(self.router[...], self.gate[...], self.up[...], self.down[...])
+        y, told = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
+        if config.shared_experts:
+            y = y + shared_experts(x, self.shared_gate[...], self.shared_up[...], self.shared_down[...])
+        if config.is_biased:
+            self.load[...] = self.load[...] + told.load
+        return y, told
+
+    def after_update(self) -> None:
+        """Move the bias by what was counted since the last time; a training step does it once, behind its update."""
+        if self.config.is_biased:
+            self.bias[...] = update_bias(self.bias[...], self.load[...], rate=self.config.bias_rate)
+            self.load[...] = jnp.zeros_like(self.load[...])
