@@ -285,17 +285,14 @@ def _per_device(
     router = weights.router
     if router.shape[1] != routing.num_experts:  # a slice of its columns, as experts are cut
         router = lax.all_gather(router, cut.experts, axis=1, tiled=True)
-        bias = (
-            None if bias is None or len(bias) == routing.num_experts else lax.all_gather(bias, cut.experts, tiled=True)
-        )
     # Logits decide and are compared, so they are as exact as float32 makes them; so is the router's gradient.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     with jax.named_scope("router"):
-        logits = flat.astype(wide) @ router.astype(wide)
+        logits = jnp.matmul(flat.astype(wide), router.astype(wide), precision=lax.Precision.HIGHEST)
         routed = route(logits, routing, bias=bias)
     rows, (gate, up, down) = _one_dtype(flat, weights)
-    room = capacity(len(flat) // config.chunks, routing) if drops or routing.choice == "expert" else None
-    room = None if routing.capacity_factor is None and routing.choice == "token" else room
+    limited = routing.choice == "expert" or (drops and routing.capacity_factor is not None)
+    room = capacity(len(flat) // config.chunks, routing) if limited else None
     if cut.travels:
         y, counted = _travelling(rows, routed, (gate, up, down), config, cut, room)
     else:
@@ -371,7 +368,8 @@ def _staying(
     rows, mine, weights = varying_alike((), rows, mine, routed.weights)
     chosen = count(mine, own)
     if room is None:
-        order, sizes, dropped = by_expert(mine, own), chosen, jnp.zeros_like(chosen[0])
+        order, dropped = by_expert(mine, own), jnp.zeros_like(chosen[0])
+        sizes: Any = chosen
         typical = max(mine.size * own // config.routing.num_experts, 1)
     else:
         order, sizes, typical = in_buffers(mine, own, room), np.full(own, room, np.int32), None

@@ -47,7 +47,8 @@ class LinenMoE(nn.Module):
         down = self.down_init or lecun
 
         def param(name: str, names: tuple[str, ...], shape: tuple[int, ...], init: Any) -> Array:
-            return self.param(name, nn.with_logical_partitioning(init, names), shape, dtype)
+            boxed: Any = nn.with_logical_partitioning(init, names)
+            return self.param(name, boxed, shape, dtype)
 
         inward = (num_experts, embed_dim, width)
         weights = Weights(
