@@ -19,9 +19,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,8 @@ class Record:
     """Model FLOP utilisation: of what the devices can do at their best, the part that went into the model."""
     metrics: dict[str, float]
     """The step's other metrics."""
+    arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Those of the step's metrics that are no scalars: what the layers of experts report, see `meshpar.experts`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,17 +203,18 @@ class Run:
             step, metrics = self._in_flight.popleft()
             self._tell(self._record(step, _on_host(metrics)))
 
-    def _record(self, step: int, metrics: dict[str, float]) -> Record:
+    def _record(self, step: int, found: _OnHost) -> Record:
         now = time.perf_counter()
         seconds, self._read_at = max(now - self._read_at, 1e-9), now
         tokens, flops, peak = self.tokens_per_step, self._flops_per_step, self._peak_flops_per_s
         return Record(
             step=step,
-            loss=metrics.pop("loss"),
+            loss=found.metrics.pop("loss"),
             seconds=seconds,
             tokens_per_s=None if tokens is None else tokens / seconds,
             mfu=None if flops is None or not peak else flops / (seconds * peak),
-            metrics=metrics,
+            metrics=found.metrics,
+            arrays=found.arrays,
         )
 
     def _tell(self, record: Record) -> None:
@@ -371,9 +374,19 @@ def _check_names(metrics: Mapping[str, Any]) -> None:
             )
 
 
-def _on_host(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Device scalars as Python numbers; waits for them."""
-    return {name: np.asarray(value).item() for name, value in metrics.items()}
+class _OnHost(NamedTuple):
+    """What a step told, read back."""
+
+    metrics: dict[str, float]
+    """Scalars, as Python numbers."""
+    arrays: dict[str, np.ndarray]
+
+
+def _on_host(metrics: Mapping[str, Any]) -> _OnHost:
+    """Metrics off their devices; waits for them."""
+    read = {name: np.asarray(value) for name, value in metrics.items()}
+    scalars = {name: value.item() for name, value in read.items() if value.ndim == 0}
+    return _OnHost(scalars, {name: value for name, value in read.items() if value.ndim})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -436,13 +449,14 @@ class Validator(Hook):
             run.publish(Validation(step=run.step, metrics=metrics, seconds=time.perf_counter() - began))
 
     def _means(self, state: TrainState) -> dict[str, float]:
+        """Of what is a scalar."""
         found: list[dict[str, float]] = []
         in_flight: collections.deque[Mapping[str, Any]] = collections.deque()
         for batch in self._batches:
             in_flight.append(self._step(state, batch))
             if len(in_flight) > STEPS_IN_FLIGHT:
-                found.append(_on_host(in_flight.popleft()))
-        found += [_on_host(metrics) for metrics in in_flight]
+                found.append(_on_host(in_flight.popleft()).metrics)
+        found += [_on_host(metrics).metrics for metrics in in_flight]
         if not found:
             raise problem("Validator", "take the mean over batches", "there are none", "give at least one batch")
         return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
@@ -470,10 +484,13 @@ class JsonlWriter(Hook):
 
     Args:
       path: the file; its folder is made when it is not there.
+      also: (run, record) -> more for the line of a step, by name: numbers, or lists and dicts of them.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+    def __init__(
+        self, path: str | os.PathLike[str], *, also: Callable[[Run, Record], Mapping[str, Any]] | None = None
+    ) -> None:
+        self._path, self._also = Path(path), also
         self._file: IO[str] | None = None
 
     def on_start(self, run: Run) -> None:
@@ -493,6 +510,7 @@ class JsonlWriter(Hook):
                 "mfu": record.mfu,
                 "seconds": record.seconds,
                 **record.metrics,
+                **({} if self._also is None else self._also(run, record)),
             }
         )
 
@@ -505,13 +523,13 @@ class JsonlWriter(Hook):
             self._file.close()
             self._file = None
 
-    def _write(self, values: Mapping[str, float | None]) -> None:
+    def _write(self, values: Mapping[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json_line(values))
             self._file.flush()  # then the kernel has it, and a killed process loses nothing
 
 
-def json_line(values: Mapping[str, float | None]) -> str:
+def json_line(values: Mapping[str, Any]) -> str:
     """Numbers as one line of strict JSON, ended by a newline."""
     odd = {name: str(x) for name, x in values.items() if isinstance(x, float) and not math.isfinite(x)}
     line: dict[str, Any] = {name: None if name in odd else x for name, x in values.items()}
@@ -607,6 +625,11 @@ class ProgressBar(Hook):
         if last.tokens_per_s is not None:
             pace = self._pace_s or last.seconds
             parts.append(f"{_short(last.tokens_per_s * last.seconds / pace)} tokens/s")
+        if "moe/expert_max_over_mean" in last.metrics:  # of the worst layer; ranks are what a step waits for
+            busiest = (last.metrics[f"moe/{of}_max_over_mean"] for of in ("expert", "rank"))
+            parts.append("busiest expert {:.2f}x, rank {:.2f}x".format(*busiest))
+            dropped = float(last.arrays["moe/drop_rate"].max())
+            parts += [f"{dropped:.1%} dropped"] if dropped else []
         if run.skipped:
             parts.append(f"{run.skipped} skipped")
         left = self._left_s(run, last)

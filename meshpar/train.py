@@ -1,6 +1,7 @@
 """Runs a recipe, act by act: mesh, model, strategy, data, optimizer, run, report.
 
 runs/<name>/  recipe.json · sharding.txt · sharding.json · metrics.jsonl · checkpoints/ · loss.png · summary.json
+              experts.png, where there are any
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import IO, Any
 import jax
 import numpy as np
 
+from meshpar import experts
 from meshpar.checkpoint import Checkpoints
 from meshpar.config import Recipe, breaks_resuming, build_model, build_optimizer, build_step, changes
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
 from meshpar.loop import Checkpointer, FitResult, JsonlWriter, Preemption, ProgressBar, Validator, fit, restore_or_init
+from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.precision import cast_floating
 from meshpar.rules import use
@@ -93,13 +96,15 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
         before = int(state.step)
         screen.line(_where_it_starts(before, recipe.steps))
         every = recipe.validate_every or recipe.steps
+        expert_load = experts.ExpertLoad(every=_steps_between_loads(recipe.steps), stream=screen.stream)
         result = fit(
             build_step(recipe),
             state,
             batches,
             steps=recipe.steps,
             hooks=[
-                JsonlWriter(folder / "metrics.jsonl"),
+                expert_load,
+                JsonlWriter(folder / "metrics.jsonl", also=expert_load.line),
                 ProgressBar(stream=screen.stream),
                 Validator(eval_step(recipe.loss, precision=recipe.precision), source.valid(sharding), every=every),
                 Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
@@ -111,6 +116,11 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
         )
         del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
+
+
+def _steps_between_loads(steps: int) -> int:
+    """Ten looks at the load of experts in a short run, one every hundred steps in a long one."""
+    return min(max(steps // 10, 1), 100)
 
 
 def _where_it_starts(step: int, steps: int) -> str:
@@ -291,6 +301,7 @@ def _report(
     done = result.reason == "done"
     curves = list(_lines(folder / "metrics.jsonl"))
     valid = _last_validation(curves)
+    loads = _last_loads(curves)
     summary: dict[str, Any] = {
         "name": recipe.name,
         "reason": result.reason,
@@ -304,6 +315,8 @@ def _report(
         "skipped": result.skipped,
         "validation": valid,
     }
+    if loads is not None:
+        summary["experts"] = experts.summary(loads)
     if done:
         summary |= _against_baseline(source, valid)
         if recipe.sample is not None:
@@ -311,6 +324,8 @@ def _report(
     if jax.process_index() == 0:
         if done:
             _plot(folder / "loss.png", recipe, curves, source, summary)
+            if loads is not None:
+                _plot_loads(folder / "experts.png", recipe, loads)
         _write(folder / "summary.json", summary)
         _show(screen, recipe, summary, folder)
     return Outcome(folder=folder, reason=result.reason, summary=summary)
@@ -329,6 +344,12 @@ def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if found:
             return found
     return {}
+
+
+def _last_loads(curves: Sequence[Mapping[str, Any]]) -> Loads | None:
+    """The load of experts over the last steps; None for a model without."""
+    found = next((line[experts.LAYERS] for line in reversed(curves) if experts.LAYERS in line), None)
+    return None if found is None else experts.loads_of(found)
 
 
 def _against_baseline(source: Source, valid: Mapping[str, float]) -> dict[str, Any]:
@@ -387,6 +408,14 @@ def _plot(
     figure.savefig(path)
 
 
+def _plot_loads(path: Path, recipe: Recipe, loads: Loads) -> None:
+    from meshpar import plots
+
+    num_ranks = loads.ranks.tokens.shape[-1]
+    title = f"{recipe.name}: load of experts, last steps"
+    plots.expert_load(loads.experts.tokens, num_ranks=num_ranks, title=title).savefig(path)
+
+
 def _show(screen: Screen, recipe: Recipe, summary: Mapping[str, Any], folder: Path) -> None:
     if summary["reason"] != "done":
         screen.line(
@@ -409,6 +438,12 @@ def _result(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         )
         below = summary["below_bigram_bits_per_byte"]
         facts["margin"] = f"{abs(below):.3f} bits per byte {'below' if below > 0 else 'ABOVE'} the bigram model"
+    if "experts" in summary:
+        worst = summary["experts"]
+        facts["experts, worst layer"] = (
+            f"the busiest has {worst['expert_max_over_mean']:.2f} times the mean, the busiest rank "
+            f"{worst['rank_max_over_mean']:.2f}; {worst['drop_rate']:.2%} of choices dropped ({folder / 'experts.png'})"
+        )
     if summary["tokens_per_s"] is not None:
         facts["speed"] = f"{summary['tokens_per_s']:,.0f} tokens/s"
     if summary["mfu"] is not None:

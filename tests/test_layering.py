@@ -52,6 +52,7 @@ HOUSE: dict[str, list[str] | str] = {
     "ledger": ABOVE,
     "bench": ABOVE,
     "plots": ABOVE,
+    "experts": ABOVE,
     "config": ["loop"],
     "train": ABOVE,
     "cli": ABOVE,

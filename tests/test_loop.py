@@ -291,6 +291,40 @@ def test_a_line_a_step_and_a_line_a_validation(tmp_path):
     assert {**found[2], "seconds": 0} == {"step": 2, "val_loss": 1.5, "val_accuracy": 0.5, "seconds": 0}
 
 
+class LayerStep(FakeStep):
+    """Tells arrays, as layers of experts do."""
+
+    def __call__(self, state, batch):
+        state, metrics = super().__call__(state, batch)
+        per_layer = {"moe/load": np.array([[1.0, 3.0]]), "moe/drop_rate": np.array([0.25])}
+        return state, {**metrics, **per_layer, "moe/expert_max_over_mean": 1.5, "moe/rank_max_over_mean": 1.25}
+
+
+def test_arrays_are_apart_from_the_numbers(tmp_path):
+    log, path = Log(), tmp_path / "metrics.jsonl"
+    also = lambda run, record: {"load": record.arrays["moe/load"].tolist()} if record.step == run.steps else {}  # noqa: E731
+    run(2, step=LayerStep(), hooks=[log, JsonlWriter(path, also=also)])
+    assert log.records[0].arrays["moe/load"].tolist() == [[1, 3]]
+    assert log.records[0].metrics["moe/rank_max_over_mean"] == 1.25
+    first, last = map(json.loads, path.read_text().splitlines())
+    assert "moe/load" not in first
+    assert "load" not in first
+    assert first["moe/expert_max_over_mean"] == 1.5
+    assert last["load"] == [[1, 3]]
+
+
+def test_validation_keeps_scalars_only():
+    validator = Validator(lambda state, batch: {"loss": 2.0, "moe/load": np.ones((2, 3))}, [0, 1], every=1)
+    result = run(1, hooks=[validator])
+    assert result.validation.metrics == {"loss": 2.0}
+
+
+def test_balance_of_experts_is_in_the_live_line():
+    out = io.StringIO()
+    run(1, step=LayerStep(), hooks=[ProgressBar(stream=out)])
+    assert "busiest expert 1.50x, rank 1.25x  25.0% dropped" in out.getvalue()
+
+
 def test_numbers_that_json_does_not_know():
     line = json_line({"step": 3, "loss": math.nan, "grad_norm": math.inf, "other": -math.inf, "mfu": None})
     assert json.loads(line) == {

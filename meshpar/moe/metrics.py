@@ -113,9 +113,9 @@ def loads(metrics: Mapping[str, Any]) -> Loads | None:
     """
     if "moe/load" not in metrics:
         return None
-    experts, ranks = (np.asarray(metrics[f"moe/{name}"], np.float64) for name in ("load", "rank_load"))
-    rest = (np.asarray(metrics[f"moe/{name}"], np.float64) for name in ("drop_rate", "router_entropy"))
-    return Loads(_host_load(experts), _host_load(ranks), *rest)
+    names = ("load", "rank_load", "drop_rate", "router_entropy")
+    experts, ranks, *rest = (np.asarray(metrics[f"moe/{name}"], np.float64) for name in names)
+    return Loads(_host_load(experts), _host_load(ranks), *rest)  # type: ignore[arg-type]
 
 
 def _host_load(tokens: np.ndarray) -> Load:
