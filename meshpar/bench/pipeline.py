@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.bench.report import Measure, Report, paired_ratios, seconds_of
+from meshpar.bench.report import Measure, Report, in_turn, load, paired_ratios, quartiles, seconds_of
 from meshpar.bench.sleeper import OPS, Sleeper
 from meshpar.pipeline import SCHEDULES, Micro, Params, Schedule, make, value_and_grad
 from meshpar.types import PyTree, near, problem
@@ -108,22 +108,6 @@ def scan_program(stages: int, microbatches: int, stage: Callable[..., jax.Array]
 def _compiled(step: Callable[..., Any], params: Params, batch: PyTree) -> Program:
     program = jax.jit(step).lower(params, batch).compile()
     return lambda: jax.block_until_ready(program(params, batch))
-
-
-def _in_turn(programs: Mapping[Any, Program], repeats: int) -> dict[Any, list[float]]:
-    """Seconds of each, round by round, after one of warm-up."""
-    for program in programs.values():
-        program()
-    found: dict[Any, list[float]] = {key: [] for key in programs}
-    for _ in range(repeats):
-        for key, program in programs.items():
-            found[key].append(seconds_of(program))
-    return found
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    return low, median, high
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,7 +235,7 @@ def schedules(
       ValueError: fewer devices than stages; an unknown schedule; times that are not from 0 on.
     """
     _check(names, cases, op_s, repeats)
-    before, sleeper = _load(), Sleeper(op_s)
+    before, sleeper = load(), Sleeper(op_s)
     rows = [row for case in cases for row in _alone(sleeper, names, *case, repeats, tell)]
     measures = [_worst(rows), *_orders(names, rows)] if op_s else []
     stages, microbatches = cases[0]
@@ -265,7 +249,7 @@ def schedules(
     tell("compile time")
     measures += _compile_times(stages, microbatches, max(1, min(repeats, 3)))
     return Schedules(
-        op_s=op_s, repeats=repeats, load=(before, _load()), rows=tuple(rows), measures=tuple(measures),
+        op_s=op_s, repeats=repeats, load=(before, load()), rows=tuple(rows), measures=tuple(measures),
         sleeps=_sleeps(sleeper),
     )  # fmt: skip
 
@@ -292,10 +276,6 @@ def _sleeps(sleeper: Sleeper) -> str:
     return f"Python's, each with milliseconds of a call beside it, for {sleeper.why_python}"
 
 
-def _load() -> float:
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-
-
 def _alone(
     sleeper: Sleeper, names: Sequence[str], stages: int, microbatches: int, repeats: int, tell: Callable[[str], None]
 ) -> list[Row]:
@@ -304,10 +284,10 @@ def _alone(
     for name, schedule in made.items():
         tell(f"{name}, {stages} stages, {microbatches} microbatches")
         programs[name] = pipeline_program(schedule, sleeper.stage(_share(schedule)))
-    times = _in_turn(programs, repeats)
+    times = in_turn(programs, repeats)
     rows = []
     for name, schedule in made.items():
-        low, median, high = _quartiles(times[name])
+        low, median, high = quartiles(times[name])
         simulated = schedule.simulate(f=sleeper.op_s, b=sleeper.op_s, w=sleeper.op_s)
         rows.append(
             Row(
@@ -365,11 +345,11 @@ def _consecutive(sleeper: Sleeper, stages: int, microbatches: int, repeats: int)
     """Steps with no meeting point, over what a stage has to do in one."""
     made = {name: make(name, stages, microbatches) for name in ("zb-h2", "1f1b")}
     stage = sleeper.stage(1.0)
-    times = _in_turn({name: pipeline_program(schedule, stage, STEPS) for name, schedule in made.items()}, repeats)
+    times = in_turn({name: pipeline_program(schedule, stage, STEPS) for name, schedule in made.items()}, repeats)
     # Where nothing sleeps, against what the quicker one takes.
     busy_s = STEPS * 3 * microbatches * sleeper.op_s or statistics.median(times["zb-h2"])
     for name, schedule in made.items():
-        low, median, high = (x / busy_s for x in _quartiles(times[name]))
+        low, median, high = (x / busy_s for x in quartiles(times[name]))
         theory = schedule.repeated(STEPS).simulate().free.makespan / (STEPS * 3 * microbatches)
         yield Measure(
             name=f"{name}, {STEPS} steps without a meeting point", value=median, unit="×", low=low, high=high,
@@ -382,7 +362,7 @@ def _against_scan(sleeper: Sleeper, stages: int, microbatches: int, repeats: int
     stage = sleeper.stage(1.0)
     ours = pipeline_program(make("gpipe", stages, microbatches), stage)
     ratios = paired_ratios(ours, scan_program(stages, microbatches, stage), repeats)
-    low, median, high = _quartiles(ratios)
+    low, median, high = quartiles(ratios)
     return Measure(
         name="our gpipe ÷ GPipe by autodiff of a scan", value=median, unit="×", low=low, high=high,
         detail=f"in turn; p={stages} m={microbatches}",
@@ -415,8 +395,8 @@ def _overhead(name: str, stages: int, microbatches: int, runs: int = 30) -> Meas
     """Time of a tick whose stages do next to nothing."""
     schedule = make(name, stages, microbatches)
     program = pipeline_program(schedule, lambda w, x, micro: w * x)
-    times = _in_turn({name: program}, runs)[name]
-    low, median, high = (1e6 * x / schedule.ticks for x in _quartiles(times))
+    times = in_turn({name: program}, runs)[name]
+    low, median, high = (1e6 * x / schedule.ticks for x in quartiles(times))
     return Measure(
         name=f"a tick with empty stages, {name}", value=median, unit="µs", limit=300, low=low, high=high,
         detail=f"{runs} steps of {schedule.ticks} ticks, p={stages} m={microbatches}",

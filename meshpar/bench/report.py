@@ -7,9 +7,13 @@ with its spread.
 from __future__ import annotations
 
 import dataclasses
+import os
+import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,28 @@ def paired_ratios(a: Callable[[], None], b: Callable[[], None], pairs: int) -> l
         one, two = seconds_of(first), seconds_of(second)
         ratios.append(one / two if first is a else two / one)
     return ratios
+
+
+def in_turn(programs: Mapping[_Key, Callable[[], object]], repeats: int) -> dict[_Key, list[float]]:
+    """Seconds of each, round by round, after one of warm-up."""
+    for program in programs.values():
+        program()
+    found: dict[_Key, list[float]] = {key: [] for key in programs}
+    for _ in range(repeats):
+        for key, program in programs.items():
+            found[key].append(seconds_of(program))
+    return found
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The second is the median."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return low, median, high
+
+
+def load() -> float:
+    """The machine's, over the last minute; NaN where it does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
 
 
 def seconds_of(run: Callable[[], object]) -> float:
