@@ -42,6 +42,8 @@ class Model:
     """Logical names by the path of the parameter; a leaf that is missing carries none. Call it after `init`."""
     random_keys: Callable[[], frozenset[str]] = frozenset
     """Paths in `extra` of raw random keys, from which the model draws by itself (NNX's `Rngs`)."""
+    after_update: Callable[[PyTree], PyTree] = lambda extra: extra
+    """From `extra` behind the forward passes of a training step, all its micro-steps, to that of the next step."""
 
     def abstract(self) -> Variables:
         """Shapes and dtypes of the arrays; nothing is computed."""
@@ -72,7 +74,8 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         tracing, so nothing is allocated before the shardings are known.
 
     Names come from `nnx.with_partitioning`. The loss function is given the module itself; what the forward pass
-    changes beside parameters (batch statistics, random counts) is carried in the state.
+    changes beside parameters (batch statistics, random counts) is carried in the state. Modules with a method
+    `after_update()` get it called once a training step, behind all micro-steps, and may change such variables there.
     """
     from flax import nnx
 
@@ -124,7 +127,26 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
             if jnp.issubdtype(variable.get_value().dtype, jax.dtypes.prng_key)
         )
 
-    return Model(kind="nnx", init=init, bind=bind, collect=collect, names=names, random_keys=random_keys)
+    def after_update(extra: PyTree) -> PyTree:
+        graph, params_like, extra_like = structure()
+        if not jax.tree.leaves(extra):
+            return extra
+        module = nnx.merge(graph, params_like, _filled(extra_like, extra))
+        for _, part in nnx.iter_modules(module):
+            update = getattr(part, "after_update", None)
+            if update is not None:
+                update()
+        return split(module).extra
+
+    return Model(
+        kind="nnx",
+        init=init,
+        bind=bind,
+        collect=collect,
+        names=names,
+        random_keys=random_keys,
+        after_update=after_update,
+    )
 
 
 def _plain(state: Any) -> PyTree:
@@ -195,7 +217,8 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
         dtypes matter. The batch must be one that the mesh divides, when the module constrains its activations.
 
     Names come from `nn.with_logical_partitioning` (or `nn.with_partitioning`). The loss function is given a callable
-    that applies the module to its variables.
+    that applies the module to its variables. A method `after_update(collections) -> collections` of the module is
+    called once a training step, behind all micro-steps, with the collections beside `params`.
     """
     from flax import linen as nn
 
@@ -229,6 +252,7 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
         bind=functools.partial(BoundLinen, module),
         collect=lambda bound: bound.extra,
         names=names,
+        after_update=getattr(module, "after_update", lambda extra: extra),
     )
 
 

@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.precision import Numerics, Precision, cast_floating, check_remat, gathering, numerics
+from meshpar.reports import collecting
 from meshpar.rules import Rules, resolve, use
 from meshpar.staged import staged_gradients
 from meshpar.state import Setup, TrainState
@@ -29,7 +30,9 @@ from meshpar.types import AnyMesh, Leaf, PyTree, axis_sizes, path_str, problem, 
 from meshpar.unshard import Unshard, make_unshard
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""(model, batch, key) -> (loss, metrics): a scalar mean over the batch, and a dict of scalars."""
+"""(model, batch, key) -> (loss, metrics): a scalar mean over the batch, and a dict of scalars.
+
+What the model reports by itself (`meshpar.reports`) joins them."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,7 +280,7 @@ class EvalStep(_Program):
         key = jax.random.wrap_key_data(state.key)
         with use(setup.mesh, setup.strategy), numerics(self.precision, None):
             params = _compute_params(setup, state.params, self.precision)
-            loss, (metrics, _) = _loss(self.loss_fn, setup, params, state.extra, batch, key)
+            loss, (metrics, _) = _loss(self.loss_fn, setup, params, state.extra, batch, key, trains=False)
         return {"loss": loss, **metrics}
 
 
@@ -322,10 +325,12 @@ class _Sums:
 
 
 def _loss(
-    loss_fn: LossFn, setup: Setup, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array
+    loss_fn: LossFn, setup: Setup, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array, trains: bool = True
 ) -> tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]:
+    """The loss, with what the model adds to it in training; metrics, the model's own among them; and its extras."""
     model = setup.model.bind(params, extra)
-    out = loss_fn(model, batch, key)
+    with collecting() as reports:
+        out = loss_fn(model, batch, key)
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         raise problem(
             f"loss function `{getattr(loss_fn, '__name__', loss_fn)}`",
@@ -342,9 +347,11 @@ def _loss(
                 f"it has shape {jnp.shape(value)}",
                 "take its mean in the loss function",
             )
+    if trains and reports.loss is not None:
+        loss = loss + reports.loss.astype(loss.dtype)
     after = setup.model.collect(model)
     _check_extra(extra, after)
-    return loss, ({name: jnp.asarray(value) for name, value in metrics.items()}, after)
+    return loss, ({name: jnp.asarray(value) for name, value in {**reports.metrics, **metrics}.items()}, after)
 
 
 def _check_extra(before: PyTree, after: PyTree) -> None:
@@ -768,7 +775,7 @@ def _update(state: TrainState, sums: _Sums, options: StepOptions) -> tuple[Train
     updates, opt_state = setup.tx.update(grads, state.opt_state, old)
     params = optax.apply_updates(old, updates)
     metrics = {"loss": loss, **metrics}
-    skipped, extra = state.skipped, sums.extra
+    skipped, extra = state.skipped, setup.model.after_update(sums.extra)
     if options.nonfinite != "ignore":
         norm = optax.tree.norm(jax.tree.map(_wide, grads))  # squares of float16 end at 256²
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
