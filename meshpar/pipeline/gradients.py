@@ -91,7 +91,7 @@ class Pipeline:
             functions=self.functions,
             axis=self.axis,
             grad_dtype=self.grad_dtype,
-            whole=self._gatherer(sharded.parts),
+            whole=self._gatherer(sharded.parts, auto.parts),
             pin=lambda parts, ends: (_pinned(parts, auto.parts), _pinned(ends, auto.ends)),
         )
         num_parts = self.schedule.num_parts
@@ -158,7 +158,8 @@ class Pipeline:
             is_leaf=_is_spec,
         )  # fmt: skip
 
-    def _gatherer(self, sharded: PyTree) -> Callable[[PyTree], PyTree]:
+    def _gatherer(self, sharded: PyTree, auto: PyTree) -> Callable[[PyTree], PyTree]:
+        """Of a part's shards its weights, whole over the axes that split the batch and split as ever over others."""
         if self.gather == "step" or not self.batch_axes:
             return lambda params: params
 
@@ -169,10 +170,19 @@ class Pipeline:
             return x
 
         def whole(params: PyTree) -> PyTree:
-            with jax.named_scope("gather_part"):
-                return jax.tree.map(gathered, sharded, params, is_leaf=_is_spec)
+            return jax.tree.map(gathered, sharded, params, is_leaf=_is_spec)
 
-        return whole
+        held = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), auto, is_leaf=_is_spec)
+        axes = {axis for spec in jax.tree.leaves(held, is_leaf=_is_spec) for entry in spec for axis in spec_axes(entry)}
+
+        def apart(params: PyTree) -> PyTree:
+            with jax.named_scope("gather_part"):
+                if not axes:
+                    return whole(params)
+                # Per device: left to XLA, what is split over its own axes would be gathered over them first.
+                return jax.shard_map(whole, in_specs=(held,), out_specs=held, axis_names=axes, check_vma=False)(params)
+
+        return apart
 
     def _over_stages(self, ends: PyTree, specs: PyTree, owners: list[set[int]]) -> PyTree:
         """Gradients `[stage, ...]` of the ends, on all stages: sent from the one that has them, or summed."""
