@@ -961,7 +961,9 @@ _MOST_WRITTEN = 16
 """Up to so many experts each cell says its number, and every expert has a tick."""
 
 
-def expert_load(load: Any, *, num_ranks: int = 1, title: str = "load of experts") -> Figure:
+def expert_load(
+    load: Any, *, num_ranks: int = 1, rows: Sequence[str] | None = None, title: str = "load of experts"
+) -> Figure:
     """How many tokens each expert got, layer by layer, in multiples of its layer's mean: white is even.
 
     With several ranks, lines stand between their experts, and bars beside the picture show the busiest rank of each
@@ -970,6 +972,7 @@ def expert_load(load: Any, *, num_ranks: int = 1, title: str = "load of experts"
     Args:
       load: tokens [layers, experts], as `moe.measure(...).experts.tokens` stacked over layers.
       num_ranks: of the mesh axis that the experts are split over.
+      rows: what the rows are, when they are not layers of one model.
       title: above the picture.
 
     Raises:
@@ -981,6 +984,9 @@ def expert_load(load: Any, *, num_ranks: int = 1, title: str = "load of experts"
     over_mean = load / np.maximum(load.mean(1, keepdims=True), np.finfo(float).tiny)
     figure, (axes, *beside) = _load_panels(layers, experts, num_ranks)
     image = _draw_load(axes, over_mean, num_ranks)
+    if rows is not None:
+        axes.set_yticks(range(layers), rows)
+        axes.set_ylabel("")
     axes.set_title(title, loc="left", color=INK, fontweight="bold")
     none = ", none: black" if (load == 0).any() else ""
     bar = figure.colorbar(image, ax=[axes, *beside], extend="both", aspect=30, pad=0.02, ticks=[0.25, 0.5, 1, 2, 4])
@@ -990,6 +996,56 @@ def expert_load(load: Any, *, num_ranks: int = 1, title: str = "load of experts"
     bar.outline.set_visible(False)
     for panel in beside:
         _draw_busiest(panel, over_mean.reshape(layers, num_ranks, -1).mean(-1).max(1))
+    return figure
+
+
+def expert_curves(
+    x: Sequence[float],
+    measured: Mapping[str, Sequence[float]],
+    expected: Mapping[str, Sequence[float]] | None = None,
+    *,
+    x_label: str,
+    y_label: str,
+    title: str,
+    healthy: float | None = None,
+    log_unit: str | None = None,
+) -> Figure:
+    """Numbers of experts against something, a line for each way; dashed in its colour what a formula says.
+
+    Args:
+      x: where.
+      measured: way to the number at each of these.
+      expected: way to what it should be, for some of the ways or others.
+      x_label, y_label: what they are.
+      title: above the picture.
+      healthy: all is well up to here; a band is drawn.
+      log_unit: unit of what is drawn; given, both scales are logarithmic.
+    """
+    figure, axes = _figure(8.0, 3.8)
+    expected = expected or {}
+    ways = dict.fromkeys((*measured, *expected))
+    colors = dict(zip(ways, itertools.cycle((AXES["expert"], AXES["tensor"], AXES["fsdp"], *MORE)), strict=False))
+    marker = {"marker": "o", "ms": 5} if len(x) <= 32 else {}
+    for name, values in measured.items():
+        axes.plot(x, values, color=colors[name], lw=1.8, label=name, **marker)  # type: ignore[arg-type]
+    for name, values in expected.items():
+        axes.plot(x, values, color=colors[name], lw=1.4, ls=(0, (5, 3)), label=f"{name}, by formula")
+    if log_unit is not None:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(x, [f"{value:g}" for value in x])
+        axes.xaxis.minorticks_off()
+        _si_ticks(axes.yaxis, log_unit, (1.0, 2.0, 5.0))
+    else:
+        axes.set_ylim(bottom=min(0.0, *(min(values) for values in measured.values())))
+    if healthy is not None:
+        axes.axhspan(0, healthy, color=AXES["expert"], alpha=0.12, lw=0, zorder=0)
+        axes.text(x[-1], healthy, "healthy ", ha="right", va="top", color=INK, fontsize=8)
+    axes.grid(color=FAINT, lw=0.5)
+    axes.set_xlabel(x_label, color=INK)
+    axes.set_ylabel(y_label, color=INK)
+    axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9)
     return figure
 
 

@@ -407,6 +407,29 @@ def test_loads_of_one_rank_and_of_many_experts():
     assert axes.get_xticks().tolist() == list(range(0, 64, 4))
 
 
+def test_rows_that_are_no_layers_have_names():
+    (axes, _) = plots.expert_load(np.ones((2, 4)), rows=("before", "after")).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["before", "after"]
+    assert axes.get_ylabel() == ""
+
+
+@pytest.mark.parametrize("unit", [None, "B"])
+def test_curves_of_experts_are_the_values_given(unit):
+    measured, expected = {"fixed": [1.0, 2.0], "capacity": [3.0, 4.0]}, {"fixed": [1.5, 2.5]}
+    figure = plots.expert_curves(
+        [1, 2], measured, expected, x_label="k", y_label="bytes", title="sent", healthy=1.3, log_unit=unit
+    )
+    (axes,) = figure.axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert drawn == measured | {"fixed, by formula": [1.5, 2.5]}
+    fixed, _, formula = axes.lines
+    assert fixed.get_color() == formula.get_color()
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title("left")) == ("k", "bytes", "sent")
+    assert axes.get_xscale() == ("log" if unit else "linear")
+    (band,) = axes.patches
+    assert band.get_y() + band.get_height() == 1.3
+
+
 @pytest.mark.parametrize(("load", "num_ranks", "told"), [([1, 2], 1, "stack the loads"), ([[1, 2, 3]], 2, "3 experts")])
 def test_loads_that_cannot_be_drawn(load, num_ranks, told):
     with pytest.raises(mp.MeshparError, match=told):
