@@ -96,6 +96,19 @@ class _Carry:
     """`late` of the stages before and behind this one, as far as it has come."""
 
 
+class _Made(NamedTuple):
+    """What a cell makes for other cells; zeros where it makes none."""
+
+    up: PyTree
+    """F's output."""
+    down: PyTree
+    """B's."""
+    left: Buffers
+    """By F, for B and W."""
+    handed: Buffers
+    """By B, for W in another cell."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """A schedule's table with its buffer slots, as arrays that a scan over ticks reads."""
@@ -248,6 +261,11 @@ class _Trace:
     def _shared(self, chunk: jax.Array) -> Any:
         return self.split.shared(self.executor.whole(self._chunk(self.params, chunk)))
 
+    @property
+    def _handed(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What a B hands on, where some W is in another cell than its B."""
+        return self.split.backlog if self.plan.buffers()["backlog"] else ()
+
     # -- Buffers ------------------------------------------------------------------------------------------------------
 
     def zeros(self, late: jax.Array) -> _Carry:
@@ -263,7 +281,7 @@ class _Trace:
         params, ends = self.executor.pin(sums(self.part_params, self.chunks), sums(self.ends))
         return _Carry(
             stash=room(self.split.stash, counts["stash"]),
-            backlog=room(self.split.backlog, counts["backlog"]),
+            backlog=room(self._handed, counts["backlog"]),
             inbox=room(self.x, counts["inbox"]),
             turn=room(self.x, counts["turn"]),
             sums=Sums(
@@ -284,9 +302,13 @@ class _Trace:
     def tick(self, carry: _Carry, at: Mapping[str, jax.Array], moves: jax.Array, late: jax.Array) -> _Carry:
         branches = [self._cell(cell) for cell in self.plan.cells]
         with jax.named_scope(CELL):
-            held = (carry.stash, carry.backlog, carry.turn, carry.sums)
-            (stash, backlog, turn, sums), up, down = lax.switch(at["branch"], branches, held, carry.inbox, at)
-        inbox = self._messages(carry.inbox, (up, down), at, moves)
+            held = (carry.stash, carry.backlog, carry.inbox, carry.turn)
+            sums, made = lax.switch(at["branch"], branches, carry.sums, held, at)
+            # Behind the cells and not in them: buffers that come out of a branch are copied on their way.
+            stash = _write(carry.stash, at["stash"][F], made.left)
+            turn = _write(carry.turn, at["turn"][F], made.up)
+            backlog = _write(carry.backlog, at["backlog"][B], made.handed)
+        inbox = self._messages(carry.inbox, (made.up, made.down), at, moves)
         below, above = carry.below, carry.above
         if late.size:
             with jax.named_scope("late"):
@@ -334,14 +356,14 @@ class _Trace:
     def _cell(self, kinds: Sequence[bool]) -> Callable[..., Any]:
         has_f, has_b, has_w, own = kinds
 
-        def run(held: Any, inbox: PyTree, at: Mapping[str, jax.Array]) -> Any:
-            stash, backlog, turn, sums = held
-            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.x)
-            up = down = nothing
+        def run(sums: Sums, held: Any, at: Mapping[str, jax.Array]) -> tuple[Sums, _Made]:
+            stash, backlog, inbox, turn = held
+            made = _Made(*(_zeros(like) for like in (self.x, self.x, self.split.stash, self._handed)))
             read_stash = {kind: _read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
             handed: Buffers = ()
             if has_b:
                 down, handed, sums = self._backward(read_stash[B], inbox, turn, sums, at)
+                made = made._replace(down=down, handed=made.handed if own else handed)
             if has_w:
                 with jax.named_scope("weights"):
                     left = handed if own else _read(backlog, at["backlog"][W])
@@ -349,14 +371,13 @@ class _Trace:
                     grads = self.split.weights(shared, read_stash[W], left)
                     sums = dataclasses.replace(sums, params=self._added(sums.params, grads, at["chunk"][W]))
             if has_f:
-                up, stash, turn, sums = self._forward(inbox, stash, turn, sums, at)
-            if has_b and not own:
-                backlog = _write(backlog, at["backlog"][B], handed)
-            return (stash, backlog, turn, sums), up, down
+                up, left, sums = self._forward(inbox, sums, at)
+                made = made._replace(up=up, left=left)
+            return sums, made
 
         return run
 
-    def _forward(self, inbox: PyTree, stash: Buffers, turn: PyTree, sums: Sums, at: Any) -> Any:
+    def _forward(self, inbox: PyTree, sums: Sums, at: Any) -> tuple[PyTree, Buffers, Sums]:
         micro = self.micro(at["microbatch"][F], at["part"][F])
         with jax.named_scope("forward"):
             with jax.named_scope(IF_FIRST):
@@ -367,13 +388,11 @@ class _Trace:
                 )
             params = self.executor.whole(self._chunk(self.params, at["chunk"][F]))
             ((y, aux_loss), metrics), left = self.split.forward(params, (x, _data(micro)))
-            stash = _write(stash, at["stash"][F], left)
-            turn = _write(turn, at["turn"][F], y)
         aux = {
             name: sums.aux[name].at[at["chunk"][F]].add(x.astype(sums.aux[name].dtype)) for name, x in metrics.items()
         }
         loss = sums.loss + aux_loss.astype(sums.loss.dtype)
-        return y, stash, turn, dataclasses.replace(sums, aux=aux, loss=loss)
+        return y, left, dataclasses.replace(sums, aux=aux, loss=loss)
 
     def _backward(self, stash: Buffers, inbox: PyTree, turn: PyTree, sums: Sums, at: Any) -> Any:
         part = at["part"][B]
@@ -398,7 +417,7 @@ class _Trace:
             shared = self._shared(at["chunk"][B])
             # Auxiliary losses of all parts count once for each microbatch, whatever its weight.
             ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
-            no = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.aux)
+            no = _zeros(self.aux)
             (dx, _), handed = self.split.backward(shared, stash, ((dy, ones), no))
 
             def into_first(ends: PyTree) -> PyTree:
@@ -427,6 +446,10 @@ def _data(micro: Micro) -> Any:
 
 def _micro(data: Any) -> Micro:
     return data._replace(key=jax.random.wrap_key_data(data.key))
+
+
+def _zeros(like: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
 def _read(buffer: PyTree, slot: jax.Array) -> PyTree:
