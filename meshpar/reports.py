@@ -34,6 +34,11 @@ def collecting() -> Iterator[Reports]:
         yield reports
 
 
+def is_listening() -> bool:
+    """Whether anybody keeps what is told."""
+    return _reports.value is not None
+
+
 def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | None = None) -> None:
     """Tell the step something beside the model's output; outside of a step nobody listens.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal, get_args
 
+from meshpar.moe.config import MoEConfig
 from meshpar.types import near, problem
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class TransformerConfig:
     head_dim: int
     """Width of one head; even, because rotary embeddings turn pairs."""
     mlp_dim: int
-    """Width of the MLP's hidden layer."""
+    """Width of the MLP's hidden layer; with experts, of that of the dense layers."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths: they run from 2π to nearly 2π·theta tokens."""
     rope_scaling: RopeScaling | None = None
@@ -122,12 +123,17 @@ class TransformerConfig:
     latent: LatentAttention | None = None
     """Multi-head latent attention in place of grouped-query attention; every head then has a key and a value of its
     own, and `head_dim` is the width of its query and key."""
+    moe: MoEConfig | None = None
+    """A layer of experts in place of the MLP, in all layers but the first `num_dense_layers`."""
+    num_dense_layers: int = 0
+    """How many of the layers, the first, have an MLP where the others have experts."""
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
             _positive("TransformerConfig", field, getattr(self, field))
         self._check_heads()
         self._check_latent()
+        self._check_experts()
         for field in ("rope_theta", "norm_eps"):
             if not getattr(self, field) > 0:
                 raise problem(
@@ -174,6 +180,36 @@ class TransformerConfig:
                 'use tensor_matmul="xla"',
             )
 
+    def _check_experts(self) -> None:
+        count = self.num_dense_layers
+        where = f"TransformerConfig(num_dense_layers={count!r})"
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise problem(where, "have so many dense layers", "it counts layers", "use 0 or more")
+        if self.moe is None and count:
+            raise problem(
+                where,
+                "have dense layers before those of experts",
+                "without `moe` all layers are dense",
+                "leave it out, or give moe=MoEConfig(...)",
+            )
+        if self.moe is None:
+            return
+        if count >= self.num_layers:
+            exists = f"there are {self.num_layers} layers, and one of experts at least"
+            raise problem(where, "have so many dense layers", exists, "use fewer, or leave out `moe`")
+        if not count and self.mlp_dim != self.moe.mlp_dim:
+            raise problem(
+                f"TransformerConfig(mlp_dim={self.mlp_dim}, moe=...)",
+                "be the width of the dense layers",
+                "there are none: every layer has experts, whose width is moe.mlp_dim",
+                f"use mlp_dim={self.moe.mlp_dim}, or some num_dense_layers",
+            )
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers that have experts."""
+        return 0 if self.moe is None else self.num_layers - self.num_dense_layers
+
     @property
     def num_params(self) -> int:
         """Parameters of the whole model."""
@@ -181,11 +217,24 @@ class TransformerConfig:
         norms = self.embed_dim * (2 * self.num_layers + 1)
         if self.latent is not None:
             norms += self.num_layers * ((self.latent.q_rank or 0) + self.latent.kv_rank)
-        return tables + norms + self.num_layers * self._layer_matmul_params
+        experts = 0 if self.moe is None else self.num_moe_layers * self.moe.num_params(self.embed_dim)
+        return tables + norms + self._dense_matmul_params + experts
 
     @property
-    def _layer_matmul_params(self) -> int:
-        return self._attention_matmul_params + 3 * self.embed_dim * self.mlp_dim
+    def num_active_params(self) -> int:
+        """Parameters that one token meets: of the experts, those of the ones it visits."""
+        return self.num_params - self.num_moe_layers * self._idle_params
+
+    @property
+    def _idle_params(self) -> int:
+        """Of a layer of experts, those of the ones that a token does not visit."""
+        return 0 if self.moe is None else self.moe.num_params(self.embed_dim) - self.moe.active_params(self.embed_dim)
+
+    @property
+    def _dense_matmul_params(self) -> int:
+        """Of all layers, without experts."""
+        mlp = 3 * self.embed_dim * self.mlp_dim
+        return self.num_layers * self._attention_matmul_params + (self.num_layers - self.num_moe_layers) * mlp
 
     @property
     def _attention_matmul_params(self) -> int:
@@ -201,16 +250,18 @@ class TransformerConfig:
     def flops_per_token(self, seq_len: int) -> int:
         """Model FLOPs of one training token, forward and backward: `6 N + 12 L H D T`.
 
-        N counts the parameters that are multiplied with: every matrix of every layer and the output layer, but not
-        the lookup in the embedding table and not the norms. Each costs a multiply and an add forward, and twice that
-        backward. The second term is attention, L layers of H heads of width D (where keys and values differ, the mean
-        of the two) over T positions, the causal half that a kernel may skip included. Recomputation is not counted,
-        whatever the remat policy. (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", appendix B.)
+        N counts the parameters that a token is multiplied with: every matrix of every layer and the output layer, but
+        not the lookup in the embedding table and not the norms; of experts, those that it visits. Each costs a multiply
+        and an add forward, and twice that backward. The second term is attention, L layers of H heads of width D (where
+        keys and values differ, the mean of the two) over T positions, the causal half that a kernel may skip included.
+        Recomputation is not counted, whatever the remat policy. (Chowdhery et al. 2022, "PaLM: Scaling Language
+        Modeling with Pathways", appendix B.)
 
         Args:
           seq_len: positions that attend to each other, T.
         """
-        matmul_params = self.num_layers * self._layer_matmul_params + self.vocab_size * self.embed_dim
+        experts = 0 if self.moe is None else self.num_moe_layers * self.moe.active_params(self.embed_dim)
+        matmul_params = self._dense_matmul_params + experts + self.vocab_size * self.embed_dim
         key_and_value = self.head_dim + (self.head_dim if self.latent is None else self.latent.v_dim)
         attention = self.num_layers * self.num_heads * key_and_value * seq_len
         return 6 * matmul_params + 6 * attention

@@ -6,6 +6,7 @@ Shape suffixes: B batch, P positions of the prompt, N new tokens, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,15 +57,20 @@ def generate(
       >>> tokens = jax.jit(sample)(state, prompt, key)
     """
     _check(prompt, config, num_tokens, temperature, top_k)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # What a Linen model keeps is changed on a copy: outside of the loop it would be a value from inside.
+        return copy.copy(model)(*args, **kwargs)
+
     with _decoding_layout():
-        dtype = jax.eval_shape(model, prompt).dtype  # logits have the dtype that the parameters compute in
+        dtype = jax.eval_shape(run, prompt).dtype  # logits have the dtype that the parameters compute in
         cache = empty_cache(config, prompt.shape[0], prompt.shape[1] + num_tokens, dtype)
-        logits_BPV, cache = model(prompt, cache=cache)
+        logits_BPV, cache = run(prompt, cache=cache)
 
         def step(carry: tuple[Array, KVCache], key: jax.Array) -> tuple[tuple[Array, KVCache], Array]:
             logits_BV, cache = carry
             token_B = sample_token(logits_BV, key, temperature=temperature, top_k=top_k)
-            logits_B1V, cache = model(token_B[:, None], cache=cache)
+            logits_B1V, cache = run(token_B[:, None], cache=cache)
             return (logits_B1V[:, -1], cache), token_B
 
         keys = jax.random.split(key, num_tokens)

@@ -17,8 +17,11 @@ from meshpar.models.annotated import Initializer, into_residual, nnx_linear, nnx
 from meshpar.models.config import TransformerConfig
 from meshpar.models.latent import NNXLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
-from meshpar.pipeline.layers import is_staged, scan_layers
+from meshpar.moe.layer import report_layers
+from meshpar.moe.nnx import MoE
+from meshpar.pipeline.layers import Aux, is_staged, scan_layers
 from meshpar.precision import dot_general, layer_weights, remat_layer
+from meshpar.reports import is_listening
 from meshpar.rules import constrain
 
 
@@ -77,29 +80,39 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+    """One layer: attention and an MLP or experts, each behind a norm and added to the residual stream."""
 
-    def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, cfg: TransformerConfig, *, has_experts: bool = False, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
         self.attention_norm = nnx_norm(cfg, rngs)
         self.attention = (Attention if cfg.latent is None else NNXLatentAttention)(cfg, rngs=rngs)
         self.mlp_norm = nnx_norm(cfg, rngs)
-        self.mlp = MLP(cfg, rngs=rngs)
+        if has_experts:
+            assert cfg.moe is not None
+            down = into_residual(cfg)
+            self.mlp: Any = MoE(cfg.embed_dim, cfg.moe, param_dtype=cfg.param_dtype, down_init=down, rngs=rngs)
+        else:
+            self.mlp = MLP(cfg, rngs=rngs)
 
     def __call__(
         self, x_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None
-    ) -> tuple[Array, LayerCache | None]:
-        """The residual stream behind this layer, and the cache with these positions in it."""
+    ) -> tuple[Array, LayerCache | None, Aux | None]:
+        """The residual stream behind this layer, the cache with these positions in it, and what experts tell."""
         overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
         with jax.named_scope("attention"):
             h_BTE = self.attention_norm(x_BTE)
             a_BTE, cache = self.attention(h_BTE, angles, cache, length, overlapped=overlapped)
             x_BTE = x_BTE + layers.residual(a_BTE)
+        aux = None
         with jax.named_scope("mlp"):
-            h_BTE = overlap.block_input(self.mlp_norm(x_BTE), overlapped=overlapped)
-            m_BTE = self.mlp(h_BTE, overlapped=overlapped)
+            if isinstance(self.mlp, MoE):
+                m_BTE, told = self.mlp(layers.block_input(self.mlp_norm(x_BTE)), drops=cache is None)
+                aux = told.aux
+            else:
+                h_BTE = overlap.block_input(self.mlp_norm(x_BTE), overlapped=overlapped)
+                m_BTE = self.mlp(h_BTE, overlapped=overlapped)
             x_BTE = x_BTE + layers.residual(m_BTE)
-        return layers.residual(x_BTE), cache
+        return layers.residual(x_BTE), cache, aux
 
 
 class Transformer(nnx.Module):
@@ -121,7 +134,12 @@ class Transformer(nnx.Module):
                 embedding_init=nnx.with_partitioning(embedding_init(), ("vocab", "embed")),
                 rngs=rngs,
             )
-            self.layers = _stacked_blocks(cfg, rngs)
+            if cfg.num_dense_layers:
+                # Of another structure than those behind them, so a stack of their own. Under stages they are the first
+                # one's: what is named `layers` is what stages share.
+                self.dense_layers = _stacked_blocks(cfg, cfg.num_dense_layers, False, None, rngs)
+            rest = cfg.num_layers - cfg.num_dense_layers
+            self.layers = _stacked_blocks(cfg, rest, cfg.moe is not None, "layers", rngs)
             self.final_norm = nnx_norm(cfg, rngs)
             if not cfg.tied_embeddings:
                 self.head = nnx_linear(cfg, rngs)(cfg.embed_dim, cfg.vocab_size, names=("embed", "vocab"))
@@ -159,22 +177,44 @@ class Transformer(nnx.Module):
         return logits_BTV if cache is None else (logits_BTV, cache)
 
     def _scanned(self, x_BTE: Array, angles: Rope, cache: KVCache | None) -> tuple[Array, KVCache | None]:
-        """The layers, one after the other under one scan: trace and compile time do not grow with depth."""
-        graph, state = nnx.split(self.layers)
-        length = None if cache is None else cache.length
+        """The layers, one after the other under scans: trace and compile time do not grow with depth."""
+        dense = self.cfg.num_dense_layers
+        of_dense, of_rest = split_cache(cache, dense)
+        kv_dense = None
+        if dense:
+            x_BTE, kv_dense, _ = _run(self.dense_layers, "dense_layers", x_BTE, angles, of_dense, cache)
+        x_BTE, kv, aux = _run(self.layers, "layers", x_BTE, angles, of_rest, cache)
+        if aux is not None and cache is None and is_listening():
+            assert self.cfg.moe is not None
+            report_layers(aux, self.cfg.moe)
+            if self.cfg.moe.is_biased:
+                self.layers.mlp.load[...] = self.layers.mlp.load[...] + aux.metrics["load"]
+        return x_BTE, advanced(cache, joined_caches(kv_dense, kv), angles)
 
-        def layer(x_BTE: Array, of_layer: Any) -> tuple[Array, LayerCache | None]:
-            state, layer_cache = of_layer
-            return nnx.merge(graph, layer_weights(state))(x_BTE, angles, layer_cache, length)
 
-        def of_stage(x_BTE: Array, state: Any) -> Array:
-            return layer(x_BTE, (state, None))[0]
+def _run(
+    stacked: Block, at: str, x_BTE: Array, angles: Rope, caches: LayerCache | None, cache: KVCache | None
+) -> tuple[Array, LayerCache | None, Aux | None]:
+    """A stack of layers under one scan; those named `layers` by stages, where there are any."""
+    graph, params, *variables = nnx.split(stacked, nnx.Param, ...)
+    length = None if cache is None else cache.length
 
-        if cache is None and is_staged():
-            return scan_layers(remat_layer(of_stage), x_BTE, state), None
-        with jax.named_scope("layers"):
-            x_BTE, kv = jax.lax.scan(remat_layer(layer), x_BTE, (state, None if cache is None else cache[:2]))
-        return x_BTE, advanced(cache, kv, angles)
+    def layer(x_BTE: Array, of_layer: Any) -> tuple[Array, tuple[LayerCache | None, Aux | None]]:
+        (params, variables), layer_cache = of_layer
+        block = nnx.merge(graph, layer_weights(params, at=at), *variables)
+        x_BTE, layer_cache, aux = block(x_BTE, angles, layer_cache, length)
+        return x_BTE, (layer_cache, aux)
+
+    def of_stage(x_BTE: Array, of_layer: Any) -> Any:
+        x_BTE, (_, aux) = layer(x_BTE, (of_layer, None))
+        return x_BTE if aux is None else (x_BTE, aux)
+
+    if cache is None and is_staged() and at == "layers":
+        out = scan_layers(remat_layer(of_stage), x_BTE, (params, variables))
+        return (out[0], None, out[1]) if isinstance(out, tuple) else (out, None, None)
+    with jax.named_scope(at):
+        x_BTE, (kv, aux) = jax.lax.scan(remat_layer(layer), x_BTE, ((params, variables), caches))
+    return x_BTE, kv, None if aux is None else Aux(aux.loss.sum(0), aux.metrics)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,6 +237,20 @@ def rope_of(
     return layers.rope(positions_BT, layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling), dtype)
 
 
+def split_cache(cache: KVCache | None, dense: int) -> tuple[LayerCache | None, LayerCache | None]:
+    """Keys and values of the first `dense` layers, and of the others."""
+    if cache is None:
+        return None, None
+    return (cache[0][:dense], cache[1][:dense]), (cache[0][dense:], cache[1][dense:])
+
+
+def joined_caches(dense: LayerCache | None, rest: LayerCache | None) -> LayerCache | None:
+    """`split_cache` undone; `dense` is None where there are no such layers."""
+    if dense is None or rest is None:
+        return rest
+    return jnp.concatenate([dense[0], rest[0]]), jnp.concatenate([dense[1], rest[1]])
+
+
 def advanced(cache: KVCache | None, kv: Any, angles: Rope) -> KVCache | None:
     """The cache with the layers' new keys and values, longer by the positions that were just seen."""
     return None if cache is None else KVCache(kv[0], kv[1], cache.length + angles.cos_BTF.shape[1])
@@ -213,11 +267,13 @@ def embedding_init() -> Initializer:
     return nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
 
-def _stacked_blocks(cfg: TransformerConfig, rngs: nnx.Rngs) -> Block:
-    """One block whose every parameter has a leading dim `layers`."""
+def _stacked_blocks(
+    cfg: TransformerConfig, num_layers: int, has_experts: bool, name: str | None, rngs: nnx.Rngs
+) -> Block:
+    """One block whose every parameter has a leading dim of that name."""
 
     def make(rngs: nnx.Rngs) -> Block:
-        return Block(cfg, rngs=rngs)
+        return Block(cfg, has_experts=has_experts, rngs=rngs)
 
-    stacked = nnx.vmap(make, in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    return nnx.split_rngs(splits=cfg.num_layers)(stacked)(rngs)
+    stacked = nnx.vmap(make, in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: name})
+    return nnx.split_rngs(splits=num_layers)(stacked)(rngs)

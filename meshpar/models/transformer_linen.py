@@ -5,6 +5,7 @@ Shape suffixes as in `meshpar.models.layers`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,10 +18,13 @@ from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, 
 from meshpar.models.config import TransformerConfig
 from meshpar.models.latent import LinenLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
-from meshpar.models.transformer import advanced, embedding_init, rope_of, tied_logits
-from meshpar.pipeline.layers import is_staged, scan_layers
+from meshpar.models.transformer import advanced, embedding_init, joined_caches, rope_of, split_cache, tied_logits
+from meshpar.moe.layer import report_layers
+from meshpar.moe.linen import BALANCE, LinenMoE, moved
+from meshpar.pipeline.layers import Aux, is_staged, scan_layers
 from meshpar.precision import dot_general, gathers_layers, layer_weights, remat_layer, remat_policy
 from meshpar.rules import constrain
+from meshpar.types import PyTree
 
 
 class LinenAttention(nn.Module):
@@ -69,23 +73,33 @@ class LinenMLP(nn.Module):
 
 
 class LinenBlock(nn.Module):
-    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+    """One layer: attention and an MLP or experts, each behind a norm and added to the residual stream."""
 
     cfg: TransformerConfig
+    has_experts: bool = False
 
     @nn.compact
     def __call__(
         self, x_BTE: Array, cache: LayerCache | None, angles: Rope, length: Array | None
-    ) -> tuple[Array, LayerCache | None]:
-        """The residual stream behind this layer, and the cache with these positions in it."""
-        overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
+    ) -> tuple[Array, tuple[LayerCache | None, Aux | None]]:
+        """The residual stream behind this layer, the cache with these positions in it, and what experts tell."""
+        is_whole = cache is None
+        overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=not is_whole)
         h_BTE = linen_norm(self.cfg, "attention_norm")(x_BTE)
         kind = LinenAttention if self.cfg.latent is None else LinenLatentAttention
         a_BTE, cache = kind(self.cfg, name="attention")(h_BTE, angles, cache, length, overlapped=overlapped)
         x_BTE = x_BTE + layers.residual(a_BTE)
-        h_BTE = overlap.block_input(linen_norm(self.cfg, "mlp_norm")(x_BTE), overlapped=overlapped)
-        m_BTE = LinenMLP(self.cfg, name="mlp")(h_BTE, overlapped=overlapped)
-        return layers.residual(x_BTE + layers.residual(m_BTE)), cache
+        h_BTE, aux = linen_norm(self.cfg, "mlp_norm")(x_BTE), None
+        if self.has_experts:
+            assert self.cfg.moe is not None
+            down = into_residual(self.cfg)
+            experts = LinenMoE(self.cfg.embed_dim, self.cfg.moe, self.cfg.param_dtype, down, name="mlp")
+            m_BTE, told = experts(layers.block_input(h_BTE), drops=is_whole)
+            aux = told.aux
+        else:
+            h_BTE = overlap.block_input(h_BTE, overlapped=overlapped)
+            m_BTE = LinenMLP(self.cfg, name="mlp")(h_BTE, overlapped=overlapped)
+        return layers.residual(x_BTE + layers.residual(m_BTE)), (cache, aux)
 
 
 class LinenTransformer(nn.Module):
@@ -113,12 +127,10 @@ class LinenTransformer(nn.Module):
                 tokens, positions = context.entered(tokens, positions)
             x_BTE = layers.embed(table_VE, tokens)
         angles = rope_of(cfg, tokens, positions, cache, x_BTE.dtype)
-        if cache is None and is_staged():
-            x_BTE, kv = _by_stage(cfg, x_BTE, angles, self.variables["params"]["layers"]), None
-        else:
-            blocks = _scanned_block(cfg)(cfg, name="layers")
-            of_layers = (None, None) if cache is None else (cache[:2], cache.length)
-            x_BTE, kv = blocks(x_BTE, of_layers[0], angles, of_layers[1])
+        x_BTE, kv, aux = self._layers(x_BTE, cache, angles)
+        if aux is not None and cache is None:
+            assert cfg.moe is not None
+            report_layers(aux, cfg.moe)
         cache = advanced(cache, kv, angles)
         with jax.named_scope("head"):
             h_BTE = layers.block_input(linen_norm(cfg, "final_norm")(x_BTE))
@@ -130,29 +142,63 @@ class LinenTransformer(nn.Module):
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)
 
+    def _layers(self, x_BTE: Array, cache: KVCache | None, angles: Rope) -> tuple[Array, LayerCache | None, Aux | None]:
+        """The layers, one after the other under scans, or by stages."""
+        cfg, dense, has_experts = self.cfg, self.cfg.num_dense_layers, self.cfg.moe is not None
+        of_dense, of_rest = split_cache(cache, dense)
+        length, kv_dense = None if cache is None else cache.length, None
+        if dense:
+            blocks = _scanned_block("dense_layers", dense, None)(cfg, name="dense_layers")
+            x_BTE, (kv_dense, _) = blocks(x_BTE, of_dense, angles, length)
+        if cache is None and is_staged():
+            of_layers = {name: of["layers"] for name, of in self.variables.items() if "layers" in of}
+            out = _by_stage(cfg, x_BTE, angles, of_layers)
+            if not isinstance(out, tuple):
+                return out, None, None
+            x_BTE, aux = out
+            if BALANCE in self.variables:
+                before = self.variables[BALANCE]["layers"]["mlp"]
+                counted = {**before, "load": before["load"] + aux.metrics["load"]}
+                self.put_variable(BALANCE, "layers", {"mlp": counted})
+            return x_BTE, None, aux
+        blocks = _scanned_block("layers", cfg.num_layers - dense, "layers")(cfg, has_experts, name="layers")
+        x_BTE, (kv, aux) = blocks(x_BTE, of_rest, angles, length)
+        aux = None if aux is None else Aux(aux.loss.sum(0), aux.metrics)
+        return x_BTE, joined_caches(kv_dense, kv), aux
 
-def _by_stage(cfg: TransformerConfig, x_BTE: Array, angles: Rope, params: Any) -> Array:
+    @nn.nowrap
+    def after_update(self, extra: PyTree) -> PyTree:
+        """Collections with the balancing bias of all layers moved; see `LinenMoE.after_update`."""
+        if self.cfg.moe is None or not self.cfg.moe.is_biased:
+            return extra
+        balance = moved(extra[BALANCE]["layers"]["mlp"], self.cfg.moe)
+        return {**extra, BALANCE: {"layers": {"mlp": balance}}}
+
+
+def _by_stage(cfg: TransformerConfig, x_BTE: Array, angles: Rope, variables: Any) -> Any:
     """The same blocks outside of Linen's own scan, whose length is that of the whole model."""
-    block = LinenBlock(cfg, parent=None)
+    block = LinenBlock(cfg, cfg.moe is not None, parent=None)
 
-    def layer(x_BTE: Array, of_layer: Any) -> Array:
-        return block.apply({"params": of_layer}, x_BTE, None, angles, None)[0]
+    def layer(x_BTE: Array, of_layer: Any) -> Any:
+        x_BTE, (_, aux) = block.apply(of_layer, x_BTE, None, angles, None)
+        return x_BTE if aux is None else (x_BTE, aux)
 
-    return scan_layers(remat_layer(layer), x_BTE, params)
+    return scan_layers(remat_layer(layer), x_BTE, variables)
 
 
-def _scanned_block(cfg: TransformerConfig) -> Any:
-    """The block under one scan, its parameters with a leading dim `layers`, rematerialised as the step asks."""
+def _scanned_block(at: str, num_layers: int, partition_name: str | None) -> Any:
+    """The block under one scan, its parameters with a leading dim, rematerialised as the step asks."""
     block: Any = LinenBlock
     if gathers_layers():
-        block = nn.map_variables(block, "params", lambda variables: {"params": layer_weights(variables["params"])})
+        whole = functools.partial(layer_weights, at=at)
+        block = nn.map_variables(block, "params", lambda variables: {"params": whole(variables["params"])})
     policy = remat_policy()
     block = block if policy is None else nn.remat(block, policy=policy, prevent_cse=False)
     return nn.scan(
         block,
-        variable_axes={"params": 0},
+        variable_axes={"params": 0, BALANCE: 0},
         split_rngs={"params": True},
         in_axes=(0, nn.broadcast, nn.broadcast),
-        length=cfg.num_layers,
-        metadata_params={nn.PARTITION_NAME: "layers"},
+        length=num_layers,
+        metadata_params={nn.PARTITION_NAME: partition_name},
     )

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from meshpar.moe.layer import Told as Told
     from meshpar.moe.layer import Weights as Weights
     from meshpar.moe.layer import moe_layer as moe_layer
+    from meshpar.moe.layer import report_layers as report_layers
     from meshpar.moe.linen import LinenMoE as LinenMoE
     from meshpar.moe.metrics import Advice as Advice
     from meshpar.moe.metrics import Load as Load
@@ -62,7 +63,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "config": ("MoEConfig",),
     "dispatch_combine": ("Dispatched", "Payload", "dispatch"),
     "grouped": ("GroupedChoice", "choose_grouped_matmul", "grouped_matmul"),
-    "layer": ("Told", "Weights", "moe_layer"),
+    "layer": ("Told", "Weights", "moe_layer", "report_layers"),
     "linen": ("LinenMoE",),
     "metrics": ("Advice", "Load", "Loads", "advice", "loads", "measure", "scalars"),
     "nnx": ("MoE",),

@@ -31,6 +31,7 @@ from meshpar.moe.routing import Routed, capacity, count, route
 from meshpar.pipeline.layers import Aux, is_staged
 from meshpar.precision import dot_general
 from meshpar.regions import outer_axes, per_device
+from meshpar.reports import report
 from meshpar.rules import Ambient, ambient, constrain, resolve, spec_of
 from meshpar.types import Leaf, axis_sizes, problem, spec_axes
 
@@ -69,6 +70,34 @@ class Told(NamedTuple):
         """As `meshpar.pipeline.scan_layers` takes it."""
         metrics = {"load": self.load, "dropped": self.dropped, "router_entropy": self.router_entropy}
         return Aux(self.loss, metrics)
+
+
+def report_layers(aux: Aux, config: MoEConfig) -> None:
+    """Report to the step what all layers of experts of a model told: the losses, and the metrics by layer.
+
+        moe/load            [layers, E]  choices that fell on each expert
+        moe/rank_load       [layers, N]  on the experts of each rank
+        moe/drop_rate       [layers]     share of them that found no room
+        moe/router_entropy  [layers]     in nats
+        moe/aux_loss        []           what is added to the loss of training
+
+    `meshpar.moe.metrics.loads` reads them on the host. Each is a mean over micro-steps; under stages loads are sums.
+
+    Args:
+      aux: of all layers, the losses summed and the metrics stacked, as `scan_layers` gives them.
+      config: of a layer.
+    """
+    load, here = aux.metrics["load"], ambient()
+    wide = jnp.promote_types(aux.loss.dtype, jnp.float32)
+    ranks = 1 if here is None else math.prod(axis_sizes(here.mesh)[a] for a in _axes_of_experts(here, load.shape[1]))
+    metrics = {
+        "moe/load": load.astype(wide),
+        "moe/rank_load": load.reshape(len(load), ranks, -1).sum(-1).astype(wide),
+        "moe/drop_rate": aux.metrics["dropped"] / jnp.maximum(load.sum(-1), 1).astype(wide),
+        "moe/router_entropy": aux.metrics["router_entropy"],
+        "moe/aux_loss": aux.loss,
+    }
+    report(loss=aux.loss if config.auxiliary_weight or config.z_weight else None, metrics=metrics)
 
 
 def moe_layer(
@@ -221,11 +250,16 @@ def _around(here: Ambient, outer: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis in outer and sizes[axis] > 1)
 
 
-def _cut_outside(here: Ambient, weights: Weights, num_experts: int) -> tuple[str, ...]:
-    """Axes of a region around over which the rank's own experts were cut."""
+def _axes_of_experts(here: Ambient, num_experts: int) -> tuple[str, ...]:
+    """Axes that split the experts, those of a region around included."""
     like = Leaf(path="experts", shape=(num_experts,), dtype=np.dtype(np.int32), names=("act_expert",))
     sizes = axis_sizes(here.mesh)
-    axes = tuple(a for e in resolve(like, here.rules, here.mesh).spec for a in spec_axes(e) if sizes[a] > 1)
+    return tuple(a for e in resolve(like, here.rules, here.mesh).spec for a in spec_axes(e) if sizes[a] > 1)
+
+
+def _cut_outside(here: Ambient, weights: Weights, num_experts: int) -> tuple[str, ...]:
+    """Axes of a region around over which the rank's own experts were cut."""
+    axes, sizes = _axes_of_experts(here, num_experts), axis_sizes(here.mesh)
     own = weights.gate.shape[0]
     if own * math.prod(sizes[axis] for axis in axes) != num_experts or not set(axes) <= set(outer_axes()):
         raise problem(

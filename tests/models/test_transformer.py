@@ -151,7 +151,7 @@ def test_the_scan_is_a_loop_over_layers(one_device):
         scanned, _ = model._scanned(x, angles, None)
         graph, state = nnx.split(model.layers)
         for i in range(cfg.num_layers):
-            x, _ = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))(x, angles, None, None)
+            x, *_ = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))(x, angles, None, None)
         return scanned, x
 
     scanned, looped = both(random_params(cfg), jax.random.normal(jax.random.key(0), (2, 7, 16)))
