@@ -1010,7 +1010,7 @@ def expert_curves(
     healthy: float | None = None,
     log_unit: str | None = None,
 ) -> Figure:
-    """Numbers of experts against something, a line for each way; dashed in its colour what a formula says.
+    """Numbers of experts against something, a line for each way; dots where a dashed formula says what they should be.
 
     Args:
       x: where.
@@ -1025,11 +1025,12 @@ def expert_curves(
     expected = expected or {}
     ways = dict.fromkeys((*measured, *expected))
     colors = dict(zip(ways, itertools.cycle((AXES["expert"], AXES["tensor"], AXES["fsdp"], *MORE)), strict=False))
-    marker = {"marker": "o", "ms": 5} if len(x) <= 32 else {}
     for name, values in measured.items():
-        axes.plot(x, values, color=colors[name], lw=1.8, label=name, **marker)  # type: ignore[arg-type]
+        line = "none" if name in expected else "-"
+        axes.plot(x, values, color=colors[name], lw=1.8, ls=line, marker="o" if len(x) <= 32 else "", ms=6, label=name)
     for name, values in expected.items():
-        axes.plot(x, values, color=colors[name], lw=1.4, ls=(0, (5, 3)), label=f"{name}, by formula")
+        label = f"{name}, by formula" if name not in measured else f"_{name}, by formula"
+        axes.plot(x, values, color=colors[name], lw=1.4, ls=(0, (5, 3)), label=label, zorder=1)
     if log_unit is not None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -1040,7 +1041,7 @@ def expert_curves(
         axes.set_ylim(bottom=min(0.0, *(min(values) for values in measured.values())))
     if healthy is not None:
         axes.axhspan(0, healthy, color=AXES["expert"], alpha=0.12, lw=0, zorder=0)
-        axes.text(x[-1], healthy, "healthy ", ha="right", va="top", color=INK, fontsize=8)
+        axes.text(x[0], healthy, " healthy", ha="left", va="top", color=INK, fontsize=8)
     axes.grid(color=FAINT, lw=0.5)
     axes.set_xlabel(x_label, color=INK)
     axes.set_ylabel(y_label, color=INK)

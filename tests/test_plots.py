@@ -415,15 +415,16 @@ def test_rows_that_are_no_layers_have_names():
 
 @pytest.mark.parametrize("unit", [None, "B"])
 def test_curves_of_experts_are_the_values_given(unit):
-    measured, expected = {"fixed": [1.0, 2.0], "capacity": [3.0, 4.0]}, {"fixed": [1.5, 2.5]}
+    measured, expected = {"fixed": [1.0, 2.0], "capacity": [3.0, 4.0]}, {"fixed": [1.5, 2.5], "ragged": [0.5, 0.6]}
     figure = plots.expert_curves(
         [1, 2], measured, expected, x_label="k", y_label="bytes", title="sent", healthy=1.3, log_unit=unit
     )
     (axes,) = figure.axes
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert drawn == measured | {"fixed, by formula": [1.5, 2.5]}
-    fixed, _, formula = axes.lines
+    assert drawn == measured | {"_fixed, by formula": [1.5, 2.5], "ragged, by formula": [0.5, 0.6]}
+    fixed, _, formula, _ = axes.lines
     assert fixed.get_color() == formula.get_color()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["fixed", "capacity", "ragged, by formula"]
     assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title("left")) == ("k", "bytes", "sent")
     assert axes.get_xscale() == ("log" if unit else "linear")
     (band,) = axes.patches
