@@ -320,13 +320,3 @@ def test_a_checkpoint_moves_to_a_mesh_without_stages_and_back(tmp_path):
             np.testing.assert_array_equal(x, wanted[path], err_msg=path)
     one, other = (mp.train_step(next_token_loss)(state, batches(8)[1])[1] for state in (moved, again))
     assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-5)
-
-
-def test_explain_says_that_it_has_no_promise_for_stages():
-    strategy = mp.pipeline_parallel(stages=2, microbatches=2)
-    state = mp.init_state(
-        config("float32").build(), optax.sgd(0.1), mesh=mp.MeshSpec(stage=2).build(jax.devices()[:2]),
-        strategy=strategy, key=0,
-    )  # fmt: skip
-    with pytest.raises(mp.MeshparError, match="no promise is written down for stages"):
-        mp.explain(mp.train_step(next_token_loss), state, batches(4)[0])

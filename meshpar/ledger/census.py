@@ -26,6 +26,7 @@ from typing import TypeAlias
 import numpy as np
 
 from meshpar.ledger import scopes
+from meshpar.ledger.cells import Cells
 from meshpar.ledger.groups import Groups, parse_lists
 from meshpar.ledger.hlo import ArrayShape, Computation, Instruction, Module
 from meshpar.ledger.walk import Loop, Visit, executed
@@ -79,12 +80,15 @@ class Collective:
     """Each time it runs."""
     count_per_step: int
     """Trip counts of the loops around it multiplied; a loop of unknown length counts once."""
+    count_by_stage: tuple[int, ...]
+    """The same on each stage of a pipeline, where the schedule's table tells; the count above is then the largest.
+    Empty: the same on all devices."""
     count_known: bool
     """False when a loop around it has no known length."""
     loops: tuple[Loop, ...]
     """Loops around it, outermost first."""
     in_branch: bool
-    """Whether it runs only when a conditional picks it."""
+    """Whether it runs only when a conditional picks it, and nothing tells how often."""
     op_name: str
     module: str
     """Named scopes it stands in: `decoder/mlp`."""
@@ -137,14 +141,14 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Total:
-    """Sum over the collectives of one kind on one axis."""
+    """Sum over the collectives of one kind on one axis; of a pipeline, on the stage where it is largest."""
 
     count_per_step: int
     bytes_sent_per_device: float
     """Per step."""
 
 
-def census(module: Module, mesh: MeshLike) -> tuple[Collective, ...]:
+def census(module: Module, mesh: MeshLike, cells: Cells | None = None) -> tuple[Collective, ...]:
     """The collectives a program runs, in the order they stand in it, callers before callees.
 
     Groups of a single device send nothing and are left out, as are transfers to and from the host.
@@ -153,6 +157,7 @@ def census(module: Module, mesh: MeshLike) -> tuple[Collective, ...]:
       module: the parsed program.
       mesh: the mesh it was compiled for, or its axis sizes in order; a device's number in the program is its position
         in the mesh.
+      cells: of a pipelined program, to count what its stages pick.
 
     Raises:
       ValueError: the mesh has another number of devices than the program.
@@ -163,19 +168,30 @@ def census(module: Module, mesh: MeshLike) -> tuple[Collective, ...]:
         collective
         for visit in executed(module)
         for instruction in visit.computation
-        if (collective := _collective(module, visit, instruction, axes)) is not None
+        if (collective := _collective(module, visit, instruction, axes, cells)) is not None
     )
 
 
 def totals(collectives: Iterable[Collective]) -> dict[str, dict[str, Total]]:
     """Counts and bytes per step: `{"fsdp": {"all-gather": Total(...)}}`; a product of axes is a label of its own."""
-    found: dict[str, dict[str, Total]] = {}
+    found: dict[str, dict[str, np.ndarray]] = {}
     for one in collectives:
         kinds = found.setdefault(one.axes_label, {})
-        so_far = kinds.get(one.kind, Total(0, 0.0))
-        count = so_far.count_per_step + one.count_per_step
-        kinds[one.kind] = Total(count, so_far.bytes_sent_per_device + one.bytes_sent_per_step)
-    return found
+        counts = np.array(one.count_by_stage or (one.count_per_step,), float)
+        kinds[one.kind] = kinds.get(one.kind, 0) + np.stack([counts, counts * one.bytes_sent_per_device])
+    return {
+        axes: {kind: Total(int(sums[0].max()), float(sums[1].max())) for kind, sums in kinds.items()}
+        for axes, kinds in found.items()
+    }
+
+
+def on_stage(collectives: Iterable[Collective], stage: int) -> tuple[Collective, ...]:
+    """The collectives as one stage of a pipeline runs them; those that it never runs are left out."""
+    counted = (
+        dataclasses.replace(one, count_per_step=one.count_by_stage[stage]) if one.count_by_stage else one
+        for one in collectives
+    )
+    return tuple(one for one in counted if one.count_per_step)
 
 
 def per_array(collective: Collective) -> tuple[Collective, ...]:
@@ -238,7 +254,9 @@ def _check_devices(module: Module, axes: Mapping[str, int]) -> None:
         )
 
 
-def _collective(module: Module, visit: Visit, ins: Instruction, axes: Mapping[str, int]) -> Collective | None:
+def _collective(
+    module: Module, visit: Visit, ins: Instruction, axes: Mapping[str, int], cells: Cells | None
+) -> Collective | None:
     kind = ins.opcode.removesuffix("-start")
     if kind not in KINDS or ins.attributes.get("is_host_transfer") == "true":
         return None
@@ -255,16 +273,18 @@ def _collective(module: Module, visit: Visit, ins: Instruction, axes: Mapping[st
     op_name, source = told_by.metadata.op_name, scopes.source(module, told_by)
     if len(parts) == 1:
         op_name, source = parts[0].op_name, parts[0].source
+    counts = None if cells is None else cells.counts(visit)
     return Collective(
         kind=kind,
         axes=found,
         group_size=group_size,
         arrays=arrays,
         **_sizes(kind, arrays, group_size),  # type: ignore[arg-type]
-        count_per_step=visit.times,
+        count_per_step=visit.times if counts is None else max(counts),
+        count_by_stage=counts or (),
         count_known=visit.times_known,
         loops=visit.loops,
-        in_branch=visit.in_branch,
+        in_branch=visit.in_branch and counts is None,
         op_name=op_name,
         module=scopes.module_path(op_name),
         source=source,

@@ -6,22 +6,24 @@ step, state, batch ─► traced ─► compiled ─► census ─► promise ·
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from meshpar.ledger.census import Collective, census
-from meshpar.ledger.holding import Promise, hold
+from meshpar.ledger.cells import Cells
+from meshpar.ledger.census import Collective, census, on_stage
+from meshpar.ledger.holding import Promise, hold, most_of
 from meshpar.ledger.lint import Finding, lint
 from meshpar.ledger.memory import memory, remedies
 from meshpar.ledger.model_flops import model_flops
+from meshpar.ledger.parts import Parts, parts_of
 from meshpar.ledger.pod import PodProcess
 from meshpar.ledger.prediction import compute, overlap, why_not_timed
 from meshpar.ledger.program import Program, compile_here
-from meshpar.ledger.promise import promised
+from meshpar.ledger.promise import promised, promised_by_stage
 from meshpar.ledger.report import Report, Sent
 from meshpar.ledger.target import require_aot
 from meshpar.ledger.timeline import Timeline, timeline
@@ -73,25 +75,15 @@ def explain(
         return _explain(step, state, batch, lambda traced: process.compile(traced, cluster), cluster, advise)
 
 
-def _check_promised(setup: Setup) -> None:
-    """A report without a promise would call everything a surprise."""
-    if setup.strategy.pipeline is not None:
-        raise problem(
-            f"explain, strategy {setup.strategy.label}",
-            "hold the compiled program to what the strategy promised",
-            "no promise is written down for stages: what is sent depends on the schedule's table",
-            "read the program itself: meshpar.ledger.census.census(module, axes) of step.lower(state, batch).compile()",
-        )
-
-
 def _explain(
     step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile, cluster: Cluster | None, advise: bool
 ) -> Report:
     setup, sizes = state.setup, axis_sizes(state.setup.mesh)
-    _check_promised(setup)
     program = _compiled(step, state, batch, compiler)
     on_cpu = program.target == "cpu"
-    collectives = census(program.module, sizes)
+    parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
+    cells = Cells(parts.schedule) if parts is not None else None
+    collectives = census(program.module, sizes, cells)
     account = memory(program, setup, batch, cluster, options=step.options)
     if advise and account.fits is False:
         assert account.limit_bytes is not None
@@ -100,7 +92,7 @@ def _explain(
     reason = why_not_timed(program.target, cluster)
     times = None if reason or cluster is None else timeline(program.module, collectives, cluster)
     asked = model_flops(step, state, batch)
-    held = hold(promised(setup, step.options, batch, on_cpu=on_cpu), collectives, micro_steps=step.options.accumulate)
+    held = _held(step, setup, batch, parts, collectives, on_cpu)
     findings = lint(program, collectives, setup, step.options, cluster)
     return Report(
         devices=setup.mesh.size,
@@ -117,6 +109,18 @@ def _explain(
         notes=tuple(_notes(program, collectives)),
         timeline=times,
     )
+
+
+def _held(
+    step: TrainStep, setup: Setup, batch: PyTree, parts: Parts | None, collectives: Sequence[Collective], on_cpu: bool
+) -> Promise:
+    if parts is None:
+        promises = promised(setup, step.options, batch, on_cpu=on_cpu)
+        return hold(promises, collectives, micro_steps=step.options.accumulate)
+    assert setup.strategy.pipeline is not None
+    stages = enumerate(promised_by_stage(setup, step.options, batch, parts, on_cpu=on_cpu))
+    closed = (setup.strategy.pipeline.axis,)
+    return most_of([hold(one, on_stage(collectives, stage), closed=closed) for stage, one in stages])
 
 
 def _compiled(step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile) -> Program:

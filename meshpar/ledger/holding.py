@@ -7,7 +7,7 @@ no promise claims is a number or a vector over the batch (losses, metrics, norms
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshpar.ledger.census import Collective, per_array
@@ -123,7 +123,7 @@ class _Pool:
         """
         found = []
         for at, (one, count) in enumerate(self.left):
-            if (leg.forward and one.is_backward) or (leg.in_loop and not one.loops):
+            if (leg.forward and one.is_backward) or (leg.in_loop and not one.loops) or (leg.outside and one.loops):
                 continue
             if leg.of_leaf and stack == 1 and any(self._in_layers(one, layers) for layers in self.stacks):
                 continue
@@ -170,13 +170,20 @@ def _kind(one: Collective) -> str:
     return one.logical_kind
 
 
-def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, micro_steps: int = 1) -> Promise:
+def hold(
+    promises: Sequence[Promised],
+    collectives: Sequence[Collective],
+    *,
+    micro_steps: int = 1,
+    closed: Collection[str] = (),
+) -> Promise:
     """Holds a program's collectives to what was promised.
 
     Args:
       promises: from `promised`.
       collectives: the program's census.
       micro_steps: the step's `accumulate`, to tell the loop over them from the one over layers.
+      closed: axes over which no kernel of the user's may send anything, as stages are.
     """
     parts = [(part, part.count_per_step) for one in collectives for part in per_array(one)]
     pool = _Pool(parts, micro_steps, frozenset())
@@ -206,7 +213,7 @@ def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, mic
     left = [(one, count) for one, count in pool.left if count]
     small = [item for item in left if _is_bookkeeping(item[0], promises)]
     others = [item for item in left if not _is_bookkeeping(item[0], promises)]
-    broken = _broken(promises, served)
+    broken = _broken(promises, served) | set(closed)
     written = [item for item in others if item[0].origin == "kernel" and not broken & set(item[0].axes)]
     surprising = [item for item in others if item not in written]
     return Promise(
@@ -216,6 +223,22 @@ def hold(promises: Sequence[Promised], collectives: Sequence[Collective], *, mic
         written=_joined(_loose("written in a kernel", *item) for item in written),
         small=_joined(_loose("losses, metrics, norms, statistics", *item) for item in small),
     )
+
+
+def most_of(promises: Sequence[Promise]) -> Promise:
+    """What several stages sent, each line as on the stage that sends most of it."""
+
+    def most(name: str) -> tuple[Any, ...]:
+        found: dict[Any, Any] = {}
+        for one in (one for promise in promises for one in getattr(promise, name)):
+            is_line = isinstance(one, Line)
+            key = (one.kind, one.axes, *((one.role, one.spelled) if is_line else (one.tensor, one.source)))
+            weight = (one.bytes_sent_per_device, one.count[1] if is_line else one.count_per_step)
+            if key not in found or weight > found[key][0]:
+                found[key] = weight, one
+        return tuple(one for _, one in found.values())
+
+    return Promise(**{field.name: most(field.name) for field in dataclasses.fields(Promise)})
 
 
 def _broken(promises: Sequence[Promised], served: Mapping[int, int]) -> set[str]:

@@ -21,30 +21,25 @@ names: the first or a later dim), as in Shoeybi et al. 2019, "Megatron-LM", sect
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from meshpar.ledger.parts import Parts
 from meshpar.ledger.promise_kernels import attended, gathered_in_bytes, scattered_in_bytes
+from meshpar.ledger.promise_leaves import gathered, reduced, renewed
 from meshpar.ledger.promise_matmul import contracted
-from meshpar.ledger.terms import (
-    ITEMSIZE,
-    Facts,
-    Promised,
-    facts_of,
-    is_looked_up,
-    is_tied,
-    layer_elements,
-    owned_axes,
-    split_axes,
-    stack_of,
-)
+from meshpar.ledger.promise_stages import by_stage
+from meshpar.ledger.terms import Facts, Promised, facts_of
 from meshpar.state import Setup
 from meshpar.step import StepOptions
-from meshpar.strategies import MIN_SHARDED_BYTES
 from meshpar.types import Decision
+
+LAYERS: tuple[Callable[[Facts], Iterable[Promised]], ...] = (contracted, attended)
+"""What the layers' own work promises for `Facts.leaves`, each a function of the facts alone. Under stages they are
+asked for the leaves before the layers, inside and behind them one by one."""
 
 
 def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> tuple[Promised, ...]:
@@ -64,9 +59,9 @@ def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
     for parts in in_bytes.values():
         found += parts or ()
     for make in (
-        lambda d, g, u: None if in_bytes[d.path] is not None else _gathered(facts, d),
-        lambda d, g, u: scattered_in_bytes(facts, d) or _reduced(facts, d, g, u),
-        lambda d, g, u: _renewed(facts, d, u),
+        lambda d, g, u: None if in_bytes[d.path] is not None else gathered(facts, d),
+        lambda d, g, u: scattered_in_bytes(facts, d) or reduced(facts, d, g, u),
+        lambda d, g, u: renewed(facts, d, u),
     ):
         for decision, grads, update in leaves:
             one = make(decision, grads, update)
@@ -74,7 +69,19 @@ def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
                 layered = _as_layers(decision)
                 stacked = make(layered, grads, update) if layered is not None else None
                 found.append(dataclasses.replace(_of_leaf(one), stacked=stacked and _of_leaf(stacked)))
-    return _merged([*found, *contracted(facts), *attended(facts)])
+    return _merged([*found, *(one for make in LAYERS for one in make(facts))])
+
+
+def promised_by_stage(
+    setup: Setup, options: StepOptions, batch: Any, parts: Parts, *, on_cpu: bool = False
+) -> tuple[tuple[Promised, ...], ...]:
+    """What each stage of a pipelined training step promises to send.
+
+    Args:
+      setup, options, batch, on_cpu: as for `promised`.
+      parts: how stages cut the model.
+    """
+    return tuple(_merged(one) for one in by_stage(setup, options, batch, parts, LAYERS, on_cpu=on_cpu))
 
 
 def _as_layers(decision: Decision) -> Decision | None:
@@ -93,100 +100,6 @@ def _of_leaf(one: Promised) -> Promised:
 
 def _specs(tree: Any) -> list[PartitionSpec]:
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def _gathered(facts: Facts, decision: Decision) -> Promised | None:
-    """A parameter that is split over axes on which every device needs it whole."""
-    axes = set(split_axes(facts, decision.spec)) - set(facts.tensor_axes) - set(owned_axes(facts, decision))
-    if not axes:
-        return None
-    stack = stack_of(decision)
-    # Outside a loop over layers what was gathered for the forward pass is still there in the backward; inside, a layer
-    # that is computed again may gather again.
-    fewest = facts.passes * facts.micro_steps * stack if stack > 1 else 1
-    most = (facts.passes + bool(facts.options.remat and stack > 1)) * facts.micro_steps * stack
-    dtype = facts.wire(facts.compute(decision))
-    leg = facts.leg("all-gather", axes, layer_elements(facts, decision, axes), dtype)
-    return Promised(
-        role="weights before use", tensors=(decision.path,), count=(fewest, most), stack=stack, spellings=((leg,),)
-    )
-
-
-def _reduced(facts: Facts, decision: Decision, grads: PartitionSpec, update: PartitionSpec) -> Promised | None:
-    """A gradient: scattered over the axes that split its update, summed over the others that split the batch."""
-    # Micro-steps keep their sums as the gradients' rules say; otherwise gradients go straight to the update's shards.
-    keeps_sums = facts.options.accumulate > 1 and facts.options.accumulate_mode == "each"
-    owned = set(owned_axes(facts, decision))
-    split = split_axes(facts, grads if keeps_sums else update)
-    of_all = set(facts.batch_axes) | set(facts.context_axes)
-    partial = (of_all | set(facts.sequence_axes)) - owned - set(split_axes(facts, decision.spec))
-    partial |= (set(split_axes(facts, decision.spec)) & of_all) - owned
-    scattered = facts.ordered(set(split) & partial)
-    rest = facts.ordered(partial - set(scattered))
-    by_sequence = facts.ordered(set(rest) & {*facts.sequence_axes, *facts.context_axes})
-    if not scattered and not rest:
-        return None
-    dtype = facts.wire(facts.options.precision.reduce_dtype(facts.compute(decision)))
-    once = facts.options.accumulate if facts.options.accumulate_mode == "once" else 1
-    kept = set(split_axes(facts, decision.spec)) - partial
-    elements = decision.leaf.size // stack_of(decision) // facts.ways(kept)
-    part = elements // facts.ways(scattered)
-    scatter = [facts.leg("reduce-scatter", scattered, elements, dtype)] if scattered else []
-    # With one reduction after all micro-steps, the axes that split the sequence still reduce in each of them.
-    inner = [facts.leg("all-reduce", by_sequence, elements, dtype, times=once)] if once > 1 and by_sequence else []
-    if inner:
-        rest = facts.ordered(set(rest) - set(by_sequence))
-    spellings = [[*inner, *scatter, *([facts.leg("all-reduce", rest, part, dtype)] if rest else [])]]
-    if keeps_sums:  # the compiler may scatter a micro-step's gradient although its sum is kept whole
-        finer = facts.ordered(set(split_axes(facts, update)) & partial)
-        coarse = facts.ordered(partial - set(finer))
-        if finer != scattered:
-            legs = [facts.leg("reduce-scatter", finer, elements, dtype)]
-            legs += [facts.leg("all-reduce", coarse, elements // facts.ways(finer), dtype)] if coarse else []
-            spellings.append(legs)
-    if len(rest) > 1 and not inner:
-        spellings.append([*scatter, *(facts.leg("all-reduce", (axis,), part, dtype) for axis in rest)])
-    # The compiler does not bother to scatter small arrays, and XLA:CPU not always to find the slice behind a sum. A
-    # lookup's gradient whose rows are split in both dims is summed over the axes of both at once.
-    is_small = elements * ITEMSIZE.get(dtype, 4) <= MIN_SHARDED_BYTES
-    is_scattered_in_two = bool(set(rest) & set(facts.context_axes)) and is_looked_up(decision)
-    if scattered and (facts.on_cpu or is_small or is_scattered_in_two):
-        spellings.append([*inner, facts.leg("all-reduce", (*scattered, *rest), elements, dtype)])
-        if rest and not inner:
-            summed = facts.leg("all-reduce", rest, elements, dtype)
-            spellings.append([summed, facts.leg("reduce-scatter", scattered, elements, dtype)])
-            spellings.append([summed, facts.leg("all-reduce", scattered, elements, dtype)])
-        if len(scattered) > 1 and not inner:
-            spellings.append([facts.leg("all-reduce", (axis,), elements, dtype) for axis in (*scattered, *rest)])
-    if keeps_sums:
-        spellings = [[dataclasses.replace(leg, in_loop=True) for leg in spelling] for spelling in spellings]
-        if rest:  # a sum of sums: the compiler may reduce that of all micro-steps, after their loop
-            later = facts.leg("all-reduce", rest, part, dtype, serves=facts.options.accumulate)
-            spellings.insert(1, [*(dataclasses.replace(leg, in_loop=True) for leg in scatter), later])
-    stack = stack_of(decision)
-    runs = stack * facts.micro_steps
-    # A table that is looked up and multiplied by has two gradients, which are summed after their reduction.
-    uses = 2 if is_tied(facts, decision) else 1
-    return Promised(
-        role="gradients",
-        tensors=(decision.path,),
-        vector=stack * max(decision.leaf.shape, default=0),
-        count=(runs, uses * runs),
-        stack=stack,
-        spellings=tuple(tuple(spelling) for spelling in spellings),
-    )
-
-
-def _renewed(facts: Facts, decision: Decision, update: PartitionSpec) -> Promised | None:
-    """A parameter whose update is split more than itself: the new value is gathered."""
-    axes = set(split_axes(facts, update)) - set(split_axes(facts, decision.spec))
-    if not axes:
-        return None
-    stack = stack_of(decision)
-    leg = facts.leg("all-gather", axes, layer_elements(facts, decision, ()), facts.wire(decision.leaf.dtype))
-    return Promised(
-        role="new parameters", tensors=(decision.path,), count=(stack, stack), stack=stack, spellings=((leg,),)
-    )
 
 
 def _merged(found: Sequence[Promised]) -> tuple[Promised, ...]:

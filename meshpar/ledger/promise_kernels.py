@@ -208,7 +208,7 @@ def attended(facts: Facts) -> Iterator[Promised]:
 
 def _attentions(facts: Facts) -> Iterator[_Attention]:
     found: dict[tuple[str, int], list[Decision]] = {}
-    for decision in facts.setup.table.params:
+    for decision in facts.leaves:
         if {"kv_heads", "embed"} <= set(decision.leaf.names or ()):
             parent = "/".join(decision.path.split("/")[:-2])
             found.setdefault((parent, stack_of(decision)), []).append(decision)

@@ -16,6 +16,9 @@ from typing import Any
 from meshpar.ledger.terms import Facts, Leg, Promised, is_tied, stack_of
 from meshpar.types import Decision, spec_axes
 
+VOCABULARY = "loss over a split vocabulary"
+"""A role."""
+
 
 @dataclasses.dataclass
 class _Block:
@@ -31,7 +34,7 @@ class _Block:
 def contracted(facts: Facts) -> Iterator[Promised]:
     """Partial sums of every block of weights, the sequence made whole for it, and the loss over a split vocabulary."""
     blocks: dict[tuple[str, str, int], _Block] = {}
-    for decision in facts.setup.table.params:
+    for decision in facts.leaves:
         for axis in facts.tensor_axes:
             side = _side(decision, axis)
             if side is not None:
@@ -53,7 +56,7 @@ def contracted(facts: Facts) -> Iterator[Promised]:
             leg = facts.leg("all-reduce", (axis,), facts.tokens, "f32", forward=True, in_loop=in_loop)
             most = 3 * facts.options.accumulate
             yield Promised(
-                role="loss over a split vocabulary",
+                role=VOCABULARY,
                 tensors=("max, sum and target logit of each token",),
                 count=(0, most),
                 spellings=((leg,),),

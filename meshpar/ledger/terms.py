@@ -39,6 +39,8 @@ class Leg:
     """Micro-steps that one run serves: it is sent outside every loop."""
     in_loop: bool = False
     """Whether it is sent inside a loop, as in every micro-step."""
+    outside: bool = False
+    """Whether it is sent outside of every loop, once a step."""
     of_leaf: bool = False
     """Whether it is about one parameter: one that is not stacked sends nothing in the loop over layers."""
 
@@ -77,6 +79,8 @@ class Facts:
     """What every promise is made from."""
 
     setup: Setup
+    leaves: tuple[Decision, ...]
+    """The parameters in question."""
     options: StepOptions
     on_cpu: bool
     sizes: dict[str, int]
@@ -91,6 +95,8 @@ class Facts:
     """Of one device in one micro-step."""
     tokens: int | None
     """Of one device in one micro-step; None when the batch holds no tokens."""
+    by_stages: bool = False
+    """Whether stages run the step: weights are gathered before their microbatches, gradients reduced behind them."""
 
     @property
     def micro_steps(self) -> int:
@@ -99,7 +105,7 @@ class Facts:
     @property
     def is_once(self) -> bool:
         """Whether weights are gathered before all micro-steps, and gradients reduced behind them."""
-        return self.options.accumulate_mode == "once" and self.options.accumulate > 1
+        return self.by_stages or (self.options.accumulate_mode == "once" and self.options.accumulate > 1)
 
     @property
     def passes(self) -> int:
@@ -152,6 +158,7 @@ def facts_of(setup: Setup, options: StepOptions, batch: Any, on_cpu: bool) -> Fa
     tokens = [] if has_floats or has_images else [math.prod(shape) // split for shape in rows_of_ids]
     return Facts(
         setup=setup,
+        leaves=tuple(setup.table.params),
         options=options,
         on_cpu=on_cpu,
         sizes=sizes,

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from meshpar.ledger.hlo import Computation, Instruction, Module
+from meshpar.ledger.hlo import ArrayShape, Computation, Instruction, Module
 
 MAX_VISITS = 200_000
 """Call sites followed before giving up: calls that fan out at every level would double without end."""
@@ -27,22 +27,42 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Branch:
+    """One choice of a conditional around an instruction."""
+
+    name: str
+    """Name of the conditional."""
+    index: int
+    """Which choice: the number it is picked by; 1 of a truth that is true."""
+    of: int
+    """Choices there are."""
+    depth: int
+    """Loops around the conditional."""
+    op_name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Visit:
     """One computation at one place of the call tree."""
 
     computation: Computation
     loops: tuple[Loop, ...] = ()
     """Loops around it, outermost first."""
-    in_branch: bool = False
-    """Whether it runs only when a conditional picks it."""
+    branches: tuple[Branch, ...] = ()
+    """Conditionals that have to pick it, outermost first."""
     in_fusion: bool = False
     """Whether its instructions are parts of one kernel, so that their values need no memory of their own."""
     wrapper: Instruction | None = None
     """The `async-start` (or `fusion-start`) that runs it beside the caller, if any."""
 
     @property
+    def in_branch(self) -> bool:
+        """Whether it runs only when a conditional picks it."""
+        return bool(self.branches)
+
+    @property
     def times(self) -> int:
-        """Executions per run of the program; an unknown loop counts once."""
+        """Executions per run of the program; an unknown loop counts once, and a conditional as if it picked it."""
         return math.prod(loop.trip_count if loop.trip_count is not None else 1 for loop in self.loops)
 
     @property
@@ -88,6 +108,17 @@ def runs(ins: Instruction) -> tuple[str, ...]:
     return ins.called_as("calls", "to_apply") if kind in ("async", "call") else ins.called_as("calls")
 
 
+def branches(computation: Computation, ins: Instruction) -> tuple[str, ...]:
+    """The computations a conditional chooses from, by the number that picks them; none for another instruction.
+
+    HLO writes those of a truth the true one first.
+    """
+    found = ins.called_as("branch")
+    picks = computation[ins.operands[0]].shape if found else None
+    is_truth = isinstance(picks, ArrayShape) and picks.dtype == "pred"
+    return found[::-1] if is_truth else found
+
+
 def _callees(module: Module, visit: Visit, ins: Instruction) -> Iterator[Visit]:
     if not ins.called:
         return
@@ -96,8 +127,9 @@ def _callees(module: Module, visit: Visit, ins: Instruction) -> Iterator[Visit]:
             loop = Loop(ins.name, body, trip_count(module, visit.computation, ins), ins.metadata.op_name)
             yield _step(module, visit, body, loops=(*visit.loops, loop))
         return
-    for branch in ins.called_as("branch"):
-        yield _step(module, visit, branch, in_branch=True)
+    for number, branch in enumerate(choices := branches(visit.computation, ins)):
+        choice = Branch(ins.name, number, len(choices), len(visit.loops), ins.metadata.op_name)
+        yield _step(module, visit, branch, branches=(*visit.branches, choice))
     in_fusion = visit.in_fusion or ins.opcode in ("fusion", "fusion-start")
     wrapper = ins if ins.opcode.endswith("-start") else visit.wrapper
     for callee in runs(ins):

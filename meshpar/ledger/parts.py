@@ -1,0 +1,93 @@
+"""How stages cut a model: what they hand on, and which parameters stand before the layers and behind them.
+
+Read from the loss function, traced on one device with the layers left out: nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from meshpar.pipeline.layers import Layer, running, scanned, with_aux
+from meshpar.pipeline.schedules import Schedule
+from meshpar.pipeline.slicing import Cut, flat_jaxpr
+from meshpar.precision import cast_floating, numerics
+from meshpar.rules import use
+from meshpar.staged import schedule_of
+from meshpar.state import TrainState
+from meshpar.step import TrainStep, batch_sharding
+from meshpar.types import PyTree, num_shards, tree_leaves_with_paths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A model under a schedule."""
+
+    schedule: Schedule
+    handed_on: tuple[jax.ShapeDtypeStruct, ...]
+    """Arrays that one microbatch takes from stage to stage, as one device of a stage holds them."""
+    first: frozenset[str]
+    """Paths of the parameters that stand before the layers."""
+    last: frozenset[str]
+    """Of those that stand behind them; tied ones are in both."""
+    metrics: Mapping[str, jax.ShapeDtypeStruct]
+    """Of the layers, `[layers, ...]`."""
+
+
+def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
+    """The parts of a step whose strategy has stages.
+
+    Args:
+      step: made by `train_step`.
+      state: arrays or their abstract values.
+      batch: the global batch, or its shapes.
+    """
+    setup = state.setup
+    assert setup.strategy.pipeline is not None
+    schedule = schedule_of(setup.strategy.pipeline)
+    rows = num_shards(batch_sharding(setup.mesh, setup.strategy).spec, setup.mesh) * schedule.microbatches
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((np.shape(x)[0] // rows, *np.shape(x)[1:]), x.dtype), batch)
+    one = AbstractMesh((1,) * len(setup.mesh.axis_names), setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
+    found: list[Any] = []
+    metrics: dict[str, jax.ShapeDtypeStruct] = {}
+
+    def without_layers(layer: Layer, x: Any, params: PyTree) -> Any:
+        found[:] = [x]
+        out = jax.eval_shape(lambda: scanned(layer, x, params))
+        aux = with_aux(out)[1]
+        metrics.update({} if aux is None else jax.tree.map(_shape, aux.metrics))
+        # What goes on is no function of what came: parameters before and behind are told apart.
+        return jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), out)
+
+    def ends(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> tuple[Any, Any]:
+        with use(one, setup.strategy), numerics(step.options.precision, None), running(without_layers):
+            model = setup.model.bind(cast_floating(params, step.options.precision.compute), extra)
+            loss = step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
+        return (found[0], loss), ()
+
+    params, extra, key = jax.tree.map(_shape, (state.params, state.extra, state.key))
+    closed, _ = flat_jaxpr(ends, params, extra, like, key)
+    outputs = len(closed.jaxpr.outvars)
+    paths = [path for path, _ in tree_leaves_with_paths(params)]
+
+    def needs(*wanted: bool) -> frozenset[str]:
+        used = Cut(closed, first=wanted).first_needs
+        return frozenset(path for path, use in zip(paths, used, strict=False) if use)
+
+    return Parts(
+        schedule=schedule,
+        handed_on=tuple(_shape(x.aval) for x in closed.jaxpr.outvars[:-1]),
+        first=needs(*[True] * (outputs - 1), False),
+        last=needs(*[False] * (outputs - 1), True),
+        metrics=metrics,
+    )
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

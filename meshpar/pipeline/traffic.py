@@ -1,0 +1,73 @@
+"""What a schedule sends over the stages, in closed form: which ticks have a message, which parts move, who does what.
+
+    up, down      one permute for every lane and tick in which some stage has a result for the next, or the one before;
+                  all stages take part in it, and those with nothing to say send what nobody reads
+    parts         a permute for every round of `Placement`: weights before the first tick, gradients after the last
+    ends          embedding and head run on the stages that hold the first and the last part
+
+Counts follow from the table alone; bytes are those of what the model hands on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from meshpar.pipeline.placement import Placement
+from meshpar.pipeline.schedules import Schedule
+from meshpar.pipeline.schedules.ops import B, F
+from meshpar.pipeline.schedules.slots import DOWN, UP
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Traffic:
+    """Counts of one step."""
+
+    ticks: int
+    ops: np.ndarray
+    """int `[stage, kind]`: Fs, Bs and Ws of each stage."""
+    first: np.ndarray
+    """int `[stage]`: Fs (and as many Bs) of the first part, which the embedding stands before."""
+    last: np.ndarray
+    """int `[stage]`: Bs of the last part, which the head and the loss stand behind."""
+    up: tuple[int, ...]
+    """Of each lane, ticks in which some stage sends to the next one."""
+    down: tuple[int, ...]
+    """Of each lane, ticks in which some stage sends to the one before."""
+    messages: int
+    """Results that are used on another stage than the one that made them, all stages together."""
+    rounds: int
+    """Permutes that bring the weights of a part to the stages where the schedule wants them, and as many back."""
+
+    @property
+    def first_stages(self) -> frozenset[int]:
+        """Stages that hold the first part."""
+        return frozenset(np.flatnonzero(self.first).tolist())
+
+    @property
+    def last_stages(self) -> frozenset[int]:
+        """Stages that hold the last part."""
+        return frozenset(np.flatnonzero(self.last).tolist())
+
+
+def traffic(schedule: Schedule) -> Traffic:
+    """What a schedule sends."""
+    has = schedule.table[..., 0] >= 0
+    held = schedule.parts[np.arange(schedule.stages)[:, None], schedule.table[..., 1]]
+    sends = schedule.slots().sends
+
+    def lanes(direction: int) -> tuple[int, ...]:
+        ticks = (sends[:, :, direction] >= 0).any(1).sum(0)
+        return tuple(int(count) for count in ticks if count)
+
+    return Traffic(
+        ticks=schedule.ticks,
+        ops=has.sum(0),
+        first=(has[..., F] & (held[..., F] == 0)).sum(0),
+        last=(has[..., B] & (held[..., B] == schedule.num_parts - 1)).sum(0),
+        up=lanes(UP),
+        down=lanes(DOWN),
+        messages=int((sends[:, :, [UP, DOWN]] >= 0).sum()),
+        rounds=sum(bool(one.pairs) for one in Placement.of(schedule, "stage").rounds),
+    )
