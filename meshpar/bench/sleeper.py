@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from meshpar.pipeline.schedules import Schedule, Timeline
+from meshpar.types import problem
 
 OPS = "FBW"
 SOURCE = Path(__file__).with_name("nap.cc")
@@ -113,6 +116,35 @@ class Sleeper:
         """Zero, after a sleep that begins when `after` is there."""
         # One small operand: a callback copies each that it takes.
         return self.bed.nap(op, share, jnp.stack([rank, after.ravel()[0]]))
+
+
+def timeline(schedule: Schedule, naps: Sequence[Nap]) -> Timeline:
+    """When which op of a step was, in seconds from the first one's start: as `Schedule.simulate` has it, but measured.
+
+    Args:
+      schedule: that ran.
+      naps: of one step, `sleeper.naps`.
+
+    Raises:
+      ValueError: these are not the naps of one step of it.
+    """
+    slept = defaultdict(list)
+    for nap in sorted(naps, key=lambda nap: nap.start_s):
+        slept[nap.device, nap.op].append(nap)
+    ops = schedule.table[..., 0] >= 0
+    times = np.full((2, *ops.shape), np.nan)
+    for stage, kind in np.ndindex(ops.shape[1:]):
+        ticks, own = np.flatnonzero(ops[:, stage, kind]), slept[stage, OPS[kind]]
+        if len(ticks) != len(own):
+            raise problem(
+                f"timeline of schedule `{schedule.name}`, stage {stage}",
+                f"find its {len(ticks)} {OPS[kind]}s",
+                f"there are {len(own)} naps of that kind",
+                "call forget() on the sleeper, run one step, and give its naps",
+            )
+        times[:, ticks, stage, kind] = np.transpose([(nap.start_s, nap.end_s) for nap in own])
+    start, end = times - np.nanmin(times)
+    return Timeline(start=start, end=end, busy=np.nansum(end - start, axis=(0, 2)))
 
 
 class _Bed(Protocol):

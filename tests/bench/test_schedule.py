@@ -147,6 +147,25 @@ def test_sleepers_keep_apart_and_forget(sleeper):
     assert (sleeper.naps, len(other.naps)) == ([], 2)
 
 
+def test_naps_make_a_timeline(quick):
+    schedule = make("zb-v", P, M)
+    program = pipeline.pipeline_program(schedule, quick.stage(pipeline._share(schedule)))
+    quick.op_s = 0.004
+    program()
+    found = sleepers.timeline(schedule, quick.naps)
+    wanted = schedule.simulate(f=0.004, b=0.004, w=0.004).free
+    np.testing.assert_array_equal(np.isnan(found.start), np.isnan(wanted.start))
+    assert np.nanmin(found.start) == 0
+    assert (found.busy >= wanted.busy).all()
+    assert found.makespan >= wanted.makespan
+    # What a stage's first op gives is there before the next stage's begins.
+    first = [schedule.done_in[0, 0, part] for part in range(P)]
+    assert found.end[first[0], 0, 0] <= found.start[first[1], 1, 0]
+    program()
+    with pytest.raises(MeshparError, match=r"stage 0.*forget\(\)"):
+        sleepers.timeline(schedule, quick.naps)
+
+
 @pytest.fixture
 def fresh(monkeypatch):
     """As a new process finds it: nothing is compiled yet."""
