@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from meshpar.models.llama import llama3_8b, llama3_70b, llama3_405b
     from meshpar.models.loss import next_token_loss
     from meshpar.models.sampling import generate
+    from meshpar.models.sparse import deepseek_v3, mixtral_8x7b
     from meshpar.models.transformer import Transformer
     from meshpar.models.transformer_linen import LinenTransformer
 
@@ -25,6 +26,8 @@ _HOME_OF = {
     "llama3_8b": "llama",
     "llama3_70b": "llama",
     "llama3_405b": "llama",
+    "mixtral_8x7b": "sparse",
+    "deepseek_v3": "sparse",
 }
 
 __all__ = [
@@ -33,10 +36,12 @@ __all__ = [
     "RopeScaling",
     "Transformer",
     "TransformerConfig",
+    "deepseek_v3",
     "generate",
     "llama3_8b",
     "llama3_70b",
     "llama3_405b",
+    "mixtral_8x7b",
     "next_token_loss",
 ]
 
