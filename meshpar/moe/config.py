@@ -43,10 +43,8 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.routing, Routing):
-            exists = "a Routing says it"
-            raise problem(
-                "MoEConfig(routing=...)", f"be {self.routing!r}", exists, "write moe.Routing(num_experts=8, ...)"
-            )
+            fix = "write moe.Routing(num_experts=8, top_k=2)"
+            raise problem("MoEConfig(routing=...)", f"be {self.routing!r}", "it is a Routing", fix)
         for field, least in (("mlp_dim", 1), ("shared_experts", 0), ("chunks", 1)):
             self._check_whole(field, least)
         for field in ("auxiliary_weight", "z_weight", "bias_rate"):

@@ -63,19 +63,21 @@ class MoE(nnx.Module):
             return nnx.Param(nnx.with_partitioning(init, names)(rngs.params(), shape, dtype))
 
         down = down_init or nnx.initializers.lecun_normal()
-        inward = (num_experts, embed_dim, width)
-        self.router = param(ROUTER_NAMES, (embed_dim, num_experts), nnx.initializers.lecun_normal())
-        self.gate = param(INWARD_NAMES, inward, expert_init(nnx.initializers.lecun_normal()))
-        self.up = param(INWARD_NAMES, inward, expert_init(nnx.initializers.lecun_normal()))
-        self.down = param(OUTWARD_NAMES, (num_experts, width, embed_dim), expert_init(down))
-        if config.shared_experts:
-            shared = (embed_dim, config.shared_dim)
-            self.shared_gate = param(INWARD_NAMES[1:], shared, nnx.initializers.lecun_normal())
-            self.shared_up = param(INWARD_NAMES[1:], shared, nnx.initializers.lecun_normal())
-            self.shared_down = param(OUTWARD_NAMES[1:], shared[::-1], down)
-        if config.is_biased:
-            self.bias = BalancingBias(jnp.zeros(num_experts, jnp.promote_types(dtype, jnp.float32)))
-            self.load = LoadCount(jnp.zeros(num_experts, jnp.int32))
+        # NNX would place annotated parameters on a mesh of its own; meshpar's rules place them when they are born.
+        with nnx.use_eager_sharding(False):
+            inward = (num_experts, embed_dim, width)
+            self.router = param(ROUTER_NAMES, (embed_dim, num_experts), nnx.initializers.lecun_normal())
+            self.gate = param(INWARD_NAMES, inward, expert_init(nnx.initializers.lecun_normal()))
+            self.up = param(INWARD_NAMES, inward, expert_init(nnx.initializers.lecun_normal()))
+            self.down = param(OUTWARD_NAMES, (num_experts, width, embed_dim), expert_init(down))
+            if config.shared_experts:
+                shared = (embed_dim, config.shared_dim)
+                self.shared_gate = param(INWARD_NAMES[1:], shared, nnx.initializers.lecun_normal())
+                self.shared_up = param(INWARD_NAMES[1:], shared, nnx.initializers.lecun_normal())
+                self.shared_down = param(OUTWARD_NAMES[1:], shared[::-1], down)
+            if config.is_biased:
+                self.bias = BalancingBias(jnp.zeros(num_experts, jnp.promote_types(dtype, jnp.float32)))
+                self.load = LoadCount(jnp.zeros(num_experts, jnp.int32))
 
     def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], Told]:
         """What the experts make of tokens, and what the layer tells; see `moe_layer`.

@@ -1,0 +1,446 @@
+"""A layer of experts: equal to the dense reference in value and every gradient on every mesh, and what it tells."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar import moe
+from meshpar.collectives.check import ranks_of
+from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
+from meshpar.pipeline.layers import running
+from meshpar.reports import collecting, is_listening, report
+from meshpar.types import MeshparError
+
+ROWS, SEQ, WIDTH, HIDDEN, EXPERTS = 8, 4, 4, 6, 8
+
+EXPERT = mp.expert_parallel()
+CASES: dict[str, tuple[dict[str, int], mp.Strategy]] = {
+    "expert": ({"expert": 8}, EXPERT),
+    "fsdp x expert x tensor": ({"fsdp": 2, "expert": 2, "tensor": 2}, mp.fsdp() | EXPERT | mp.tensor_parallel()),
+    "sequence split between layers": (
+        {"data": 2, "expert": 2, "tensor": 2},
+        mp.ddp() | EXPERT | mp.tensor_parallel(sequence=True),
+    ),
+    "sequence split": ({"expert": 4, "context": 2}, EXPERT | mp.context_parallel()),
+}
+MORE_CASES: dict[str, tuple[dict[str, int], mp.Strategy]] = {
+    "expert of 2": ({"expert": 2}, EXPERT),
+    "expert of 4": ({"expert": 4}, EXPERT),
+    "data x expert": ({"data": 4, "expert": 2}, mp.ddp() | EXPERT),
+    "fsdp x expert": ({"fsdp": 2, "expert": 4}, mp.fsdp() | EXPERT),
+    "expert x tensor": ({"expert": 4, "tensor": 2}, EXPERT | mp.tensor_parallel()),
+    "no expert axis": ({"fsdp": 4, "tensor": 2}, mp.fsdp() | mp.tensor_parallel()),
+    "fsdp x expert x sequence": ({"fsdp": 2, "expert": 2, "context": 2}, mp.fsdp() | EXPERT | mp.context_parallel()),
+    "everything": (
+        {"expert": 2, "context": 2, "tensor": 2},
+        EXPERT | mp.context_parallel() | mp.tensor_parallel(sequence=True),
+    ),
+}
+
+
+def config(**changes: Any) -> MoEConfig:
+    routing = Routing(num_experts=EXPERTS, top_k=2, **changes.pop("routing", {}))
+    return MoEConfig(routing=routing, mlp_dim=HIDDEN, **{"auxiliary_weight": 0.1, "z_weight": 0.01, **changes})
+
+
+def draw(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+
+
+def arrays() -> tuple[jax.Array, Weights, jax.Array, jax.Array]:
+    """Tokens, weights, a bias, and the cotangent of y."""
+    inward, outward = (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
+    weights = Weights(draw(1, WIDTH, EXPERTS), draw(2, *inward), draw(3, *inward), draw(4, *outward))
+    return draw(0, ROWS, SEQ, WIDTH), weights, 0.3 * draw(5, EXPERTS), draw(6, ROWS, SEQ, WIDTH)
+
+
+def swiglu(params, x):
+    gate, up, down = params
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def expected(cfg: MoEConfig, x, weights, bias, cotangent, *, token_ranks=1):
+    """The dense reference: a loss of y, with the auxiliary losses."""
+    flat = x.reshape(-1, WIDTH)
+    logits = flat @ weights.router
+    routed = moe.route(logits, cfg.routing, bias=bias)
+    room = moe.capacity(len(flat) // token_ranks, cfg.routing) if cfg.routing.capacity_factor else None
+    y = moe.reference.moe(
+        flat, routed.experts, routed.weights, swiglu, tuple(weights[1:]), capacity=room, token_ranks=token_ranks
+    )
+    losses = moe.auxiliary_loss(routed.scores, routed.experts, alpha=cfg.auxiliary_weight)
+    losses += moe.z_loss(logits, weight=cfg.z_weight)
+    return (y.reshape(x.shape) * cotangent).sum() + losses, routed
+
+
+def loss_of(cfg: MoEConfig, x, weights, bias, cotangent):
+    y, told = moe_layer(x, weights, cfg, bias=bias)
+    return (y * cotangent).sum() + told.loss, told
+
+
+def mesh_of(axes: dict[str, int]) -> jax.sharding.Mesh:
+    return mp.MeshSpec(**axes).build(jax.devices()[: math.prod(axes.values())])
+
+
+def on_mesh(cfg, axes, strategy, x, weights, bias, cotangent):
+    """((loss, told), gradients of x and of the weights), as one compiled program under rules."""
+    mesh = mesh_of(axes)
+
+    def run(x, weights):
+        with mp.rules.use(mesh, strategy):
+            return loss_of(cfg, x, weights, bias, cotangent)
+
+    return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, weights)
+
+
+def check(found, wanted, routed, *, atol=1e-12):
+    (loss, told), gradients = found
+    (wanted_loss, _), wanted_gradients = wanted
+    np.testing.assert_allclose(loss, wanted_loss, rtol=0, atol=atol)
+    for path, x in mp.types.tree_leaves_with_paths(gradients):
+        other = dict(mp.types.tree_leaves_with_paths(wanted_gradients))[path]
+        np.testing.assert_allclose(x, other, rtol=0, atol=atol * max(1, np.abs(other).max()), err_msg=path)
+    np.testing.assert_array_equal(told.load, moe.count(routed.experts, EXPERTS))
+
+
+@functools.cache
+def reference(cfg: MoEConfig, token_ranks: int = 1, biased: bool = False):
+    x, weights, bias, cotangent = arrays()
+
+    def run(x, weights):
+        return expected(cfg, x, weights, bias if biased else None, cotangent, token_ranks=token_ranks)
+
+    return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, weights)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Equal to the reference
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE_CASES)])
+def test_value_and_gradients_on_every_mesh(case):
+    with jax.enable_x64(True):
+        x, weights, _, cotangent = arrays()
+        wanted = reference(config())
+        found = on_mesh(config(), *{**CASES, **MORE_CASES}[case], x, weights, None, cotangent)
+        check(found, wanted, wanted[0][1])
+
+
+def test_without_a_mesh():
+    with jax.enable_x64(True):
+        x, weights, bias, cotangent = arrays()
+        cfg = config(routing={"score": "sigmoid", "scale": 2.5}, bias_rate=0.1)
+        wanted = reference(cfg, biased=True)
+        run = jax.value_and_grad(lambda x, weights: loss_of(cfg, x, weights, bias, cotangent), (0, 1), has_aux=True)
+        check(jax.jit(run)(x, weights), wanted, wanted[0][1])
+
+
+def test_capacity_is_that_of_each_device():
+    """Eight devices route four tokens each, and an expert has room for one choice of each device."""
+    with jax.enable_x64(True):
+        x, weights, _, cotangent = arrays()
+        cfg = config(routing={"capacity_factor": 1.0})
+        wanted = reference(cfg, token_ranks=8)
+        found = on_mesh(cfg, {"data": 2, "expert": 4}, mp.ddp() | EXPERT, x, weights, None, cotangent)
+        check(found, wanted, wanted[0][1])
+        experts = np.asarray(wanted[0][1].experts).reshape(8, -1)
+        over = sum(np.maximum(np.bincount(of, minlength=EXPERTS) - 1, 0).sum() for of in experts)
+        assert found[0][1].dropped == over > 0
+
+
+def test_tokens_that_are_whole_over_the_experts_stay():
+    """Each rank computes its own experts' part, as a decoder with a batch of one does: nothing is sent but sums."""
+    with jax.enable_x64(True):
+        x, weights, _, cotangent = arrays()
+        strategy = EXPERT | mp.tensor_parallel() | mp.Rules(batch=None)
+        wanted = reference(config())
+        found = on_mesh(config(), {"expert": 4, "tensor": 2}, strategy, x, weights, None, cotangent)
+        check(found, wanted, wanted[0][1])
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own slices", "all experts"])
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_inside_a_region_that_is_manual_over_the_batch(own, tensor):
+    """As in stages, and with accumulate_mode="once": every device differentiates its own part of the loss."""
+    strategy = EXPERT | mp.tensor_parallel()
+    with jax.enable_x64(True):
+        x, weights, _, cotangent = arrays()
+        mesh, cfg = mesh_of({"expert": 4, "tensor": tensor}), config()
+        wanted = reference(cfg)
+
+        def inside(x, weights, cotangent):
+            # The auxiliary losses are those of all tokens, and every device has them: a share is each one's own.
+            def share(x, weights):
+                y, told = moe_layer(x, weights, cfg)
+                return (y * cotangent).sum() + told.loss / ranks_of("test", "expert"), told
+
+            (loss, told), (dx, dw) = jax.value_and_grad(share, (0, 1), has_aux=True)(x, weights)
+            dw = dw if own else jax.lax.psum(dw, "expert")
+            return (jax.lax.psum(loss, "expert"), told), (dx, dw)
+
+        split = Weights(P(None, "expert"), *[P("expert")] * 3) if own else P()
+        run = jax.shard_map(
+            inside,
+            mesh=mesh,
+            in_specs=(P("expert"), split, P("expert")),
+            out_specs=((P(), P()), (P("expert"), split)),
+            axis_names={"expert"},
+            check_vma=False,
+        )
+
+        def ruled(x, weights):
+            with mp.rules.use(mesh, strategy):
+                return run(x, weights, cotangent)
+
+        check(jax.jit(ruled)(x, weights), wanted, wanted[0][1])
+
+
+def test_stages_sum_counts_themselves():
+    """Inside a region of stages a device tells of its own tokens."""
+    mesh, cfg = mesh_of({"expert": 4}), config()
+    x, weights, *_ = arrays()
+
+    def inside(x, weights):
+        with running(lambda *_: None):
+            _, told = moe_layer(x, weights, cfg)
+        return told.load[None]
+
+    run = jax.shard_map(
+        inside, mesh=mesh, in_specs=(P("expert"), P()), out_specs=P("expert"), axis_names={"expert"}, check_vma=False
+    )
+    with mp.rules.use(mesh, EXPERT):
+        load = jax.jit(run)(x, weights)
+    assert load.shape == (4, EXPERTS)
+    assert (load.sum(1) == ROWS * SEQ * 2 // 4).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precision
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_router_is_exact_in_bfloat16():
+    """Logits of bfloat16 tokens and weights decide in float32: two experts that bfloat16 cannot tell apart."""
+    width = 256
+    x = jnp.ones((1, 1, width), jnp.bfloat16)
+    router = jnp.full((width, EXPERTS), 1.0, jnp.bfloat16).at[0, 5].set(1.0078125)  # 256 and 256.0078125
+    experts = jnp.zeros((EXPERTS, width, 2), jnp.bfloat16)
+    weights = Weights(router, experts, experts, experts.swapaxes(1, 2))
+    cfg = MoEConfig(routing=Routing(num_experts=EXPERTS, top_k=1, normalize=False), mlp_dim=2)
+    y, told = jax.jit(functools.partial(moe_layer, config=cfg))(x, weights)
+    assert (y.dtype, told.loss.dtype) == (jnp.bfloat16, jnp.float32)
+    assert np.asarray(told.load).tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+
+
+def test_gradients_of_experts_meet_in_float32():
+    """A step in bfloat16: what devices sum is widened before, not after."""
+    x, weights, _, cotangent = jax.tree.map(lambda a: a.astype(jnp.bfloat16), arrays())
+    mesh = mesh_of({"data": 2, "expert": 2})
+
+    def run(weights, x):
+        with mp.rules.use(mesh, mp.ddp() | EXPERT):
+            return loss_of(config(auxiliary_weight=0.0, z_weight=0.0), x, weights, None, cotangent)[0]
+
+    sums = [
+        [var.aval for var in equation.invars]
+        for equation in equations(jax.make_jaxpr(jax.grad(run))(weights, x).jaxpr)
+        if equation.primitive.name.startswith("psum")
+    ]
+    shapes = {aval.shape: aval.dtype for of in sums for aval in of}
+    for shape in ((EXPERTS // 2, WIDTH, HIDDEN), (EXPERTS // 2, HIDDEN, WIDTH), (WIDTH, EXPERTS)):
+        assert shapes[shape] == jnp.float32
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in jax.tree.leaves(value, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flax modules
+# ---------------------------------------------------------------------------------------------------------------------
+
+BIASED = MoEConfig(
+    routing=Routing(num_experts=EXPERTS, top_k=2, score="sigmoid"), mlp_dim=HIDDEN, shared_experts=2, bias_rate=0.5
+)
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The NNX module, and its parameters as Linen's."""
+    module = moe.MoE(WIDTH, BIASED, rngs=nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    return module, moe.LinenMoE(WIDTH, BIASED), params
+
+
+def test_both_modules_are_the_same_layer(modules):
+    module, linen, params = modules
+    x = arrays()[0].astype(jnp.float32)
+    made = linen.init(jax.random.key(1), x)
+    assert jax.tree.map(jnp.shape, dict(nnx.to_pure_dict(nnx.state(module, nnx.Param)))) == {
+        name: box.value.shape for name, box in made["params"].items()
+    }
+    y, told = nnx.clone(module)(x)
+    balance = {"bias": jnp.zeros(EXPERTS), "load": jnp.zeros(EXPERTS, jnp.int32)}
+    (other, other_told), after = linen.apply({"params": params, "balance": balance}, x, mutable=["balance"])
+    np.testing.assert_array_equal(y, other)
+    np.testing.assert_array_equal(told.load, after["balance"]["load"])
+    np.testing.assert_array_equal(told.load, other_told.load)
+
+
+def test_shared_experts_are_for_every_token(modules):
+    module, _, params = modules
+    x = arrays()[0].astype(jnp.float32)
+    y, _ = nnx.clone(module)(x)
+    routed, _ = moe_layer(x, Weights(*(params[name] for name in Weights._fields)), BIASED, bias=jnp.zeros(EXPERTS))
+    shared = swiglu([params[f"shared_{name}"] for name in ("gate", "up", "down")], x)
+    assert np.abs(shared).max() > 0.1
+    np.testing.assert_allclose(y, routed + shared, rtol=1e-5, atol=1e-6)
+
+
+def test_the_names_of_parameters(modules):
+    model = mp.from_nnx(lambda rngs: moe.MoE(WIDTH, BIASED, rngs=rngs))
+    names = {leaf.path: leaf.names for leaf in model.leaves()}
+    assert names == {
+        "router": ("embed", "expert"),
+        "gate": ("expert", "embed", "mlp"),
+        "up": ("expert", "embed", "mlp"),
+        "down": ("expert", "mlp", "embed"),
+        "shared_gate": ("embed", "mlp"),
+        "shared_up": ("embed", "mlp"),
+        "shared_down": ("mlp", "embed"),
+    }
+    assert sum(math.prod(leaf.shape) for leaf in model.leaves()) == BIASED.num_params(WIDTH)
+    linen = mp.from_linen(moe.LinenMoE(WIDTH, BIASED), jax.ShapeDtypeStruct((2, 2, WIDTH), jnp.float32))
+    assert {leaf.path: leaf.names for leaf in linen.leaves()} == names
+
+
+def test_experts_are_drawn_each_by_itself(modules):
+    gate = np.asarray(modules[0].gate[...])
+    assert np.unique(gate).size == gate.size
+    # By the width that one expert sees, not by that of all together.
+    wide = moe.MoE(64, dataclasses.replace(BIASED, mlp_dim=64), rngs=nnx.Rngs(0))
+    assert np.std(np.asarray(wide.gate[...])) == pytest.approx(1 / 8, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_the_bias_moves_after_a_step_and_by_all_that_was_counted(kind):
+    build = lambda rngs: moe.MoE(WIDTH, BIASED, rngs=rngs)  # noqa: E731
+    linen = mp.from_linen(moe.LinenMoE(WIDTH, BIASED), jax.ShapeDtypeStruct((2, 2, WIDTH), jnp.float32))
+    model = mp.from_nnx(build) if kind == "nnx" else linen
+    params, extra = jax.jit(model.init)(jax.random.key_data(jax.random.key(0)))
+    x, loads = arrays()[0].astype(jnp.float32), []
+    for rows in (x[:2], x[2:]):
+        bound = model.bind(params, extra)
+        loads.append(bound(rows)[1].load)
+        extra = model.collect(bound)
+    total = np.asarray(loads[0] + loads[1])
+    of = extra["balance"] if kind == "linen" else extra
+    np.testing.assert_array_equal(of["load"], total)
+    np.testing.assert_array_equal(of["bias"], np.zeros(EXPERTS))
+    after = model.after_update(extra)
+    of = after["balance"] if kind == "linen" else after
+    np.testing.assert_array_equal(of["load"], np.zeros(EXPERTS))
+    np.testing.assert_array_equal(of["bias"], -0.5 * np.sign(total - total.mean()))
+    assert jax.tree.structure(after) == jax.tree.structure(extra)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reports
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_reports_reach_who_listens():
+    report(loss=jnp.ones(()))  # nobody does
+    assert not is_listening()
+    with collecting() as reports:
+        assert is_listening()
+        report(loss=jnp.ones(()), metrics={"a": jnp.zeros(3)})
+        report(loss=jnp.full((), 2.0), metrics={"a": jnp.ones(3)})
+    assert (float(reports.loss), reports.metrics["a"].tolist()) == (3.0, [1.0, 1.0, 1.0])
+    with collecting() as reports:
+        pass
+    assert reports.loss is None
+
+
+def test_metrics_of_all_layers():
+    load = jnp.asarray([[4, 0, 0, 4], [2, 2, 2, 2]])
+    aux = moe.Told(jnp.full((), 0.5), load, jnp.asarray([2, 0]), jnp.asarray([0.1, 0.2])).aux
+    cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2, z_weight=1.0)
+    mesh = mesh_of({"expert": 2})
+    with collecting() as reports, mp.rules.use(mesh, EXPERT):
+        moe.report_layers(aux, cfg)
+    found = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
+    assert found["moe/load"] == load.tolist()
+    assert found["moe/rank_load"] == [[4, 4], [4, 4]]
+    assert found["moe/drop_rate"] == [0.25, 0]
+    assert (float(reports.loss), found["moe/aux_loss"]) == (0.5, 0.5)
+    with collecting() as reports:
+        moe.report_layers(aux, dataclasses.replace(cfg, z_weight=0.0))
+    assert reports.loss is None
+    assert np.asarray(reports.metrics["moe/rank_load"]).tolist() == [[8], [8]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+BY_EXPERTS = Routing(num_experts=4, top_k=2, choice="expert", causal=False, normalize=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"routing": "top2"}, "it is a Routing"),
+        ({"mlp_dim": 0}, "whole number, 1 or more"),
+        ({"shared_experts": -1}, "whole number, 0 or more"),
+        ({"bias_rate": -1.0}, "from 0 on"),
+        ({"z_weight": math.inf}, "from 0 on"),
+        ({"implementation": "rugged"}, "`ragged`"),
+        ({"chunks": 2, "routing": BY_EXPERTS}, "leave chunks out"),
+        ({"bias_rate": 0.1, "routing": BY_EXPERTS}, "leave bias_rate out"),
+    ],
+)
+def test_configs_that_make_no_sense(changes, words):
+    given = {"routing": Routing(num_experts=4, top_k=2), "mlp_dim": 4, **changes}
+    with pytest.raises(MeshparError, match=words):
+        MoEConfig(**given)
+
+
+def test_weights_of_another_config():
+    x, weights, *_ = arrays()
+    with pytest.raises(MeshparError, match=r"`down` of shape \(8, 4, 6\)"):
+        moe_layer(x, weights._replace(down=weights.gate), config())
+    with pytest.raises(MeshparError, match="a router of shape"):
+        moe_layer(x, weights._replace(router=weights.router[:, :7]), config())
+    with pytest.raises(MeshparError, match="without its balancing bias"):
+        moe_layer(x, weights, config(bias_rate=0.1))
+    fewer = Weights(weights.router, *(of[:4] for of in weights[1:]))
+    with pytest.raises(MeshparError, match="be 4 of 8 experts"), mp.rules.use(mesh_of({"expert": 4}), EXPERT):
+        moe_layer(x, fewer, config())
+
+
+def test_tokens_that_are_split_over_some_axes_of_the_experts():
+    x, weights, *_ = arrays()
+    strategy = EXPERT | mp.Rules(act_expert=("expert", "inner"), batch="expert")
+    mesh = mesh_of({"expert": 2, "inner": 2})
+    with pytest.raises(MeshparError, match="whole over `inner`"), mp.rules.use(mesh, strategy):
+        moe_layer(x, weights, config())
