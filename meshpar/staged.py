@@ -97,6 +97,7 @@ def staged_gradients(
         batch_axes=batch_axes,
         gather=pipelined.gather,
         grad_dtype=precision.reduce_dtype,
+        split_inside=_split_inside(setup),
     )
     specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs)
     late = jnp.zeros((schedule.stages, 0), jnp.float32)
@@ -427,16 +428,6 @@ def _check(setup: Setup, schedule: Schedule, pipelined: Pipelined) -> None:
             f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items())}",
             f"write MeshSpec({pipelined.axis}={schedule.stages}, ...), or pipeline_parallel(stages=...) of its size",
         )
-    for names in (("batch", "norm_seq", "act_embed"), ("batch", "seq", "act_embed")):
-        like = Leaf(path="activations", shape=(setup.mesh.size,) * 3, dtype=np.dtype(np.float32), names=names)
-        for name, entry in zip(names[1:], resolve(like, setup.strategy.activations, setup.mesh).spec[1:], strict=False):
-            if split := [axis for axis in spec_axes(entry) if sizes[axis] > 1]:
-                raise problem(
-                    f"{where}, activations dim `{name}`",
-                    f"be split over {', '.join(split)} where they go from stage to stage",
-                    "stages hand on activations that are split over the batch only",
-                    "leave out context_parallel() and tensor_parallel(sequence=True); tensor_parallel() works",
-                )
     for path in sorted(setup.model.random_keys()):
         raise problem(
             f"`{path}` of the model under {where}",
@@ -444,6 +435,16 @@ def _check(setup: Setup, schedule: Schedule, pipelined: Pipelined) -> None:
             "a model's own random stream would give all of them the same numbers",
             "draw random numbers from the key the loss function is given",
         )
+
+
+def _split_inside(setup: Setup) -> tuple[str, ...]:
+    """Mesh axes over which activations are split between layers, beside those of the batch."""
+    sizes, found = axis_sizes(setup.mesh), []
+    for names in (("batch", "norm_seq", "act_embed"), ("batch", "seq", "act_embed")):
+        like = Leaf(path="activations", shape=(setup.mesh.size,) * 3, dtype=np.dtype(np.float32), names=names)
+        for entry in resolve(like, setup.strategy.activations, setup.mesh).spec[1:]:
+            found += [axis for axis in spec_axes(entry) if sizes[axis] > 1]
+    return tuple(dict.fromkeys(found))
 
 
 def _check_rows(batch: PyTree, schedule: Schedule, batch_axes: tuple[str, ...], sizes: Mapping[str, int]) -> None:

@@ -94,7 +94,22 @@ CASES = {
         mp.fsdp() | mp.tensor_parallel(),
     ),
     "1f1b | zero1": (mp.MeshSpec(stage=2, fsdp=4), {"stages": 2, "microbatches": 2}, mp.zero1()),
+    "zb-h1 | sequence": (
+        mp.MeshSpec(stage=2, tensor=2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"},
+        mp.tensor_parallel(sequence=True),
+    ),
+    "1f1b | sequence": (
+        mp.MeshSpec(stage=2, tensor=2), {"stages": 2, "microbatches": 4}, mp.tensor_parallel(sequence=True)
+    ),
+    "zb-v | fsdp | sequence": (
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"},
+        mp.fsdp() | mp.tensor_parallel(sequence=True),
+    ),
 }  # fmt: skip
+RARE = {
+    "1f1b", "gpipe, one microbatch", "dualpipe | data", "1f1b | zero1", "1f1b | sequence", "zb-v | fsdp | sequence"
+}  # fmt: skip
+"""What is there in other tests, or in others of these cases."""
 
 
 @pytest.fixture
@@ -103,13 +118,13 @@ def x64():
         yield
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(c, marks=pytest.mark.matrix) if c in RARE else c for c in CASES])
 def test_nnx_as_on_one_device(name, x64):
     spec, asked, inside = CASES[name]
     check("nnx", config(), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved | fsdp | tensor"])
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved | fsdp | tensor", marks=pytest.mark.matrix)])
 def test_linen_as_on_one_device(name, x64):
     spec, asked, inside = CASES[name]
     check("linen", config(), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
@@ -259,9 +274,9 @@ MISTAKES = {
     "layers": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"}, mp.ddp(), {}, "4 or 8"),
     "rows": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "use a batch of 21"),
     "accumulate": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2}, mp.ddp(), {"accumulate": 2}, "microbatches"),
-    "sequence": (
-        mp.MeshSpec(stage=2, tensor=2), {"stages": 2, "microbatches": 2}, mp.tensor_parallel(sequence=True), {},
-        "dim `norm_seq`",
+    "ring": (
+        mp.MeshSpec(stage=2, context=2), {"stages": 2, "microbatches": 2}, mp.context_parallel(), {},
+        "`ppermute` over `context` inside a stage",
     ),
 }  # fmt: skip
 
@@ -296,6 +311,24 @@ def test_layers_that_use_outer_parameters_are_refused():
     step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
     with pytest.raises(mp.MeshparError, match="stands outside of the stacked layers"):
         step(state, {"x": np.ones((4, 4), np.float32)})
+
+
+def test_split_activations_are_to_be_told_before_the_layers():
+    def init(key):
+        return {"layers": {"up": jnp.ones((2, 4, 8)), "down": jnp.ones((2, 8, 4))}}
+
+    def apply(params, x):
+        return mp.pipeline.scan_layers(lambda x, one: x @ one["up"] @ one["down"], x, params["layers"])
+
+    names = {"layers/up": ("layers", "embed", "mlp"), "layers/down": ("layers", "mlp", "embed")}
+    state = mp.init_state(
+        mp.from_functions(init, apply, names=names), optax.sgd(0.1), key=0,
+        mesh=mp.MeshSpec(stage=2, tensor=2).build(jax.devices()[:4]),
+        strategy=mp.pipeline_parallel(stages=2, microbatches=2) | mp.tensor_parallel(sequence=True),
+    )  # fmt: skip
+    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
+    with pytest.raises(mp.MeshparError, match='is no meshpar.constrain(.|\n)*"norm_seq"'):
+        step(state, {"x": np.ones((4, 4, 4), np.float32)})
 
 
 def test_a_checkpoint_moves_to_a_mesh_without_stages_and_back(tmp_path):

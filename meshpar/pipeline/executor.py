@@ -18,11 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
 
 from meshpar.pipeline.layers import Aux
 from meshpar.pipeline.schedules import Schedule, Slots
 from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.schedules.slots import SHIFTS, STAY, colored
+from meshpar.pipeline.slicing import flat_jaxpr
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
 from meshpar.types import PyTree
 
@@ -219,6 +222,7 @@ class _Trace:
         zero = jnp.zeros((), jnp.int32)
         micro = self.micro(zero, zero)
         self.x = jax.eval_shape(self.functions.first, ends, micro)
+        self.layout = layout_of(self.functions.first, ends, micro)
         one = jax.eval_shape(lambda params: executor.whole(self._chunk(params, zero)), params)
         self.part_params = one
         self.split: SplitVjp = split_vjp(self._stage, one, (self.x, _data(micro)))
@@ -252,6 +256,15 @@ class _Trace:
     def _first(self, ends: PyTree, micro: Micro) -> PyTree:
         with jax.named_scope("first"):
             return self.functions.first(ends, micro)
+
+    def _laid(self, x: PyTree) -> PyTree:
+        """What goes from part to part, as the first part lays it out: XLA wants it alike at the end of all branches."""
+        leaves, structure = jax.tree.flatten(x)
+        laid = [
+            x if spec is None else lax.with_sharding_constraint(x, spec)
+            for x, spec in zip(leaves, self.layout, strict=True)
+        ]
+        return jax.tree.unflatten(structure, laid)
 
     def _chunk(self, params: PyTree, chunk: jax.Array) -> PyTree:
         if self.chunks == 1:
@@ -373,7 +386,7 @@ class _Trace:
             if has_f:
                 up, left, sums = self._forward(inbox, sums, at)
                 made = made._replace(up=up, left=left)
-            return sums, made
+            return sums, made._replace(up=self._laid(made.up), down=self._laid(made.down))
 
         return run
 
@@ -383,8 +396,8 @@ class _Trace:
             with jax.named_scope(IF_FIRST):
                 x = lax.cond(
                     at["part"][F] == 0,
-                    lambda: self._first(self.ends, micro),
-                    lambda: _read(inbox, at["inbox"][F]),
+                    lambda: self._laid(self._first(self.ends, micro)),
+                    lambda: self._laid(_read(inbox, at["inbox"][F])),
                 )
             params = self.executor.whole(self._chunk(self.params, at["chunk"][F]))
             ((y, aux_loss), metrics), left = self.split.forward(params, (x, _data(micro)))
@@ -404,12 +417,12 @@ class _Trace:
             loss, vjp, (weight, metrics) = jax.vjp(lambda e, y: self._last(e, y, micro), self.ends, y, has_aux=True)
             d_ends, dy = vjp(jnp.ones_like(loss))
             added = {name: sums.metrics[name] + x for name, x in metrics.items()}
-            return dy, dataclasses.replace(
+            return self._laid(dy), dataclasses.replace(
                 sums, loss=sums.loss + loss, metrics=added, weight=sums.weight + weight, ends=_sum(sums.ends, d_ends)
             )  # fmt: skip
 
         def from_next(sums: Sums) -> tuple[PyTree, Sums]:
-            return _read(inbox, at["inbox"][B]), sums
+            return self._laid(_read(inbox, at["inbox"][B])), sums
 
         with jax.named_scope("backward"):
             with jax.named_scope(IF_LAST):
@@ -437,6 +450,21 @@ class _Trace:
             return total.at[chunk].add(grad.astype(total.dtype))
 
         return jax.tree.map(add, sums, grads)
+
+
+def layout_of(first: Callable[[PyTree, Micro], PyTree], ends: PyTree, micro: Micro) -> list[PartitionSpec | None]:
+    """How a function lays out each leaf of its result where it splits it over axes that are XLA's; else None."""
+    closed, _ = flat_jaxpr(lambda ends, data: (first(ends, _micro(data)), ()), ends, _data(micro))
+    made = {out: eqn for eqn in closed.jaxpr.eqns for out in eqn.outvars}
+
+    def spec_of(out: Any) -> PartitionSpec | None:
+        eqn = None if isinstance(out, Literal) else made.get(out)
+        if eqn is None or eqn.primitive.name != "sharding_constraint":
+            return None
+        sharding = eqn.params["sharding"]
+        return None if sharding.is_fully_replicated else sharding.spec
+
+    return [spec_of(out) for out in closed.jaxpr.outvars]
 
 
 def _data(micro: Micro) -> Any:

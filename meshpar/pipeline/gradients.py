@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import broadcast
-from meshpar.pipeline.executor import Executor, Functions, Micro, Plan, Sums
+from meshpar.pipeline.executor import Executor, Functions, Micro, Plan, Sums, layout_of
 from meshpar.pipeline.layers import Aux, with_aux
 from meshpar.pipeline.placement import Placement
 from meshpar.pipeline.schedules import Schedule
@@ -60,6 +60,8 @@ class Pipeline:
     gather: Literal["step", "microbatch"] = "step"
     grad_dtype: Callable[[Any], Any] = lambda dtype: jnp.promote_types(dtype, jnp.float32)
     meet: bool = True
+    split_inside: tuple[str, ...] = ()
+    """Axes, not the batch's, over which what goes from part to part is to be split; the first part says how."""
 
     def sums(
         self, params: Params, specs: Params, grad_specs: Params, batch: PyTree, key: jax.Array, late: jax.Array,
@@ -214,6 +216,13 @@ class Pipeline:
         x = jax.eval_shape(functions.first, ends, micro)
         y, _ = jax.eval_shape(functions.stage, one, x, micro)
         _check_alike(x, y)
+        if self.split_inside and not any(layout_of(functions.first, ends, micro)):
+            raise problem(
+                "what stands before the stacked layers",
+                f"give them activations split over {', '.join(self.split_inside)}",
+                "its result is no meshpar.constrain(...) that splits them so",
+                'end it with x = mp.constrain(x, "batch", "norm_seq", "act_embed"), with the names of its dims',
+            )
         if functions.inside is not None:
             _check_own(functions.inside, one, ends, x, micro)
 
@@ -227,7 +236,7 @@ class Pipeline:
             ("loss_fn", loss, (ends, x, micro)),
         ):
             closed, _ = flat_jaxpr(lambda *args, f=function: (f(*args), ()), *args)
-            _check_apart(name, closed.jaxpr, self.axis)
+            _check_apart(name, closed.jaxpr, self.axis, axis_sizes(self.mesh))
             if name != "stage_fn":
                 uses.append(Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs[:count])
         parts = self.schedule.parts.tolist()
@@ -525,7 +534,7 @@ LOCAL = frozenset({"axis_index", "pvary", "pcast", "pbroadcast"})
 """Primitives that name an axis and send nothing."""
 
 
-def _check_apart(name: str, jaxpr: Any, axis: str) -> None:
+def _check_apart(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> None:
     """Nothing communicates over the stages: each is in another part of the model, in another microbatch."""
     for eqn in jaxpr.eqns:
         named = eqn.params.get("axis_name", eqn.params.get("axes", ()))
@@ -537,11 +546,20 @@ def _check_apart(name: str, jaxpr: Any, axis: str) -> None:
                 "its ranks are the stages, each at another microbatch and some at none",
                 "leave it out: results go from stage to stage by themselves, and gradients are summed behind the loop",
             )
+        if eqn.primitive.name == "ppermute" and any(sizes.get(a, 1) > 1 for a in axes):
+            raise problem(
+                name,
+                f"run `ppermute` over {', '.join(f'`{a}`' for a in axes)} inside a stage",
+                "XLA has all devices of a mesh meet in every permute, and other stages do something else meanwhile: "
+                "they would wait for each other for ever",
+                "leave out what sends around a ring (context_parallel, matmuls that overlap their messages) under "
+                "stages; tensor_parallel(sequence=True) works",
+            )
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    _check_apart(name, inner, axis)
+                    _check_apart(name, inner, axis, sizes)
 
 
 def _told(tree: PyTree) -> str:
