@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from meshpar.bench.found import Collectives, Row
+    from meshpar.bench.pipeline import Schedules
     from meshpar.ledger.memory import Memory
     from meshpar.ledger.report import Report
     from meshpar.ledger.timeline import Segment, Timeline
@@ -893,6 +894,17 @@ OPS = {"F": "#8ecae6", "B": "#a8d8a0", "W": "#ffd166"}
 """Forward, gradient of the input, gradient of the weights; every other chunk is drawn darker."""
 _OPS_DARK = {"F": "#5aa9d6", "B": "#6dbb6a", "W": "#e0a93b"}
 _OPS_MEAN = {"F": "forward", "B": "backward: input", "W": "backward: weights"}
+SCHEDULES = {
+    "gpipe": "#7d8a97",
+    "1f1b": "#22303c",
+    "interleaved-1f1b": "#2f7fc1",
+    "zb-h1": "#e0a32e",
+    "zb-h2": "#d1495b",
+    "zb-v": "#4a9e5c",
+    "dualpipe": "#8f6bb3",
+    "dualpipe-v": "#c77fb0",
+}
+"""One colour for each pipeline schedule; others take the next of `MORE`."""
 
 
 def schedule(
@@ -908,17 +920,37 @@ def schedule(
       comm: of a message between neighbours.
       lockstep: whether all stages begin each tick together; otherwise each begins as soon as it can.
     """
+    times = [one.simulate(f=f, b=b, w=w, comm=comm) for one in schedules]
+    return schedule_times(
+        [(one, found.lockstep if lockstep else found.free) for one, found in zip(schedules, times, strict=True)]
+    )
+
+
+def schedule_times(
+    lines: Sequence[tuple[Schedule, PipelineTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
+) -> Figure:
+    """Pipeline schedules on a clock, simulated or measured, one above the other on one time axis.
+
+    Args:
+      lines: schedules and their times.
+      titles: of each; default: the schedule's name.
+      unit: of the times.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    times = [one.simulate(f=f, b=b, w=w, comm=comm) for one in schedules]
-    lines = [found.lockstep if lockstep else found.free for found in times]
-    heights = [one.stages for one in schedules]
-    figure = Figure(figsize=(12.0, 0.7 * len(schedules) + 0.24 * sum(heights) + 0.8), layout="constrained")
-    panels = figure.subplots(len(schedules), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    for panel, one, line in zip(panels, schedules, lines, strict=True):
-        _draw_schedule(panel, one, line, inches_per_unit=10.5 / max(found.makespan for found in lines))
-    panels[-1].set_xlabel("time", color=INK)
+    heights = [one.stages for one, _ in lines]
+    longest = max(line.makespan for _, line in lines)
+    figure = Figure(figsize=(12.0, 0.7 * len(lines) + 0.24 * sum(heights) + 0.8), layout="constrained")
+    panels = figure.subplots(len(lines), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    names = [one.name for one, _ in lines] if titles is None else titles
+    for panel, (one, line), name in zip(panels, lines, names, strict=True):
+        _draw_schedule(panel, one, line, inches_per_unit=10.5 / longest)
+        panel.set_title(
+            f"{name}   makespan {f'{line.makespan:.4g} {unit}'.strip()}, bubble {line.bubble_fraction:.1%}, "
+            f"of a stage's span {line.span_bubble_fraction:.1%}", loc="left", fontsize=9, color=INK, fontweight="bold",
+        )  # fmt: skip
+    panels[-1].set_xlabel(f"time in {unit}" if unit else "time", color=INK)
     handles = [Patch(facecolor=OPS[kind], label=meaning) for kind, meaning in _OPS_MEAN.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
     return figure
@@ -943,11 +975,83 @@ def _draw_schedule(panel: Axes, one: Schedule, line: PipelineTimeline, *, inches
     panel.set_xlim(left=0)
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.tick_params(axis="y", length=0)
-    title = f"{one.name}   makespan {line.makespan:.4g}, bubble {line.bubble_fraction:.1%}"
-    panel.set_title(
-        f"{title}, of a stage's span {line.span_bubble_fraction:.1%}", loc="left", fontsize=9, color=INK,
-        fontweight="bold",
-    )  # fmt: skip
+
+
+def schedule_curves(
+    microbatches: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], *, title: str = ""
+) -> Figure:
+    """Numbers of pipeline schedules against the number of microbatches, a panel for each kind of number.
+
+    Args:
+      microbatches: where.
+      panels: what is told -> schedule -> its numbers there. Lines that coincide share a label.
+      title: above all panels.
+    """
+    figure, axes = _figure(6.2 * len(panels), 3.9, columns=len(panels))
+    more = itertools.cycle(MORE)
+    for panel, (what, curves) in zip(np.atleast_1d(axes).flat, panels.items(), strict=True):
+        together: dict[tuple[float, ...], list[str]] = {}
+        for name, values in curves.items():
+            together.setdefault(tuple(round(float(value), 9) for value in values), []).append(name)
+        for values, names in together.items():
+            color = SCHEDULES.get(names[0]) or next(more)
+            panel.plot(microbatches, values, color=color, lw=1.8, marker="o", ms=4, clip_on=False)
+        panel.set_ylim(bottom=0)
+        panel.set_xticks(microbatches)
+        panel.grid(color=FAINT, lw=0.5)
+        panel.set_xlabel("microbatches", color=INK)
+        panel.set_title(what, loc="left", color=INK, fontsize=10)
+        lines = panel.get_lines()
+        ends = {", ".join(names): line for names, line in zip(together.values(), lines, strict=True)}
+        _name_at_end(panel, ends)
+    figure.suptitle(title, color=INK, fontweight="bold", fontsize=11)
+    return figure
+
+
+def _name_at_end(panel: Axes, lines: Mapping[str, Any]) -> None:
+    """Each line's name at its right end; where two would touch, the upper one moves up."""
+    low, high = panel.get_ylim()
+    room, last = 0.062 * (high - low), float("-inf")
+    for name, line in sorted(lines.items(), key=lambda item: item[1].get_ydata()[-1]):
+        x, y = line.get_xdata()[-1], line.get_ydata()[-1]
+        last = max(y, last + room)
+        panel.annotate(
+            name, (x, last), xytext=(8, 0), textcoords="offset points", va="center", fontsize=8.5,
+            color=line.get_color(), annotation_clip=False,
+        )  # fmt: skip
+
+
+def schedules(found: Schedules, *, title: str = "") -> Figure:
+    """Steps of pipeline schedules as measured (filled, quartiles as bars) over their simulations (open).
+
+    Args:
+      found: what `meshpar.bench.schedules` measured.
+      title: above the picture.
+    """
+    cases = list(dict.fromkeys((row.stages, row.microbatches) for row in found.rows))
+    names = list(dict.fromkeys(row.schedule for row in found.rows))
+    figure, axes = _figure(9.0, 0.8 + 0.32 * len(names) * len(cases), rows=len(cases))
+    for panel, case in zip(np.atleast_1d(axes).flat, cases, strict=True):
+        rows = [row for row in found.rows if (row.stages, row.microbatches) == case]
+        for at, row in enumerate(rows):
+            color = SCHEDULES.get(row.schedule, MORE[0])
+            measured, simulated = 1e3 * row.time_s, 1e3 * row.free_s
+            panel.plot([simulated, measured], [at, at], color=color, lw=1.2)
+            panel.plot(simulated, at, marker="o", ms=8, mfc="white", mec=color, mew=1.5)
+            spread = [[measured - 1e3 * row.low_s], [1e3 * row.high_s - measured]]
+            panel.errorbar(measured, at, xerr=spread, marker="o", ms=5, color=color, elinewidth=0.8, capsize=2)
+            panel.annotate(
+                f"× {row.ratio:.2f}", (max(measured, simulated), at), xytext=(10, 0), textcoords="offset points",
+                va="center", fontsize=8, color=INK,
+            )  # fmt: skip
+        panel.set_yticks(range(len(rows)), [row.schedule for row in rows], fontsize=8)
+        panel.set_ylim(len(rows) - 0.5, -0.5)
+        panel.margins(x=0.12)
+        panel.grid(color=FAINT, lw=0.5, axis="x")
+        panel.set_title("{} stages, {} microbatches".format(*case), loc="left", color=INK, fontsize=9)
+    np.atleast_1d(axes).flat[-1].set_xlabel("ms a step: open simulated, filled measured", color=INK)
+    figure.suptitle(title, color=INK, fontweight="bold", fontsize=11)
+    return figure
 
 
 # ---------------------------------------------------------------------------------------------------------------------

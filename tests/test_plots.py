@@ -435,3 +435,51 @@ def test_curves_of_experts_are_the_values_given(unit):
 def test_loads_that_cannot_be_drawn(load, num_ranks, told):
     with pytest.raises(mp.MeshparError, match=told):
         plots.expert_load(load, num_ranks=num_ranks)
+
+
+# Pipelines -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_timeline_is_drawn_where_its_ops_were():
+    one = mp.pipeline.make("1f1b", 2, 4)
+    simulated = one.simulate().free
+    late = dataclasses.replace(simulated, start=10 * simulated.start, end=10 * simulated.end, busy=10 * simulated.busy)
+    figure = plots.schedule_times([(one, simulated), (one, late)], titles=["theory", "measured"], unit="ms")
+    above, below = figure.axes
+    assert "theory   makespan 15 ms" in above.get_title(loc="left")
+    assert "measured   makespan 150 ms" in below.get_title(loc="left")
+    ends = [
+        max(path.get_extents().x1 for bars in panel.collections for path in bars.get_paths())
+        for panel in (above, below)
+    ]
+    assert ends == [15, 150]
+    assert below.get_xlabel() == "time in ms"
+
+
+def test_curves_of_schedules_share_a_name_where_they_coincide():
+    curves = {"gpipe": [0.4, 0.3], "1f1b": [0.4, 0.3], "zb-v": [0.1, 0.0], "mine": [0.1, 0.001]}
+    figure = plots.schedule_curves([4, 8], {"bubble": curves, "memory": {"1f1b": [4, 4]}})
+    bubble, memory = figure.axes
+    assert [list(line.get_ydata()) for line in bubble.get_lines()] == [[0.4, 0.3], [0.1, 0.0], [0.1, 0.001]]
+    assert texts(figure) == ["zb-v", "mine", "gpipe, 1f1b", "1f1b"]
+    heights = [text.xy[1] for text in bubble.texts]
+    assert heights[1] - heights[0] > 0.01, "names that would touch stand apart"
+    assert memory.get_title(loc="left") == "memory"
+
+
+def test_measured_schedules_stand_beside_their_simulations():
+    from meshpar.bench.pipeline import Row, Schedules
+
+    def row(name, microbatches, time_s):
+        return Row(
+            schedule=name, stages=4, microbatches=microbatches, ticks=33, time_s=time_s, low_s=time_s, high_s=time_s,
+            free_s=0.5, lockstep_s=0.5, busy_s=0.4, naps={},
+        )  # fmt: skip
+
+    rows = (row("gpipe", 8, 0.55), row("zb-v", 8, 0.5), row("gpipe", 16, 0.6))
+    figure = plots.schedules(Schedules(op_s=0.02, repeats=1, load=(0, 0), rows=rows, measures=(), sleeps=""))
+    few, many = figure.axes
+    assert [label.get_text() for label in few.get_yticklabels()] == ["gpipe", "zb-v"]
+    assert texts(figure) == ["× 1.10", "× 1.00", "× 1.20"]
+    assert many.get_title(loc="left") == "4 stages, 16 microbatches"
+    assert sorted({float(x) for line in few.get_lines() for x in line.get_xdata()}) == [500, 550]
