@@ -46,8 +46,8 @@ HOUSE: dict[str, list[str] | str] = {
     "data": ["types"],
     "checkpoint": ["state"],
     "loop": ["step", "data", "checkpoint"],
-    "moe": ["collectives", "regions", "pipeline", "reports"],
-    "moe.placement": ["state"],  # of a whole TrainState
+    "moe.placement": ["state"],
+    "moe": ["collectives", "regions", "pipeline", "reports", "moe.placement"],
     "models": ["regions", "reports", "adapters", "precision", "moe", "pipeline"],
     "planner": ["mesh", "rules", "strategies", "pipeline.schedules", "planner.choice"],
     "ledger": ABOVE,

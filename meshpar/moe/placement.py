@@ -10,13 +10,14 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.types import Names, PyTree, near_or, path_str, problem, tree_leaves_with_paths
+from meshpar.state import TrainState
+from meshpar.types import Names, PyTree, axis_sizes, near_or, path_str, problem, spec_axes, tree_leaves_with_paths
 
 Method = Literal["auto", "greedy", "optimal"]
 
@@ -51,9 +52,10 @@ class Placement:
 
 
 class Rebalanced(NamedTuple):
-    """Parameters with their experts placed anew."""
+    """A model with its experts placed anew."""
 
-    params: PyTree
+    state: Any
+    """What was given: a TrainState, or parameters."""
     placements: dict[str, tuple[Placement, ...]]
     """By the path given with the loads ("" when there was none), one for each layer."""
 
@@ -104,11 +106,11 @@ def place(
 
 
 def rebalance(
-    params: PyTree,
+    state: TrainState | PyTree,
     loads: np.ndarray | jax.Array | Mapping[str, Any],
     *,
-    names: Mapping[str, Names],
-    num_ranks: int,
+    names: Mapping[str, Names] | None = None,
+    num_ranks: int | None = None,
     groups: int = 1,
     method: Method = "auto",
 ) -> Rebalanced:
@@ -118,29 +120,51 @@ def rebalance(
     numbered: tokens whose scores tie exactly excepted, since a tie goes to the lowest number. Arrays keep their dtype
     and sharding; experts travel between ranks once. Not to be called inside `jax.jit`: the loads have to be known.
 
+    Of a TrainState the optimizer's moments are permuted like the parameters they belong to, and so are vectors of E
+    numbers that the model keeps beside its parameters in the module of a router (the balancing bias, the loads it
+    counts), one for each layer where layers are stacked.
+
     Args:
-      params: a tree of arrays; what belongs to the experts and is kept elsewhere (the balancing bias in a model's
-        extras, the moments of an optimizer) has to be in it too, or be given the same placements with `permute`.
+      state: a TrainState, or a tree of parameters; what belongs to the experts and is not in such a tree has to be
+        given the same placements with `permute`.
       loads: tokens of each expert [E], or [layers, E] for layers stacked along a dim named `layers`, each of which is
         placed by itself; or several such by the path that the layer's leaves begin with.
       names: logical names of the dims by path, as `Model.names()` gives them. The router's last dim has to be named
-        `expert`, whatever splits it.
-      num_ranks, groups, method: as for `place`.
+        `expert`, whatever splits it. A TrainState knows those of its parameters; given all the same, they come first.
+      num_ranks: of the mesh axes that experts are split over; a TrainState knows it.
+      groups, method: as for `place`. A router that chooses among groups needs them, or it would choose otherwise.
 
     Raises:
-      ValueError: as for `place`; no leaf named so, no router among them, or one of another size.
+      ValueError: as for `place`; no leaf named so, no router among them, or one of another size; parameters without
+        names or number of ranks.
     """
+    is_state = isinstance(state, TrainState)
+    if not is_state and (names is None or num_ranks is None):
+        missing = " and ".join(what for what, given in (("names", names), ("num_ranks", num_ranks)) if given is None)
+        raise problem(
+            "rebalance",
+            f"place the experts of parameters without {missing}",
+            "a TrainState knows both, a tree of arrays neither",
+            "give the state, or names=model.names() and num_ranks=mesh.shape['expert']",
+        )
+    parts = {"params": state.params, "opt_state": state.opt_state, "extra": state.extra} if is_state else {"": state}
+    known = _known(state, names or {}) if is_state else {"": _own_names(state, names or {})}
+    ranks = num_ranks if num_ranks is not None else _ranks_of_experts(state)
+    of_params = {path: named for path, (named, _) in known["params" if is_state else ""].items()}
     by_scope = dict(loads) if isinstance(loads, Mapping) else {"": loads}
     placements = {}
     for scope, given in by_scope.items():
-        _check_router(params, names, scope)
+        _check_router(of_params, scope)
         layers = np.asarray(given)
         rows = layers if layers.ndim == 2 else layers[None]
-        placed = tuple(place(row, num_ranks, groups=groups, method=method) for row in rows)
+        placed = tuple(place(row, ranks, groups=groups, method=method) for row in rows)
         order = np.array([one.order for one in placed])
-        params = permute(params, order if layers.ndim == 2 else order[0], names=names, scope=scope)
+        order = order if layers.ndim == 2 else order[0]
+        for part, leaves in known.items():
+            inside = {path: named for path, (named, home) in leaves.items() if _below(home, scope)}
+            parts[part] = _permuted_tree(parts[part], order, inside)
         placements[scope] = placed
-    return Rebalanced(params, placements)
+    return Rebalanced(state.replace(**parts) if is_state else parts[""], placements)
 
 
 def permute(
@@ -157,9 +181,83 @@ def permute(
     Raises:
       ValueError: as for `rebalance`.
     """
+    known = _own_names(params, names)
+    return _permuted_tree(params, order, {path: named for path, (named, _) in known.items() if _below(path, scope)})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What belongs to the experts
+# ---------------------------------------------------------------------------------------------------------------------
+
+_Known: TypeAlias = dict[str, tuple[Names, str]]
+"""Leaves with a dim named `expert`, by path: names, and the path in the model by which a scope finds them."""
+
+
+def _own_names(tree: PyTree, names: Mapping[str, Names]) -> _Known:
+    named = {path: names[path] for path, _ in tree_leaves_with_paths(tree) if path in names}
+    return {path: (given, path) for path, given in named.items() if given and "expert" in given}
+
+
+def _known(state: TrainState, names: Mapping[str, Names]) -> dict[str, _Known]:
+    """Of each part of a state."""
+    of_params = {one.path: one.leaf.names for one in state.table.params if one.leaf.names is not None}
+    params = _own_names(state.params, {**of_params, **names})
+    slots: _Known = {}
+    for decision in state.table.optimizer:
+        path = decision.path.removeprefix("opt_state/")
+        if decision.leaf.names is not None and "expert" in decision.leaf.names:
+            slots[path] = (decision.leaf.names, _owner(path, params))
+    return {"params": params, "opt_state": slots, "extra": _vectors(state.extra, state.params, params, names)}
+
+
+def _owner(path: str, params: _Known) -> str:
+    """The parameter that optimizer state belongs to: its path ends with that one's."""
+    return max((one for one in params if f"/{path}".endswith(f"/{one}")), key=len, default=path)
+
+
+def _vectors(extra: PyTree, params: PyTree, known: _Known, names: Mapping[str, Names]) -> _Known:
+    """What the model keeps beside its parameters, one number for each expert, where it keeps a router."""
+    found = _own_names(extra, names)
+    shapes = {path: x.shape for path, x in tree_leaves_with_paths(params)}
+    routers = {path: named for path, (named, _) in known.items() if _is_router(named)}
+    for path, x in tree_leaves_with_paths(extra):
+        for router, named in routers.items():
+            sizes = [(name, n) for name, n in zip(named, shapes[router], strict=True) if name in ("layers", "expert")]
+            home = _home(path, router)
+            if path not in names and home is not None and jnp.shape(x) == tuple(n for _, n in sizes):
+                found[path] = (tuple(name for name, _ in sizes), home)
+    return found
+
+
+def _home(path: str, router: str) -> str | None:
+    """The path in the model of what stands in the router's module, or right above it; None: it stands elsewhere."""
+    module = router.rpartition("/")[0]
+    for inside in (path, path.partition("/")[2]):  # Linen has the name of a collection before it
+        if inside and inside.rpartition("/")[0] in (module, module.rpartition("/")[0]):
+            return inside
+    return None
+
+
+def _ranks_of_experts(state: TrainState) -> int:
+    """Over how many ranks the rules split the experts."""
+    sizes, ranks = axis_sizes(state.setup.mesh), 1
+    for decision in state.table.params:
+        for name, entry in zip(decision.leaf.names or (), decision.spec, strict=False):
+            if name == "expert":
+                ranks = max(ranks, math.prod(sizes[axis] for axis in spec_axes(entry)))
+    if ranks == 1:
+        raise problem(
+            "rebalance(state, loads)",
+            "place experts over ranks",
+            "the state's rules split no dim named `expert` over more than one",
+            "make the state with mp.expert_parallel() on a mesh with expert > 1, or give num_ranks",
+        )
+    return ranks
+
+
+def _permuted_tree(tree: PyTree, order: np.ndarray | Sequence[int], inside: Mapping[str, Names]) -> PyTree:
     order = np.asarray(order)
-    inside = _with_experts(params, names, scope)
-    for path, x in tree_leaves_with_paths(params):
+    for path, x in tree_leaves_with_paths(tree):
         if path in inside:
             _check_leaf(path, x, inside[path], order)
 
@@ -167,13 +265,7 @@ def permute(
         path = path_str(key_path)
         return _permuted(x, order, inside[path]) if path in inside else x
 
-    return jax.tree_util.tree_map_with_path(one, params)
-
-
-def _with_experts(params: PyTree, names: Mapping[str, Names], scope: str) -> dict[str, Names]:
-    """Names of the leaves below the scope that have a dim named `expert`, by path."""
-    named = {path: names[path] for path, _ in tree_leaves_with_paths(params) if path in names}
-    return {path: given for path, given in named.items() if given and "expert" in given and _below(path, scope)}
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def _permuted(x: Any, order: np.ndarray, names: Names) -> Any:
@@ -325,8 +417,8 @@ def _check_sizes(num_experts: int, num_ranks: int, groups: int, method: Method) 
         )
 
 
-def _check_router(params: PyTree, names: Mapping[str, Names], scope: str) -> None:
-    inside = _with_experts(params, names, scope)
+def _check_router(named: Mapping[str, Names], scope: str) -> None:
+    inside = {path: given for path, given in named.items() if _below(path, scope)}
     if not any(map(_is_router, inside.values())):
         shown = ", ".join(f"`{path}`" for path in list(inside)[:4]) or "none at all"
         raise problem(

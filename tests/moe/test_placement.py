@@ -8,12 +8,17 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen, nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import meshpar as mp
 from meshpar import moe
-from meshpar.moe import Routing
+from meshpar.moe import MoEConfig, Routing
+from meshpar.moe.linen import LinenMoE
+from meshpar.moe.nnx import MoE
 from meshpar.types import MeshparError
 
 
@@ -183,12 +188,12 @@ def test_the_busiest_rank_gets_as_much_less_as_predicted_and_the_output_has_the_
     assert placed.gain > gain
     assert done.gain == placed.gain
 
-    y_after, experts_after = forward(done.params, x, routing, capacity)
+    y_after, experts_after = forward(done.state, x, routing, capacity)
     np.testing.assert_array_equal(y_after, y)
     per_rank = moe.count(experts_after, NUM_EXPERTS).reshape(len(placed.after), -1).sum(1)
     assert per_rank.tolist() == list(placed.after)
     assert int(per_rank.max()) == int(max(placed.after)) < max(placed.before)
-    assert done.params["norm"]["scale"] is params["norm"]["scale"]
+    assert done.state["norm"]["scale"] is params["norm"]["scale"]
     if capacity is not None:
         assert not moe.kept(experts, capacity, NUM_EXPERTS)[1].all()
 
@@ -228,8 +233,8 @@ def test_stacked_layers_are_placed_each_by_itself(layers_first):
     for layer, (one, row) in enumerate(zip(params, loads, strict=True)):
         alone = moe.rebalance(one, row, names=NAMES, num_ranks=4)
         assert alone.placements[""] == (placed[layer],)
-        found = jax.tree.map(lambda leaf, layer=layer: np.take(leaf, layer, axis=min(at, leaf.ndim - 1)), done.params)
-        jax.tree.map(np.testing.assert_array_equal, found, alone.params)
+        found = jax.tree.map(lambda leaf, layer=layer: np.take(leaf, layer, axis=min(at, leaf.ndim - 1)), done.state)
+        jax.tree.map(np.testing.assert_array_equal, found, alone.state)
 
 
 def test_layers_at_paths_of_their_own():
@@ -239,8 +244,8 @@ def test_layers_at_paths_of_their_own():
     done = moe.rebalance(tree, loads, names=names, num_ranks=4)
     for block, scope in (("block_0", "block_0/moe"), ("block_1", "block_1")):
         (placed,) = done.placements[scope]
-        np.testing.assert_array_equal(done.params[block]["moe"]["up"], tree[block]["moe"]["up"][list(placed.order)])
-    assert done.params["block_10"]["moe"]["up"] is tree["block_10"]["moe"]["up"]
+        np.testing.assert_array_equal(done.state[block]["moe"]["up"], tree[block]["moe"]["up"][list(placed.order)])
+    assert done.state["block_10"]["moe"]["up"] is tree["block_10"]["moe"]["up"]
 
 
 def test_arrays_keep_their_sharding_and_dtype(mesh8):
@@ -250,8 +255,8 @@ def test_arrays_keep_their_sharding_and_dtype(mesh8):
     placed_on = jax.tree.map(lambda spec: NamedSharding(mesh8, spec), specs, is_leaf=lambda x: isinstance(x, P))
     sharded = params | {"moe": jax.device_put(jax.tree.map(jnp.bfloat16, params["moe"]), placed_on)}
     loads = zipf(NUM_EXPERTS)
-    found = moe.rebalance(sharded, loads, names=NAMES, num_ranks=4).params["moe"]
-    expected = moe.rebalance(params, loads, names=NAMES, num_ranks=4).params["moe"]
+    found = moe.rebalance(sharded, loads, names=NAMES, num_ranks=4).state["moe"]
+    expected = moe.rebalance(params, loads, names=NAMES, num_ranks=4).state["moe"]
     for (path, one), other, where in zip(
         jax.tree_util.tree_leaves_with_path(found), *map(jax.tree.leaves, (expected, placed_on)), strict=True
     ):
@@ -291,3 +296,121 @@ def test_leaves_that_do_not_fit_the_loads():
         moe.rebalance(model(), np.stack([zipf(16)] * 2), names=NAMES, num_ranks=4)
     with pytest.raises(MeshparError, match=r"leaves below `block`: .*none at all"):
         moe.rebalance(model(), {"block": zipf(16)}, names=NAMES, num_ranks=4)
+
+
+# A whole state -------------------------------------------------------------------------------------------------------
+
+
+class Layer(nnx.Module):
+    """A layer of experts with a vector of their number beside it that is none of theirs."""
+
+    def __init__(self, *, rngs):
+        routing = Routing(num_experts=NUM_EXPERTS, top_k=2)
+        self.moe = MoE(WIDTH, MoEConfig(routing=routing, mlp_dim=HIDDEN, bias_rate=0.05), rngs=rngs)
+        self.scale = nnx.Param(nnx.with_partitioning(nnx.initializers.normal(), ("embed",))(rngs.params(), (WIDTH,)))
+
+    def __call__(self, x):
+        y, told = self.moe(x)
+        return y * self.scale[...], told
+
+
+class LinenLayer(linen.Module):
+    """Likewise."""
+
+    @linen.compact
+    def __call__(self, x):
+        routing = Routing(num_experts=NUM_EXPERTS, top_k=2)
+        y, told = LinenMoE(WIDTH, MoEConfig(routing=routing, mlp_dim=HIDDEN, bias_rate=0.05), name="moe")(x)
+        return y * self.param("scale", linen.with_partitioning(linen.initializers.ones, ("embed",)), (WIDTH,)), told
+
+
+def square_loss(model, batch, key):
+    y, told = model(batch["x"])
+    return jnp.mean((y - batch["y"]) ** 2) + told.loss, {}
+
+
+@functools.cache
+def trained(kind):
+    """(a state after two steps with Adam, the router loaded as by Zipf's law; the step; a batch)."""
+    mesh = mp.MeshSpec(fsdp=2, expert=4).build()
+    strategy = mp.fsdp(min_bytes=0) | mp.expert_parallel()
+    x = tokens().reshape(8, -1, WIDTH)
+    model = mp.from_nnx(lambda rngs: Layer(rngs=rngs)) if kind == "nnx" else mp.from_linen(LinenLayer(), x)
+    state = mp.init_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy, key=0)
+    state = state.replace(params=with_zipf(state.params))
+    batch = mp.shard_batch({"x": x, "y": np.tanh(x[..., ::-1])}, mesh, strategy)
+    step = mp.train_step(square_loss)
+    for _ in range(2):
+        state, _ = step(copied(state), batch)
+    return state, step, batch
+
+
+def copied(state):
+    """A step gives its arguments' memory away."""
+    return jax.tree.map(lambda x: x.copy(), state)
+
+
+def with_zipf(params):
+    """The parameters with a router that loads experts unevenly."""
+    router = params["moe"]["router"]
+    skewed = np.random.default_rng(10).normal(size=router.shape)
+    skewed[0] += 1.5 * np.random.default_rng(0).permutation(np.log(NUM_EXPERTS / np.arange(1, NUM_EXPERTS + 1)))
+    moe_params = params["moe"] | {"router": jax.device_put(skewed.astype(router.dtype), router.sharding)}
+    return params | {"moe": moe_params}
+
+
+def output(state, batch):
+    @jax.jit
+    def run(state, x):
+        with mp.use(state.setup.mesh, state.setup.strategy):
+            return state.bound()(x)
+
+    return run(state, batch["x"])
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_state_is_permuted_as_a_whole_and_goes_on_as_it_would_have(kind):
+    state, step, batch = trained(kind)
+    y, told = output(state, batch)
+    before = np.asarray(told.load)
+    done = moe.rebalance(state, before)
+    (placed,) = done.placements[""]
+    order, new = np.array(placed.order), done.state
+
+    # The busiest of the four ranks that share the experts gets less, as much as predicted, of the very same tokens.
+    y_after, told_after = output(new, batch)
+    np.testing.assert_array_equal(y_after, y)
+    per_rank = np.asarray(told_after.load).reshape(4, -1).sum(1)
+    assert per_rank.tolist() == list(placed.after)
+    assert placed.gain == before.reshape(4, -1).sum(1).max() / per_rank.max() > 1.2
+
+    # Everything that has a dim of experts is permuted along it, and nothing else is touched or laid anew.
+    moved = 0
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(new), strict=True):
+        assert other.sharding.is_equivalent_to(one.sharding, one.ndim), path
+        where, one = jax.tree_util.keystr(path), np.asarray(one)
+        if NUM_EXPERTS not in one.shape:
+            np.testing.assert_array_equal(other, one, err_msg=where)
+        else:
+            moved += 1
+            np.testing.assert_array_equal(other, np.take(one, order, one.shape.index(NUM_EXPERTS)), err_msg=where)
+    assert moved == 3 * 4 + 2  # router, gate, up and down, each with two moments; bias and counts
+
+    for _ in range(2):
+        (state, metrics), (new, metrics_after) = step(copied(state), batch), step(copied(new), batch)
+        np.testing.assert_allclose(metrics_after["loss"], metrics["loss"], rtol=1e-6)
+    gate, gate_after = (np.asarray(one.params["moe"]["gate"]) for one in (state, new))
+    np.testing.assert_allclose(gate_after, gate[order], atol=1e-6)
+
+
+def test_a_state_whose_experts_are_whole_and_parameters_without_names():
+    state, _, _ = trained("nnx")
+    mesh = mp.MeshSpec(fsdp=8).build()
+    whole = mp.init_state(state.setup.model, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(min_bytes=0), key=0)
+    with pytest.raises(MeshparError, match="split no dim named `expert` over more than one"):
+        moe.rebalance(whole, zipf(NUM_EXPERTS))
+    assert moe.rebalance(whole, zipf(NUM_EXPERTS), num_ranks=4).gain > 1
+    with pytest.raises(MeshparError, match="without names and num_ranks"):
+        moe.rebalance(state.params, zipf(NUM_EXPERTS))
+    with pytest.raises(MeshparError, match="leaves below `decoder`"):
+        moe.rebalance(state, {"decoder": zipf(NUM_EXPERTS)})
