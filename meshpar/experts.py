@@ -1,9 +1,10 @@
 """Watches the load of experts while a model trains: numbers of every layer for metrics.jsonl, advice, and a picture.
 
-    step's metrics ─► ExpertLoad, which adds up some steps ─┬─► `also` of JsonlWriter: a line with every layer's numbers
-                                                            └─► advice, where a number is past its healthy range
+    step's metrics ─► ExpertLoad ─┬─► the worst layer's numbers, in every line of metrics.jsonl and in the live line
+                      adds up     ├─► every layer's numbers, in some lines of metrics.jsonl
+                      some steps  └─► advice, where a number is past its healthy range
 
-One step's load is mostly chance. What is judged and written is the load of all steps since the time before.
+One step's load is mostly chance. What is judged is the load of all steps since the time before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from meshpar.loop import Hook, Record, Run
-from meshpar.moe.metrics import Advice, Loads, advice, loads
+from meshpar.moe.metrics import Advice, Loads, advice, loads, scalars
 from meshpar.types import problem
 
 LAYERS = "moe/layers"
@@ -29,11 +30,11 @@ _SHARES = ("moe/drop_rate", "moe/router_entropy")
 class ExpertLoad(Hook):
     """Adds up the load of experts, and says so when it is past its healthy range; on other models it does nothing.
 
-    Give its `line` to `JsonlWriter(path, also=...)`. Advice of a kind is shown when there was none of it the time
-    before, so what stays as it is is said once.
+    Give its `line` to `JsonlWriter(path, also=...)` and its `words` to `ProgressBar(also=...)`. Advice of a kind is shown
+    when there was none of it the time before, so what stays as it is is said once.
 
     Args:
-      every: steps between two lines, and two looks at whether all is well.
+      every: steps between two lines with every layer, and two looks at whether all is well.
       stream: where advice is shown; None: nowhere.
     """
 
@@ -47,11 +48,12 @@ class ExpertLoad(Hook):
         self._sums: dict[str, np.ndarray] = {}
         self._num_steps = 0
         self._known: frozenset[str] = frozenset()
+        self._step: Loads | None = None
         self._last: Loads | None = None
 
     def on_record(self, run: Run, record: Record) -> None:
-        self._last = None
-        if _COUNTS[0] not in record.arrays:
+        self._step, self._last = loads(record.arrays), None
+        if self._step is None:
             return
         for name in (*_COUNTS, *_SHARES):
             value = np.asarray(record.arrays[name], np.float64)
@@ -60,9 +62,21 @@ class ExpertLoad(Hook):
         if record.step % self._every == 0 or record.step == run.steps:
             self._look(record.step)
 
-    def line(self, run: Run, record: Record) -> dict[str, Any]:
-        """For a step's line in metrics.jsonl: every layer's numbers since the line before, when it is time for one."""
-        return {} if self._last is None else {LAYERS: layer_numbers(self._last)}
+    def line(self, record: Record) -> dict[str, Any]:
+        """For the line in metrics.jsonl of the last step: the worst layer, and when it is time every layer."""
+        if self._step is None:
+            return {}
+        worst = {f"moe/{name}": value for name, value in worst_layer(self._step).items()}
+        return worst | ({} if self._last is None else {LAYERS: layer_numbers(self._last)})
+
+    def words(self, record: Record) -> list[str]:
+        """For the live line of the last step: the worst layer, and of ranks since these are what a step waits for."""
+        if self._step is None:
+            return []
+        worst = worst_layer(self._step)
+        dropped = [f"{worst['drop_rate']:.1%} dropped"] if worst["drop_rate"] else []
+        busiest = "busiest expert {expert_max_over_mean:.2f}x, rank {rank_max_over_mean:.2f}x"
+        return [busiest.format(**worst), *dropped]
 
     def _look(self, step: int) -> None:
         means = {name: self._sums[name] / self._num_steps for name in _SHARES}
@@ -100,13 +114,10 @@ def loads_of(numbers: Mapping[str, Any]) -> Loads:
     return found
 
 
-def summary(told: Loads) -> dict[str, float]:
-    """The worst layer's numbers, for a report."""
-    return {
-        "expert_max_over_mean": float(told.experts.max_over_mean.max()),
-        "rank_max_over_mean": float(told.ranks.max_over_mean.max()),
-        "drop_rate": float(told.drop_rate.max()),
-    }
+def worst_layer(told: Loads) -> dict[str, float]:
+    """Of each number that of the layer where it is worst; of the entropy the lowest."""
+    worst = scalars(told, prefix="")
+    return {name: float(value) for name, value in worst.items()}
 
 
 def _finite(value: Any) -> Any:

@@ -484,11 +484,11 @@ class JsonlWriter(Hook):
 
     Args:
       path: the file; its folder is made when it is not there.
-      also: (run, record) -> more for the line of a step, by name: numbers, or lists and dicts of them.
+      also: record -> more for the line of a step, by name: numbers, or lists and dicts of them.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, also: Callable[[Run, Record], Mapping[str, Any]] | None = None
+        self, path: str | os.PathLike[str], *, also: Callable[[Record], Mapping[str, Any]] | None = None
     ) -> None:
         self._path, self._also = Path(path), also
         self._file: IO[str] | None = None
@@ -510,7 +510,7 @@ class JsonlWriter(Hook):
                 "mfu": record.mfu,
                 "seconds": record.seconds,
                 **record.metrics,
-                **({} if self._also is None else self._also(run, record)),
+                **({} if self._also is None else self._also(record)),
             }
         )
 
@@ -566,10 +566,17 @@ class ProgressBar(Hook):
     Args:
       stream: where to; standard output by default.
       every_s: seconds between two plain lines.
+      also: the last record -> more to say about it.
     """
 
-    def __init__(self, *, stream: IO[str] | None = None, every_s: float = 10.0) -> None:
-        self._stream, self._every_s = stream, every_s
+    def __init__(
+        self,
+        *,
+        stream: IO[str] | None = None,
+        every_s: float = 10.0,
+        also: Callable[[Record], Sequence[str]] | None = None,
+    ) -> None:
+        self._stream, self._every_s, self._also = stream, every_s, also
         self._bar: Any = None
         self._task: Any = None
         self._out: IO[str] | None = None
@@ -625,11 +632,7 @@ class ProgressBar(Hook):
         if last.tokens_per_s is not None:
             pace = self._pace_s or last.seconds
             parts.append(f"{_short(last.tokens_per_s * last.seconds / pace)} tokens/s")
-        if "moe/expert_max_over_mean" in last.metrics:  # of the worst layer; ranks are what a step waits for
-            busiest = (last.metrics[f"moe/{of}_max_over_mean"] for of in ("expert", "rank"))
-            parts.append("busiest expert {:.2f}x, rank {:.2f}x".format(*busiest))
-            dropped = float(last.arrays["moe/drop_rate"].max())
-            parts += [f"{dropped:.1%} dropped"] if dropped else []
+        parts += [] if self._also is None else self._also(last)
         if run.skipped:
             parts.append(f"{run.skipped} skipped")
         left = self._left_s(run, last)

@@ -105,7 +105,7 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
             hooks=[
                 expert_load,
                 JsonlWriter(folder / "metrics.jsonl", also=expert_load.line),
-                ProgressBar(stream=screen.stream),
+                ProgressBar(stream=screen.stream, also=expert_load.words),
                 Validator(eval_step(recipe.loss, precision=recipe.precision), source.valid(sharding), every=every),
                 Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
                 Preemption(),
@@ -316,7 +316,7 @@ def _report(
         "validation": valid,
     }
     if loads is not None:
-        summary["experts"] = experts.summary(loads)
+        summary["experts"] = experts.worst_layer(loads)
     if done:
         summary |= _against_baseline(source, valid)
         if recipe.sample is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from meshpar import experts, plots
 from meshpar.experts import LAYERS, ExpertLoad, layer_numbers, loads_of
-from meshpar.loop import JsonlWriter
+from meshpar.loop import JsonlWriter, ProgressBar
 from meshpar.types import MeshparError
 from tests.test_loop import FakeStep, run
 
@@ -24,8 +24,6 @@ def told(load, *, ranks=2, dropped=0.0, entropy=1.0):
         "moe/rank_load": load.reshape(layers, ranks, -1).sum(-1),
         "moe/drop_rate": np.full(layers, dropped, np.float32),
         "moe/router_entropy": np.full(layers, entropy, np.float32),
-        "moe/expert_max_over_mean": np.float32(1),
-        "moe/rank_max_over_mean": np.float32(1),
     }
 
 
@@ -75,8 +73,9 @@ def test_what_was_written_is_read_back(tmp_path):
     (line,) = lines(path)
     loads = loads_of(line[LAYERS])
     assert layer_numbers(loads) == line[LAYERS]
-    worst = experts.summary(loads)
-    assert worst == {"expert_max_over_mean": 3.4, "rank_max_over_mean": 1.8, "drop_rate": 0.0}
+    worst = experts.worst_layer(loads)
+    assert (worst["expert_max_over_mean"], worst["rank_max_over_mean"], worst["drop_rate"]) == (3.4, 1.8, 0.0)
+    assert {name: line[f"moe/{name}"] for name in worst} == worst
     figure = plots.expert_load(loads.experts.tokens, num_ranks=2)
     assert "1.80" in [text.get_text().strip() for text in figure.axes[1].texts]
 
@@ -90,6 +89,13 @@ def test_advice_is_said_when_something_turns_bad_and_not_again():
     assert "over ranks" in said[1]
 
 
+def test_balance_is_in_the_live_line():
+    out, watch = io.StringIO(), ExpertLoad(every=1)
+    load = told([[1, 3, 2, 2], [2, 2, 2, 2]], dropped=0.25)
+    run(1, step=ExpertStep([load]), hooks=[watch, ProgressBar(stream=out, also=watch.words)])
+    assert out.getvalue() == "step 1/1  loss 1  busiest expert 1.50x, rank 1.00x  25.0% dropped\n"
+
+
 def test_a_step_whose_scores_were_no_numbers_is_written_too(tmp_path):
     path, watch = tmp_path / "metrics.jsonl", ExpertLoad(every=1)
     run(1, step=ExpertStep([told([[1, 2]], entropy=math.nan)]), hooks=[JsonlWriter(path, also=watch.line), watch])
@@ -101,9 +107,9 @@ def test_a_step_whose_scores_were_no_numbers_is_written_too(tmp_path):
 def test_a_model_without_experts_is_left_alone(tmp_path):
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
     watch = ExpertLoad(every=1, stream=out)
-    run(2, hooks=[JsonlWriter(path, also=watch.line), watch])
-    assert not out.getvalue()
-    assert not any(LAYERS in line for line in lines(path))
+    run(2, hooks=[JsonlWriter(path, also=watch.line), ProgressBar(stream=out, also=watch.words), watch])
+    assert "expert" not in out.getvalue()
+    assert not any(name.startswith("moe") for line in lines(path) for name in line)
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5])
