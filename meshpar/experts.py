@@ -30,7 +30,7 @@ _SHARES = ("moe/drop_rate", "moe/router_entropy")
 class ExpertLoad(Hook):
     """Adds up the load of experts, and says so when it is past its healthy range; on other models it does nothing.
 
-    Give its `line` to `JsonlWriter(path, also=...)` and its `words` to `ProgressBar(also=...)`. Advice of a kind is shown
+    Give its `line` to `JsonlWriter(path, also=...)`, its `words` to `ProgressBar(also=...)`. Advice of a kind is shown
     when there was none of it the time before, so what stays as it is is said once.
 
     Args:
