@@ -99,6 +99,8 @@ def _rows(first: Report, second: Report) -> Iterator[Row]:
         yield Row(what=f"{kind} over {axes}", unit="bytes", first=sent[0], second=sent[1])
         yield Row(what="  runs a step", unit="count", first=one.count_per_step, second=other.count_per_step)
     yield row("sent in all", "bytes", lambda report: sum(s.collective.bytes_sent_per_step for s in report.collectives))
+    if any(report.stages is not None for report in both):
+        yield row("bubble of the schedule", "fraction", lambda report: report.stages and report.stages.bubble_fraction)
     yield row("surprises", "count", lambda report: len(report.promise.surprise))
     yield row("FLOPs of a device", "FLOP", lambda report: report.compute.flops_per_device)
     if any(report.compute.predicted_step_s is not None for report in both):

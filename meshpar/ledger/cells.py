@@ -20,10 +20,12 @@ import re
 import numpy as np
 
 from meshpar.ledger import scopes
-from meshpar.ledger.walk import Branch, Visit
+from meshpar.ledger.module import Module
+from meshpar.ledger.walk import Branch, Visit, executed
 from meshpar.pipeline.executor import CELL, IF_FIRST, IF_LAST, SENDS, Plan
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.schedules.ops import B, F
+from meshpar.pipeline.schedules.slots import SHIFTS
 
 _LANE = re.compile(rf"({'|'.join(SENDS)})(?:_([0-9]+))?\Z")
 
@@ -47,6 +49,42 @@ class Cells:
         trips = (loop.trip_count for at, loop in enumerate(visit.loops) if at != ticks)
         times = math.prod(1 if trip is None else trip for trip in trips)
         return tuple(int(count) * times for count in mask.sum(0))
+
+    def choices(self, module: Module, loop: str) -> dict[str, np.ndarray] | None:
+        """What each conditional in the loop over ticks picks: int `[tick, stage]`, −1 where it is not reached.
+
+        None when the loop is not the one over ticks.
+        """
+        found: dict[str, np.ndarray] = {}
+        for visit in executed(module):
+            picked = self.picked(visit)
+            branch = visit.branches[-1] if visit.branches else None
+            if picked is None or branch is None or visit.loops[picked[0]].name != loop or self.mask(branch) is None:
+                continue
+            if branch.depth - 1 == picked[0]:
+                default = np.full(picked[1].shape, -1)
+                found[branch.name] = np.where(picked[1], branch.index, found.get(branch.name, default))
+        return found or None
+
+    def makespan(self, lengths: np.ndarray) -> float:
+        """When the last stage is done with the loop; who takes part in a permute waits for what comes by it.
+
+        Args:
+          lengths: `[tick, stage]`, of ticks.
+        """
+        sends = self._plan.slots.sends >= 0
+        at = np.zeros(self.schedule.stages)
+        moves: np.ndarray = np.any(self._plan.moves, axis=2)[:, : len(SENDS)]
+        for length, moved in zip(lengths, moves, strict=True):
+            at = at + length
+            for direction in np.flatnonzero(moved).tolist():
+                by = SHIFTS[direction]
+                first, last = (0, -1) if by > 0 else (-1, 0)
+                other = np.roll(at, by)
+                if not sends[:, last, direction].any():  # a line and no ring: nothing comes to its first stage
+                    other[first] = 0
+                at = np.maximum(at, other)
+        return float(at.max())
 
     def picked(self, visit: Visit) -> tuple[int, np.ndarray] | None:
         """Which of a computation's loops is the one over ticks, and bool `[tick, stage]`: where it runs."""

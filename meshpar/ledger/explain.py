@@ -25,6 +25,7 @@ from meshpar.ledger.prediction import compute, overlap, why_not_timed
 from meshpar.ledger.program import Program, compile_here
 from meshpar.ledger.promise import promised, promised_by_stage
 from meshpar.ledger.report import Report, Sent
+from meshpar.ledger.stages import stages
 from meshpar.ledger.target import require_aot
 from meshpar.ledger.timeline import Timeline, timeline
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
@@ -90,7 +91,7 @@ def _explain(
         tried = remedies(step, setup, batch, compiler, account.limit_bytes)
         account = dataclasses.replace(account, remedies=tried)
     reason = why_not_timed(program.target, cluster)
-    times = None if reason or cluster is None else timeline(program.module, collectives, cluster)
+    times = None if reason or cluster is None else timeline(program.module, collectives, cluster, cells)
     asked = model_flops(step, state, batch)
     held = _held(step, setup, batch, parts, collectives, on_cpu)
     findings = lint(program, collectives, setup, step.options, cluster)
@@ -103,10 +104,13 @@ def _explain(
         collectives=_sent(collectives, times, cluster),
         promise=held,
         overlap=overlap(times, reason),
-        compute=compute(program.module, num_devices=setup.mesh.size, model_flops=asked, timeline=times, reason=reason),
+        compute=compute(
+            program.module, num_devices=setup.mesh.size, model_flops=asked, timeline=times, reason=reason, cells=cells
+        ),
         findings=(*findings, *_other_dtypes(held)),
         compile_s=program.compile_s,
         notes=tuple(_notes(program, collectives)),
+        stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
         timeline=times,
     )
 
@@ -176,6 +180,8 @@ def _notes(program: Program, collectives: tuple[Collective, ...]) -> list[str]:
         notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and waits for every collective")
     if any(not one.count_known for one in collectives):
         notes.append("a loop of unknown length counts once")
+    if any(one.count_by_stage for one in collectives):
+        notes.append("what stages pick is counted by the schedule's table, on the stage that sends most of it")
     if any(one.in_branch for one in collectives):
         notes.append("what a conditional may run is counted as if it ran")
     return notes

@@ -214,7 +214,11 @@ def hold(
     small = [item for item in left if _is_bookkeeping(item[0], promises)]
     others = [item for item in left if not _is_bookkeeping(item[0], promises)]
     broken = _broken(promises, served) | set(closed)
-    written = [item for item in others if item[0].origin == "kernel" and not broken & set(item[0].axes)]
+    written = [
+        (one, count)
+        for one, count in others
+        if one.origin == "kernel" and not broken & set(one.axes) and not _is_repeated(one, promises)
+    ]
     surprising = [item for item in others if item not in written]
     return Promise(
         kept=_joined(line for line, is_kept in lines if is_kept),
@@ -245,6 +249,18 @@ def _broken(promises: Sequence[Promised], served: Mapping[int, int]) -> set[str]
     """Axes over which something promised is not sent: what a kernel sends there instead is a surprise."""
     missing = (one for one in promises if served[id(one)] < one.count[0])
     return {axis for one in missing for leg in one.spellings[0] for axis in leg.axes}
+
+
+def _is_repeated(one: Collective, promises: Sequence[Promised]) -> bool:
+    """Whether it sums in a loop what is promised once, outside of every loop: a gradient, or one part's share of it."""
+    legs = [leg for promise in promises for spelling in promise.spellings for leg in spelling if leg.outside]
+    vector = max((promise.vector for promise in promises), default=0)
+    is_sum = one.kind in ("all-reduce", "reduce-scatter") and _elements(one) > vector
+    return (
+        is_sum
+        and bool(one.loops)
+        and any(set(one.axes) == set(leg.axes) and leg.elements % _elements(one) == 0 for leg in legs)
+    )
 
 
 def _is_bookkeeping(one: Collective, promises: Sequence[Promised]) -> bool:

@@ -13,15 +13,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.ledger import work
 from meshpar.ledger.program import Program
 from meshpar.planner.hardware import Cluster, gpu_of_kind
+from meshpar.staged import schedule_of
 from meshpar.state import Setup, TrainState, abstract_state
 from meshpar.step import StepOptions, TrainStep, batch_sharding
 from meshpar.strategies import Strategy, parse_strategy
@@ -187,19 +189,26 @@ def _batch_bytes(setup: Setup, batch: PyTree) -> int:
 
 
 def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
-    """Gradients as they wait for the update. Summed over micro-steps and reduced once, they wait whole."""
+    """Gradients as they wait for the update. Summed over micro-steps, or by stages, and reduced once: whole."""
     layout = setup.layout
     specs = layout.updates if options.accumulate == 1 else layout.grads
     is_once = options.accumulate > 1 and options.accumulate_mode == "once"
-    whole_over = _batch_axes(setup) if is_once else ()
+    pipelined = setup.strategy.pipeline
+    whole_over = _batch_axes(setup) if is_once or pipelined is not None else ()
     sizes = {axis: 1 if axis in whole_over else size for axis, size in axis_sizes(setup.mesh).items()}
 
-    def held(leaf: Any, spec: Any) -> int:
+    # A schedule may run a part of the layers on two stages, and sums its gradients on both.
+    copies = Fraction(schedule_of(pipelined).copies) if pipelined is not None else Fraction(1)
+
+    def held(decision: Decision, spec: PartitionSpec) -> int:
+        leaf = decision.leaf
         compute = options.precision.compute or leaf.dtype
         width = np.dtype(options.precision.reduce_dtype(compute)).itemsize
-        return width * math.prod(leaf.shape) // num_shards(spec, sizes)
+        whole = width * leaf.size * (copies if (leaf.names or ())[:1] == ("layers",) else 1)
+        return int(whole) // num_shards(spec, sizes)
 
-    return sum(jax.tree.leaves(jax.tree.map(held, layout.variables.params, specs)))
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return sum(held(*one) for one in zip(setup.table.params, leaves, strict=True))
 
 
 def _batch_axes(setup: Setup) -> tuple[str, ...]:

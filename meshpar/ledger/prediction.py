@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshpar.ledger import work
+from meshpar.ledger.cells import Cells
 from meshpar.ledger.hlo import Module
 from meshpar.ledger.model_flops import ModelFlops
 from meshpar.ledger.timeline import Timed, Timeline
@@ -62,7 +63,7 @@ class Compute:
     utilisation: float | None
     """Model FLOPs over what the GPU could do in the predicted step, at the peak of the type most FLOPs are in."""
     bound: str | None
-    """`compute`, `memory`, or `network:<axes>`: what most of the step is spent on."""
+    """`compute`, `memory`, `bubble` or `network:<axes>`: what most of the step is spent on."""
     compute_s: float | None
     """Kernels that their FLOPs bound."""
     memory_s: float | None
@@ -71,6 +72,8 @@ class Compute:
     """Time on the wire by mesh axes, hidden or not."""
     exposed_s: Mapping[str, float]
     """Of that, while compute waits."""
+    bubble_s: float | None = None
+    """Waiting for other stages, of the mean stage; None without stages or a timeline."""
     notes: tuple[str, ...] = ()
     """What the numbers leave out, or why there are none."""
 
@@ -119,6 +122,7 @@ def compute(
     model_flops: ModelFlops | None = None,
     timeline: Timeline | None = None,
     reason: str = "",
+    cells: Cells | None = None,
 ) -> Compute:
     """What a step computes, and how long it takes.
 
@@ -128,11 +132,13 @@ def compute(
       model_flops: what the model asks for.
       timeline: of the program, or None when it has none.
       reason: why there is no timeline.
+      cells: of a pipelined program, whose stages pick what they compute; figures are then the mean stage's.
     """
-    flops = work.flops_per_step(module)
+    flops = work.flops_per_step(module, cells)
     asked = model_flops.step / num_devices if model_flops is not None else None
     opaque = (
-        f"the FLOPs in `{target}`, {times} a step, are not seen" for target, times in work.custom_calls(module).items()
+        f"the FLOPs in `{target}`, {times} a step, are not seen"
+        for target, times in work.custom_calls(module, cells).items()
     )
     fewer = "the program has fewer FLOPs than three forward passes: the batch itself needs no gradient"
     return Compute(
@@ -146,6 +152,7 @@ def compute(
         memory_s=timeline.memory_s if timeline is not None else None,
         network_s=dict(timeline.network_s) if timeline is not None else {},
         exposed_s=timeline.exposed_s if timeline is not None else {},
+        bubble_s=timeline.bubble_s if timeline is not None and cells is not None else None,
         notes=(
             *((reason,) if reason else ()),
             *((fewer,) if asked is not None and flops < 0.99 * asked else ()),

@@ -32,8 +32,8 @@ from jax.sharding import PartitionSpec
 from meshpar.ledger.parts import Parts
 from meshpar.ledger.promise_leaves import gathered, reduced, renewed
 from meshpar.ledger.promise_matmul import VOCABULARY
-from meshpar.ledger.terms import Facts, Leg, Promised, facts_of, split_axes
-from meshpar.pipeline.schedules.ops import B, F
+from meshpar.ledger.terms import ITEMSIZE, Facts, Leg, Promised, facts_of, split_axes
+from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.traffic import Traffic, traffic
 from meshpar.state import Setup
 from meshpar.step import StepOptions
@@ -63,6 +63,37 @@ def by_stage(
     for stage in range(parts.schedule.stages):
         own = [*promise.gathered_in_cells(stage), *(promise.on_stage(side, one, stage) for side, one in inside)]
         yield [one for one in (*everywhere, *own) if one.count[1]]
+
+
+def gathers(
+    setup: Setup, options: StepOptions, batch: Any, parts: Parts, *, on_cpu: bool
+) -> Iterator[tuple[str, float, int]]:
+    """Both choices of `gather`: its name, bytes of weights sent by each device in a step, and most held at once.
+
+    None when no layer is split over axes that split the batch. Arguments as for `by_stage`.
+    """
+    promise, schedule = _Promise.of(setup, options, batch, parts, on_cpu), parts.schedule
+    facts, ops = promise.facts, promise.traffic.ops
+    uses = int((ops[:, F] + ops[:, B]).max())
+    at_once = int((schedule.table[..., :W, 0] >= 0).sum(-1).max())  # an F and a B in one cell hold a part each
+    sent, held = {"step": 0.0, "microbatch": 0.0}, {"step": 0, "microbatch": 0}
+    is_split = False
+    for leaf in promise.leaves:
+        if not leaf.is_layer:
+            continue
+        kept, split = _axes(facts, leaf.decision, facts.batch_axes)
+        is_split |= bool(split)
+        ways = facts.ways(split)
+        width = ITEMSIZE[facts.wire(facts.compute(leaf.decision))]
+        part = promise.part_elements(leaf.decision) // facts.ways(kept) * width
+        own = leaf.decision.leaf.size // facts.ways(kept) * width
+        moved = promise.traffic.rounds * part
+        sent["step"] += (1 - 1 / ways) * own + moved
+        held["step"] += schedule.chunks * part
+        sent["microbatch"] += (1 - 1 / ways) * part * uses + moved / ways
+        held["microbatch"] += schedule.chunks * part // ways + (at_once * part if split else 0)
+    if is_split:
+        yield from ((name, sent[name], held[name]) for name in ("step", "microbatch"))
 
 
 _Side = Literal["first", "layers", "last"]
@@ -124,7 +155,9 @@ class _Promise:
                 role="weights before use, in every F and B",
                 tensors=(decision.path,),
                 count=(int(ops[F] + ops[B]), int(ops.sum())),
-                spellings=((self._in_tick("all-gather", split, self._part(decision) // facts.ways(kept), dtype),),),
+                spellings=(
+                    (self._in_tick("all-gather", split, self.part_elements(decision) // facts.ways(kept), dtype),),
+                ),
             )
 
     def moved(self) -> Iterator[Promised]:
@@ -137,7 +170,7 @@ class _Promise:
                 continue
             decision = leaf.decision
             kept, split = _axes(facts, decision, facts.batch_axes)
-            whole = self._part(decision) // facts.ways(kept)
+            whole = self.part_elements(decision) // facts.ways(kept)
             held = whole if self.pipelined.gather == "step" else whole // facts.ways(split)
             compute = facts.compute(decision)
             for role, elements, dtype in (
@@ -244,7 +277,7 @@ class _Promise:
 
     # -- Sizes --------------------------------------------------------------------------------------------------------
 
-    def _part(self, decision: Decision) -> int:
+    def part_elements(self, decision: Decision) -> int:
         """Numbers of one part of the model, of a stage's share of a leaf, whole."""
         return decision.leaf.size * self.parts.schedule.stages // self.parts.schedule.num_parts
 

@@ -147,7 +147,7 @@ def _where(module: str, source: str) -> str:
 
 def sections(report: Report) -> tuple[Section, ...]:
     """The report as titled tables of plain cells."""
-    parts = (_memory, _promise, _collectives, _overlap, _compute, _lint, _notes)
+    parts = (_memory, _promise, _stages, _collectives, _overlap, _compute, _lint, _notes)
     return tuple(section for part in parts if (section := part(report)) is not None)
 
 
@@ -266,6 +266,43 @@ def _promise(report: Report) -> Section:
     if not report.collectives:
         parts.append(Cell("Nothing is sent."))
     return Section(title="Promise", parts=tuple(parts))
+
+
+def _stages(report: Report) -> Section | None:
+    stages = report.stages
+    if stages is None:
+        return None
+    whole = f"{stages.schedule}: {stages.stages} stages, {stages.microbatches} microbatches, {stages.ticks} ticks"
+    said = [
+        ("bubble of the schedule, one step alone", f"{stages.bubble_fraction:.1%}"),
+        ("bubble of the schedule, from a stage's first op to its last", f"{stages.span_bubble_fraction:.1%}"),
+        *(() if stages.waiting_fraction is None else (
+            ("of the predicted step, waiting for other stages", f"{stages.waiting_fraction:.1%}"),
+        )),
+        ("activations held at once, by stage", ", ".join(map(str, stages.peak_activations)) + (
+            f" of {stages.parts} parts' microbatches"
+        )),
+        ("results from stage to stage", f"{stages.messages:,} of {human_bytes(stages.message_bytes)} a device"),
+    ]  # fmt: skip
+    rows = tuple((Cell(what), Cell(number)) for what, number in said)
+    parts = [Table(columns=("", "in a step"), rows=rows)]
+    if stages.gathering:
+        parts.append(
+            Table(
+                title="When weights are gathered",
+                columns=("gather", "sent a step>", "weights held>"),
+                rows=tuple(
+                    (
+                        Cell(f"once a {one.gather}" + " ✔" * is_so, "strong" if is_so else ""),
+                        Cell(human_bytes(one.sent_bytes)),
+                        Cell(human_bytes(one.held_bytes)),
+                    )
+                    for one in stages.gathering
+                    for is_so in [one.gather == stages.gather]
+                ),
+            )
+        )
+    return Section(title="Stages", verdict=Cell(whole), parts=tuple(parts))
 
 
 def surprise_text(one: Surprise) -> str:
@@ -445,6 +482,7 @@ def _step_time(report: Report) -> Table:
     whole = compute.predicted_step_s or 1.0
     spent = {"kernels bound by FLOPs": compute.compute_s or 0.0, "kernels bound by memory": compute.memory_s or 0.0}
     spent |= {f"waiting for {axes}": time_s for axes, time_s in compute.exposed_s.items()}
+    spent |= {} if compute.bubble_s is None else {"waiting for other stages: the bubble": compute.bubble_s}
     rows = tuple(
         (Cell(what), Cell(human_time(time_s)), Cell(_percent(time_s / whole), share=time_s / whole))
         for what, time_s in sorted(spent.items(), key=lambda item: -item[1])

@@ -12,6 +12,7 @@ from meshpar.ledger.holding import Promise
 from meshpar.ledger.lint import Finding
 from meshpar.ledger.memory import Memory
 from meshpar.ledger.prediction import Compute, Overlap
+from meshpar.ledger.stages import Stages
 from meshpar.ledger.timeline import Timeline
 
 
@@ -37,6 +38,7 @@ class Sent:
             "payload_bytes": one.payload_bytes,
             "bytes_sent_per_device": one.bytes_sent_per_device,
             "count_per_step": one.count_per_step,
+            "count_by_stage": list(one.count_by_stage) or None,
             "count_known": one.count_known,
             "group_size": one.group_size,
             "num_arrays": len(one.parts),
@@ -74,6 +76,8 @@ class Report:
     compile_s: float
     notes: tuple[str, ...] = ()
     """What the reader of the numbers should know about the target."""
+    stages: Stages | None = None
+    """How stages share the work; None without them."""
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
     """The step on a clock, to draw; not part of the JSON."""
 
@@ -103,6 +107,7 @@ class Report:
             "promise": self.promise.to_json(),
             "overlap": self.overlap.to_json(),
             "compute": self.compute.to_json(),
+            "stages": None if self.stages is None else self.stages.to_json(),
             "lint": [one.to_json() for one in self.findings],
             "compile_s": self.compile_s,
             "notes": list(self.notes),

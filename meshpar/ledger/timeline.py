@@ -11,6 +11,10 @@ A loop's body is simulated once, on streams that are empty when it begins and ag
 multiplied by the trip count. A loop with collectives begins when the communication stream is free: XLA's scheduler does
 not let a collective run across such a loop either. Of a conditional the longest branch is taken.
 
+A pipeline's loop over ticks is run stage by stage: in every tick each stage runs the cell that the table gives it, and
+who gets a message waits until it is sent. Times are then the mean stage's, and what stages wait for each other is the
+bubble.
+
 Assumed, and so the limits: devices are alike and start together; kernels and collectives do not slow each other down
 (on a GPU they share memory bandwidth and some cores); one collective at a time; asynchronous copies and fusions take
 their time on the compute stream, for they use the same memory; launches cost nothing. The prediction is what the
@@ -24,12 +28,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
+
 from meshpar.ledger import scopes, work
+from meshpar.ledger.cells import Cells
 from meshpar.ledger.census import Collective
 from meshpar.ledger.groups import Groups
 from meshpar.ledger.hlo import Computation, Instruction, Module
 from meshpar.ledger.roofline import Roofline
-from meshpar.ledger.walk import runs, trip_count
+from meshpar.ledger.walk import branches, runs, trip_count
 from meshpar.planner.cost import KINDS, collective_link, collective_time_s
 from meshpar.planner.hardware import Cluster
 from meshpar.types import problem
@@ -110,7 +117,7 @@ class Timeline:
     peak_flops_per_s: float
     """Of the GPU, in the type that most of the program's matrix products are in."""
     step_s: float
-    """From the first kernel to the last: `compute_s + memory_s` and what is exposed of every axis."""
+    """From the first kernel to the last: `compute_s + memory_s + bubble_s` and what is exposed of every axis."""
     compute_s: float
     """Kernels that their FLOPs bound."""
     memory_s: float
@@ -123,6 +130,8 @@ class Timeline:
     """In the census' order."""
     segments: tuple[Segment, ...]
     """The program first, then its loops, outer ones first."""
+    bubble_s: float = 0.0
+    """Stages waiting for each other, on the mean one."""
     notes: tuple[str, ...] = ()
     """What the times leave out."""
 
@@ -133,8 +142,8 @@ class Timeline:
 
     @property
     def bound(self) -> str:
-        """What most of the step is spent on: `compute`, `memory`, or waiting for `network:<axes>`."""
-        spent = {"compute": self.compute_s, "memory": self.memory_s}
+        """What most of the step is spent on: `compute`, `memory`, or waiting: `bubble`, `network:<axes>`."""
+        spent = {"compute": self.compute_s, "memory": self.memory_s, "bubble": self.bubble_s}
         spent |= {f"network:{label}": time_s for label, time_s in self.exposed_s.items()}
         return max(spent, key=lambda what: spent[what])
 
@@ -144,19 +153,22 @@ class Timeline:
         return self.segments[1:]
 
 
-def timeline(module: Module, collectives: Sequence[Collective], cluster: Cluster) -> Timeline:
+def timeline(
+    module: Module, collectives: Sequence[Collective], cluster: Cluster, cells: Cells | None = None
+) -> Timeline:
     """Puts a scheduled program on a clock.
 
     Args:
       module: as the GPU compiler scheduled it.
       collectives: its census.
       cluster: the one it was compiled for; device i stands in node `i // gpus_per_node`.
+      cells: of a pipelined program, to run its ticks as the table says.
 
     Raises:
       ValueError: the program is not scheduled, or has more devices than the cluster.
     """
     _check(module, cluster)
-    simulation = _Simulation(module, collectives, cluster)
+    simulation = _Simulation(module, collectives, cluster, cells)
     block = simulation.block(module.entry)
     return Timeline(
         cluster=cluster.name,
@@ -168,6 +180,7 @@ def timeline(module: Module, collectives: Sequence[Collective], cluster: Cluster
         hidden_s={label: block.hidden_s[label] for label in block.network_s},
         collectives=tuple(simulation.timed(one) for one in collectives),
         segments=(_segment(block), *simulation.loops),
+        bubble_s=block.bubble_s,
         notes=tuple(_notes(module, simulation)),
     )
 
@@ -197,6 +210,7 @@ class _Block:
     """When the communication stream is free."""
     compute_s: float = 0.0
     memory_s: float = 0.0
+    bubble_s: float = 0.0
     network_s: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     hidden_s: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     cover: Cover = "nothing"
@@ -229,8 +243,12 @@ class _Run:
 
 
 class _Simulation:
-    def __init__(self, module: Module, collectives: Sequence[Collective], cluster: Cluster) -> None:
-        self._module, self._cluster = module, cluster
+    def __init__(
+        self, module: Module, collectives: Sequence[Collective], cluster: Cluster, cells: Cells | None
+    ) -> None:
+        self._module, self._cluster, self.cells = module, cluster, cells
+        self._choice: dict[str, int] = {}
+        """What conditionals pick in the tick that is simulated; of others the longest branch is taken."""
         self.roofline = Roofline(module, cluster.gpu)
         self._collectives = {(one.computation, one.name): one for one in collectives}
         self._blocks: dict[str, _Block] = {}
@@ -250,7 +268,8 @@ class _Simulation:
         run = self._runs.get((collective.computation, collective.name))
         if run is None:  # in a branch that another one outlasts it still has a time, and nothing is known to hide it
             run = _Run(self._time_s(collective), 0.0, "nothing")
-        times = collective.count_per_step
+        counts = collective.count_by_stage
+        times = sum(counts) / len(counts) if counts else float(collective.count_per_step)
         return Timed(collective=collective, time_s=run.time_s * times, hidden_s=run.hidden_s * times, cover=run.cover)
 
     @property
@@ -271,8 +290,10 @@ class _Simulation:
         if ins.opcode == "while":
             self._loop(block, computation, ins)
         elif ins.opcode == "conditional":
-            branches = [self.block(self._module.computations[name]) for name in ins.called_as("branch")] or [_Block()]
-            self._inline(block, max(branches, key=lambda branch: branch.duration_s))
+            names = branches(computation, ins)
+            names = names[self._choice[ins.name] :][:1] if ins.name in self._choice else names
+            blocks = [self.block(self._module.computations[name]) for name in names] or [_Block()]
+            self._inline(block, max(blocks, key=lambda branch: branch.duration_s))
         elif ins.opcode.endswith("-done"):
             self._finish(block, block.pending.pop(_started_by(computation, ins), []))
         elif found := list(self._communicates(computation, ins, _MAX_HOPS)):
@@ -354,10 +375,16 @@ class _Simulation:
     def _loop(self, block: _Block, computation: Computation, ins: Instruction) -> None:
         times = trip_count(self._module, computation, ins)
         self._loops.setdefault(ins.name, None)  # an outer loop's place is before those in its body
-        body = self.block(self._module.computations[ins.called_as("body")[0]])
-        self._loops[ins.name] = _segment(body, ins, times)
-        times = 1 if times is None else times
-        start_s = self._repeat(block, body, times)
+        computation = self._module.computations[ins.called_as("body")[0]]
+        choices = self.cells.choices(self._module, ins.name) if self.cells is not None else None
+        if choices is not None:
+            tick, whole = self._ticks(computation, choices)
+            self._loops[ins.name] = _segment(tick, ins, times)
+            start_s = self._repeat(block, whole, 1)
+        else:
+            body = self.block(computation)
+            self._loops[ins.name] = _segment(body, ins, times)
+            start_s = self._repeat(block, body, 1 if times is None else times)
         if block.duration_s > start_s:
             op_name = ins.metadata.op_name
             block.ops.append(
@@ -372,6 +399,33 @@ class _Simulation:
                 )
             )
 
+    def _ticks(self, body: Computation, choices: Mapping[str, np.ndarray]) -> tuple[_Block, _Block]:
+        """The longest tick of a pipeline's loop, and all its ticks for the mean stage."""
+        assert self.cells is not None
+        names, picks = list(choices), np.stack(list(choices.values()), -1)  # [tick, stage, conditional]
+        kinds, which = np.unique(picks.reshape(-1, len(names)), axis=0, return_inverse=True)
+        varied = _leading_to(self._module, set(names))
+        blocks = []
+        for kind in kinds.tolist():
+            self._choice = {name: pick for name, pick in zip(names, kind, strict=True) if pick >= 0}
+            for name in varied:
+                self._blocks.pop(name, None)
+            blocks.append(self.block(body))
+        self._choice = {}
+        which = which.reshape(picks.shape[:2])
+        runs = np.bincount(which.ravel(), minlength=len(kinds)) / picks.shape[1]  # of each kind, on the mean stage
+        length_s = self.cells.makespan(np.array([one.duration_s for one in blocks])[which])
+        whole = _Block(duration_s=length_s, bubble_s=length_s)
+        for one, times in zip(blocks, runs.tolist(), strict=True):
+            whole.bubble_s -= times * one.duration_s
+            whole.compute_s += times * one.compute_s
+            whole.memory_s += times * one.memory_s
+            whole.cover = _better(whole.cover, one.cover)
+            for label, time_s in one.network_s.items():
+                whole.network_s[label] += times * time_s
+                whole.hidden_s[label] += times * one.hidden_s[label]
+        return max(blocks, key=lambda one: one.duration_s), whole
+
     def _inline(self, block: _Block, inner: _Block) -> None:
         start_s = self._repeat(block, inner, 1)
         for op in inner.ops:
@@ -385,6 +439,7 @@ class _Simulation:
         block.duration_s += times * inner.duration_s
         block.compute_s += times * inner.compute_s
         block.memory_s += times * inner.memory_s
+        block.bubble_s += times * inner.bubble_s
         for label, time_s in inner.network_s.items():
             block.network_s[label] += times * time_s
             block.hidden_s[label] += times * inner.hidden_s[label]
@@ -413,6 +468,20 @@ class _Simulation:
                 found.add((len(members), min(members.values())))
             self._layouts[groups] = found
         return self._layouts[groups]
+
+
+def _leading_to(module: Module, names: set[str]) -> set[str]:
+    """Computations that hold one of these instructions, or call one that does."""
+    found = {computation.name for computation in module if any(ins.name in names for ins in computation)}
+    while True:
+        callers = {
+            computation.name
+            for computation in module
+            if any(callee in found for ins in computation for _, callee in ins.called)
+        }
+        if callers <= found:
+            return found
+        found |= callers
 
 
 def _segment(block: _Block, loop: Instruction | None = None, times: int | None = 1) -> Segment:
@@ -444,7 +513,7 @@ def _started_by(computation: Computation, done: Instruction) -> str:
 
 
 def _notes(module: Module, simulation: _Simulation) -> Iterator[str]:
-    for target, times in sorted(work.custom_calls(module).items()):
+    for target, times in sorted(work.custom_calls(module, simulation.cells).items()):
         if target != "AllocateBuffer":
             yield (
                 f"`{target}`, {times} a step, cannot be seen into: it is charged the bytes it reads and writes, "

@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshpar.ledger import scopes
+from meshpar.ledger.cells import Cells
 from meshpar.ledger.hlo import ArrayShape, Computation, Instruction, Module, TupleShape
-from meshpar.ledger.walk import executed, runs, trip_count
+from meshpar.ledger.walk import branches, executed, runs, trip_count
 
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)")
 _VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
@@ -76,24 +77,54 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
     )
 
 
-def flops_per_step(module: Module) -> int:
-    """FLOPs of the matrix products one device runs in one step; of a conditional's branches the costliest counts."""
+def flops_per_step(module: Module, cells: Cells | None = None) -> int:
+    """FLOPs of the matrix products one device runs in one step; of a conditional's branches the costliest counts.
+
+    Args:
+      module: the program.
+      cells: of a pipelined program: what its stages pick is counted by the table, for the mean stage.
+    """
+    cost = _costs(module)
+    if cells is None:
+        return cost[module.entry.name]
+    choices = ((ins.name, branches(computation, ins)) for computation in module for ins in computation)
+    costs = {name: [cost[one] for one in found] for name, found in choices if found}
+    costliest = {name: found.index(max(found)) for name, found in costs.items()}
+    total = 0.0
+    for visit in executed(module):
+        flops = sum(_flops(visit.computation, ins) for ins in visit.computation)
+        own = (branch for branch in visit.branches if cells.mask(branch) is None)
+        if flops and all(costliest[branch.name] == branch.index for branch in own):
+            counts = cells.counts(visit)
+            total += flops * (visit.times if counts is None else sum(counts) / len(counts))
+    return round(total)
+
+
+def _costs(module: Module) -> dict[str, int]:
+    """FLOPs of one run of each computation, with all that it calls."""
     cost: dict[str, int] = {}
     for computation in _callees_first(module):
         cost[computation.name] = sum(
             _flops(computation, ins) + _called_flops(module, computation, ins, cost) for ins in computation
         )
-    return cost[module.entry.name]
+    return cost
 
 
-def custom_calls(module: Module) -> dict[str, int]:
-    """How often per step the program calls each opaque kernel that `matmuls` cannot see into, by target."""
+def custom_calls(module: Module, cells: Cells | None = None) -> dict[str, int]:
+    """How often per step the program calls each opaque kernel that `matmuls` cannot see into, by target.
+
+    Args:
+      module: the program.
+      cells: of a pipelined program, of which the stage that calls most often counts.
+    """
     found: dict[str, int] = {}
     for visit in executed(module):
+        counts = None if cells is None else cells.counts(visit)
+        times = visit.times if counts is None else max(counts)
         for ins in visit.computation:
             target = ins.attributes.get("custom_call_target", "").strip('"')
             if ins.opcode == "custom-call" and not _GEMM.match(target):
-                found[target] = found.get(target, 0) + visit.times
+                found[target] = found.get(target, 0) + times
     return found
 
 
@@ -269,8 +300,8 @@ def _called_flops(module: Module, computation: Computation, ins: Instruction, co
     if ins.opcode == "while":
         known = trip_count(module, computation, ins)
         times = known if known is not None else 1
-    branches = max((cost[name] for name in ins.called_as("branch")), default=0)
-    return branches + times * sum(cost[name] for name in (*ins.called_as("body"), *runs(ins)))
+    costliest = max((cost[name] for name in ins.called_as("branch")), default=0)
+    return costliest + times * sum(cost[name] for name in (*ins.called_as("body"), *runs(ins)))
 
 
 def _callees_first(module: Module) -> Iterator[Computation]:

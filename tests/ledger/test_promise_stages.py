@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -10,15 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import meshpar as mp
+from meshpar.ledger import explain as explain_module
 from meshpar.ledger.cells import Cells
 from meshpar.ledger.census import census, on_stage
-from meshpar.ledger.holding import hold
+from meshpar.ledger.holding import SMALL, hold
 from meshpar.ledger.parts import parts_of
 from meshpar.ledger.program import compile_here
 from meshpar.ledger.promise import promised_by_stage
+from meshpar.ledger.target import missing_aot
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.pipeline import executor
+from meshpar.pipeline.traffic import traffic
 
 L, D, F, V, T = 4, 16, 32, 64, 8
 
@@ -157,3 +163,228 @@ def test_each_stage_sends_what_was_promised_and_nothing_else(built, name):
         assert not verdict.written, stage
         for line in verdict.kept:
             assert line.count[0] <= line.found_count <= line.count[1], line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_goes_from_stage_to_stage_is_what_the_table_says(built, name):
+    """Counted from who does what and when, not from the buffers' slots as the promise is."""
+    one = built(name)
+    schedule, axis = one.parts.schedule, "stage"
+    done, on = schedule.done_in, schedule.done_on
+    ticks = {1: [], -1: []}
+    for kind, source, goal in ((0, on[:, :-1], on[:, 1:]), (1, on[:, 1:], on[:, :-1])):
+        made = done[kind][:, :-1] if kind == 0 else done[kind][:, 1:]
+        for tick, a, b in zip(made.flat, source.flat, goal.flat, strict=True):
+            if a != b:
+                ticks[1 if (b - a) % schedule.stages == 1 else -1].append((tick, a))
+    # A stage sends so often in a tick; each needs a permute of its own.
+    most = 0
+    for sent in ticks.values():
+        for tick in {tick for tick, _ in sent}:
+            most += max(sent.count((tick, stage)) for stage in range(schedule.stages))
+    found = [c for c in one.collectives if c.axes == (axis,) and c.loops]
+    assert {c.kind for c in found} == {"collective-permute"}
+    assert sum(c.count_per_step for c in found) == most
+    (x,) = one.parts.handed_on
+    assert {c.bytes_sent_per_device for c in found} == {4 * math.prod(x.shape)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layer_gradients_meet_once_behind_the_loop(built, name):
+    one, sizes = built(name), ALL[name].mesh
+    axes = {axis for axis in ("data", "fsdp") if sizes[axis] > 1}
+    sums = ("all-reduce", "reduce-scatter")
+    found = [c for c in one.collectives if set(c.axes) & axes and c.kind in sums and c.payload_bytes > 4 * SMALL]
+    assert not [c for c in found if c.loops]
+    layers = [d.leaf.size for d in one.setup.table.params if (d.leaf.names or ())[:1] == ("layers",)]
+    assert bool(found) == bool(axes)
+    if axes and sizes["tensor"] == 1:
+        assert sum(c.payload_bytes for c in found) >= 4 * sum(layers) / sizes["stage"]
+
+
+def test_a_stage_runs_what_the_table_gives_it(built):
+    """Of dualpipe's three microbatches two begin on the first stage and one on the other."""
+    one = built("zb-h1")
+    counts = {c.module.rpartition("cell/")[2]: c.count_by_stage for c in one.collectives if c.count_by_stage}
+    m, layers = 4, L // 2
+    assert counts["forward/if_first/first/embed"] == (m, 0)
+    assert counts["backward/if_last/loss/loss"] == (0, m)
+    assert counts["forward/stage/mlp"] == (m * layers, m * layers)
+    assert traffic(built("dualpipe").parts.schedule).first.tolist() == [2, 1]
+
+
+def test_weights_are_gathered_once_a_step_or_in_every_cell(built):
+    lines = {name: {line.role: line for line in built(name).verdict(0).kept} for name in ("zb-h1", "microbatch")}
+    assert lines["zb-h1"]["weights before use"].found_count == 12
+    assert lines["microbatch"]["weights before use"].found_count == 3
+    in_cells = lines["microbatch"]["weights before use, in every F and B"]
+    assert in_cells.found_count == 9 * 2 * 2  # leaves of a layer, in the F and the B of two microbatches
+    once = lines["zb-h1"]["weights before use"].found_bytes - lines["microbatch"]["weights before use"].found_bytes
+    assert in_cells.found_bytes == 4 * once
+
+
+FAULTS = ("gradients reduced in every tick", "weights of all stages gathered", "a message in every tick")
+
+
+@pytest.fixture(scope="module")
+def faulty(program_of):
+    """(name of a fault) -> Built: the same promise, and a program with that fault."""
+    case = Case(mp.MeshSpec(stage=2, data=2), "1f1b", 2, mp.ddp(), deep=False)
+
+    def compile_with(fault):
+        step, state, batch = case.step(case.mesh.build(jax.devices()[:4]), rows=64)
+        added, messages, plan = executor._Trace._added, executor._Trace._messages, executor.Plan.of
+
+        def reduced(self, sums, grads, chunk):
+            return added(self, sums, jax.tree.map(lambda g: lax.psum(g, "data"), grads), chunk)
+
+        def stray(self, inbox, results, at, moves, *more):
+            got = messages(self, inbox, results, at, moves, *more)
+            return jax.tree.map(lambda x: x + 0 * lax.all_gather(x, "stage").sum(0), got)
+
+        def eager(schedule):
+            whole = plan(schedule)
+            return dataclasses.replace(whole, moves=np.ones_like(whole.moves) * whole.moves.any(0))
+
+        with pytest.MonkeyPatch.context() as patch:
+            if fault == FAULTS[0]:
+                patch.setattr(executor._Trace, "_added", reduced)
+            elif fault == FAULTS[1]:
+                patch.setattr(executor._Trace, "_messages", stray)
+            else:
+                patch.setattr("meshpar.pipeline.gradients.Plan.of", staticmethod(eager))
+            return compile_here(step.trace(state, batch))
+
+    def one(fault):
+        step, state, batch = case.step(case.mesh.build(jax.devices()[:4]), rows=64)
+        return built_of(case, program_of(("stages", fault), lambda: compile_with(fault)), step, state, batch)
+
+    return one
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_told(faulty, fault):
+    verdict = faulty(fault).verdict(0)
+    surprises = {(one.kind, one.axes) for one in verdict.surprise}
+    if fault == FAULTS[0]:
+        assert ("all-reduce", ("data",)) in surprises
+    elif fault == FAULTS[1]:
+        assert ("all-gather", ("stage",)) in surprises
+    else:
+        assert ("collective-permute", ("stage",)) in surprises
+    assert verdict.surprise
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Compiled:
+    """Stands for the process that compiles: it gives what was compiled before."""
+
+    program: object
+
+    def compile(self, traced, cluster):
+        return self.program
+
+
+@pytest.fixture(scope="module")
+def reports(program_of):
+    """Name of a case -> Report, of the programs that other tests read."""
+
+    def one(name):
+        case = ALL[name]
+        step, state, batch = case.step(case.mesh.build())
+        program = program_of(("stages", name), lambda: compile_here(step.trace(state, batch)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(explain_module, "compile_here", lambda traced: program)
+            return mp.explain(step, state, batch)
+
+    return one
+
+
+def test_explain_counts_what_stages_run(reports):
+    """Every matmul of the model is run once, on some stage; what the two ways of gathering send is what they sent."""
+    found = {name: reports(name) for name in ("zb-h1", "microbatch")}
+    for name, report in found.items():
+        assert report.is_as_promised
+        assert report.compute.ratio == pytest.approx(1, abs=1e-9)
+        assert json.loads(json.dumps(report.to_json())) == report.to_json()
+        stages, case = report.stages, CASES[name]
+        assert (stages.schedule, stages.microbatches, stages.gather) == (case.schedule, case.microbatches, case.gather)
+        assert stages.waiting_fraction is None
+        assert "bubble" in str(report)
+        ends = sum(line.found_bytes for line in report.promise.kept if line.role == "weights before use")
+        layers = sum(line.found_bytes for line in report.promise.kept if "every F and B" in line.role)
+        trade = {one.gather: one.sent_bytes for one in stages.gathering}
+        assert trade["microbatch"] == 2 * case.microbatches * trade["step"]
+        if case.gather == "microbatch":
+            assert trade["microbatch"] == layers
+        else:
+            others = found["microbatch"].promise.kept
+            assert trade["step"] == ends - sum(x.found_bytes for x in others if x.role == "weights before use")
+    held = {one.gather: one.held_bytes for one in found["zb-h1"].stages.gathering}
+    stage = sum(d.leaf.size for d in found_layers(ALL["zb-h1"])) // 2
+    norms = 2 * L // 2 * D
+    assert held["step"] == 4 * ((stage - norms) // 2 + norms)
+
+
+def found_layers(case):
+    _, state, _ = case.step(case.mesh.abstract(devices=8))
+    return [d for d in state.setup.table.params if (d.leaf.names or ())[:1] == ("layers",)]
+
+
+@pytest.fixture(scope="module")
+def across_nodes(program_of, request):
+    """A decoder over two nodes: stages across them, tensor inside."""
+    case = Case(mp.MeshSpec(stage=2, fsdp=2, tensor=4), "zb-h1", 4, mp.fsdp() | mp.tensor_parallel())
+    step, state, batch = case.step(case.mesh.abstract(devices=16), "bfloat16", size=4, rows=32)
+
+    def compile():
+        return request.getfixturevalue("pod").compile(step.trace(state, batch), "h100:2x8")
+
+    if missing_aot():
+        pytest.skip(missing_aot())
+    program = program_of(("stages", "pod"), compile)
+    return (
+        built_of(case, program, step, state, batch, on_cpu=False),
+        mp.explain(step, state, batch, "h100:2x8", pod=Compiled(program)),
+    )
+
+
+@pytest.mark.pod
+def test_across_nodes_stages_talk_from_one_to_the_next(across_nodes):
+    one, report = across_nodes
+    assert not report.promise.surprise
+    assert not report.promise.missing
+    assert not report.promise.written
+    for sent in report.collectives:
+        found = sent.collective
+        if "stage" in found.axes and found.kind != "collective-permute":  # numbers: loss, norm
+            assert sum(array.size for array in found.arrays) <= SMALL
+        if found.axes == ("tensor",):
+            assert sent.crosses_node is False
+    roles = {line.role: line for line in report.promise.kept if line.axes == ("stage",)}
+    assert roles.keys() == {"results to the stage behind", "gradients of the ends, from their stage"}
+    assert roles["results to the stage behind"].found_bytes == 8 * 2 * (32 // 2 // 4) * T * 4 * D * 4
+    assert len(roles["gradients of the ends, from their stage"].tensors) == 3
+    gradients = [c for c in one.collectives if c.kind == "reduce-scatter"]
+    assert gradients
+    assert not [c for c in gradients if c.loops]
+
+
+@pytest.mark.pod
+def test_the_clock_has_the_bubble_and_no_flop_twice(across_nodes):
+    _, report = across_nodes
+    assert report.compute.ratio == pytest.approx(1, abs=1e-9)
+    times = report.timeline
+    parts = times.compute_s + times.memory_s + times.bubble_s + sum(times.exposed_s.values())
+    assert parts == pytest.approx(times.step_s)
+    for label, time_s in times.network_s.items():
+        assert sum(t.time_s for t in times.collectives if t.collective.axes_label == label) == pytest.approx(time_s)
+    assert report.compute.bubble_s == times.bubble_s
+    assert report.stages.waiting_fraction == pytest.approx(times.bubble_s / times.step_s)
+    # The schedule's own bubble is that of a step with nothing before and behind its ticks, and of cells of one length.
+    assert 0 < times.bubble_s < times.step_s / 2
