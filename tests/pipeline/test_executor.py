@@ -20,7 +20,7 @@ from meshpar.ledger import hlo
 from meshpar.ledger.census import census
 from meshpar.ledger.pod import PodProcess
 from meshpar.ledger.target import missing_aot
-from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, value_and_grad
+from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, split_vjp, value_and_grad
 from meshpar.pipeline.placement import Placement
 from meshpar.types import MeshparError
 
@@ -261,7 +261,7 @@ CROSSED = [
     Case(schedule="dualpipe", expert=2, fsdp=2),
     Case(schedule="interleaved-1f1b", fsdp=2, tensor=2, gather="microbatch", remat="full"),
 ]
-COUNTS = [Case(schedule=name, m=m) for name, m in (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-h1", 8))]
+COUNTS = [Case(schedule=name, m=m) for name, m in (("1f1b", 1), ("zb-h1", 8))]
 NOISY = Case(schedule="zb-v", noise=True, aux=True)
 VARIANTS = [
     Case(schedule="gpipe", weighted=True, fsdp=2),
@@ -365,7 +365,7 @@ def test_a_table_from_a_file(run, tmp_path):
 
 def program(name, m):
     """Activations make up nearly all of its memory, and of them what F keeps."""
-    return Case(schedule=name, p=4, m=m, rows=512, waves=48, dtype="float32")
+    return Case(schedule=name, p=4, m=m, rows=2048, waves=12, dtype="float32")
 
 
 def test_memory_of_1f1b_does_not_grow_with_microbatches_and_gpipes_does(run):
@@ -373,6 +373,12 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches_and_gpipes_does(run):
     assert many <= 1.1 * few
     few, many = (run(program("gpipe", m)).temporary_bytes for m in (8, 32))
     assert many >= 3 * few
+    # What F keeps of a microbatch, and the last part's output: once each, and no copy of either.
+    case = program("gpipe", 8)
+    part = jax.tree.map(lambda x: x[0], case.data[0].parts)
+    x = jax.ShapeDtypeStruct((case.rows, EMBED), jnp.float32)
+    kept = split_vjp(lambda layers, x: case.stage(layers, x, None), part, x).stash_bytes + x.size * 4
+    assert (many - few) / 24 == pytest.approx(kept, rel=0.05)
 
 
 def test_memory_is_what_peak_activations_says(run):
@@ -558,12 +564,12 @@ def test_parts_go_out_and_their_gradients_come_back(name):
 @pytest.mark.parametrize("buffer", ["stash", "inbox", pytest.param("backlog", marks=pytest.mark.matrix)])
 def test_a_stale_buffer_is_seen_in_the_gradients(monkeypatch, buffer):
     """A B or W that reads another slot than it should: every other gradient test would fail so."""
-    case = Case(schedule="zb-h2", p=4, m=8)
+    case = Case(schedule="zb-h2", p=3, m=6)
     kind = 1 if buffer == "inbox" else 2
     slots, schedule = case.table.slots(), case.table
     array = getattr(slots, buffer).copy()
     stage = array.max((0, 2)).argmax()
-    tick = np.flatnonzero(array[:, stage, kind] >= 0)[3]
+    tick = np.flatnonzero(array[:, stage, kind] >= 0)[2]
     array[tick, stage, kind] = (array[tick, stage, kind] + 1) % (array[:, stage].max() + 1)
     stale = dataclasses.replace(slots, **{buffer: array})
     with pytest.raises(MeshparError):
