@@ -31,10 +31,13 @@ def test_a_recipe_is_short_says_its_command_and_lies_on_its_mesh(file):
     table = mp.shardings(model, mesh, recipe.strategy, tx=tx, precision=recipe.precision)
     assert table.totals.num_params > 0
     json.dumps(recipe.to_json())
-    if not file.stem.startswith("llama"):
+    if not file.stem.startswith(("llama", "mixtral", "deepseek")):
         return
-    state_bytes = 12 * table.totals.num_params / (mesh.size // mesh.shape["data"])
-    assert table.totals.state_bytes == pytest.approx(state_bytes, rel=1e-3)
+    # What has experts is split over all devices; with experts there, the rest is whole over their axis.
+    owned = sum(d.leaf.size for d in table.params if "expert" in (d.leaf.names or ()))
+    everywhere = mesh.size // mesh.shape["data"]
+    rest = (table.totals.num_params - owned) * mesh.shape["expert"]
+    assert table.totals.state_bytes == pytest.approx(12 * (owned + rest) / everywhere, rel=1e-2)
     assert f"{table.totals.state_bytes / 1e9:.2f} GB" in docstring
     assert f"{recipe.batch_size * recipe.data.seq_len:,}" in " ".join(docstring.split())
 
