@@ -7,7 +7,8 @@
     found.py      the rows and links of such a measurement; the profile they make
     pipeline.py   schedule: every schedule with stages that sleep, against its simulation
     sleeper.py    those stages: sleeps in C++ (nap.cc) or Python, and when they were
-    command.py    meshpar bench step | collectives | schedule
+    moe.py        moe: layers of experts against one-hot einsums
+    command.py    meshpar bench step | collectives | schedule | moe
 
 Names are imported when they are first used.
 """

@@ -161,6 +161,56 @@ def schedule(
     print_report(found, as_json=as_json)
 
 
+@bench.command("moe", short_help="Layers of experts against one-hot einsums.")
+@click.option(
+    "--experts", "num_experts", metavar="E", multiple=True, type=click.IntRange(min=1),
+    help="How many; may be repeated.  [default: 8, 16, 64]",
+)  # fmt: skip
+@click.option("--tokens", default=1024, show_default=True, type=click.IntRange(min=1), help="Of one device.")
+@click.option("--top-k", default=2, show_default=True, type=click.IntRange(min=1), help="Experts of a token.")
+@click.option("--width", default=64, show_default=True, type=click.IntRange(min=1), help="Of a token.")
+@click.option("--hidden", default=128, show_default=True, type=click.IntRange(min=1), help="Hidden width of an expert.")
+@click.option("--form", "forms", metavar="NAME", multiple=True, help="Only this one; may be repeated.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds; the median is kept.")
+@click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
+def moe(
+    num_experts: tuple[int, ...],
+    tokens: int,
+    top_k: int,
+    width: int,
+    hidden: int,
+    forms: tuple[str, ...],
+    repeats: int,
+    devices: int,
+    as_json: bool,
+    traceback: bool,
+) -> None:
+    """A layer of experts in every form, against the one-hot einsums that most JAX code sends tokens with.
+
+    Columns: time forward, and forward and backward, and ÷ = time over that of one-hot einsums in the same round; FLOPs
+    of matrix products, temporaries and the largest of them, all of one device; the share of choices that was dropped.
+    """
+    prepare_devices(devices)
+    from meshpar.bench import moe as measured
+
+    tell = _progress if sys.stderr.isatty() else lambda line: None
+    found = measured.layers(
+        forms=forms or measured.FORMS,
+        num_experts=num_experts or measured.NUM_EXPERTS,
+        tokens=tokens,
+        top_k=top_k,
+        width=width,
+        hidden=hidden,
+        repeats=repeats,
+        tell=tell,
+    )
+    if sys.stderr.isatty():
+        _progress("")
+    print_report(found, as_json=as_json)
+
+
 def _progress(line: str) -> None:
     click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
