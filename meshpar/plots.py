@@ -950,6 +950,7 @@ def schedule_times(
             f"{name}   makespan {f'{line.makespan:.4g} {unit}'.strip()}, bubble {line.bubble_fraction:.1%}, "
             f"of a stage's span {line.span_bubble_fraction:.1%}", loc="left", fontsize=9, color=INK, fontweight="bold",
         )  # fmt: skip
+    panels[-1].set_xlim(0, max(np.nanmax(line.end) for _, line in lines) * 1.01)
     panels[-1].set_xlabel(f"time in {unit}" if unit else "time", color=INK)
     handles = [Patch(facecolor=OPS[kind], label=meaning) for kind, meaning in _OPS_MEAN.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
@@ -972,7 +973,6 @@ def _draw_schedule(panel: Axes, one: Schedule, line: PipelineTimeline, *, inches
                 panel.text(*middle, str(op.microbatch), ha="center", va="center", fontsize=size, color=INK)
     panel.set_yticks(range(one.stages), [f"stage {stage}" for stage in range(one.stages)], fontsize=7)
     panel.set_ylim(one.stages - 0.5, -0.5)
-    panel.set_xlim(left=0)
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.tick_params(axis="y", length=0)
 
@@ -1009,16 +1009,29 @@ def schedule_curves(
 
 
 def _name_at_end(panel: Axes, lines: Mapping[str, Any]) -> None:
-    """Each line's name at its right end; where two would touch, the upper one moves up."""
+    """Each line's name at its right end, or as near as the others let it."""
     low, high = panel.get_ylim()
-    room, last = 0.062 * (high - low), float("-inf")
-    for name, line in sorted(lines.items(), key=lambda item: item[1].get_ydata()[-1]):
-        x, y = line.get_xdata()[-1], line.get_ydata()[-1]
-        last = max(y, last + room)
+    named = sorted(lines.items(), key=lambda item: item[1].get_ydata()[-1])
+    heights = _apart([line.get_ydata()[-1] for _, line in named], room=0.062 * (high - low), low=low)
+    for (name, line), height in zip(named, heights, strict=True):
         panel.annotate(
-            name, (x, last), xytext=(8, 0), textcoords="offset points", va="center", fontsize=8.5,
+            name, (line.get_xdata()[-1], height), xytext=(8, 0), textcoords="offset points", va="center", fontsize=8.5,
             color=line.get_color(), annotation_clip=False,
         )  # fmt: skip
+
+
+def _apart(values: Sequence[float], *, room: float, low: float) -> list[float]:
+    """These rising values moved as little as it takes to have so much room between them; none below `low`."""
+    groups: list[tuple[float, int]] = []
+    """Mean of what stands side by side, less its place in the row times `room`; how many."""
+    for at, value in enumerate(values):
+        mean, count = value - at * room, 1
+        while groups and groups[-1][0] > mean:
+            before, more = groups.pop()
+            mean, count = (mean * count + before * more) / (count + more), count + more
+        groups.append((mean, count))
+    means = [mean for mean, count in groups for _ in range(count)]
+    return [max(mean, low) + at * room for at, mean in enumerate(means)]
 
 
 def schedules(found: Schedules, *, title: str = "") -> Figure:
@@ -1041,8 +1054,8 @@ def schedules(found: Schedules, *, title: str = "") -> Figure:
             spread = [[measured - 1e3 * row.low_s], [1e3 * row.high_s - measured]]
             panel.errorbar(measured, at, xerr=spread, marker="o", ms=5, color=color, elinewidth=0.8, capsize=2)
             panel.annotate(
-                f"× {row.ratio:.2f}", (max(measured, simulated), at), xytext=(10, 0), textcoords="offset points",
-                va="center", fontsize=8, color=INK,
+                f"× {row.ratio:.2f}", (max(1e3 * row.high_s, simulated), at), xytext=(10, 0),
+                textcoords="offset points", va="center", fontsize=8, color=INK,
             )  # fmt: skip
         panel.set_yticks(range(len(rows)), [row.schedule for row in rows], fontsize=8)
         panel.set_ylim(len(rows) - 0.5, -0.5)

@@ -454,6 +454,7 @@ def test_a_measured_timeline_is_drawn_where_its_ops_were():
     ]
     assert ends == [15, 150]
     assert below.get_xlabel() == "time in ms"
+    assert above.get_xlim()[1] > 150, "the longest is seen whole"
 
 
 def test_curves_of_schedules_share_a_name_where_they_coincide():
@@ -465,6 +466,19 @@ def test_curves_of_schedules_share_a_name_where_they_coincide():
     heights = [text.xy[1] for text in bubble.texts]
     assert heights[1] - heights[0] > 0.01, "names that would touch stand apart"
     assert memory.get_title(loc="left") == "memory"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, 2, 3], [1, 2, 3]),
+        ([5, 5, 5], [4, 5, 6]),
+        ([0, 0, 9], [0, 1, 9]),
+        ([3, 3.5, 4.5], [2.5 + 1 / 6, 3.5 + 1 / 6, 4.5 + 1 / 6]),
+    ],
+)
+def test_names_move_as_little_as_they_must(values, expected):
+    assert plots._apart(values, room=1, low=0) == pytest.approx(expected)
 
 
 def test_measured_schedules_stand_beside_their_simulations():

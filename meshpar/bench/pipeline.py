@@ -220,6 +220,7 @@ def schedules(
     cases: Sequence[tuple[int, int]] = CASES,
     op_s: float = 0.02,
     repeats: int = 3,
+    alone: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Schedules:
     """Measure every schedule with stages that sleep, against its own simulation.
@@ -229,6 +230,7 @@ def schedules(
       cases: stages and microbatches. The first one's are those of the measures beside a step alone.
       op_s: what F, B and W of one stage take; a part of a more finely cut model takes its share.
       repeats: rounds, in each of which all programs run once.
+      alone: measure nothing but a step alone of each schedule.
       tell: is given a line of progress.
 
     Raises:
@@ -238,20 +240,28 @@ def schedules(
     before, sleeper = load(), Sleeper(op_s)
     rows = [row for case in cases for row in _alone(sleeper, names, *case, repeats, tell)]
     measures = [_worst(rows), *_orders(names, rows)] if op_s else []
-    stages, microbatches = cases[0]
-    tell("consecutive steps")
-    measures += _consecutive(sleeper, stages, microbatches, repeats)
-    tell("GPipe by autodiff")
-    measures.append(_against_scan(sleeper, stages, microbatches, repeats))
-    measures += [_sleeping_op(sleeper, most) for most in sorted({stages for stages, _ in cases})]
-    tell("empty stages")
-    measures += [_overhead(name, stages, microbatches) for name in names]
-    tell("compile time")
-    measures += _compile_times(stages, microbatches, max(1, min(repeats, 3)))
+    if not alone:
+        measures += _more(sleeper, names, cases, repeats, tell)
     return Schedules(
         op_s=op_s, repeats=repeats, load=(before, load()), rows=tuple(rows), measures=tuple(measures),
         sleeps=_sleeps(sleeper),
     )  # fmt: skip
+
+
+def _more(
+    sleeper: Sleeper, names: Sequence[str], cases: Sequence[tuple[int, int]], repeats: int, tell: Callable[[str], None]
+) -> Iterator[Measure]:
+    """What is measured beside steps alone."""
+    stages, microbatches = cases[0]
+    tell("consecutive steps")
+    yield from _consecutive(sleeper, stages, microbatches, repeats)
+    tell("GPipe by autodiff")
+    yield _against_scan(sleeper, stages, microbatches, repeats)
+    yield from (_sleeping_op(sleeper, most) for most in sorted({stages for stages, _ in cases}))
+    tell("empty stages")
+    yield from (_overhead(name, stages, microbatches) for name in names)
+    tell("compile time")
+    yield from _compile_times(stages, microbatches, max(1, min(repeats, 3)))
 
 
 def _check(names: Sequence[str], cases: Sequence[tuple[int, int]], op_s: float, repeats: int) -> None:

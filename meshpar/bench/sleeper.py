@@ -118,12 +118,13 @@ class Sleeper:
         return self.bed.nap(op, share, jnp.stack([rank, after.ravel()[0]]))
 
 
-def timeline(schedule: Schedule, naps: Sequence[Nap]) -> Timeline:
-    """When which op of a step was, in seconds from the first one's start: as `Schedule.simulate` has it, but measured.
+def timeline(schedule: Schedule, naps: Sequence[Nap], *, unit_s: float = 1.0) -> Timeline:
+    """When which op of a step was, from the first one's start: as `Schedule.simulate` has it, but measured.
 
     Args:
       schedule: that ran.
       naps: of one step, `sleeper.naps`.
+      unit_s: of the times: 1e-3 gives milliseconds.
 
     Raises:
       ValueError: these are not the naps of one step of it.
@@ -143,7 +144,7 @@ def timeline(schedule: Schedule, naps: Sequence[Nap]) -> Timeline:
                 "call forget() on the sleeper, run one step, and give its naps",
             )
         times[:, ticks, stage, kind] = np.transpose([(nap.start_s, nap.end_s) for nap in own])
-    start, end = times - np.nanmin(times)
+    start, end = (times - np.nanmin(times)) / unit_s
     return Timeline(start=start, end=end, busy=np.nansum(end - start, axis=(0, 2)))
 
 

@@ -152,8 +152,8 @@ def test_naps_make_a_timeline(quick):
     program = pipeline.pipeline_program(schedule, quick.stage(pipeline._share(schedule)))
     quick.op_s = 0.004
     program()
-    found = sleepers.timeline(schedule, quick.naps)
-    wanted = schedule.simulate(f=0.004, b=0.004, w=0.004).free
+    found = sleepers.timeline(schedule, quick.naps, unit_s=1e-3)
+    wanted = schedule.simulate(f=4.0, b=4.0, w=4.0).free
     np.testing.assert_array_equal(np.isnan(found.start), np.isnan(wanted.start))
     assert np.nanmin(found.start) == 0
     assert (found.busy >= wanted.busy).all()
@@ -233,6 +233,12 @@ def test_its_measures(measured):
                    "empty stages, zb-v", "compile time of 1f1b"):  # fmt: skip
         assert sum(wanted in name for name in names) == 1, wanted
     assert all(measure.value > 0 and math.isfinite(measure.value) for measure in measured.measures)
+
+
+def test_steps_alone_are_measured_alone():
+    found = bench.schedules(names=("1f1b",), cases=((P, M),), op_s=0.001, repeats=1, alone=True)
+    assert [measure.name for measure in found.measures] == ["measured ÷ simulated, the worst"]
+    assert len(found.rows) == 1
 
 
 def test_it_prints_and_is_plain_data(measured, capsys):
