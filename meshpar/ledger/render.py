@@ -279,9 +279,7 @@ def _stages(report: Report) -> Section | None:
         *(() if stages.waiting_fraction is None else (
             ("of the predicted step, waiting for other stages", f"{stages.waiting_fraction:.1%}"),
         )),
-        ("activations held at once, by stage", ", ".join(map(str, stages.peak_activations)) + (
-            f" of {stages.parts} parts' microbatches"
-        )),
+        ("activations of a part that each stage holds at once", ", ".join(map(str, stages.peak_activations))),
         ("results from stage to stage", f"{stages.messages:,} of {human_bytes(stages.message_bytes)} a device"),
     ]  # fmt: skip
     rows = tuple((Cell(what), Cell(number)) for what, number in said)

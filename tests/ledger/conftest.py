@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshpar.ledger import hlo
+from meshpar.ledger.census import census
 from meshpar.ledger.pod import PodProcess
 from meshpar.ledger.program import compile_here
 from meshpar.ledger.target import missing_aot
@@ -104,3 +105,18 @@ def compiled(planted, program_of, request):
         return known[key]
 
     return compile_once
+
+
+@pytest.fixture(scope="session")
+def read(compiled):
+    """(name, target, **options) -> (setup, options, census) of a planted mistake or a strategy's reference decoder."""
+    known = {}
+
+    def one(name, target, **options):
+        key = (name, target, str(options))
+        if key not in known:
+            plant, program = compiled(name, target, **options)
+            known[key] = plant.state.setup, plant.step.options, census(program.module, plant.mesh)
+        return known[key]
+
+    return one

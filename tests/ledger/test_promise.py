@@ -127,21 +127,6 @@ TABLE = [
 TARGETS = ["cpu", pytest.param("pod", marks=pytest.mark.pod)]
 
 
-@pytest.fixture(scope="module")
-def read(compiled):
-    """(name, target, **options) -> (setup, options, census) of a planted mistake or a strategy's reference decoder."""
-    known = {}
-
-    def one(name, target, **options):
-        key = (name, target, str(options))
-        if key not in known:
-            plant, program = compiled(name, target, **options)
-            known[key] = plant.state.setup, plant.step.options, census(program.module, plant.mesh)
-        return known[key]
-
-    return one
-
-
 def batch_of(rows=B):
     return {name: jax.ShapeDtypeStruct((rows, T), np.int32) for name in ("inputs", "targets")}
 

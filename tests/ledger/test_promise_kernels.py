@@ -109,21 +109,6 @@ BOTH = [
 ]
 
 
-@pytest.fixture(scope="module")
-def read(compiled):
-    """(name, target, **options) -> (setup, options, census) of the reference decoder under a strategy."""
-    known = {}
-
-    def one(name, target, **options):
-        key = (name, target, str(options))
-        if key not in known:
-            plant, program = compiled(name, target, **options)
-            known[key] = plant.state.setup, plant.step.options, census(program.module, plant.mesh)
-        return known[key]
-
-    return one
-
-
 def verdict(setup, options, collectives, target):
     batch = {name: jax.ShapeDtypeStruct((B, T), np.int32) for name in ("inputs", "targets")}
     promises = promised(setup, options, batch, on_cpu=target == "cpu")
