@@ -29,7 +29,7 @@ from meshpar.precision import Precision
 from meshpar.rules import resolve
 from meshpar.state import Setup, TrainState
 from meshpar.strategies import Pipelined
-from meshpar.types import Leaf, PyTree, axis_sizes, problem, spec_axes, tree_leaves_with_paths
+from meshpar.types import Leaf, Names, PyTree, axis_sizes, problem, spec_axes, tree_leaves_with_paths
 
 Loss = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
 """(params, extra, batch, key) -> (loss, (metrics, extra))."""
@@ -97,6 +97,7 @@ def staged_gradients(
         batch_axes=batch_axes,
         gather=pipelined.gather,
         grad_dtype=precision.reduce_dtype,
+        own=cut.own(setup.layout.params, batch_axes),
         split_inside=_split_inside(setup),
     )
     specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs)
@@ -116,8 +117,10 @@ class _Cut:
     """A model's parameters as those of stacked layers, by part, and the others."""
 
     structure: Any
-    is_layer: tuple[bool, ...]
+    names: tuple[Names, ...]
     """Of each leaf."""
+    is_layer: tuple[bool, ...]
+    """Likewise."""
     num_layers: int
     num_parts: int
     axis: str
@@ -148,6 +151,7 @@ class _Cut:
             )
         return _Cut(
             structure=jax.tree.structure(setup.layout.variables.params),
+            names=tuple(leaf.names or () for leaf in leaves),
             is_layer=is_layer,
             num_layers=num_layers,
             num_parts=parts,
@@ -170,6 +174,20 @@ class _Cut:
         stacks, ends = self._sorted(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
         return Params([PartitionSpec(self.axis, None, *spec[1:]) for spec in stacks], ends)
 
+    def own(self, specs: PyTree, batch_axes: tuple[str, ...]) -> list[PartitionSpec]:
+        """Of the stacks, over which axes of the batch a rank has experts of its own: tokens travel to them."""
+
+        def experts(spec: PartitionSpec, names: Names) -> PartitionSpec:
+            if "expert" not in names:
+                return PartitionSpec()
+            entries = [*spec, *[None] * (len(names) - len(spec))]
+            of = zip(entries, names, strict=True)
+            kept = [[a for a in spec_axes(e) if a in batch_axes and name == "expert"] for e, name in of]
+            return PartitionSpec(None, None, *(tuple(axes) or None for axes in kept[1:]))
+
+        leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return self._sorted([experts(*of) for of in zip(leaves, self.names, strict=True)])[0]
+
     def _sorted(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
         both = list(zip(leaves, self.is_layer, strict=True))
         return [x for x, stack in both if stack], [x for x, stack in both if not stack]
@@ -183,7 +201,7 @@ class _Cut:
         count = self.num_layers // self.num_parts
 
         def cut(x: jax.Array) -> jax.Array:
-            whole = x.shape[0] == self.num_layers
+            whole = x.shape[:1] == (self.num_layers,)
             return jax.lax.dynamic_slice_in_dim(x, part * count, count) if whole and self.num_parts > 1 else x
 
         return jax.tree.map(cut, params)

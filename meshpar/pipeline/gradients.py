@@ -60,6 +60,9 @@ class Pipeline:
     gather: Literal["step", "microbatch"] = "step"
     grad_dtype: Callable[[Any], Any] = lambda dtype: jnp.promote_types(dtype, jnp.float32)
     meet: bool = True
+    own: PyTree = None
+    """Of each leaf of the parts a PartitionSpec with the axes of the batch over which every rank has a slice of its
+    own: never whole, with a gradient of its own, as experts are. None: of no leaf."""
     split_inside: tuple[str, ...] = ()
     """Axes, not the batch's, over which what goes from part to part is to be split; the first part says how."""
 
@@ -84,7 +87,8 @@ class Pipeline:
         """
         plan, placement = Plan.of(self.schedule), Placement.of(self.schedule, self.axis)
         manual = (self.axis, *self.batch_axes)
-        at_entry = self._entering(specs)
+        own = jax.tree.map(lambda _: PartitionSpec(), specs.parts, is_leaf=_is_spec) if self.own is None else self.own
+        at_entry = self._entering(specs, own)
         auto = jax.tree.map(lambda spec: _without(spec, manual), specs, is_leaf=_is_spec)
         sharded = jax.tree.map(lambda spec: _only(spec, manual), at_entry, is_leaf=_is_spec)
         params = self._laid(params, at_entry)
@@ -93,7 +97,7 @@ class Pipeline:
             functions=self.functions,
             axis=self.axis,
             grad_dtype=self.grad_dtype,
-            whole=self._gatherer(sharded.parts, auto.parts),
+            whole=self._gatherer(_each(_but, sharded.parts, own), auto.parts),
             pin=lambda parts, ends: (_pinned(parts, auto.parts), _pinned(ends, auto.ends)),
         )
         num_parts = self.schedule.num_parts
@@ -127,6 +131,10 @@ class Pipeline:
 
         here = PartitionSpec() if self.meet else PartitionSpec(self.axis)
         by_batch = self.batch_axes or None
+
+        def of_part(own: PartitionSpec) -> PartitionSpec:
+            return PartitionSpec(_but(PartitionSpec(by_batch), own)[0], self.axis, *own[1:])
+
         told, grads = jax.shard_map(
             local,
             mesh=self.mesh,
@@ -138,7 +146,7 @@ class Pipeline:
                 PartitionSpec(self.axis),
                 PartitionSpec(),
             ),
-            out_specs=(here, Params(PartitionSpec(by_batch, self.axis), PartitionSpec(self.axis, by_batch))),  # type: ignore[arg-type]
+            out_specs=(here, Params(_each(of_part, own), PartitionSpec(self.axis, by_batch))),  # type: ignore[arg-type]
             axis_names=set(manual),
             # Everything is differentiated inside, and nothing inside has to vary alike.
             check_vma=False,
@@ -149,10 +157,14 @@ class Pipeline:
             grads = self._laid(Params(parts, self._over_stages(ends, grad_specs.ends, owners)), grad_specs)
         return told, grads
 
-    def _entering(self, specs: Params) -> Params:
+    def _entering(self, specs: Params, own: PyTree) -> Params:
         """How parameters enter the loop: whole over the axes that split the batch, unless every cell gathers them."""
-        whole = jax.tree.map(lambda spec: _without(spec, self.batch_axes), specs, is_leaf=_is_spec)
-        return Params(specs.parts if self.gather == "microbatch" else whole.parts, whole.ends)
+
+        def whole(spec: PartitionSpec, own: PartitionSpec) -> PartitionSpec:
+            return _without(spec, tuple(axis for axis in self.batch_axes if axis not in _axes_of(own)))
+
+        parts = specs.parts if self.gather == "microbatch" else _each(whole, specs.parts, own)
+        return Params(parts, _each(lambda spec: _without(spec, self.batch_axes), specs.ends))
 
     def _laid(self, tree: PyTree, specs: PyTree) -> PyTree:
         return jax.tree.map(
@@ -249,6 +261,18 @@ class Pipeline:
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
+
+
+def _each(function: Callable[..., PartitionSpec], *specs: PyTree) -> PyTree:
+    return jax.tree.map(function, *specs, is_leaf=_is_spec)
+
+
+def _axes_of(spec: PartitionSpec) -> set[str]:
+    return {axis for entry in spec for axis in spec_axes(entry)}
+
+
+def _but(spec: PartitionSpec, own: PartitionSpec) -> PartitionSpec:
+    return _without(spec, tuple(_axes_of(own)))
 
 
 def _without(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
@@ -550,8 +574,8 @@ def _check_apart(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> 
             raise problem(
                 name,
                 f"run `ppermute` over {', '.join(f'`{a}`' for a in axes)} inside a stage",
-                "XLA has all devices of a mesh meet in every permute, and other stages do something else meanwhile: "
-                "they would wait for each other for ever",
+                "host devices all meet in every permute, also of groups of them, and other stages do something else "
+                "meanwhile: they would wait for each other for ever",
                 "leave out what sends around a ring (context_parallel, matmuls that overlap their messages) under "
                 "stages; tensor_parallel(sequence=True) works",
             )

@@ -1,0 +1,294 @@
+"""Decoders with experts: sharded equals single-device, what balancing keeps, and their closed forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.checkpoint import Checkpoints
+from meshpar.models import LinenTransformer, TransformerConfig, generate, next_token_loss
+from meshpar.moe import MoEConfig, Routing
+from meshpar.types import MeshparError, tree_leaves_with_paths
+
+ROWS, SEQ, VOCAB, STEPS = 16, 8, 32, 5
+LOSSES = {"auxiliary_weight": 1e-2, "z_weight": 1e-3}
+
+
+def deepseek_like(**changes) -> TransformerConfig:
+    """One dense layer, then fine experts with sigmoid scores in groups, a shared one, and a balancing bias."""
+    routing = Routing(num_experts=8, top_k=2, score="sigmoid", scale=2.5, groups=4, top_groups=2)
+    experts = MoEConfig(routing=routing, mlp_dim=8, shared_experts=1, bias_rate=0.01, **changes.pop("losses", LOSSES))
+    sizes = {"vocab_size": VOCAB, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+    return TransformerConfig(
+        **{**sizes, "num_layers": 3, "num_dense_layers": 1, "mlp_dim": 24, "moe": experts, **changes}
+    )
+
+
+def mixtral_like(**changes) -> TransformerConfig:
+    """Two of eight experts in every layer."""
+    experts = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=8, **changes.pop("losses", LOSSES))
+    return deepseek_like(**{"num_layers": 2, "num_dense_layers": 0, "mlp_dim": 8, "moe": experts, **changes})
+
+
+SHARDED = (mp.MeshSpec(fsdp=2, expert=2, tensor=2), mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel())
+EXPERTS = (mp.MeshSpec(data=2, expert=4), mp.ddp() | mp.expert_parallel())
+STAGES = (
+    mp.MeshSpec(stage=2, expert=2, tensor=2),
+    mp.expert_parallel() | mp.tensor_parallel() | mp.pipeline_parallel(stages=2, microbatches=2),
+)
+ONE = (mp.MeshSpec(), mp.ddp())
+
+
+def make_model(cfg, framework):
+    if framework == "nnx":
+        return cfg.build()
+    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((ROWS, SEQ), np.int32))
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, VOCAB, (ROWS, SEQ + 1), dtype=np.int32) for _ in range(STEPS)]
+    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
+
+
+@functools.cache
+def five_steps(cfg, framework, spec, label, **options):
+    """The state behind five Adam steps, and the metrics of each."""
+    with jax.enable_x64(cfg.param_dtype == "float64"):
+        strategy = mp.strategies.parse_strategy(label)
+        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+        tx = optax.adam(1e-2, eps=1e-6)
+        state = mp.init_state(make_model(cfg, framework), tx, mesh=mesh, strategy=strategy, key=0)
+        step = mp.train_step(next_token_loss, **options)
+        found = []
+        for batch in batches():
+            state, metrics = step(state, batch)
+            found.append(jax.tree.map(np.asarray, metrics))
+        return state, found
+
+
+def check_equal(cfg, framework, case, one_options=None, **options):
+    state, found = five_steps(cfg, framework, case[0], case[1].label, **options)
+    other, expected = five_steps(cfg, framework, ONE[0], ONE[1].label, **(one_options or {}))
+    for metrics, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-9)
+        np.testing.assert_allclose(metrics["moe/aux_loss"], wanted["moe/aux_loss"], rtol=1e-9)
+        np.testing.assert_array_equal(metrics["moe/load"], wanted["moe/load"])
+    for tree, of_one in ((state.params, other.params), (state.extra, other.extra)):
+        wanted = dict(tree_leaves_with_paths(jax.device_get(of_one)))
+        for path, x in tree_leaves_with_paths(jax.device_get(tree)):
+            np.testing.assert_allclose(x, wanted[path], rtol=0, atol=1e-9, err_msg=path)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sharded equals single-device
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_five_steps_over_fsdp_experts_and_tensor():
+    found = check_equal(deepseek_like(param_dtype="float64"), "nnx", SHARDED)
+    load, ranks = found[-1]["moe/load"], found[-1]["moe/rank_load"]
+    assert (load.shape, ranks.shape) == ((2, 8), (2, 2))
+    assert (load.sum(1) == ROWS * SEQ * 2).all()
+    np.testing.assert_array_equal(ranks, load.reshape(2, 2, 4).sum(-1))
+    assert found[-1]["moe/drop_rate"].tolist() == [0, 0]
+    assert (found[-1]["moe/router_entropy"] < math.log(8)).all()
+
+
+def test_five_steps_of_linen_over_experts():
+    check_equal(mixtral_like(param_dtype="float64"), "linen", EXPERTS)
+
+
+def test_five_steps_by_stages():
+    """Stages hold layers, ranks of `expert` batches: the bias moves by what all microbatches and devices counted."""
+    check_equal(deepseek_like(param_dtype="float64", losses={}), "nnx", STAGES)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("make", [deepseek_like, mixtral_like])
+@pytest.mark.parametrize("case", [SHARDED, EXPERTS, STAGES], ids=["sharded", "experts", "stages"])
+def test_five_steps_of_every_decoder(framework, make, case):
+    changes = {"losses": {}} if case is STAGES else {}
+    check_equal(make(param_dtype="float64", **changes), framework, case)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("options", [{}, {"remat": "full"}, {"remat": "dots"}])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_recomputed_layers_train_alike(options, sequence):
+    strategy = mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel(sequence=sequence)
+    check_equal(deepseek_like(param_dtype="float64"), "nnx", (SHARDED[0], strategy), {}, **options)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", ["each", "once"])
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_accumulated_steps_move_the_bias_once(framework, mode):
+    """By the counts of both micro-steps together. Without auxiliary losses, which are those of a micro-step."""
+    cfg = deepseek_like(param_dtype="float64", losses={})
+    options = {"accumulate": 2, "accumulate_mode": mode}
+    state, found = five_steps(cfg, framework, *_labelled(SHARDED), **options)
+    other, expected = five_steps(cfg, framework, *_labelled(ONE))
+    for path, x in tree_leaves_with_paths(jax.device_get(state.extra)):
+        np.testing.assert_array_equal(x, dict(tree_leaves_with_paths(jax.device_get(other.extra)))[path], err_msg=path)
+    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-9)
+    np.testing.assert_array_equal(2 * found[-1]["moe/load"], expected[-1]["moe/load"])
+
+
+def _labelled(case):
+    return case[0], case[1].label
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_float32_losses(framework):
+    cfg = deepseek_like()
+    found, expected = (five_steps(cfg, framework, *_labelled(case))[1] for case in (SHARDED, ONE))
+    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-5)
+
+
+@pytest.mark.matrix
+def test_bfloat16_compute_follows_float32():
+    precision = mp.Precision(params="float32", compute="bfloat16")
+    found = five_steps(deepseek_like(), "nnx", *_labelled(SHARDED), precision=precision)[1]
+    expected = five_steps(deepseek_like(), "nnx", *_labelled(ONE))[1]
+    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-2)
+
+
+@pytest.mark.matrix
+def test_recomputing_layers_keeps_less():
+    cfg = mixtral_like(num_layers=8)
+    mesh, held = SHARDED[0].build(), {}
+    batch = {name: jax.ShapeDtypeStruct((64, 64), np.int32) for name in ("inputs", "targets")}
+    state = mp.abstract_state(cfg.build(), optax.adam(1e-3), mesh=mesh, strategy=SHARDED[1])
+    for remat in (None, "full"):
+        compiled = mp.train_step(next_token_loss, remat=remat).lower(state, batch).compile()
+        held[remat] = compiled.memory_analysis().temp_size_in_bytes
+    assert held["full"] < held[None] / 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What balancing keeps
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_losses_of_experts_are_for_training_and_evaluation_changes_nothing():
+    cfg = deepseek_like(param_dtype="float64")
+    state, _ = five_steps(cfg, "nnx", *_labelled(ONE))
+    with jax.enable_x64(True):
+        before = jax.device_get(state.extra)
+        evaluated = jax.device_get(mp.eval_step(next_token_loss)(state, batches()[0]))
+        copy = jax.tree.map(jnp.copy, state)
+        after, trained = mp.train_step(next_token_loss)(copy, batches()[0])
+        after, trained = jax.device_get((after.extra, trained))
+    assert evaluated["moe/aux_loss"] > 1e-3
+    np.testing.assert_allclose(trained["loss"], evaluated["loss"] + evaluated["moe/aux_loss"], rtol=1e-12)
+    for path, x in tree_leaves_with_paths(before):
+        np.testing.assert_array_equal(x, dict(tree_leaves_with_paths(jax.device_get(state.extra)))[path])
+    bias = after["layers"]["mlp"]["bias"]
+    np.testing.assert_allclose(np.abs(bias - before["layers"]["mlp"]["bias"]).max(), 0.01, rtol=1e-12)
+
+
+def test_the_bias_is_in_the_checkpoint(tmp_path):
+    cfg = deepseek_like(param_dtype="float64")
+    state, _ = five_steps(cfg, "nnx", *_labelled(ONE))
+    bias = np.asarray(state.extra["layers"]["mlp"]["bias"])
+    assert np.abs(bias).max() > 0.01
+    with jax.enable_x64(True), Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, wait=True)
+        mesh, strategy = EXPERTS[0].build(), EXPERTS[1]
+        like = mp.abstract_state(cfg.build(), optax.adam(1e-2, eps=1e-6), mesh=mesh, strategy=strategy)
+        restored = checkpoints.restore(like)
+    np.testing.assert_array_equal(restored.state.extra["layers"]["mlp"]["bias"], bias)
+    np.testing.assert_array_equal(restored.state.params["layers"]["mlp"]["gate"], state.params["layers"]["mlp"]["gate"])
+
+
+@pytest.mark.parametrize("framework", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
+def test_decoding_step_by_step_is_the_whole_sequence(framework):
+    """Greedy tokens by the cache are those of whole sequences; rooms at experts are not for one token after another."""
+    full = Routing(num_experts=8, top_k=2, capacity_factor=0.25)
+    cfg = deepseek_like()
+    cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, routing=full))
+    free = dataclasses.replace(
+        cfg, moe=dataclasses.replace(cfg.moe, routing=dataclasses.replace(full, capacity_factor=None))
+    )
+    mesh, strategy = mp.MeshSpec(expert=2).build(jax.devices()[:2]), mp.expert_parallel()
+    state = mp.init_state(make_model(cfg, framework), optax.adam(1e-2), mesh=mesh, strategy=strategy, key=0)
+    prompt = jnp.asarray(batches()[0]["inputs"][:1, :3])
+
+    def sample(state, prompt):
+        with mp.rules.use(mesh, strategy):
+            options = {"config": cfg, "num_tokens": 4, "key": jax.random.key(0), "temperature": 0.0}
+            return generate(state.bound(), prompt, **options)
+
+    def greedy(params, extra, tokens):
+        one = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        with mp.rules.use(one, mp.ddp()):
+            return make_model(free, framework).bind(params, extra)(tokens).argmax(-1)
+
+    tokens = np.asarray(jax.jit(sample)(state, prompt))
+    whole = jax.jit(greedy)(*jax.device_get((state.params, state.extra)), tokens)
+    assert tokens.shape == (1, 7)
+    np.testing.assert_array_equal(tokens[:, 3:], np.asarray(whole)[:, 2:-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Closed forms
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [deepseek_like, mixtral_like])
+def test_num_params_is_the_real_count(make):
+    cfg = make()
+    assert cfg.num_params == sum(leaf.size for leaf in cfg.build().leaves())
+    with mp.rules.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+        linen = make_model(cfg, "linen").leaves()
+    assert {(leaf.path, leaf.names, leaf.shape) for leaf in linen} == {
+        (leaf.path, leaf.names, leaf.shape) for leaf in cfg.build().leaves()
+    }
+
+
+def test_mixtral_has_its_published_size():
+    """46.7e9 parameters, of which a token meets 12.9e9 (Jiang et al. 2024, "Mixtral of Experts")."""
+    experts = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=14_336)
+    cfg = TransformerConfig(
+        vocab_size=32_000, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14_336,
+        moe=experts,
+    )  # fmt: skip
+    assert cfg.num_params == 46_702_792_704
+    assert cfg.num_active_params == 12_879_925_248
+    # The embedding table is looked up in, and norms are not multiplied with.
+    matmuls = cfg.num_active_params - 32_000 * 4096 - 65 * 4096
+    assert cfg.flops_per_token(4096) == 6 * matmuls + 12 * 32 * 32 * 128 * 4096
+
+
+def test_flops_of_fine_experts():
+    cfg = deepseek_like()
+    attention, mlp = 2 * 16 * 4 * (4 + 2), 3 * 16 * 24
+    experts = 16 * 8 + 3 * 16 * 8 * (2 + 1)
+    assert cfg.num_moe_layers == 2
+    assert cfg.flops_per_token(SEQ) == 6 * (3 * attention + mlp + 2 * experts + VOCAB * 16) + 12 * 3 * 4 * 4 * SEQ
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_dense_layers": 3}, "one of experts at least"),
+        ({"num_dense_layers": -1}, "it counts layers"),
+        ({"num_dense_layers": 0}, "use mlp_dim=8"),
+        ({"moe": None}, "without `moe` all layers are dense"),
+    ],
+)
+def test_configs_that_make_no_sense(changes, words):
+    with pytest.raises(MeshparError, match=words):
+        deepseek_like(**changes)
