@@ -165,6 +165,17 @@ def test_a_report_in_words_with_another_strategy_beside_it(explain, recipe, tmp_
     assert not re.findall(r"<script|https?://", html)  # it stands by itself
 
 
+@pytest.mark.matrix
+def test_a_recipe_by_stages(explain, recipe):
+    strategy = "pipeline_parallel(stages=2, microbatches=4, schedule='zb-h1') | fsdp() | tensor_parallel()"
+    args = (recipe, "--mesh", "stage=2,fsdp=2,tensor=2", "--set", f"strategy={strategy}", "--check")
+    code, out, _ = explain(*args)
+    assert code == 0
+    assert "sends what the strategy promised, and nothing else" in out
+    for said in ("zb-h1: 2 stages, 4 microbatches", "bubble of the schedule", "once a step ✔", "once a microbatch"):
+        assert said in out
+
+
 def test_against_as_json(explain, recipe):
     code, out, _ = explain(recipe, "--against", "fsdp=4,data=2", "--json")
     assert code == 0

@@ -284,7 +284,7 @@ def _collective(
         count_by_stage=counts or (),
         count_known=visit.times_known,
         loops=visit.loops,
-        in_branch=visit.in_branch and counts is None,
+        in_branch=any(cells is None or cells.mask(branch) is None for branch in visit.branches),
         op_name=op_name,
         module=scopes.module_path(op_name),
         source=source,

@@ -317,7 +317,8 @@ def remedies(
 ) -> tuple[Remedy, ...]:
     """What would make a step fit that does not: each change is really made, compiled, and its peak taken.
 
-    Tried are ZeRO's next stages, more micro-steps and recomputation of layers, cheap ones first, then several together.
+    Tried are ZeRO's next stages, more micro-steps (under stages: microbatches) and recomputation of layers, cheap ones
+    first, then several together.
     The first that fits ends the search; at most `MOST_COMPILATIONS` are compiled. What cannot be made (a batch that
     does not divide, a model that marks no layers), or would not fit with its state and batch alone, says so.
 
@@ -357,13 +358,16 @@ def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Cha
     """
     stages = _next_stages(setup, options)
     early, last = stages[:-1], (stages[-1] if stages else None)
-    rows = _batch_rows(setup, batch) // options.accumulate
-    steps = [options.accumulate * times for times in (2, 4, 8) if times == 2 or rows % times == 0]
+    pipelined = setup.strategy.pipeline
+    rows = _batch_rows(setup, batch) // (options.accumulate if pipelined is None else pipelined.microbatches)
+    more = [times for times in (2, 4, 8) if times == 2 or rows % times == 0]
+    steps = [options.accumulate * times for times in more if pipelined is None]
     policies = [] if options.remat == "full" else ["full"] if options.remat else ["dots", "full"]
     remat = "full" if policies else None
     changes = [
         *(_Change(strategy=strategy) for strategy in early),
         *(_Change(accumulate=count, can_wait=2 * at) for at, count in enumerate(steps)),
+        *(_Change(strategy=_microbatched(setup.strategy, times)) for times in more if pipelined is not None),
         *(_Change(remat=policy, can_wait=0 if policy == "full" else 3) for policy in policies),
         _Change(strategy=last),
         *(_Change(strategy=strategy, remat=remat, can_wait=1) for strategy in early),
@@ -371,6 +375,15 @@ def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Cha
         *(_Change(strategy=last, remat=remat, accumulate=count, can_wait=count != steps[-1]) for count in steps),
     ]
     return tuple({change.parts: change for change in changes[::-1] if change.parts}.values())[::-1]
+
+
+def _microbatched(strategy: Strategy, times: int) -> Strategy:
+    """The same stages with so many times as many microbatches, each as much smaller."""
+    pipelined = strategy.pipeline
+    assert pipelined is not None
+    count = pipelined.microbatches * times
+    label = strategy.label.replace(f"microbatches={pipelined.microbatches}", f"microbatches={count}")
+    return strategy.replace(pipeline=dataclasses.replace(pipelined, microbatches=count), label=label)
 
 
 def _sorted_out(

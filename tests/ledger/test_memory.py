@@ -14,6 +14,7 @@ import pytest
 import meshpar as mp
 from meshpar.ledger.memory import MOST_COMPILATIONS, memory, remedies
 from meshpar.ledger.program import Program, compile_here
+from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.planner.hardware import parse_cluster
 
 H100 = parse_cluster("h100:1x8")
@@ -243,6 +244,18 @@ def test_the_search_ends_with_the_first_that_fits(planted):
     found = remedies(mp.train_step(loss_of), state.setup, batch, compiler, 10**11)
     assert [(one.change, one.fits) for one in found] == [("zero1(axis='data')", False), ("accumulate=2", True)]
     assert compiler.asked == 2
+
+
+def test_stages_are_given_more_microbatches():
+    cfg = TransformerConfig(
+        vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+    )
+    strategy = mp.pipeline_parallel(stages=2, microbatches=2)
+    mesh = mp.MeshSpec(stage=2).abstract(devices=2)
+    state = mp.abstract_state(cfg.build(), optax.sgd(0.1), mesh=mesh, strategy=strategy)
+    batch = {name: jax.ShapeDtypeStruct((8, 8), np.int32) for name in ("inputs", "targets")}
+    found = remedies(mp.train_step(next_token_loss), state.setup, batch, Compiler(10**6), 10**9)
+    assert [(one.change, one.fits) for one in found] == [("pipeline_parallel(stages=2, microbatches=4)", True)]
 
 
 @pytest.mark.parametrize(
