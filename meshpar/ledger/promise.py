@@ -12,6 +12,7 @@ What is promised follows from the rules, not from the program (a stacked leaf co
     ... with the sequence split between     reduce-scatter where the sum was, all-gather where the whole is needed again
     logits split over the vocabulary        all-reduce of max, sum and target, one number a token
     attention, the sequence split           permutes of keys and values round a ring, and backward of their gradients
+    experts split over axes of the batch    all-to-alls, two forward and two backward a layer; counts of choices
     numbers or vectors over the batch       losses, metrics, norms, statistics of a batch: counted, not promised
 
 A weight is row-parallel when its split dim stands before its `embed` dim, column-parallel when behind it (without
@@ -31,13 +32,14 @@ from meshpar.ledger.parts import Parts
 from meshpar.ledger.promise_kernels import attended, gathered_in_bytes, scattered_in_bytes
 from meshpar.ledger.promise_leaves import gathered, reduced, renewed
 from meshpar.ledger.promise_matmul import contracted
+from meshpar.ledger.promise_moe import routed
 from meshpar.ledger.promise_stages import by_stage
 from meshpar.ledger.terms import Facts, Promised, facts_of
 from meshpar.state import Setup
 from meshpar.step import StepOptions
 from meshpar.types import Decision
 
-LAYERS: tuple[Callable[[Facts], Iterable[Promised]], ...] = (contracted, attended)
+LAYERS: tuple[Callable[[Facts], Iterable[Promised]], ...] = (contracted, attended, routed)
 """What the layers' own work promises for `Facts.leaves`, each a function of the facts alone. Under stages they are
 asked for the leaves before the layers, inside and behind them one by one."""
 

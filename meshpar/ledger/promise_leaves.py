@@ -9,8 +9,10 @@ from jax.sharding import PartitionSpec
 from meshpar.ledger.terms import (
     ITEMSIZE,
     Facts,
+    Leg,
     Promised,
     is_looked_up,
+    is_router,
     is_tied,
     layer_elements,
     owned_axes,
@@ -29,13 +31,24 @@ def gathered(facts: Facts, decision: Decision) -> Promised | None:
     stack = stack_of(decision)
     # Outside a loop over layers what was gathered for the forward pass is still there in the backward; inside, a layer
     # that is computed again may gather again.
-    fewest = facts.passes * facts.micro_steps * stack if stack > 1 else 1
+    # A layer of experts gathers theirs and its router on the way in, and keeps them for its backward pass.
+    passes = 1 if owned_axes(facts, decision) or is_router(decision) else facts.passes
+    fewest = passes * facts.micro_steps * stack if stack > 1 else 1
     most = (facts.passes + bool(facts.options.remat and stack > 1)) * facts.micro_steps * stack
     dtype = facts.wire(facts.compute(decision))
-    leg = facts.leg("all-gather", axes, layer_elements(facts, decision, axes), dtype)
+    spellings: list[tuple[Leg, ...]] = [(facts.leg("all-gather", axes, layer_elements(facts, decision, axes), dtype),)]
+    if is_router(decision) and len(axes) == 2:  # split in both dims: one dim after the other
+        spellings += [
+            (
+                facts.leg("all-gather", (first,), layer_elements(facts, decision, (first,)), dtype),
+                facts.leg("all-gather", axes - {first}, layer_elements(facts, decision, axes), dtype),
+            )
+            for first in facts.ordered(axes)
+        ]
     return Promised(
-        role="weights before use", tensors=(decision.path,), count=(fewest, most), stack=stack, spellings=((leg,),)
-    )
+        role="weights before use", tensors=(decision.path,), count=(fewest, most), stack=stack,
+        spellings=tuple(spellings),
+    )  # fmt: skip
 
 
 def reduced(facts: Facts, decision: Decision, grads: PartitionSpec, update: PartitionSpec) -> Promised | None:
@@ -75,8 +88,10 @@ def reduced(facts: Facts, decision: Decision, grads: PartitionSpec, update: Part
     # The compiler does not bother to scatter small arrays, and XLA:CPU not always to find the slice behind a sum. A
     # lookup's gradient whose rows are split in both dims is summed over the axes of both at once.
     is_small = elements * ITEMSIZE.get(dtype, 4) <= MIN_SHARDED_BYTES
-    is_scattered_in_two = bool(set(rest) & set(facts.context_axes)) and is_looked_up(decision)
-    if scattered and (facts.on_cpu or is_small or is_scattered_in_two):
+    others = {axis for one in facts.leaves for axis in owned_axes(facts, one)} | set(facts.context_axes)
+    is_scattered_in_two = bool(set(rest) & others) and is_looked_up(decision)
+    # What the region of a layer of experts gathered is summed by its transpose, whole.
+    if scattered and (facts.on_cpu or is_small or is_scattered_in_two or owned):
         spellings.append([*inner, facts.leg("all-reduce", (*scattered, *rest), elements, dtype)])
         if rest and not inner:
             summed = facts.leg("all-reduce", rest, elements, dtype)

@@ -199,11 +199,22 @@ def stack_of(decision: Decision) -> int:
 
 
 def owned_axes(facts: Facts, decision: Decision) -> tuple[str, ...]:
-    """Axes whose devices own whole experts: their weights are neither gathered nor reduced there."""
+    """Axes whose devices own whole experts: their weights are neither gathered nor reduced there.
+
+    A router, whose last dim is that of the experts, is no expert's: every device scores all of them.
+    """
     names = decision.leaf.names or ()
+    if is_router(decision):
+        return ()
     return facts.ordered(
         axis for entry, name in zip(decision.spec, names, strict=False) if name == "expert" for axis in spec_axes(entry)
     )
+
+
+def is_router(decision: Decision) -> bool:
+    """Whether a leaf scores experts: a matrix whose last dim is theirs."""
+    names = decision.leaf.names or ()
+    return names[-1:] == ("expert",) and "embed" in names
 
 
 def layer_elements(facts: Facts, decision: Decision, gathered: Iterable[str]) -> int:
