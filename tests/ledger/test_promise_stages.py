@@ -15,6 +15,7 @@ from jax import lax
 
 import meshpar as mp
 from meshpar.ledger import explain as explain_module
+from meshpar.ledger import hlo
 from meshpar.ledger.cells import Cells
 from meshpar.ledger.census import census, on_stage
 from meshpar.ledger.holding import SMALL, hold
@@ -22,8 +23,10 @@ from meshpar.ledger.parts import parts_of
 from meshpar.ledger.program import compile_here
 from meshpar.ledger.promise import promised_by_stage
 from meshpar.ledger.target import missing_aot
+from meshpar.ledger.walk import executed
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.pipeline import executor
+from meshpar.pipeline.schedules import make
 from meshpar.pipeline.traffic import traffic
 
 L, D, F, V, T = 4, 16, 32, 64, 8
@@ -231,6 +234,37 @@ def test_weights_are_gathered_once_a_step_or_in_every_cell(built):
     assert (
         in_cells.found_bytes == in_cells.found_count * 4 * (L // 2 * D * F // 2) / 2
     )  # ring, split in two by `tensor`
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe"])
+def test_ticks_of_one_length_last_as_long_as_the_schedule(name):
+    """Stages that wait for messages only are no slower than all in step, and no faster than without waiting."""
+    schedule = make(name, 4, 8)
+    # The executor sends what a B makes before the W of the same block.
+    schedule = dataclasses.replace(schedule, joined=np.zeros_like(schedule.joined))
+    share = schedule.stages / schedule.num_parts
+    lengths = (schedule.table[..., 0] >= 0).sum(2) * share
+    found, simulated = Cells(schedule).makespan(lengths), schedule.simulate()
+    assert simulated.free.makespan - 1e-9 <= found <= simulated.lockstep.makespan + 1e-9
+
+
+def test_choices_are_numbered_as_they_are_picked():
+    """HLO writes the computations of a truth the true one first, and those of a number in their order."""
+    text = """HloModule chosen
+yes { ROOT a = f32[] parameter(0) }
+no { ROOT b = f32[] parameter(0) }
+ENTRY main {
+  truth = pred[] parameter(0)
+  number = s32[] parameter(1)
+  x = f32[] parameter(2)
+  one = f32[] conditional(truth, x, x), true_computation=yes, false_computation=no
+  two = f32[] conditional(number, x, x), branch_computations={no, yes}
+  ROOT sum = f32[] add(one, two)
+}
+"""
+    visits = [(visit.branches[-1], visit.computation.name) for visit in executed(hlo.parse(text)) if visit.branches]
+    found = {(branch.name, branch.index): name for branch, name in visits}
+    assert found == {("one", 0): "no", ("one", 1): "yes", ("two", 0): "no", ("two", 1): "yes"}
 
 
 FAULTS = ("gradients reduced in every tick", "weights of all stages gathered", "a message in every tick")
