@@ -42,7 +42,7 @@ def test_a_recipe_is_short_says_its_command_and_lies_on_its_mesh(file):
     assert f"{recipe.batch_size * recipe.data.seq_len:,}" in " ".join(docstring.split())
 
 
-@pytest.mark.parametrize("name", ["gpt_stdlib", "digits_linen", "long_context"])
+@pytest.mark.parametrize("name", ["gpt_stdlib", "digits_linen", "long_context", "gpt_pipeline", "gpt_3d"])
 @pytest.mark.parametrize("devices", [1, 2, 3, 6, 8])
 def test_small_recipes_fit_any_number_of_devices(name, devices):
     recipe = load_recipe(FOLDER / f"{name}.py", devices=devices)
@@ -72,6 +72,16 @@ QUICK = (
 def test_long_context_trains_validates_and_samples(tmp_path):
     recipe = load_recipe(FOLDER / "long_context.py", devices=8).override(*QUICK, "data.seq_len=64")
     outcome = train(recipe, out=tmp_path, stream=io.StringIO())
+    assert outcome.reason == "done"
+    assert 0 < outcome.summary["validation"]["loss"] < 8
+
+
+@pytest.mark.parametrize("name", ["gpt_3d", pytest.param("gpt_pipeline", marks=pytest.mark.matrix)])
+def test_stages_train_validate_and_sample(tmp_path, name):
+    recipe = load_recipe(FOLDER / f"{name}.py", devices=8)
+    assert recipe.mesh.resolve(8)["stage"] > 1
+    small = recipe.override(*QUICK, "model.num_layers=4", "data.seq_len=64")
+    outcome = train(small, out=tmp_path, stream=io.StringIO())
     assert outcome.reason == "done"
     assert 0 < outcome.summary["validation"]["loss"] < 8
 
