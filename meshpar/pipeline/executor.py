@@ -295,7 +295,8 @@ class _Trace:
         return _Carry(
             stash=room(self.split.stash, counts["stash"]),
             backlog=room(self._handed, counts["backlog"]),
-            inbox=room(self.x, counts["inbox"]),
+            # One part alone is sent nothing; what would read it is traced all the same.
+            inbox=room(self.x, max(counts["inbox"], 1)),
             turn=room(self.x, counts["turn"]),
             sums=Sums(
                 loss=jnp.zeros((), self.loss.dtype),

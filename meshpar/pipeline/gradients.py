@@ -239,7 +239,9 @@ class Pipeline:
             _check_own(functions.inside, one, ends, x, micro)
 
         def loss(ends: PyTree, y: PyTree, micro: Micro) -> Any:
-            return functions.last(ends, y, micro)[0]
+            found = functions.last(ends, y, micro)
+            _check_loss(found, functions.weight)
+            return found[0]
 
         uses = []
         for name, function, args in (
@@ -324,6 +326,13 @@ class ValueAndGrad:
         Raises:
           ValueError: shapes that do not fit the schedule or the mesh.
         """
+        if not isinstance(params, tuple) or len(params) not in (1, 2):
+            raise problem(
+                "pipeline parameters",
+                f"run a model of {type(params).__name__}",
+                "they are those of the parts, and of what stands before and behind them",
+                "give pipeline.Params(parts, ends)",
+            )
         params = Params(*params)
         _check_parts(self.pipeline, params)
         _check_rows(self.pipeline, batch)
@@ -537,6 +546,31 @@ def _check_alike(x: PyTree, y: PyTree) -> None:
             f"give its result, {_told(y)}, to the next part",
             f"a part takes {_told(x)}",
             "make y of x's shapes and dtypes; what changes them belongs into first_fn or loss_fn",
+        )
+
+
+def _check_loss(found: Any, weight: str | None) -> None:
+    """Of what the loss function gives."""
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+        raise problem(
+            "loss_fn",
+            f"take the loss and the metrics from its result, a {type(found).__name__}",
+            "it gives (loss, metrics), a scalar and a dict",
+            "return loss, {}",
+        )
+    if np.shape(found[0]):
+        raise problem(
+            "loss_fn",
+            f"differentiate a loss of shape {np.shape(found[0])}",
+            "a loss is a scalar, the mean over the microbatch's rows",
+            "return loss.mean(), {...}",
+        )
+    if weight is not None and weight not in found[1]:
+        raise problem(
+            f"weight={weight!r}",
+            "weigh microbatches by that metric",
+            f"loss_fn gives {', '.join(map(repr, found[1])) or 'no metrics'}",
+            f'return loss, {{"{weight}": ...}} with what the mean loss was divided by',
         )
 
 

@@ -609,11 +609,11 @@ def test_a_broken_table_is_not_run(change):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def called(params=None, batch=None, stage=None, **options):
+def called(params=None, batch=None, stage=None, last=None, **options):
     case = Case(dtype="float32")
     options = {"schedule": case.table, "mesh": case.mesh, "first_fn": case.first, **options}
     given = case.data
-    run = value_and_grad(stage or case.stage, case.last, **options)
+    run = value_and_grad(stage or case.stage, last or case.last, **options)
     return jax.eval_shape(run, params or given[0], batch or given[1])
 
 
@@ -642,6 +642,14 @@ MISTAKES = {
     "weight": ({"weight": "double", "meet": False}, "only the last stage knows", "meet=True"),
     "weighed aux": ({"weight": "double", "stage": with_aux}, "auxiliary losses", "leave out weight"),
     "inputs": ({"first_fn": None}, "`inputs`", "a first_fn"),
+    "no metrics": ({"last": lambda ends, y, micro: y.mean()}, "from its result", "return loss, {}"),
+    "loss of rows": ({"last": lambda ends, y, micro: (y.mean(-1), {})}, r"a loss of shape \(2,\)", "loss.mean()"),
+    "no such weight": (
+        {"last": lambda ends, y, micro: (y.mean(), {}), "weight": "count"},
+        "no metrics",
+        '"count": ...',
+    ),
+    "params": ({"params": {"parts": PARTS.parts}}, "a model of dict", "Params\\(parts, ends\\)"),
 }
 
 
@@ -654,6 +662,20 @@ def test_a_mistake_is_told_in_four_parts(mistake):
     assert all((error.where, error.asked, error.exists, error.fix))
     for words in said:
         assert re.search(words, str(error)), str(error)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_one_stage_is_a_pipeline_too(name):
+    mesh = jax.make_mesh((1,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    run = value_and_grad(
+        lambda w, x, micro: jnp.tanh(x * w), lambda ends, y, micro: ((y**2).mean(), {}), schedule=make(name, 1, 4),
+        mesh=mesh,
+    )  # fmt: skip
+    w, x = jnp.full((1, 3), 0.5), jnp.arange(12.0).reshape(4, 3)
+    result, grads = run(Params(w), {"inputs": x})
+    loss, wanted = jax.value_and_grad(lambda w: (jnp.tanh(x * w) ** 2).mean())(w)
+    np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5)
 
 
 def test_it_runs_outside_of_jit_too():
