@@ -1,11 +1,12 @@
 """How stages cut a model: what they hand on, and which parameters stand before the layers and behind them.
 
-Read from the loss function, traced on one device with the layers left out: nothing is compiled.
+Read from the loss function, traced for the rows of one device with the layers left out: nothing is compiled.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshpar.rules import use
 from meshpar.staged import schedule_of
 from meshpar.state import TrainState
 from meshpar.step import TrainStep, batch_sharding
-from meshpar.types import PyTree, num_shards, tree_leaves_with_paths
+from meshpar.types import PyTree, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,15 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
     setup = state.setup
     assert setup.strategy.pipeline is not None
     schedule = schedule_of(setup.strategy.pipeline)
-    rows = num_shards(batch_sharding(setup.mesh, setup.strategy).spec, setup.mesh) * schedule.microbatches
+    sharding = batch_sharding(setup.mesh, setup.strategy)
+    over = {axis for entry in sharding.spec for axis in spec_axes(entry)}
+    inside = {axis: size for axis, size in axis_sizes(setup.mesh).items() if axis not in over}
+    rows = num_shards(sharding.spec, setup.mesh) * schedule.microbatches
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((np.shape(x)[0] // rows, *np.shape(x)[1:]), x.dtype), batch)
-    one = AbstractMesh((1,) * len(setup.mesh.axis_names), setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
+    # One device's rows, and the axes inside a stage as they are: the model says how it splits what goes on.
+    inside[setup.strategy.pipeline.axis] = 1
+    sizes = tuple(inside.get(axis, 1) for axis in setup.mesh.axis_names)
+    one = AbstractMesh(sizes, setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
     found: list[Any] = []
     metrics: dict[str, jax.ShapeDtypeStruct] = {}
 
@@ -82,11 +89,21 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
 
     return Parts(
         schedule=schedule,
-        handed_on=tuple(_shape(x.aval) for x in closed.jaxpr.outvars[:-1]),
+        handed_on=tuple(_on_one_device(closed.jaxpr, x, inside) for x in closed.jaxpr.outvars[:-1]),
         first=needs(*[True] * (outputs - 1), False),
         last=needs(*[False] * (outputs - 1), True),
         metrics=metrics,
     )
+
+
+def _on_one_device(jaxpr: Any, x: Any, inside: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+    """An array as a device holds it, laid out over the axes inside a stage as the equation that makes it says."""
+    made = next((eqn for eqn in jaxpr.eqns if x in eqn.outvars), None)
+    dims = list(x.aval.shape)
+    if made is not None and made.primitive.name == "sharding_constraint":
+        for dim, entry in enumerate(made.params["sharding"].spec):
+            dims[dim] //= math.prod(inside.get(axis, 1) for axis in spec_axes(entry))
+    return jax.ShapeDtypeStruct(tuple(dims), x.aval.dtype)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -12,6 +12,8 @@
                                 gather="microbatch"
       gradients                 reduced once, after the last tick, outside of every loop
     over axes inside a stage
+      gradients, the sequence   an all-reduce in every W of what every rank has whole, as norm scales
+      split between layers
       what layers promise       without stages, for the stage's own layers, as often as it runs an F or a B; what stands
                                 before the layers (behind them) on the stage of the first (last) part
 
@@ -32,7 +34,7 @@ from jax.sharding import PartitionSpec
 from meshpar.ledger.parts import Parts
 from meshpar.ledger.promise_leaves import gathered, reduced, renewed
 from meshpar.ledger.promise_matmul import VOCABULARY
-from meshpar.ledger.terms import ITEMSIZE, Facts, Leg, Promised, facts_of, split_axes
+from meshpar.ledger.terms import ITEMSIZE, Facts, Leg, Promised, facts_of, owned_axes, split_axes
 from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.traffic import Traffic, traffic
 from meshpar.state import Setup
@@ -61,7 +63,11 @@ def by_stage(
     everywhere = [*promise.weights(), *promise.results(), *promise.moved(), *promise.reduced(), *promise.told()]
     inside = [(side, one) for side in _SIDES for make in layers for one in make(promise.of_side(side))]
     for stage in range(parts.schedule.stages):
-        own = [*promise.gathered_in_cells(stage), *(promise.on_stage(side, one, stage) for side, one in inside)]
+        own = [
+            *promise.gathered_in_cells(stage),
+            *promise.summed_in_cells(stage),
+            *(promise.on_stage(side, one, stage) for side, one in inside),
+        ]
         yield [one for one in (*everywhere, *own) if one.count[1]]
 
 
@@ -200,8 +206,9 @@ class _Promise:
 
     def reduced(self) -> Iterator[Promised]:
         """Over the axes that split the batch, then those of the ends over the stages: all after the last tick."""
+        facts = dataclasses.replace(self.facts, sequence_axes=())
         for leaf in self.leaves:
-            one = reduced(self.facts, leaf.decision, leaf.grads, leaf.update)
+            one = reduced(facts, leaf.decision, leaf.grads, leaf.update)
             owners = self._owners(leaf)
             legs = one.spellings if one is not None else ((),)
             if len(owners) > 1:
@@ -214,6 +221,28 @@ class _Promise:
                 steps = math.ceil(math.log2(self.parts.schedule.stages))
                 leg = self._permute(self._shard(leaf), self._grad_dtype(leaf), is_outside=True)
                 yield self._once("gradients of the ends, from their stage", leaf.decision, steps, leg)
+
+    def summed_in_cells(self, stage: int) -> Iterator[Promised]:
+        """Gradients of what is whole over axes that split the sequence, norm scales say: summed over them in each W."""
+        facts, count = self.facts, self.traffic
+        for leaf in self.leaves:
+            decision = leaf.decision
+            split = split_axes(facts, decision.spec)
+            axes = facts.ordered(set(facts.sequence_axes) - set(split) - set(owned_axes(facts, decision)))
+            if not axes:
+                continue
+            layers = decision.leaf.shape[0] if leaf.is_layer else 1
+            kept, _ = _axes(facts, decision, facts.batch_axes)
+            path, elements = decision.path, decision.leaf.size // layers // facts.ways(kept)
+            uses = (count.first[stage] * (path in self.parts.first), count.last[stage] * (path in self.parts.last))
+            of_part = layers * self.parts.schedule.stages // self.parts.schedule.num_parts
+            runs = count.ops[stage, W] * of_part if leaf.is_layer else sum(uses)
+            yield Promised(
+                role="gradients of a split sequence",
+                tensors=(path,),
+                count=(int(runs), int(runs)),
+                spellings=((self._in_tick("all-reduce", axes, elements, self._grad_dtype(leaf)),),),
+            )
 
     def _summed(self, leaf: _Leaf, before: Sequence[Sequence[Leg]]) -> Iterator[Promised]:
         """A gradient that several stages make: summed over them, by itself or with the axes that split the batch."""
@@ -322,7 +351,7 @@ def _leaf(decision: Decision, grads: PartitionSpec, update: PartitionSpec, pipel
 def _axes(facts: Facts, decision: Decision, batch_axes: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Axes that split a leaf for good, and those that split the batch, over which it is gathered."""
     split = split_axes(facts, decision.spec)
-    over = set(batch_axes)
+    over = set(batch_axes) - set(owned_axes(facts, decision))
     return tuple(a for a in split if a not in over), tuple(a for a in split if a in over)
 
 
