@@ -148,8 +148,19 @@ def moe_layer(
         whole = PartitionSpec()
         specs = (cut.tokens, Weights(whole, inward, inward, outward), whole)  # type: ignore[arg-type]
         told = Told(whole, whole, whole, whole)  # type: ignore[arg-type]
-        run = per_device(kernel, specs, (cut.out, told), check_vma=not outer_axes())
+        # Not the backward pass's to keep are weights as they are used here, whole over axes that hold a shard of each.
+        kept = jax.checkpoint(kernel, policy=_not_another_form, prevent_cse=False)
+        run = per_device(kept, specs, (cut.out, told), check_vma=not outer_axes())
         return run(x, weights, bias)
+
+
+_FORMS = frozenset({"convert_element_type", "pcast", "pvary", "copy"})
+"""What gives back the same numbers in another form."""
+
+
+def _not_another_form(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`."""
+    return primitive.name not in _FORMS
 
 
 def shared_experts(

@@ -227,6 +227,34 @@ def test_stages_sum_counts_themselves():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_for_the_backward_pass_are_shards_of_the_weights():
+    """Eight layers over fsdp=8, with no layer recomputed: the weights of all of them are never whole at one time."""
+    num_layers, width, hidden = 8, 32, 128
+    mesh, cfg = mesh_of({"fsdp": 8}), dataclasses.replace(config(), mlp_dim=hidden)
+
+    def run(stacked, x):
+        with mp.rules.use(mesh, mp.fsdp()):
+            x, _ = jax.lax.scan(lambda x, weights: (x + moe_layer(x, weights, cfg)[0], None), x, stacked)
+        return (x**2).sum()
+
+    def split(*shape, dim):
+        spec = P(*[None] * dim, "fsdp")
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    inward, outward = (num_layers, EXPERTS, width, hidden), (num_layers, EXPERTS, hidden, width)
+    router = split(num_layers, width, EXPERTS, dim=1)
+    stacked = Weights(router, split(*inward, dim=2), split(*inward, dim=2), split(*outward, dim=3))
+    gradient = jax.jit(jax.grad(run), out_shardings=jax.tree.map(lambda x: x.sharding, stacked))
+    held = gradient.lower(stacked, split(8, SEQ, width, dim=0)).compile().memory_analysis().temp_size_in_bytes
+    whole = 3 * 4 * math.prod(inward)
+    assert held < whole / 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Precision
 # ---------------------------------------------------------------------------------------------------------------------
 
