@@ -415,15 +415,15 @@ def _program(program: Any, given: tuple[Any, ...]) -> Program:
 
 
 def _wins(rows: Sequence[Row]) -> list[Measure]:
-    """Dropless against one-hot einsums; below one where sorting is quicker."""
+    """Sorted rows, with room for any routing and for twice the mean, against one-hot einsums: below one, quicker."""
     return [
         Measure(
-            name=f"dropless ÷ {ONE_HOT}, {row.num_experts} experts, {what}", value=times.ratio, unit="×",
+            name=f"{row.form} ÷ {ONE_HOT}, {row.num_experts} experts, {what}", value=times.ratio, unit="×",
             limit=1.0 if row.num_experts >= WINS_FROM else None,
             detail=f"{times.median_s * 1e3:.1f} ms; {ONE_HOT} drop what is over {FACTOR} times the mean load",
         )
         for row in rows
-        if row.form == "dropless"
+        if row.form in ("dropless", "dropless, bound 2")
         for what, times in (("forward", row.forward), ("forward and backward", row.both))
         if times.ratio is not None
     ]  # fmt: skip
