@@ -5,12 +5,16 @@ A gather or scatter of the sequence may be spelled as a ring of permutes between
 knows of it; nor need it, for the promise is the same: the same bytes over the same axis, in 2(N-1) messages of half a
 rank's rows, and which way it was kept is for the program to say. So it holds for any model that uses these kernels, and
 for a compiler that takes to such rings by itself.
+
+Where a matrix that is not split makes a narrow vector, out of which those that are make their heads (latent attention),
+it is the narrow vector that is gathered, and its gradient that is summed, in place of the residual stream and its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshpar.ledger.terms import Facts, Leg, Promised, is_tied, stack_of
@@ -29,6 +33,22 @@ class _Block:
     """Row-parallel: contracted over the split dim."""
     columns: list[Decision] = dataclasses.field(default_factory=list)
     """Column-parallel: the split dim is in the result."""
+    narrow: list[Decision] = dataclasses.field(default_factory=list)
+    """Not split: what they make is whole, and other columns, or all heads, take it in."""
+    of_narrow: list[Decision] = dataclasses.field(default_factory=list)
+    """Column-parallel, and what they take in is what a narrow one makes."""
+
+    def part(self, leaves: Sequence[Decision], parent: str) -> None:
+        """Tell the columns that take in narrow vectors from the others."""
+        if not self.rows or not self.columns:
+            return
+        stack = stack_of(self.rows[0])
+        self.narrow = [one for one in leaves if _parent(one) == parent and stack_of(one) == stack and _is_narrow(one)]
+        widths = {one.leaf.shape[-1] for one in self.narrow}
+        residual = _width(self.rows[0])
+        self.of_narrow = [one for one in self.columns if _width(one) in widths and _width(one) != residual]
+        self.columns = [one for one in self.columns if one not in self.of_narrow]
+        self.narrow = self.narrow if self.of_narrow else []
 
 
 def contracted(facts: Facts) -> Iterator[Promised]:
@@ -38,11 +58,12 @@ def contracted(facts: Facts) -> Iterator[Promised]:
         for axis in facts.tensor_axes:
             side = _side(decision, axis)
             if side is not None:
-                parent = "/".join(decision.path.split("/")[:-2])
-                block = blocks.setdefault((parent, axis, stack_of(decision)), _Block(axis))
+                block = blocks.setdefault((_parent(decision), axis, stack_of(decision)), _Block(axis))
                 (block.rows if side == "row" else block.columns).append(decision)
-    for block in blocks.values():
+    for (parent, _, _), block in blocks.items():
+        block.part(facts.leaves, parent)
         yield from _block_promises(facts, block)
+        yield from _narrow_promises(facts, block)
     vocabulary = {
         axis
         for block in blocks.values()
@@ -141,6 +162,40 @@ def _block_promises(facts: Facts, block: _Block) -> Iterator[Promised]:
             yield promise("sequence made whole, forward", (inputs, inputs * (1 + recomputed)), *ways)
         if num_rows:
             yield promise("sequence made whole, backward", (num_rows, num_rows), *ways)
+
+
+def _narrow_promises(facts: Facts, block: _Block) -> Iterator[Promised]:
+    """What narrow vectors send: gathered where the sequence is split between blocks, and the sum of their gradient."""
+    for one in block.narrow:
+        width, stack = one.leaf.shape[-1], stack_of(one)
+        takers = sum(_width(column) == width for column in block.of_narrow)
+        elements, dtype = width * (facts.tokens or max(1, facts.rows)), facts.wire(facts.compute(one))
+        by_sequence = block.axis in facts.sequence_axes
+        runs = stack * facts.options.accumulate
+        recomputed = 2 if facts.options.remat and stack > 1 else 1
+        leg = functools.partial(
+            facts.leg, axes=(block.axis,), elements=elements, dtype=dtype, multiple=facts.tokens is None
+        )
+
+        def promise(role: str, most: int, *spellings: Leg, path: str = one.path, runs: int = runs) -> Promised:
+            each = tuple((spelling,) for spelling in spellings)
+            return Promised(role=role, tensors=(path,), count=(runs, most * runs), stack=1, spellings=each)
+
+        shares = leg("all-reduce", times=max(1, takers) if facts.on_cpu else 1)
+        summed = (leg("reduce-scatter"), shares) if by_sequence else (shares,)
+        yield promise("partial sums, backward", 1, *summed)
+        if by_sequence:
+            yield promise("sequence made whole, forward", 1 + recomputed, leg("all-gather"))
+
+
+def _parent(decision: Decision) -> str:
+    return "/".join(decision.path.split("/")[:-2])
+
+
+def _is_narrow(decision: Decision) -> bool:
+    """Whether a matrix takes in the residual stream, and what it makes has no name to be split by."""
+    names = decision.leaf.names or ()
+    return tuple(name for name in names if name != "layers") == ("embed", None)
 
 
 def _width(decision: Decision) -> int:

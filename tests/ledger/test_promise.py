@@ -14,7 +14,7 @@ from meshpar.ledger.census import census
 from meshpar.ledger.holding import SMALL, hold
 from meshpar.ledger.program import compile_here
 from meshpar.ledger.promise import promised
-from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 
 # The reference decoder's sizes; a test sees that they are.
 L, D, F, V = 4, 256, 768, 512
@@ -236,7 +236,13 @@ def test_each_micro_step_reduces_and_gathers(read):
     assert sent(once, "all-gather") == LEAVES
 
 
-VARIANTS = {"tied": {"tied_embeddings": True}, "grouped query": {"num_kv_heads": 2}}
+LATENT = LatentAttention(q_rank=128, kv_rank=96, nope_dim=32, rope_dim=16, v_dim=40)
+VARIANTS = {
+    "tied": {"tied_embeddings": True},
+    "grouped query": {"num_kv_heads": 2},
+    "latent": {"latent": LATENT, "head_dim": LATENT.head_dim},
+    "latent, whole queries": {"latent": dataclasses.replace(LATENT, q_rank=None), "head_dim": LATENT.head_dim},
+}
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
