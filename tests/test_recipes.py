@@ -42,13 +42,13 @@ def test_a_recipe_is_short_says_its_command_and_lies_on_its_mesh(file):
     assert f"{recipe.batch_size * recipe.data.seq_len:,}" in " ".join(docstring.split())
 
 
-@pytest.mark.parametrize("name", ["gpt_stdlib", "digits_linen", "long_context", "gpt_pipeline", "gpt_3d"])
+@pytest.mark.parametrize("name", ["gpt_stdlib", "digits_linen", "long_context", "gpt_pipeline", "gpt_3d", "moe_stdlib"])
 @pytest.mark.parametrize("devices", [1, 2, 3, 6, 8])
 def test_small_recipes_fit_any_number_of_devices(name, devices):
     recipe = load_recipe(FOLDER / f"{name}.py", devices=devices)
     mesh = recipe.mesh.abstract()
     assert mesh.size == devices
-    assert recipe.batch_size % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
+    assert recipe.batch_size % (mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]) == 0
     assert mp.shardings(build_model(recipe), mesh, recipe.strategy).totals.num_params > 0
 
 
@@ -93,3 +93,26 @@ def test_gpt_stdlib_trains_on_the_standard_library(tmp_path):
     assert outcome.reason == "done"
     assert outcome.summary["bigram_bits_per_byte"] < 5
     assert "bigram model" in screen.getvalue()
+
+
+def test_moe_stdlib_shows_the_load_of_its_experts(tmp_path):
+    recipe = load_recipe(FOLDER / "moe_stdlib.py", devices=8).override(*QUICK[:-1], "data.seq_len=32", "sample=none")
+    screen = io.StringIO()
+    outcome = train(recipe, out=tmp_path, stream=screen)
+    assert outcome.reason == "done"
+    first, last = (json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()[:2])
+    numbers = last["moe/layers"]
+    # Every one of 8 rows of 32 tokens chose two of 16 experts, in one layer; four ranks own four experts each.
+    assert sum(numbers["expert_tokens"][0]) == sum(numbers["rank_tokens"][0]) == 2 * 8 * 32
+    assert (len(numbers["expert_tokens"][0]), len(numbers["rank_tokens"][0])) == (16, 4)
+    assert first["moe/expert_max_over_mean"] > 1
+    assert outcome.summary["experts"]["drop_rate"] == 0
+    assert "busiest expert" in screen.getvalue()
+    assert (outcome.folder / "experts.png").stat().st_size > 1000
+
+
+def test_experts_cost_a_token_what_the_mlp_of_the_main_recipe_does():
+    sparse, dense = (load_recipe(FOLDER / f"{name}.py", devices=8).model for name in ("moe_stdlib", "gpt_stdlib"))
+    routers = sparse.num_moe_layers * sparse.embed_dim * sparse.moe.routing.num_experts
+    assert sparse.num_active_params == dense.num_params + routers
+    assert sparse.flops_per_token(256) == dense.flops_per_token(256) + 6 * routers
