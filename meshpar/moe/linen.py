@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
@@ -47,6 +48,9 @@ class LinenMoE(nn.Module):
         down = self.down_init or lecun
 
         def param(name: str, names: tuple[str, ...], shape: tuple[int, ...], init: Any) -> Array:
+            # Of experts a rank may hold its own only, inside stages; `moe_layer` sees to their sizes.
+            held = None if self.is_initializing() else self.get_variable("params", name)
+            shape = shape if held is None else jax.tree.leaves(held)[0].shape
             boxed: Any = nn.with_logical_partitioning(init, names)
             return self.param(name, boxed, shape, dtype)
 
