@@ -434,15 +434,42 @@ RESUMABLE = (
 """Fields that may differ when a run is resumed: none of them changes what is trained on what."""
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two recipes, as `to_json` gives them, differ: dotted path to (before, after)."""
-    old, new = dict(_flat(before)), dict(_flat(after))
+def changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two recipes, as `to_json` gives them, differ: dotted path to (before, after).
+
+    Args:
+      before: the older one. It may have been written when there were fewer fields.
+      after: the newer one.
+      defaults: by dotted path, what a field that `before` does not have was taken to be: see `defaults_of`.
+    """
     absent = "(absent)"
+    old, new = dict(_flat(before)), dict(_flat(after))
+    # Only a config that was there can have been without a field; one that was not there has no defaults either.
+    there = {"", *(path.rpartition(".")[0] for path in old)}
+    unsaid = {path: value for path, value in (defaults or {}).items() if path.rpartition(".")[0] in there}
     return {
         path: (old.get(path, absent), new.get(path, absent))
         for path in {**old, **new}
-        if old.get(path, absent) != new.get(path, absent)
+        if old.get(path, unsaid.get(path, absent)) != new.get(path, absent)
     }
+
+
+def defaults_of(recipe: Recipe) -> dict[str, Any]:
+    """What fields are where nothing is said about them, by dotted path, in a recipe and in the configs it holds."""
+    found: dict[str, Any] = {}
+
+    def collect(config: Any, prefix: str) -> None:
+        for field in dataclasses.fields(config):
+            value, path = getattr(config, field.name), f"{prefix}{field.name}"
+            if dataclasses.is_dataclass(value) and not isinstance(value, type | MeshSpec | Strategy):
+                collect(value, f"{path}.")
+            elif field.default is not dataclasses.MISSING and field.repr:
+                found.update(_flat({path: _plain(field.default)}))
+
+    collect(recipe, "")
+    return found
 
 
 def breaks_resuming(path: str) -> bool:

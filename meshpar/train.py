@@ -20,7 +20,7 @@ import numpy as np
 
 from meshpar import experts
 from meshpar.checkpoint import Checkpoints
-from meshpar.config import Recipe, breaks_resuming, build_model, build_optimizer, build_step, changes
+from meshpar.config import Recipe, breaks_resuming, build_model, build_optimizer, build_step, changes, defaults_of
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
 from meshpar.loop import Checkpointer, FitResult, JsonlWriter, Preemption, ProgressBar, Validator, fit, restore_or_init
@@ -186,7 +186,8 @@ def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
     path = folder / "recipe.json"
     if not path.exists():
         return
-    changed = changes(json.loads(path.read_text(encoding="utf-8")), _finite(recipe.to_json()))
+    written = json.loads(path.read_text(encoding="utf-8"))
+    changed = changes(written, _finite(recipe.to_json()), _finite(defaults_of(recipe)))
     breaking = {name: values for name, values in changed.items() if breaks_resuming(name)}
     if breaking:
         raise problem(

@@ -15,7 +15,19 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.config import AdamW, Optax, Recipe, Sample, breaks_resuming, changes, decayed, load_recipe, override, read
+from meshpar.config import (
+    AdamW,
+    Optax,
+    Recipe,
+    Sample,
+    breaks_resuming,
+    changes,
+    decayed,
+    defaults_of,
+    load_recipe,
+    override,
+    read,
+)
 from meshpar.data import TextData
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.models.config import RopeScaling
@@ -272,6 +284,22 @@ def test_changes_tell_what_breaks_resuming():
     assert changed["optimizer.lr"] == (3e-4, 0.1)
     assert [path for path in changed if breaks_resuming(path)] == ["optimizer.lr"]
     assert not changes(before, before)
+
+
+def test_a_recipe_written_before_a_field_existed_is_the_same_one():
+    recipe = small()
+    now = recipe.to_json()
+    before = json.loads(json.dumps(now))
+    del before["accumulate"], before["model"]["moe"]
+    assert set(changes(before, now)) == {"accumulate", "model.moe"}
+    assert not changes(before, now, defaults_of(recipe))
+    other = recipe.override("accumulate=2")
+    assert changes(before, other.to_json(), defaults_of(other)) == {"accumulate": ("(absent)", 2)}
+    # A config that was not there is not one of nothing but defaults.
+    sampled = recipe.override("sample.num_tokens=5")
+    assert any(
+        path.startswith("sample") for path in changes(now | {"sample": None}, sampled.to_json(), defaults_of(sampled))
+    )
 
 
 def test_prolonging_is_no_break_but_a_name_that_only_begins_alike_is():

@@ -153,9 +153,9 @@ def schedule(
     from meshpar.bench import pipeline
 
     cases = [case for case in pipeline.CASES if case[0] <= devices] or pipeline.CASES
-    chosen = {"names": names} if names else {}
+    chosen = names or pipeline.NAMES
     tell = _progress if sys.stderr.isatty() else lambda line: None
-    found = pipeline.schedules(**chosen, cases=cases, op_s=sleep_ms / 1e3, repeats=repeats, tell=tell)
+    found = pipeline.schedules(names=chosen, cases=cases, op_s=sleep_ms / 1e3, repeats=repeats, tell=tell)
     if sys.stderr.isatty():
         _progress("")
     print_report(found, as_json=as_json)

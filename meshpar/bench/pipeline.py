@@ -30,6 +30,7 @@ from meshpar.bench.sleeper import OPS, Sleeper
 from meshpar.pipeline import SCHEDULES, Micro, Params, Schedule, make, value_and_grad
 from meshpar.types import PyTree, near, problem
 
+NAMES = tuple(SCHEDULES)
 CASES = ((4, 8), (4, 16), (8, 16))
 """Stages and microbatches."""
 ORDER = ("zb-v", "zb-h1", "interleaved-1f1b", "1f1b")
@@ -216,7 +217,7 @@ def _case(row: Row) -> tuple[int, int]:
 
 def schedules(
     *,
-    names: Sequence[str] = tuple(SCHEDULES),
+    names: Sequence[str] = NAMES,
     cases: Sequence[tuple[int, int]] = CASES,
     op_s: float = 0.02,
     repeats: int = 3,
