@@ -12,7 +12,7 @@ import click
 
 from meshpar.cli import prepare_devices, print_report
 from meshpar.pipeline.schedules import SCHEDULES, Schedule, Simulation, make
-from meshpar.pipeline.schedules.ops import Block, problem
+from meshpar.pipeline.schedules.ops import Block, problem, unreadable
 from meshpar.pipeline.schedules.text import bands_of, grid
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def schedule(
     costs = {"f": f, "b": b, "w": w, "comm": comm}
     options = {key: value for key, value in (("chunks", chunks), ("limit", limit)) if value is not None}
     if name is None:
+        if options:
+            raise click.UsageError(f"--{next(iter(options))} takes one schedule: name it.", click.get_current_context())
         found = _all(stages or 4, microbatches or 2 * (stages or 4))
     elif Path(name).suffix in (".csv", ".json"):
         asked = {"stages": stages, "microbatches": microbatches, **options}
@@ -60,6 +62,8 @@ def schedule(
         found = [make(name, stages or 4, microbatches or 2 * (stages or 4), **options)]
     looks = [Look(one, one.simulate(**costs)) for one in found]
     if as_csv:
+        if as_json:
+            raise click.UsageError("--csv and --json are two formats: give one.", click.get_current_context())
         if name is None:
             raise click.UsageError("--csv takes one schedule: name it.", click.get_current_context())
         from meshpar.pipeline.schedules import csv
@@ -79,16 +83,12 @@ def _all(stages: int, microbatches: int) -> list[Schedule]:
 
 
 def _read(path: str) -> Schedule:
+    if path.endswith(".csv"):
+        return Schedule.from_csv(path)
     try:
-        if path.endswith(".csv"):
-            return Schedule.from_csv(path)
         return Schedule.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise problem(path, "read a schedule", "there is no such file", "give the path of one") from None
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise problem(
-            path, "read a schedule", f"it is none: {error}", "give a file that `meshpar schedule NAME --json` printed"
-        ) from error
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise unreadable(path, error, "give a file that `meshpar schedule NAME --json` printed") from error
 
 
 def _draw(schedules: Sequence[Schedule], costs: dict[str, float], path: str) -> None:

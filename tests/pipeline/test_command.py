@@ -134,6 +134,9 @@ def test_without_a_name_all_stand_side_by_side(schedule):
         (["gpipe", "--png", "no/such/folder.png"], "write the picture"),
         (["gpipe", "--stages", 0], "0 is not in the range"),
         (["file.csv", "--stages", 4], "a file says that itself"),
+        (["--chunks", 2], "--chunks takes one schedule"),
+        (["gpipe", "--csv", "--json"], "two formats"),
+        (["gpipe", "--f", "nan"], "`f` of schedule `gpipe`"),
         (["file.csv", "--limit", 4], "leave --limit out"),
     ],
 )

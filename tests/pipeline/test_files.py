@@ -70,14 +70,36 @@ def test_a_file_of_others(tmp_path):
         ("0F0,0I0\n", "no tick runs W"),
         ("0F0,0B0\n1F0\n", "no stage runs that op"),
         ("", "it has no cell"),
+        ("0F99999999999,0B99999999999\n", "asked to read `0F99999999999`"),
+        ("0F\u0663,0B\u0663\n", "a cell is global stage"),
         (",,\n", "it has no cell"),
     ],
 )
 def test_a_file_that_cannot_be_run(text, message, tmp_path):
     path = tmp_path / "bad.csv"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(MeshparError, match=message):
         Schedule.from_csv(path)
+
+
+def test_what_is_no_text_file(tmp_path):
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0F0")
+    (tmp_path / "folder.csv").mkdir()
+    for name, message in {"bytes": "it is none", "folder": "[Dd]irectory", "gone": "no such file"}.items():
+        with pytest.raises(MeshparError, match=f"{name}.csv: asked to read a schedule, but .*{message}"):
+            Schedule.from_csv(tmp_path / f"{name}.csv")
+
+
+def test_a_spreadsheets_file(tmp_path):
+    (tmp_path / "sheet.csv").write_text("0F0,0B0\n", encoding="utf-8-sig")
+    assert Schedule.from_csv(tmp_path / "sheet.csv").microbatches == 1
+
+
+def test_blocks_joined_beyond_the_table():
+    data = make("1f1b", 2, 2).to_json()
+    for at in ([99, 0], [-1, 0], [0, 2]):
+        with pytest.raises(MeshparError, match="`joined` of schedule `1f1b`"):
+            Schedule.from_json({**data, "joined": [at]})
 
 
 def test_blocks_that_the_format_has_no_word_for(tmp_path):

@@ -168,7 +168,11 @@ def test_steps_without_a_meeting_point():
     ("call", "message"),
     [
         (lambda: make("zb-h3", 4, 8), "schedule `zb-h3`.*did you mean `zb-h2` or `zb-h1`"),
-        (lambda: make("gpipe", 0, 8), "schedule `gpipe`: asked to run with 0 stages, but it takes at least 1"),
+        (lambda: make("gpipe", 0, 8), "schedule `gpipe`: asked to run with 0 stages.*at least 1"),
+        (lambda: make("gpipe", 2.0, 8), "asked to run with 2.0 stages, but it takes a whole number"),
+        (lambda: make("zb-v", 4, "8"), "asked to run with '8' microbatches"),
+        (lambda: make("interleaved-1f1b", 4, 8, chunks=2.5), "asked to run with 2.5 chunks"),
+        (lambda: make("zb-h2", 4, 8, limit=2.5), "hold 2.5 microbatches' activations"),
         (lambda: make("1f1b", 2, 0), "0 microbatches"),
         (lambda: make("dualpipe", 5, 8), "take 4 or 6 stages, or `dualpipe-v`"),
         (lambda: make("1f1b", 2, 4, chunks=2), "`1f1b`: asked to set `chunks`, but it has no options"),

@@ -145,10 +145,21 @@ def as_fused(schedule: Schedule):
         yield [cells.get((tick, stage)) for stage in range(schedule.stages)]
 
 
-@pytest.mark.parametrize("given", [{"f": -1}, {"b": [1, 2]}, {"w": float("nan")}, {"comm": [[1.0]]}, {"pair": -2.0}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"f": -1}, {"b": [1, 2]}, {"w": float("nan")}, {"comm": [[1.0]]}, {"pair": -2.0}, {"f": "1"}, {"b": 1j},
+        {"w": 1e308}, {"comm": True},
+    ],
+)  # fmt: skip
 def test_costs_that_cannot_be(given):
     with pytest.raises(MeshparError, match=f"`{next(iter(given))}` of schedule `zb-h1`: asked to simulate with costs"):
         make("zb-h1", 4, 8).simulate(**given)
+
+
+def test_a_step_that_takes_no_time_has_no_bubble():
+    times = make("zb-h1", 4, 8).simulate(f=0, b=0, w=0)
+    assert (times.free.bubble_fraction, times.free.span_bubble_fraction, times.price_of_lockstep) == (0, 0, 0)
 
 
 def test_the_picture_shows_every_op_where_it_is():

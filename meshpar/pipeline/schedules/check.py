@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, B, Block, F, W, problem
+from meshpar.pipeline.schedules.ops import KINDS, B, Block, F, W, is_count, problem
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.schedule import Schedule
@@ -93,12 +93,13 @@ def _check_numbers(schedule: Schedule) -> None:
                 "one of them stands there twice",
                 "give each chunk of a stage a part of its own",
             )
-    if schedule.microbatches < 1:
+    # Of a number that no table of this size can hold, nothing is counted up.
+    if not is_count(schedule.microbatches) or schedule.microbatches > max(schedule.table.size, 1):
         raise problem(
             f"schedule `{schedule.name}`",
-            f"train on {schedule.microbatches} microbatches",
-            "a step has at least 1",
-            "give the table cells",
+            f"train on {schedule.microbatches!r} microbatches",
+            f"a step has at least 1, and the table {schedule.ticks} ticks",
+            "give a whole number of microbatches, and the table cells for each",
         )
     microbatch, chunk = schedule.table[..., 0], schedule.table[..., 1]
     wrong = (microbatch >= schedule.microbatches) | ((microbatch >= 0) & ((chunk < 0) | (chunk >= schedule.chunks)))

@@ -10,20 +10,24 @@ from pathlib import Path
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import Block, Op, problem
+from meshpar.pipeline.schedules.ops import Block, Op, problem, unreadable
 from meshpar.pipeline.schedules.schedule import Schedule
 
 _KINDS = {"F": "F", "B": "BW", "I": "B", "W": "W"}
 """Letters of the format, and the ops that each stands for: its B is the whole backward."""
 _LETTERS = {kinds: letter for letter, kinds in _KINDS.items()}
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     """See `Schedule.from_csv`."""
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        cells = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
+    try:
+        # Spreadsheets put a byte order mark before the first cell.
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            cells = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise unreadable(str(path), error, "give a text file with a row for each rank, as `0F0,0B0`") from error
     if not any(map(any, cells)):
         raise problem(str(path), "read a schedule", "it has no cell", "write a row for each rank, as `0F0,0B0`")
     found = [

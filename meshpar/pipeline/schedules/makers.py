@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import Block, Op, problem
+from meshpar.pipeline.schedules.ops import Block, Op, is_count, problem
 from meshpar.pipeline.schedules.order import filled
 from meshpar.pipeline.schedules.schedule import Schedule
 
@@ -79,9 +79,9 @@ def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedu
       limit: microbatches whose activations a stage may hold; default 2p−1, from which on there is no bubble.
     """
     _check("zb-h2", stages, microbatches)
-    if limit is not None and limit < 1:
+    if limit is not None and not is_count(limit):
         raise problem(
-            "schedule `zb-h2`", f"hold {limit} microbatches' activations", "a stage holds at least 1",
+            "schedule `zb-h2`", f"hold {limit!r} microbatches' activations", "it is a whole number, at least 1",
             f"give a limit of 1 to {2 * stages - 1}",
         )  # fmt: skip
     most = 2 * stages - 1 if limit is None else min(limit, 2 * stages - 1)
@@ -159,7 +159,7 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
     if name not in SCHEDULES:
         from meshpar.types import near
 
-        raise problem(f"schedule `{name}`", "make it", "there is none of this name", near(name, SCHEDULES))
+        raise problem(f"schedule `{name}`", "make it", "there is none of this name", near(str(name), SCHEDULES))
     maker = SCHEDULES[name]
     known = set((maker.__kwdefaults__ or {}).keys())
     if unknown := sorted(set(options) - known):
@@ -174,8 +174,9 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
 
 def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
     for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if count < 1:
-            raise problem(f"schedule `{name}`", f"run with {count} {what}", "it takes at least 1", f"give more {what}")
+        if not is_count(count):
+            exists = "it takes a whole number of them, at least 1"
+            raise problem(f"schedule `{name}`", f"run with {count!r} {what}", exists, f"give {what} such as 4")
 
 
 def _whole(microbatch: int, chunk: int = 0) -> Block:

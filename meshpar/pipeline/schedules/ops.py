@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import numpy as np
+
 if TYPE_CHECKING:
     from meshpar.types import MeshparError
 
@@ -36,6 +38,19 @@ Block: TypeAlias = tuple[Op, ...]
 
 `(B, W)` of one microbatch is a whole backward; `(F, B)` or `(F, B, W)` of two microbatches is an overlapped pair.
 """
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number, one or more."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+
+
+def unreadable(path: str, error: Exception, fix: str) -> MeshparError:
+    """Of a file that holds no schedule, or is not there."""
+    if isinstance(error, FileNotFoundError):
+        return problem(path, "read a schedule", "there is no such file", "give the path of one")
+    why = error.strerror if isinstance(error, OSError) else f"it is none: {error}"
+    return problem(path, "read a schedule", why or str(error), fix)
 
 
 def problem(where: str, asked: str, exists: str, fix: str) -> MeshparError:

@@ -92,7 +92,7 @@ class Schedule:
         Raises:
           ValueError: the order is a deadlock, or the schedule does not validate.
         """
-        held = np.array(parts if parts is not None else [[stage] for stage in range(len(rows))], np.int32)
+        held = _held(name, parts, len(rows))
         check_rows(name, rows, held)
         count = 1 + max((op.microbatch for row in rows for block in row for op in block), default=-1)
         table, joined = order.placed(rows, order.starts(name, rows, held))
@@ -139,7 +139,7 @@ class Schedule:
                             "give each to a tick of its own",
                         )
                     table[tick, stage, op.number] = op.microbatch, op.chunk
-        held = np.array(parts if parts is not None else [[stage] for stage in range(stages)], np.int32)
+        held = _held(name, parts, stages)
         count = int(table[..., 0].max(initial=-1)) + 1 if microbatches is None else microbatches
         joined = np.zeros((len(cells), stages), bool)
         return cls(name=name, microbatches=count, table=table, parts=held, joined=joined).validate()
@@ -166,6 +166,13 @@ class Schedule:
         found = cls.from_table(data["table"], **given)
         joined = np.zeros(found.joined.shape, bool)
         for tick, stage in data.get("joined", ()):
+            if not (tick in range(found.ticks) and stage in range(found.stages)):
+                raise problem(
+                    f"`joined` of schedule `{found.name}`",
+                    f"join tick {tick} of stage {stage} and the next into one block",
+                    f"there are {found.ticks} ticks and {found.stages} stages",
+                    "correct it, or leave `joined` out",
+                )
             joined[tick, stage] = True
         return dataclasses.replace(found, joined=joined).validate()
 
@@ -371,12 +378,34 @@ class Schedule:
         return self.text()
 
 
+_MOST = 10**9
+"""Microbatches and parts are numbered below that: tables hold int32."""
+
+
+def _held(name: str, parts: Sequence[Sequence[int]] | None, stages: int) -> np.ndarray:
+    """`parts` as an array `[stage, chunk]`; default: one part to a stage, in order."""
+    if parts is None:
+        return np.arange(stages, dtype=np.int32)[:, None]
+    rows = [list(row) for row in parts]
+    alike = len({len(row) for row in rows}) < 2
+    if not alike or not all(isinstance(part, int | np.integer) and abs(part) < _MOST for row in rows for part in row):
+        raise problem(
+            f"`parts` of schedule `{name}`",
+            f"hold {rows}",
+            "it is [stage][chunk], whole numbers, equally many for every stage",
+            "write [[0], [1]] for two stages with one part each",
+        )
+    return np.array(rows, np.int32)
+
+
 def _ops(cell: Cell, where: str) -> Iterable[Op]:
     """The ops of a cell as a person writes it."""
     if cell is None or len(cell) == 0:
         return
     for op in [cell] if isinstance(cell[0], str) else cell:
-        whole = len(op) in (2, 3) and all(isinstance(number, int | np.integer) and number >= 0 for number in op[1:])
+        whole = len(op) in (2, 3) and all(
+            isinstance(number, int | np.integer) and 0 <= number < _MOST for number in op[1:]
+        )
         if not whole or op[0] not in tuple(KINDS):
             raise problem(
                 where,

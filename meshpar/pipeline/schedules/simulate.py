@@ -39,7 +39,7 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """Makespan bubble: the idle share when all stages begin and end together, one step alone."""
-        return float(1 - self.busy.sum() / (len(self.busy) * self.makespan))
+        return float(_share(len(self.busy) * self.makespan - self.busy.sum(), len(self.busy) * self.makespan))
 
     @cached_property
     def span(self) -> np.ndarray:
@@ -54,7 +54,7 @@ class Timeline:
     @property
     def span_bubble_fraction(self) -> float:
         """The idle share of the span, of the worst stage."""
-        return float((self.span_bubble / self.span).max())
+        return float(_share(self.span_bubble, self.span).max())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class Simulation:
     @property
     def price_of_lockstep(self) -> float:
         """How much longer the step takes in lockstep: 0.1 is a tenth."""
-        return self.lockstep.makespan / self.free.makespan - 1
+        return float(_share(self.lockstep.makespan - self.free.makespan, self.free.makespan))
 
 
 def simulate(schedule: Schedule, *, f: Costs, b: Costs, w: Costs, comm: Costs, pair: Costs | None) -> Simulation:
@@ -82,13 +82,23 @@ def simulate(schedule: Schedule, *, f: Costs, b: Costs, w: Costs, comm: Costs, p
     return Simulation(free=_free(schedule, lengths, messages), lockstep=_lockstep(schedule, lengths, messages))
 
 
+def _share(part: ArrayLike, whole: ArrayLike) -> np.ndarray:
+    """Of nothing: 0."""
+    return np.divide(part, np.where(np.equal(whole, 0), 1, whole))
+
+
+MOST = 1e100
+"""What an op may cost, so that sums stay finite."""
+
+
 def _per_stage(schedule: Schedule, name: str, value: Costs) -> np.ndarray:
-    found = np.asarray(value, float)
-    if found.shape not in ((), (schedule.stages,)) or not np.all(np.isfinite(found)) or np.any(found < 0):
+    given = np.asarray(value)
+    found = given.astype(float) if given.dtype.kind in "iuf" else np.full(given.shape, np.nan)
+    if found.shape not in ((), (schedule.stages,)) or not np.all((found >= 0) & (found <= MOST)):
         raise problem(
             f"`{name}` of schedule `{schedule.name}`",
-            f"simulate with costs {found.tolist()}",
-            f"it takes a number from 0 on, or one for each of {schedule.stages} stages",
+            f"simulate with costs {given.tolist()!r}",
+            f"it takes a number from 0 to {MOST:g}, or one for each of {schedule.stages} stages",
             f"give {name}=1.0, or {schedule.stages} of them",
         )
     return np.broadcast_to(found, (schedule.stages,))
