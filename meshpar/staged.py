@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.pipeline.executor import Functions, Micro
-from meshpar.pipeline.gradients import Params, Pipeline, mean_aux
+from meshpar.pipeline.gradients import Params, Pipeline, check_rows, mean_aux
 from meshpar.pipeline.layers import Aux, Layer, Run, running, scanned, with_aux
 from meshpar.pipeline.schedules import Schedule, make
 from meshpar.pipeline.slicing import Cut, depends, flat_jaxpr
@@ -85,9 +85,9 @@ def staged_gradients(
     setup, pipelined = state.setup, state.setup.strategy.pipeline
     assert pipelined is not None
     schedule = schedule_of(pipelined)
-    _check(setup, schedule, pipelined)
+    _check(setup, schedule, pipelined, batch_axes)
     cut = _Cut.of(setup, schedule, pipelined)
-    _check_rows(batch, schedule, batch_axes, axis_sizes(setup.mesh))
+    check_rows(batch, schedule, axis_sizes(setup.mesh), batch_axes)
     behind = _Behind.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}", weight)
     pipe = Pipeline(
         functions=cut.functions(loss, params, weight, behind),
@@ -437,8 +437,22 @@ def _check_once(calls: int) -> None:
         )
 
 
-def _check(setup: Setup, schedule: Schedule, pipelined: Pipelined) -> None:
+def _check(setup: Setup, schedule: Schedule, pipelined: Pipelined, batch_axes: tuple[str, ...]) -> None:
     where, sizes = f"strategy {setup.strategy.label}", axis_sizes(setup.mesh)
+    if pipelined.axis in batch_axes:
+        raise problem(
+            where,
+            f"run stages over mesh axis `{pipelined.axis}`",
+            "that axis splits the batch",
+            "give the stages one of their own: MeshSpec(stage=...)",
+        )
+    if schedule.microbatches != pipelined.microbatches:
+        raise problem(
+            where,
+            f"cut the batch into {pipelined.microbatches} microbatches",
+            f"schedule `{pipelined.schedule}` runs {schedule.microbatches}",
+            f"write pipeline_parallel(microbatches={schedule.microbatches}, ...), or give another file",
+        )
     if sizes.get(pipelined.axis) != schedule.stages:
         raise problem(
             where,
@@ -463,17 +477,3 @@ def _split_inside(setup: Setup) -> tuple[str, ...]:
         for entry in resolve(like, setup.strategy.activations, setup.mesh).spec[1:]:
             found += [axis for axis in spec_axes(entry) if sizes[axis] > 1]
     return tuple(dict.fromkeys(found))
-
-
-def _check_rows(batch: PyTree, schedule: Schedule, batch_axes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-    shards = math.prod(sizes[axis] for axis in batch_axes)
-    unit = shards * schedule.microbatches
-    path, x = tree_leaves_with_paths(batch)[0]
-    if x.shape[0] % unit:
-        over = " × ".join(f"`{axis}`" for axis in batch_axes) or "one device"
-        raise problem(
-            f"batch leaf `{path}` of shape {x.shape} dim 0 (`batch`)",
-            f"be split over {over} ({shards}) in {schedule.microbatches} microbatches",
-            f"{x.shape[0]} rows are not a multiple of {unit}",
-            f"use a batch of {-(-x.shape[0] // unit) * unit}",
-        )

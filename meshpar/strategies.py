@@ -115,7 +115,11 @@ class Pipelined:
             exists = "a strategy names its schedule, so that it can be written down"
             fix = 'give a name, schedule="zb-h1", or a file that Schedule.to_csv wrote'
             raise problem(f"pipeline_parallel(schedule={self.schedule!r})", "run it", exists, fix)
-        if not self.schedule.endswith(".csv"):
+        if self.schedule.endswith(".csv"):
+            if self.chunks is not None:
+                where, exists = f"pipeline_parallel(chunks={self.chunks})", "a file says which parts a stage holds"
+                raise problem(where, f"run `{self.schedule}` with so many", exists, "leave chunks out")
+        else:
             from meshpar.pipeline.schedules import make
 
             make(

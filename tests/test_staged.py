@@ -274,6 +274,10 @@ MISTAKES = {
     "mesh": (mp.MeshSpec(stage=4), {"stages": 2, "microbatches": 4}, mp.ddp(), {}, "run 2 stages over mesh axis"),
     "layers": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"}, mp.ddp(), {}, "4 or 8"),
     "rows": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "use a batch of 21"),
+    "axis": (mp.MeshSpec(data=2), {"stages": 2, "microbatches": 2, "axis": "data"}, mp.ddp(), {}, "splits the batch"),
+    "no file": (
+        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2, "schedule": "no.csv"}, mp.ddp(), {}, "no such file",
+    ),
     "accumulate": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2}, mp.ddp(), {"accumulate": 2}, "microbatches"),
     "ring": (
         mp.MeshSpec(stage=2, context=2), {"stages": 2, "microbatches": 2}, mp.context_parallel(), {},
@@ -295,6 +299,25 @@ def test_no_such_schedule():
         mp.pipeline_parallel(stages=2, microbatches=2, schedule="zb-h")
     with pytest.raises(mp.MeshparError, match="whole number"):
         mp.pipeline_parallel(stages=0, microbatches=2)
+    with pytest.raises(mp.MeshparError, match="leave chunks out"):
+        mp.pipeline_parallel(stages=2, microbatches=2, schedule="file.csv", chunks=2)
+
+
+def test_a_file_of_other_microbatches(tmp_path):
+    path = str(tmp_path / "four.csv")
+    mp.pipeline.make("1f1b", 2, 4).to_csv(path)
+    with pytest.raises(mp.MeshparError, match="asked to cut the batch into 2 microbatches, but schedule .* runs 4"):
+        train(
+            "nnx", config("float32", num_layers=4), 16, mp.MeshSpec(stage=2),
+            mp.pipeline_parallel(stages=2, microbatches=2, schedule=path),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [lambda x: x.astype(jnp.bfloat16), lambda x: x[:, :2], lambda x: (x, 1)])
+def test_layers_that_give_something_else(change):
+    with pytest.raises(mp.MeshparError, match="a layer: asked to give its result"):
+        mp.pipeline.scan_layers(lambda x, w: change(x * w), jnp.ones((2, 4)), jnp.ones((3, 4)))
+    assert mp.pipeline.scan_layers(lambda x, w: x + w, 0, jnp.ones(3)) == 3
 
 
 def test_layers_that_use_outer_parameters_are_refused():

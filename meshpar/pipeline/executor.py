@@ -247,11 +247,14 @@ class _Trace:
     def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
         """(loss times weight, (weight, metrics times weight))."""
         with jax.named_scope("loss"):
-            loss, metrics = self.functions.last(ends, y, micro)
+            loss, metrics = jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro))
         name = self.functions.weight
-        weight = jnp.ones((), jnp.promote_types(loss.dtype, jnp.float32)) if name is None else metrics[name]
-        weight = lax.stop_gradient(weight).astype(jnp.promote_types(weight.dtype, jnp.float32))
-        return loss.astype(weight.dtype) * weight, (weight, {k: _wide(v) * weight for k, v in metrics.items()})
+        weight = jnp.ones((), _wide_dtype(loss.dtype)) if name is None else _wide(lax.stop_gradient(metrics[name]))
+
+        def weighed(x: jax.Array) -> jax.Array:
+            return x * weight if name is None else jnp.where(weight > 0, x * weight, 0)
+
+        return weighed(loss.astype(weight.dtype)), (weight, {k: weighed(_wide(v)) for k, v in metrics.items()})
 
     def _first(self, ends: PyTree, micro: Micro) -> PyTree:
         with jax.named_scope("first"):
@@ -417,6 +420,12 @@ class _Trace:
             y = _read(turn, at["turn"][B])
             loss, vjp, (weight, metrics) = jax.vjp(lambda e, y: self._last(e, y, micro), self.ends, y, has_aux=True)
             d_ends, dy = vjp(jnp.ones_like(loss))
+            dy = _solid(dy, self.x)
+            if self.functions.weight is not None:
+                # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
+                d_ends, dy = jax.tree.map(
+                    lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(weight > 0, g, 0), (d_ends, dy)
+                )
             added = {name: sums.metrics[name] + x for name, x in metrics.items()}
             return self._laid(dy), dataclasses.replace(
                 sums, loss=sums.loss + loss, metrics=added, weight=sums.weight + weight, ends=_sum(sums.ends, d_ends)
@@ -440,7 +449,7 @@ class _Trace:
 
             with jax.named_scope(IF_FIRST):
                 ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.ends)
-        return dx, handed, dataclasses.replace(sums, ends=ends)
+        return _solid(dx, self.x), handed, dataclasses.replace(sums, ends=ends)
 
     def _added(self, sums: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
         def add(total: jax.Array, grad: Any) -> jax.Array:
@@ -479,6 +488,11 @@ def _micro(data: Any) -> Micro:
 
 def _zeros(like: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+
+def _solid(grads: PyTree, like: PyTree) -> PyTree:
+    """Gradients as they are sent: zeros where what goes from part to part is of whole numbers and has none."""
+    return jax.tree.map(lambda g, x: jnp.zeros(x.shape, x.dtype) if g.dtype == jax.dtypes.float0 else g, grads, like)
 
 
 def _read(buffer: PyTree, slot: jax.Array) -> PyTree:

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.collectives import broadcast
 from meshpar.pipeline.executor import Executor, Functions, Micro, Plan, Sums, layout_of
-from meshpar.pipeline.layers import Aux, with_aux
+from meshpar.pipeline.layers import Aux, check_alike, with_aux
 from meshpar.pipeline.placement import Placement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
 from meshpar.precision import REMAT_POLICIES, check_remat
 from meshpar.rules import BATCH_AXES
-from meshpar.types import AnyMesh, PyTree, axis_sizes, problem, spec_axes, tree_leaves_with_paths
+from meshpar.types import AnyMesh, PyTree, axis_sizes, num_shards, problem, spec_axes, tree_leaves_with_paths
 
 
 class Params(NamedTuple):
@@ -226,8 +226,9 @@ class Pipeline:
         functions, count = self.functions, len(jax.tree.leaves(ends))
         micro = Micro(jax.tree.map(lambda x: x[0], rows), key, jnp.zeros((), jnp.int32), extra)
         x = jax.eval_shape(functions.first, ends, micro)
+        _check_sent(x)
         y, _ = jax.eval_shape(functions.stage, one, x, micro)
-        _check_alike(x, y)
+        check_alike("stage_fn", x, y)
         if self.split_inside and not any(layout_of(functions.first, ends, micro)):
             raise problem(
                 "what stands before the stacked layers",
@@ -334,8 +335,13 @@ class ValueAndGrad:
                 "give pipeline.Params(parts, ends)",
             )
         params = Params(*params)
-        _check_parts(self.pipeline, params)
-        _check_rows(self.pipeline, batch)
+        pipe = self.pipeline
+        _check_parts(pipe, params)
+        if self.specs is not None:
+            _check_specs(pipe, params, self.specs)
+        check_rows(batch, pipe.schedule, axis_sizes(pipe.mesh), pipe.batch_axes)
+        _check_key(key)
+        _check_late(late, pipe.schedule)
         return self._compiled(params, batch, key, late)
 
     def _run(
@@ -435,6 +441,21 @@ def value_and_grad(
             f"it is a {type(schedule).__name__}, not a Schedule",
             "write schedule=mp.pipeline.one_f_one_b(stages=4, microbatches=8)",
         )
+    for name, function in (("stage_fn", stage_fn), ("loss_fn", loss_fn), ("first_fn", first_fn or _inputs)):
+        if not callable(function):
+            raise problem(
+                f"{where}({name}={function!r})",
+                "call it",
+                f"it is a {type(function).__name__}, not a function",
+                "give stage_fn(parameters, x, micro) and loss_fn(ends, y, micro); first_fn(ends, micro) or None",
+            )
+    if not isinstance(mesh, AnyMesh) or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise problem(
+            f"{where}(mesh={mesh!r})",
+            "run stages on it",
+            "it takes a mesh whose axes are all of type Auto",
+            f"write mesh=mp.MeshSpec({axis}={schedule.stages}, ...).build()",
+        )
     sizes = axis_sizes(mesh)
     if sizes.get(axis) != schedule.stages:
         raise problem(
@@ -458,13 +479,14 @@ def value_and_grad(
             "use meet=True, or weigh rows inside loss_fn and leave out weight",
         )
     check_remat(remat)
-    axes = tuple(a for a in BATCH_AXES if a in sizes) if batch_axes is None else tuple(batch_axes)
+    axes = tuple(a for a in BATCH_AXES if a in sizes) if batch_axes is None else spec_axes(batch_axes)
     for name in axes:
-        if name == axis or name not in sizes:
+        if name == axis or name not in sizes or axes.count(name) > 1:
+            named = f"the mesh has {', '.join(sizes)}, each to be named once"
             raise problem(
                 f"{where}(batch_axes={axes!r})",
                 f"split the batch over `{name}`",
-                "that axis is the stages'" if name == axis else f"the mesh has {', '.join(sizes)}",
+                "that axis is the stages'" if name == axis else named,
                 "name axes of the mesh that split rows",
             )
     schedule.validate()
@@ -514,6 +536,13 @@ def _with_aux(stage_fn: Callable[..., Any], weight: str | None) -> Callable[...,
 def _check_parts(pipe: Pipeline, params: Params) -> None:
     wanted = pipe.schedule.num_parts
     for path, x in tree_leaves_with_paths(params.parts):
+        if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
+            raise problem(
+                f"pipeline parameters `{path}`",
+                f"be trained as {x.dtype}",
+                "parameters are numbers",
+                "draw random numbers from micro.key",
+            )
         if np.shape(x)[:1] != (wanted,):
             raise problem(
                 f"pipeline parameters `{path}` of shape {np.shape(x)} dim 0",
@@ -523,30 +552,97 @@ def _check_parts(pipe: Pipeline, params: Params) -> None:
             )
 
 
-def _check_rows(pipe: Pipeline, batch: PyTree) -> None:
-    shards = math.prod(axis_sizes(pipe.mesh)[axis] for axis in pipe.batch_axes)
-    unit = shards * pipe.schedule.microbatches
-    for path, x in tree_leaves_with_paths(batch):
-        rows = np.shape(x)[0] if np.shape(x) else 0
-        if rows == 0 or rows % unit:
-            over = " × ".join(f"`{axis}`" for axis in pipe.batch_axes) or "one device"
+def _check_specs(pipe: Pipeline, params: Params, specs: PyTree) -> None:
+    """Of how the parts' parameters are to lie."""
+    sizes = axis_sizes(pipe.mesh)
+    leaves, structure = jax.tree.flatten(specs, is_leaf=_is_spec)
+    if str(structure) != str(jax.tree.structure(params.parts)):
+        raise problem(
+            f"pipeline.value_and_grad(specs=...) of structure {structure}",
+            "lay out the parts' parameters",
+            f"those are of structure {jax.tree.structure(params.parts)}",
+            f'give a PartitionSpec("{pipe.axis}", ...) for each leaf',
+        )
+    for (path, x), spec in zip(tree_leaves_with_paths(params.parts), leaves, strict=True):
+        entries = [spec_axes(entry) for entry in spec] if _is_spec(spec) else []
+        axes = [axis for entry in entries for axis in entry]
+        if (
+            entries[:1] != [(pipe.axis,)]
+            or len(set(axes)) < len(axes)
+            or not set(axes) <= set(sizes)
+            or len(entries) > np.ndim(x)
+            or any(size % num_shards([entry], sizes) for size, entry in zip(np.shape(x), entries, strict=False))
+        ):
             raise problem(
-                f"batch leaf `{path}` of shape {np.shape(x)} dim 0",
-                f"be split over {over} ({shards}) in {pipe.schedule.microbatches} microbatches",
-                f"{rows} rows are not a positive multiple of {unit}",
-                f"use a batch of {max(1, -(-rows // unit)) * unit}",
+                f"pipeline.value_and_grad(specs=...), `{path}` of shape {np.shape(x)}",
+                f"lie as {spec!r}",
+                f"parts come first, split over `{pipe.axis}` alone; other dims over other axes that divide them, of "
+                + ", ".join(f"{k}={v}" for k, v in sizes.items()),
+                f'write PartitionSpec("{pipe.axis}"), and for other dims None or axes of the mesh',
             )
 
 
-def _check_alike(x: PyTree, y: PyTree) -> None:
-    """Of what a part takes and what it gives."""
-    if _told(x) != _told(y) or str(jax.tree.structure(x)) != str(jax.tree.structure(y)):
+def check_rows(batch: PyTree, schedule: Schedule, sizes: Mapping[str, int], batch_axes: tuple[str, ...]) -> None:
+    """Every leaf of the batch has the same rows, and they can be cut into microbatches.
+
+    Raises:
+      ValueError: they cannot.
+    """
+    shards = math.prod(sizes[axis] for axis in batch_axes)
+    unit = shards * schedule.microbatches
+    first = 0
+    for path, x in tree_leaves_with_paths(batch):
+        rows = np.shape(x)[0] if np.shape(x) else 0
+        if rows == 0 or rows % unit:
+            over = " × ".join(f"`{axis}`" for axis in batch_axes) or "one device"
+            raise problem(
+                f"batch leaf `{path}` of shape {np.shape(x)} dim 0",
+                f"be split over {over} ({shards}) in {schedule.microbatches} microbatches",
+                f"{rows} rows are not a positive multiple of {unit}",
+                f"use a batch of {max(1, -(-rows // unit)) * unit}",
+            )
+        first = first or rows
+        if rows != first:
+            raise problem(
+                f"batch leaf `{path}` of shape {np.shape(x)} dim 0",
+                "be split by rows",
+                f"it has {rows} rows and another leaf has {first}",
+                "give every leaf the same first dim, the global batch",
+            )
+
+
+def _check_key(key: Any) -> None:
+    dtype, shape = getattr(key, "dtype", None), np.shape(key)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+    if key is not None and not typed and not (dtype == np.uint32 and len(shape) == 1):
         raise problem(
-            "stage_fn",
-            f"give its result, {_told(y)}, to the next part",
-            f"a part takes {_told(x)}",
-            "make y of x's shapes and dtypes; what changes them belongs into first_fn or loss_fn",
+            f"a pipeline's random key, {type(key).__name__} of shape {shape}",
+            "draw random numbers for every microbatch from it",
+            "it is one key",
+            "give jax.random.key(0), or leave it out",
         )
+
+
+def _check_late(late: Any, schedule: Schedule) -> None:
+    if late is not None and (not hasattr(late, "dtype") or late.ndim != 2 or len(late) != schedule.stages):
+        raise problem(
+            f"late, a {type(late).__name__} of shape {getattr(late, 'shape', ())}",
+            "be summed over the stages",
+            f"every one of {schedule.stages} stages brings a row of numbers",
+            f"give a float32 array [{schedule.stages}, numbers]",
+        )
+
+
+def _check_sent(x: PyTree) -> None:
+    """Of what goes from part to part."""
+    for path, leaf in tree_leaves_with_paths(x):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise problem(
+                f"`{path}` of what first_fn gives",
+                f"be sent from stage to stage as {leaf.dtype}",
+                "messages and their gradients are plain numbers",
+                "take random keys from micro.key, or carry jax.random.key_data(key)",
+            )
 
 
 def _check_loss(found: Any, weight: str | None) -> None:
@@ -564,6 +660,29 @@ def _check_loss(found: Any, weight: str | None) -> None:
             f"differentiate a loss of shape {np.shape(found[0])}",
             "a loss is a scalar, the mean over the microbatch's rows",
             "return loss.mean(), {...}",
+        )
+    kind = getattr(found[0], "dtype", None) or np.asarray(found[0]).dtype
+    if not jnp.issubdtype(kind, jnp.floating):
+        raise problem(
+            "loss_fn",
+            f"differentiate a loss of dtype {kind}",
+            "a loss is a real number, of a floating dtype",
+            "return loss.astype(jnp.float32), {...}, and nothing rounded on the way to it",
+        )
+    for name, value in found[1].items():
+        if not (hasattr(value, "dtype") or isinstance(value, int | float | np.number)):
+            raise problem(
+                f"metric {name!r} of loss_fn",
+                f"average {type(value).__name__} over microbatches",
+                "metrics are numbers",
+                f"return loss, {{{name!r}: x}} with a scalar x, or leave it out",
+            )
+    if weight is not None and weight in found[1] and np.shape(found[1][weight]):
+        raise problem(
+            f"weight={weight!r}",
+            f"weigh microbatches by a metric of shape {np.shape(found[1][weight])}",
+            "a microbatch has one weight",
+            "sum it in loss_fn",
         )
     if weight is not None and weight not in found[1]:
         raise problem(
@@ -618,7 +737,3 @@ def _check_apart(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> 
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
                     _check_apart(name, inner, axis, sizes)
-
-
-def _told(tree: PyTree) -> str:
-    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)) or "no array"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -95,10 +95,31 @@ def scanned(layer: Layer, x: Any, params: PyTree) -> Any:
     """The layers, one after the other."""
 
     def step(x: Any, one: PyTree) -> Any:
-        return with_aux(layer(x, one))
+        y, aux = with_aux(layer(x, one))
+        # What is weakly typed takes the type that the layers give it.
+        if not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(x)):
+            check_alike("a layer", x, y)
+        return y, aux
 
     x, aux = jax.lax.scan(step, x, params)
     return x if aux is None else (x, Aux(aux.loss.sum(0), aux.metrics))
+
+
+def check_alike(name: str, x: PyTree, y: PyTree) -> None:
+    """What takes x and gives y, one after the other, gives it as it takes it."""
+    trees = [str(jax.tree.structure(tree)) for tree in (x, y)]
+    if trees[0] != trees[1] or _told(x) != _told(y):
+        of_x, of_y = ("", "") if trees[0] == trees[1] else (f" in {tree}" for tree in trees)
+        raise problem(
+            name,
+            f"give its result, {_told(y)}{of_y}, to the next",
+            f"each takes {_told(x)}{of_x}",
+            "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them",
+        )
+
+
+def _told(tree: PyTree) -> str:
+    return ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in jax.tree.leaves(tree)) or "no array"
 
 
 def with_aux(given: Any) -> tuple[Any, Aux | None]:
@@ -112,6 +133,13 @@ def with_aux(given: Any) -> tuple[Any, Aux | None]:
             "add its loss to the loss",
             f"it has shape {jnp.shape(aux.loss)}",
             "take its mean in the layer; what is to be seen of every row or expert belongs into Aux.metrics",
+        )
+    if not isinstance(aux.metrics, Mapping):
+        raise problem(
+            "the Aux of a layer",
+            f"take metrics from a {type(aux.metrics).__name__}",
+            "they are a dict of arrays by name",
+            "write Aux(loss, {})",
         )
     metrics = {name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in aux.metrics.items()}
     return x, Aux(jnp.asarray(aux.loss), metrics)

@@ -93,6 +93,13 @@ class _Env:
     def read(self, variables: Iterable[Variable]) -> list[Value]:
         return [v.val if isinstance(v, Literal) else self.values.get(v) for v in variables]
 
+    def results(self, variables: Sequence[Variable]) -> list[Value]:
+        """What a program gives: constants among them as arrays."""
+        return [
+            jax.numpy.asarray(x, jax.numpy.result_type(v.aval)) if isinstance(v, Literal) else x
+            for v, x in zip(variables, self.read(variables), strict=True)
+        ]
+
     def write(self, variables: Iterable[Variable], values: Iterable[Value]) -> None:
         self.values.update(zip(variables, values, strict=True))
 
@@ -281,7 +288,7 @@ class Cut:
                 env.write(eqn.outvars, out)
             else:
                 env.write(eqn.outvars, _evaluated(eqn, env.read(eqn.invars)))
-        return env.read(self.closed.jaxpr.outvars), [*env.read(self.crossing), *handed]
+        return env.results(self.closed.jaxpr.outvars), [*env.read(self.crossing), *handed]
 
     def run_second(self, args: Sequence[Value], handed: Sequence[Value]) -> list[Value]:
         """The second half: all outputs, those not its own are None."""
@@ -300,7 +307,7 @@ class Cut:
                 env.write(eqn.outvars, [new if had is None else had for new, had in zip(out, known, strict=True)])
             else:
                 env.write(eqn.outvars, _evaluated(eqn, env.read(eqn.invars)))
-        return env.read(self.closed.jaxpr.outvars)
+        return env.results(self.closed.jaxpr.outvars)
 
 
 class _CutLoop:

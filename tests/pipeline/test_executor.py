@@ -609,12 +609,12 @@ def test_a_broken_table_is_not_run(change):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def called(params=None, batch=None, stage=None, last=None, **options):
+def called(params=None, batch=None, stage=None, last=None, key=None, late=None, **options):
     case = Case(dtype="float32")
     options = {"schedule": case.table, "mesh": case.mesh, "first_fn": case.first, **options}
     given = case.data
     run = value_and_grad(stage or case.stage, last or case.last, **options)
-    return jax.eval_shape(run, params or given[0], batch or given[1])
+    return jax.eval_shape(lambda *args: run(*args, key, late), params or given[0], batch or given[1])
 
 
 def wider(layers, x, micro):
@@ -636,8 +636,12 @@ MISTAKES = {
     "remat": ({"remat": "some"}, "some", "full"),
     "batch axis": ({"batch_axes": ("rows",)}, "split the batch over `rows`", "the mesh has data"),
     "batch over stages": ({"batch_axes": ("stage",)}, "split the batch over `stage`", "the stages'"),
-    "shape": ({"stage": wider}, "float32.2, 16.", "a part takes float32.2, 8."),
-    "dtype": ({"stage": lambda layers, x, micro: x.astype(jnp.bfloat16)}, "bfloat16.2, 8.", "first_fn or loss_fn"),
+    "shape": ({"stage": wider}, "float32.2, 16.", "each takes float32.2, 8."),
+    "dtype": (
+        {"stage": lambda layers, x, micro: x.astype(jnp.bfloat16)},
+        "bfloat16.2, 8.",
+        "before the layers or behind",
+    ),
     "schedule": ({"schedule": "1f1b"}, "it is a str", "one_f_one_b"),
     "weight": ({"weight": "double", "meet": False}, "only the last stage knows", "meet=True"),
     "weighed aux": ({"weight": "double", "stage": with_aux}, "auxiliary losses", "leave out weight"),
@@ -648,6 +652,47 @@ MISTAKES = {
         {"last": lambda ends, y, micro: (y.mean(), {}), "weight": "count"},
         "no metrics",
         '"count": ...',
+    ),
+    "whole loss": ({"last": lambda ends, y, micro: (y.sum().astype(int), {})}, "a loss of dtype int", "real number"),
+    "no loss": ({"last": lambda ends, y, micro: (None, {})}, "dtype object", "astype"),
+    "a metric of words": ({"last": lambda ends, y, micro: (y.mean(), {"a": "b"})}, "average str", "scalar"),
+    "weights of rows": (
+        {"last": lambda ends, y, micro: (y.mean(), {"n": y.mean(-1)}), "weight": "n"},
+        "of shape .2,.",
+        "sum it",
+    ),
+    "another structure": ({"stage": lambda layers, x, micro: [x]}, r"float32.2, 8. in PyTreeDef.\[", "x's structure"),
+    "keys": ({"first_fn": lambda ends, micro: micro.key}, "as key<fry>", "micro.key"),
+    "keys as parameters": (
+        {"params": Params({"k": jax.random.split(jax.random.key(0))}, {})},
+        "as key<fry>",
+        "numbers",
+    ),
+    "unequal rows": ({"batch": {**ROWS, "t": ROWS["t"][:4]}}, "4 rows and another leaf has 8|8 rows and", "same first"),
+    "key": ({"key": 3}, "key, int", "it is one key"),
+    "several keys": ({"key": jax.random.split(jax.random.key(0))}, "of shape .2,.", "it is one key"),
+    "late": ({"late": jnp.zeros((3, 1))}, "of shape .3, 1.", r"float32 array \[2, numbers\]"),
+    "late list": ({"late": [[1.0], [2.0]]}, "late, a list", "2 stages"),
+    "no function": ({"stage": 3}, "stage_fn=3", "not a function"),
+    "mesh": ({"mesh": None}, "mesh=None", "MeshSpec"),
+    "explicit mesh": (
+        {"mesh": jax.make_mesh((2,), ("stage",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])},
+        "all of type Auto",
+        "MeshSpec",
+    ),
+    "batch axis twice": ({"batch_axes": ("data", "data")}, "split the batch over `data`", "named once"),
+    "specs": (
+        {"specs": {"up": P("stage"), "down": P("tensor")}},
+        r"`down`.*lie as .*'tensor'",
+        "first",
+    ),
+    "specs of another tree": ({"specs": P("stage")}, "of structure", "for each leaf"),
+    "specs of no axis": ({"specs": {"up": P("stage", "rows"), "down": P("stage")}}, "`up`", "tensor=1"),
+    "long specs": ({"specs": {"up": P("stage", *[None] * 4), "down": P("stage")}}, "`up` of shape", "lie as"),
+    "uneven specs": (
+        {"specs": {"up": P("stage", None, None, "tensor"), "down": P("stage")}, "mesh": Case(tensor=3).mesh},
+        "`up`",
+        "tensor=3",
     ),
     "params": ({"params": {"parts": PARTS.parts}}, "a model of dict", "Params\\(parts, ends\\)"),
 }
@@ -674,6 +719,57 @@ def test_one_stage_is_a_pipeline_too(name):
     w, x = jnp.full((1, 3), 0.5), jnp.arange(12.0).reshape(4, 3)
     result, grads = run(Params(w), {"inputs": x})
     loss, wanted = jax.value_and_grad(lambda w: (jnp.tanh(x * w) ** 2).mean())(w)
+    np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5)
+
+
+def of_two(stage, last, first, rows, **options):
+    """A pipeline of two stages with two microbatches, whose parts have three numbers each."""
+    mesh = mp.MeshSpec(stage=2).build(jax.devices()[:2])
+    run = value_and_grad(stage, last, first_fn=first, schedule=make("zb-h1", 2, 2), mesh=mesh, **options)
+    return run(Params(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]])), rows)
+
+
+def test_whole_numbers_go_from_part_to_part():
+    """They have no gradient; and numbers of Python's own are results as any."""
+    rows = {"x": jnp.arange(12.0).reshape(4, 3), "id": jnp.asarray([0, 2, 1, 1])}
+
+    def stage(w, given, micro):
+        x, ids, even = given
+        return (jnp.tanh(x * w[ids][:, None] + w), ids, ~even), Aux(0.5, {"count": 3})
+
+    def last(ends, given, micro):
+        x, ids, even = given
+        return (x**2 * (1 + ids[:, None])).mean() + even.mean(), {"one": 1.0}
+
+    def whole(w):
+        given = rows["x"], rows["id"], rows["id"] % 2 == 0
+        for part in w:
+            given, _ = stage(part, given, None)
+        return last(None, given, None)[0] + 2 * 0.5
+
+    result, grads = of_two(
+        stage, last, lambda ends, micro: (micro.rows["x"], micro.rows["id"], micro.rows["id"] % 2 == 0), rows
+    )
+    loss, wanted = jax.value_and_grad(whole)(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]]))
+    np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5)
+    assert (float(result.metrics["one"]), result.aux["count"].tolist()) == (1.0, [6, 6])
+
+
+def test_a_microbatch_of_no_weight_has_no_part_in_the_mean():
+    rows = {"inputs": jnp.arange(12.0).reshape(4, 3), "weight": jnp.asarray([0.0, 0.0, 1.0, 3.0])}
+
+    def last(ends, y, micro):
+        weight = micro.rows["weight"].sum()
+        return ((y**2).mean(-1) * micro.rows["weight"]).sum() / weight, {"weight": weight}
+
+    def whole(w):
+        y = jnp.tanh(jnp.tanh(rows["inputs"] * w[0]) * w[1])
+        return last(None, y, Micro(rows, None, 0))[0]
+
+    result, grads = of_two(lambda w, x, micro: jnp.tanh(x * w), last, None, rows, weight="weight")
+    loss, wanted = jax.value_and_grad(whole)(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]]))
     np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
     np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5)
 

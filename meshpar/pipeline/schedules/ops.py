@@ -42,7 +42,7 @@ Block: TypeAlias = tuple[Op, ...]
 
 def is_count(value: object) -> bool:
     """Whether it is a whole number, one or more."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
 
 
 def unreadable(path: str, error: Exception, fix: str) -> MeshparError:
