@@ -369,7 +369,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
             traceback.print_exception(error)
             sys.exit(2)
-        _complain(str(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", ())), 2)
+        # jax adds a note on its tracebacks, of which none is shown.
+        notes = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
+        _complain(str(error) + "".join(f" ({note})" for note in notes), 2)
     else:
         sys.exit(code if isinstance(code, int) else 0)
 

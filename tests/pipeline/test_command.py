@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 
+import jax
 import pytest
 
 from meshpar import cli
 from meshpar.pipeline import command
 from meshpar.pipeline.schedules import Schedule, make
+from meshpar.types import problem
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +147,21 @@ def test_mistakes_are_one_paragraph(args, told, schedule):
     assert code == 2
     assert told in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_a_mistake_found_while_tracing_is_one_paragraph(schedule, monkeypatch):
+    """jax adds to it what it thinks of tracebacks."""
+
+    def traced(*args: object, **options: object) -> None:
+        def wrong(x: object) -> None:
+            raise problem("a leaf", "be split", "it is whole", "leave it")
+
+        jax.jit(wrong)(1.0)
+
+    monkeypatch.setattr(command, "make", traced)
+    code, _, err = schedule("gpipe")
+    assert code == 2
+    assert err == "meshpar: a leaf: asked to be split, but it is whole. To fix it: leave it.\n"
 
 
 @pytest.mark.parametrize("content", ["[1, 2", "{}", "[]", '{"table": 3}', '{"table": [[["F", 0, 0]]], "joined": 4}'])
