@@ -172,11 +172,22 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
     return maker(stages, microbatches, **options)
 
 
+MOST_CELLS = 10**6
+"""Beyond that a table takes minutes to make and gigabytes to hold."""
+
+
 def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
     for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not is_count(count):
             exists = "it takes a whole number of them, at least 1"
             raise problem(f"schedule `{name}`", f"run with {count!r} {what}", exists, f"give {what} such as 4")
+    if (size := stages * (stages + microbatches) * chunks) > MOST_CELLS:
+        raise problem(
+            f"schedule `{name}`",
+            f"lay out {microbatches} microbatches on {stages} stages" + (f", {chunks} chunks each" * (chunks > 1)),
+            f"p·(p+m) cells of each kind for every chunk are {size:.3g}, of which a table holds up to {MOST_CELLS:.0e}",
+            "give fewer",
+        )
 
 
 def _whole(microbatch: int, chunk: int = 0) -> Block:
