@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from meshpar.moe.grouped import GroupedChoice as GroupedChoice
     from meshpar.moe.grouped import choose_grouped_matmul as choose_grouped_matmul
     from meshpar.moe.grouped import grouped_matmul as grouped_matmul
+    from meshpar.moe.grouped import grouped_swiglu as grouped_swiglu
     from meshpar.moe.layer import Told as Told
     from meshpar.moe.layer import Weights as Weights
     from meshpar.moe.layer import moe_layer as moe_layer
@@ -62,7 +63,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "choice": ("DispatchChoice", "choose_dispatch"),
     "config": ("MoEConfig",),
     "dispatch_combine": ("Dispatched", "Payload", "dispatch"),
-    "grouped": ("GroupedChoice", "choose_grouped_matmul", "grouped_matmul"),
+    "grouped": ("GroupedChoice", "choose_grouped_matmul", "grouped_matmul", "grouped_swiglu"),
     "layer": ("Told", "Weights", "moe_layer", "report_layers"),
     "linen": ("LinenMoE",),
     "metrics": ("Advice", "Load", "Loads", "advice", "loads", "measure", "scalars"),

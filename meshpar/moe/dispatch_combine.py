@@ -26,8 +26,8 @@ from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe import choice, exchange
 from meshpar.moe.choice import GPUS, IMPLEMENTATIONS, choose_dispatch
-from meshpar.moe.exchange import Coding, Link, Traffic, part_of
-from meshpar.moe.order import Order, by_expert, in_buffers, moved, spread, weighted_sum
+from meshpar.moe.exchange import Coding, Link, Traffic
+from meshpar.moe.order import Order, Runs, by_expert, in_buffers, moved, spread, weighted_sum
 from meshpar.moe.routing import count, kept
 from meshpar.planner import cost
 from meshpar.types import problem
@@ -228,8 +228,8 @@ class _Arrived(NamedTuple):
     order: Order
     """Of this rank's own choices."""
     traffic: Traffic | None
-    sorted_from: tuple[jax.Array, jax.Array] | None
-    """Where each row came in, and where each that came in stands."""
+    runs: Runs | None
+    """From where rows came in to where they stand."""
     stats: Dispatched
 
 
@@ -296,16 +296,15 @@ class _Dropless(NamedTuple):
         order, of_all = by_expert(experts, shape.num_experts), shape.counts_of_all(sent)
         traffic, mine = self._traffic(of_all), of_all[:, shape.rank()]
         came_in = exchange.sent_out(link, _coding(self.payload, "dispatch"), spread(x, order), traffic)
-        to, back = _sorted_by_expert(mine, link.pair_rows)
         stats = Dispatched(chosen, mine.sum(0, dtype=jnp.int32), jnp.sum(chosen - sent, dtype=jnp.int32))
-        return _Arrived(moved(came_in, to, back), stats.received, order, traffic, (to, back), stats)
+        runs = _runs_by_expert(mine, link.pair_rows)
+        rows = came_in if runs is None else moved(came_in, runs, len(came_in))
+        return _Arrived(rows, stats.received, order, traffic, runs, stats)
 
     def back(self, made: jax.Array, arrived: _Arrived) -> jax.Array:
         """[A, d']: rows in the order of this rank's own choices."""
-        assert arrived.sorted_from is not None
         assert arrived.traffic is not None
-        to, back = arrived.sorted_from
-        rows = moved(made, back, to)
+        rows = made if arrived.runs is None else moved(made, arrived.runs.undone, len(made))
         return exchange.sent_back(self.link, _coding(self.payload, "combine"), rows, arrived.traffic)
 
     def _traffic(self, of_all: jax.Array) -> Traffic:
@@ -314,23 +313,22 @@ class _Dropless(NamedTuple):
         return Traffic(sums[rank], begins[rank], sums[:, rank], begins[:, rank])
 
 
-def _sorted_by_expert(counts: jax.Array, pair_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Rows [N P] that came in rank by rank, each rank's by expert, in the order of the experts: (from where, to where).
+def _runs_by_expert(counts: jax.Array, pair_rows: int) -> Runs | None:
+    """Rows [N P] came in rank by rank, each rank's by expert, and are to stand in the order of the experts.
 
     Args:
       counts: int32 [N, E/N].
+
+    Returns:
+      A run for each expert and rank; None for one rank's, which stand so.
     """
-    num_ranks = len(counts)
+    if len(counts) == 1:
+        return None
     within = jnp.cumsum(counts, axis=1) - counts  # where an expert's rows begin among those of one rank
     of_experts = counts.sum(0, dtype=jnp.int32)
     before = (jnp.cumsum(of_experts) - of_experts) + (jnp.cumsum(counts, axis=0) - counts)
-    at = jnp.arange(pair_rows, dtype=jnp.int32)
-    expert = part_of(within, pair_rows)
-    shift = jnp.take_along_axis(before - within, expert, axis=1)
-    size = num_ranks * pair_rows
-    back = jnp.where(at < counts.sum(1, dtype=jnp.int32)[:, None], at + shift, -1).reshape(size)
-    to = jnp.full_like(back, -1).at[jnp.where(back < 0, size, back)].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
-    return to, back
+    begins = jnp.arange(len(counts), dtype=jnp.int32)[:, None] * pair_rows + within
+    return Runs(begins.T.reshape(-1), before.T.reshape(-1), counts.T.reshape(-1))
 
 
 def _coding(payload: Payload, way: str) -> Coding:

@@ -22,7 +22,7 @@ from jax import lax
 from meshpar.collectives.hierarchical import hierarchical_all_to_all
 from meshpar.collectives.quantized import BLOCK, decoded, encoded
 from meshpar.collectives.wire import varying, varying_alike
-from meshpar.moe.order import taken
+from meshpar.moe.order import Runs, moved
 
 
 class Link(NamedTuple):
@@ -147,19 +147,18 @@ def _by_platform(link: Link, ragged: Any, fixed: Any, rows: jax.Array, traffic: 
 
 
 def _out_fixed(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
-    at = jnp.arange(link.pair_rows, dtype=jnp.int32)
-    stands = jnp.where(at < traffic.sent[:, None], traffic.begins[:, None] + at, -1)
-    parts = all_to_all(link, taken(rows, stands))
-    return parts.reshape(link.num_ranks * link.pair_rows, rows.shape[1])
+    parts = moved(rows, _runs(link, traffic), link.num_ranks * link.pair_rows)
+    return all_to_all(link, parts.reshape(link.num_ranks, link.pair_rows, rows.shape[1])).reshape(parts.shape)
 
 
 def _back_fixed(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
     parts = all_to_all(link, rows.reshape(link.num_ranks, link.pair_rows, rows.shape[1]))
-    at = jnp.arange(link.send_rows, dtype=jnp.int32)
-    rank = part_of(traffic.begins, link.send_rows)
-    within = at - traffic.begins[rank]
-    stands = jnp.where(within < traffic.sent[rank], rank * link.pair_rows + within, -1)
-    return taken(parts.reshape(rows.shape), stands)
+    return moved(parts.reshape(rows.shape), _runs(link, traffic).undone, link.send_rows)
+
+
+def _runs(link: Link, traffic: Traffic) -> Runs:
+    """From what this rank has to send to the parts for each rank."""
+    return Runs(traffic.begins, jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows, traffic.sent)
 
 
 def _out_ragged(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
@@ -179,16 +178,3 @@ def _back_ragged(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
 def _room(link: Link, num_rows: int, like: jax.Array) -> jax.Array:
     """Zeros to be written into."""
     return varying_alike(link.axis, jnp.zeros((num_rows, *like.shape[1:]), like.dtype), like)[0]
-
-
-def part_of(begins: jax.Array, size: int) -> jax.Array:
-    """[..., parts] -> int32 [..., size]: the last part that begins at or before each place; parts begin at 0, in order.
-
-    Marks and a running sum, for as many places as there may be: no array of parts x places.
-    """
-    if begins.shape[-1] == 1:  # known when it is traced; XLA would work out the sums of marks that are constant
-        return jnp.zeros((*begins.shape[:-1], size), jnp.int32)
-    flat = begins.reshape(-1, begins.shape[-1])
-    line = jnp.arange(len(flat), dtype=jnp.int32)[:, None]
-    marks = jnp.zeros((len(flat), size), jnp.int32).at[line, flat].add(1, mode="drop")
-    return (jnp.cumsum(marks, axis=1) - 1).reshape(*begins.shape[:-1], size)

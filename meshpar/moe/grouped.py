@@ -1,4 +1,4 @@
-"""grouped_matmul: rows sorted by group, each times its own group's weight, and nothing else computed."""
+"""Grouped matmuls: rows sorted by group, each times its own group's weights, and nothing else computed."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.check import check_choice, checked_count
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe.choice import GPUS
+from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
 from meshpar.types import problem
 
 KERNEL = "grouped_matmul"
+SWIGLU = "grouped_swiglu"
 IMPLEMENTATIONS = ("auto", "blocked", "tokamax")
 _BLOCKS_A_GROUP = 16
 """A block is at most so small a part of a group of mean size: padding adds a 16th to the rows at the most."""
@@ -85,15 +88,75 @@ def grouped_matmul(
     Raises:
       ValueError: shapes or dtypes that do not go together; no such implementation, or tokamax is not there.
     """
-    check_choice(KERNEL, "implementation", implementation, IMPLEMENTATIONS)
     _check_operands(rows, weights, group_sizes)
     num_rows, num_groups = rows.shape[0], weights.shape[0]
+    implementation = _checked_how(implementation, block, typical_rows, rows)
+    if num_rows == 0:
+        return jnp.zeros((0, weights.shape[2]), rows.dtype)
+    with jax.named_scope(KERNEL):
+        if _is_even(group_sizes, num_rows):
+            return _batched(rows, weights)
+        rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(group_sizes, jnp.int32))
+        if implementation == "tokamax":
+            return _tokamax(rows, weights, sizes)
+        return _blocked(_Plan.of(num_rows, num_groups, block, typical_rows), rows, weights, sizes)
+
+
+def grouped_swiglu(
+    rows: Float[Array, "R d"],
+    gate: Float[Array, "G d f"],
+    up: Float[Array, "G d f"],
+    down: Float[Array, "G f e"],
+    group_sizes: Int[Array | np.ndarray, " G"],
+    *,
+    implementation: str = "auto",
+    block: int | None = None,
+    typical_rows: int | None = None,
+) -> Float[Array, "R e"]:
+    """SwiGLU of every row with its group's weights: three times `grouped_matmul`, and equal to that.
+
+        silu(x . gate) * (x . up) . down:   [R, d] -> [R, f] twice -> [R, e]
+
+    The blocked form does all of it in one loop over blocks, so that nothing is as wide as `f` but a block: neither made
+    nor filled with zeros for rows that are not there. For the gradient it keeps gate's and up's products of as many
+    blocks as `typical_rows` take at the most (without them: of all), and makes those of the blocks beyond again: nine
+    matmuls a row, forward and backward, and eleven for the latter.
+
+    Args:
+      rows: sorted by group.
+      gate: one a group, of the rows' dtype; so are `up` and `down`.
+      up: likewise.
+      down: likewise.
+      group_sizes: see `grouped_matmul`; so are all others.
+
+    Raises:
+      ValueError: see `grouped_matmul`.
+    """
+    _check_operands(rows, gate, group_sizes)
+    _check_operands(rows, up, group_sizes)
+    hidden = jax.ShapeDtypeStruct((rows.shape[0], up.shape[2]), up.dtype)
+    _check_operands(hidden, down, group_sizes)
+    if gate.shape != up.shape:
+        exists = "their products are multiplied, number by number"
+        raise problem(SWIGLU, f"use gate {gate.shape} with up {up.shape}", exists, "give both the same shape")
+    how = _checked_how(implementation, block, typical_rows, rows)
+    if how == "tokamax" or rows.shape[0] == 0 or _is_even(group_sizes, rows.shape[0]):
+        matmul = functools.partial(grouped_matmul, group_sizes=group_sizes, implementation=how)
+        return matmul(_activated(matmul(rows, gate), matmul(rows, up)), down)
+    with jax.named_scope(SWIGLU):
+        sizes = jnp.asarray(group_sizes, jnp.int32)
+        rows, gate, up, down, sizes = varying_alike((), rows, gate, up, down, sizes)
+        plan = _Plan.of(rows.shape[0], gate.shape[0], block, typical_rows)
+        return _blocked_swiglu(plan, rows, (gate, up, down), sizes)
+
+
+def _checked_how(implementation: str, block: int | None, typical_rows: int | None, rows: jax.Array) -> str:
+    """`blocked` or `tokamax`."""
+    check_choice(KERNEL, "implementation", implementation, IMPLEMENTATIONS)
     if block is not None:
         checked_count(KERNEL, "block", block)
     if typical_rows is not None:
         checked_count(KERNEL, "typical_rows", typical_rows)
-    if num_rows == 0:
-        return jnp.zeros((0, weights.shape[2]), rows.dtype)
     if implementation == "tokamax" and not _has_tokamax():
         raise problem(
             KERNEL,
@@ -101,19 +164,16 @@ def grouped_matmul(
             "the package tokamax is not installed",
             "install it (`pip install tokamax`), or take implementation='blocked'",
         )
-    if implementation == "auto":
-        implementation = choose_grouped_matmul(dtype=rows.dtype).implementation
-    with jax.named_scope(KERNEL):
-        if isinstance(group_sizes, np.ndarray) and (group_sizes * num_groups == num_rows).all():
-            return _batched(rows, weights)
-        rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(group_sizes, jnp.int32))
-        if implementation == "tokamax":
-            return _tokamax(rows, weights, sizes)
-        typical = min(typical_rows or num_rows, num_rows)
-        size = min(block or _default_block(typical, num_groups), num_rows)
-        known = 0 if typical_rows is None else cost.grouped_rows(typical, num_groups, size) // size
-        plan = _Plan(size, cost.grouped_rows(num_rows, num_groups, size) // size, known)
-        return _blocked(plan, rows, weights, sizes)
+    return choose_grouped_matmul(dtype=rows.dtype).implementation if implementation == "auto" else implementation
+
+
+def _is_even(group_sizes: Any, num_rows: int) -> bool:
+    """Whether it is known that all groups are of one size, and together all rows."""
+    return isinstance(group_sizes, np.ndarray) and bool((group_sizes * len(group_sizes) == num_rows).all())
+
+
+def _activated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
 
 
 def _default_block(num_rows: int, num_groups: int) -> int:
@@ -125,7 +185,7 @@ def _has_tokamax() -> bool:
     return importlib.util.find_spec("tokamax") is not None
 
 
-def _check_operands(rows: jax.Array, weights: jax.Array, group_sizes: Any) -> None:
+def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, group_sizes: Any) -> None:
     shapes = f"rows {rows.shape}, weights {weights.shape} and group_sizes {jnp.shape(group_sizes)}"
     fits = rows.ndim == 2 and weights.ndim == 3 and rows.shape[1] == weights.shape[1] and weights.shape[0] > 0
     if not fits or jnp.shape(group_sizes) != weights.shape[:1]:
@@ -169,6 +229,16 @@ class _Plan(NamedTuple):
     """Blocks there are for any group sizes."""
     known: int
     """Blocks that are run in a loop of known length."""
+    kept: int
+    """Blocks of which a backward pass is left what it needs."""
+
+    @staticmethod
+    def of(num_rows: int, num_groups: int, block: int | None, typical_rows: int | None) -> _Plan:
+        typical = min(typical_rows or num_rows, num_rows)
+        size = min(block or _default_block(typical, num_groups), num_rows)
+        most, taken = (cost.grouped_rows(rows, num_groups, size) // size for rows in (num_rows, typical))
+        known = 0 if typical_rows is None else min(taken, most)
+        return _Plan(size, most, known, known or most)
 
 
 class _Block(NamedTuple):
@@ -182,29 +252,36 @@ class _Block(NamedTuple):
     """[block, 1]: which of the rows from `first` on it owns."""
 
 
-def _loop(
-    plan: _Plan, sizes: jax.Array, num_rows: int, step: Callable[[_Block, Any], Any], start: tuple[jax.Array, ...]
-) -> Any:
-    """Runs `step` on every block, in order."""
-    ends = jnp.cumsum(sizes)
-    blocks = -(-sizes // plan.block)
-    ends_in_blocks = jnp.cumsum(blocks)
-    used = ends_in_blocks[-1]
+_Step: TypeAlias = Callable[[_Block, Any], Any]
 
-    def turn(at: jax.Array, carry: Any) -> Any:
-        # Blocks behind the last one are the last group's, and hold no rows.
-        group = jnp.minimum(jnp.sum(ends_in_blocks <= at, dtype=jnp.int32), len(sizes) - 1)
-        turns_into = at - (ends_in_blocks[group] - blocks[group])
-        begin = ends[group] - sizes[group] + turns_into * plan.block
+
+def _loop(
+    plan: _Plan, sizes: jax.Array, num_rows: int, step: _Step, start: tuple[jax.Array, ...], beyond: _Step | None = None
+) -> Any:
+    """Runs `step` on every block, in order; on those beyond the ones that are kept `beyond`, where it is another."""
+    ends = jnp.cumsum(sizes)
+    used, block_at = blocks_of(sizes, plan.block)
+
+    def turn(step: _Step, at: jax.Array, carry: Any) -> Any:
+        group, into = block_at(at)
+        begin = ends[group] - sizes[group] + into
         # The last rows may be fewer than a block: it then begins earlier, and leaves alone what it does not own.
         first = jnp.minimum(begin, num_rows - plan.block)
         row = first + jnp.arange(plan.block)
         mask = ((row >= begin) & (row < ends[group]))[:, None]
-        return step(_Block(group, turns_into == 0, first, mask), carry)
+        return step(_Block(group, into == 0, first, mask), carry)
 
-    known = min(plan.known, plan.most)
-    carry = lax.fori_loop(0, known, turn, tuple(varying_alike((), sizes, *start)[1:]))
-    return carry if known == plan.most else lax.fori_loop(known, used, turn, carry)
+    carry = tuple(varying_alike((), sizes, *start)[1:])
+    carry = _repeated(0, plan.known, functools.partial(turn, step), carry)
+    if plan.known == plan.most:
+        return carry
+    beyond = step if beyond is None or plan.known != plan.kept else beyond
+    return _repeated(plan.known, used, functools.partial(turn, beyond), carry)
+
+
+def _repeated(begin: int, end: int | jax.Array, turn: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+    """`lax.fori_loop`, but never a scan: of that one `jax.checkpoint` would keep its carry after every turn."""
+    return lax.while_loop(lambda x: x[0] < end, lambda x: (x[0] + 1, turn(*x)), (jnp.int32(begin), carry))[1]
 
 
 def _rows_of(x: jax.Array, block: _Block) -> jax.Array:
@@ -226,8 +303,7 @@ def _products(plan: _Plan, rows: jax.Array, weights: jax.Array, sizes: jax.Array
         before = lax.dynamic_slice_in_dim(out, block.first, plan.block)
         return (lax.dynamic_update_slice_in_dim(out, jnp.where(block.mask, product, before), block.first, 0),)
 
-    out = jnp.zeros((rows.shape[0], weights.shape[3 - contracted]), rows.dtype)
-    out, *_ = varying_alike((), out, rows)
+    out = room_for((rows.shape[0], weights.shape[3 - contracted]), rows, sizes)
     return _loop(plan, sizes, rows.shape[0], step, (out,))[0]
 
 
@@ -266,6 +342,109 @@ def _blocked_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SwiGLU, block by block
+# ---------------------------------------------------------------------------------------------------------------------
+
+_Weights: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+"""Gate, up and down."""
+
+
+def _dot(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
+    """Contracted over a dim of each, in float32 at the least."""
+    numbers = (((over[0],), (over[1],)), ((), ()))
+    return lax.dot_general(x, y, numbers, preferred_element_type=_wide(x.dtype))
+
+
+def _written(x: jax.Array, block: _Block, new: jax.Array) -> jax.Array:
+    """`x` with the rows that the block owns."""
+    before = lax.dynamic_slice_in_dim(x, block.first, block.mask.shape[0])
+    return lax.dynamic_update_slice_in_dim(x, jnp.where(block.mask, new.astype(x.dtype), before), block.first, 0)
+
+
+def _of_group(weights: _Weights, block: _Block) -> Any:
+    return (lax.dynamic_index_in_dim(weight, block.group, keepdims=False) for weight in weights)
+
+
+def _hidden(x: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _dot(x, gate, (1, 0)).astype(x.dtype), _dot(x, up, (1, 0)).astype(x.dtype)
+
+
+def _swiglu(plan: _Plan, rows: jax.Array, weights: _Weights, sizes: jax.Array, *, keeps: bool) -> tuple[jax.Array, ...]:
+    """(what comes out, and where it `keeps` them rows of gate's products and of up's, as many as kept blocks have)."""
+
+    def plain(block: _Block, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        gate, up, down = _of_group(weights, block)
+        hidden = _hidden(_rows_of(rows, block), gate, up)
+        return _written(carry[0], block, _dot(_activated(*hidden), down, (1, 0))), *carry[1:]
+
+    def keeping(block: _Block, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        gate, up, down = _of_group(weights, block)
+        hidden = _hidden(_rows_of(rows, block), gate, up)
+        kept = (_written(x, block, y) for x, y in zip(carry[1:], hidden, strict=True))
+        return _written(carry[0], block, _dot(_activated(*hidden), down, (1, 0))), *kept
+
+    out = room_for((rows.shape[0], weights[2].shape[2]), rows, sizes)
+    if not keeps:
+        return _loop(plan, sizes, rows.shape[0], plain, (out,))
+    room = (min(plan.kept * plan.block, rows.shape[0]), weights[0].shape[2])
+    start = (out, *(room_for(room, rows, sizes) for _ in range(2)))
+    return _loop(plan, sizes, rows.shape[0], keeping, start, beyond=plain)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocked_swiglu(plan: _Plan, rows: jax.Array, weights: _Weights, sizes: jax.Array) -> jax.Array:
+    return _swiglu(plan, rows, weights, sizes, keeps=False)[0]
+
+
+def _blocked_swiglu_forward(plan: _Plan, rows: jax.Array, weights: _Weights, sizes: jax.Array) -> tuple:
+    out, *kept = _swiglu(plan, rows, weights, sizes, keeps=True)
+    # `jax.checkpoint` never asks its policy about what a loop makes, but runs it again; about what has a name it asks.
+    rows, *kept = (checkpoint_name(one, SWIGLU) for one in (rows, *kept))
+    return out, (rows, weights, sizes, kept)
+
+
+def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
+    rows, weights, sizes, kept = saved
+
+    def step(block: _Block, carry: Any, *, is_kept: bool) -> Any:
+        d_rows, totals, grads = carry[0], carry[1:4], carry[4:]
+        (gate, up, down), x, dy = _of_group(weights, block), _rows_of(rows, block), _rows_of(grad, block)
+        if is_kept:
+            hidden = tuple(_rows_of(one, block) for one in kept)
+        else:
+            hidden = _hidden(x, gate, up)
+        active, pull = jax.vjp(_activated, *hidden)
+        d_gate, d_up = pull(_dot(dy, down, (1, 1)).astype(active.dtype))
+        d_rows = _written(d_rows, block, _dot(d_gate, gate, (1, 1)) + _dot(d_up, up, (1, 1)))
+        terms = _dot(x, d_gate, (0, 0)), _dot(x, d_up, (0, 0)), _dot(active, dy, (0, 0))
+        totals = tuple(
+            jnp.where(block.is_first, jnp.zeros_like(total), total) + term
+            for total, term in zip(totals, terms, strict=True)
+        )
+        # The sums so far; a group's last block leaves the whole. Those behind the last one of all add nothing.
+        grads = tuple(
+            lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), block.group, 0)
+            for out, total in zip(grads, totals, strict=True)
+        )
+        return d_rows, *totals, *grads
+
+    with jax.named_scope(SWIGLU):
+        wide = _wide(rows.dtype)
+        start = (
+            room_for(rows.shape, rows, sizes),
+            *(jnp.zeros(weight.shape[1:], wide) for weight in weights),
+            *(jnp.zeros(weight.shape, rows.dtype) for weight in weights),
+        )
+        start = tuple(varying_alike((), *start, rows)[:-1])
+        with_kept, without = (functools.partial(step, is_kept=is_kept) for is_kept in (True, False))
+        found = _loop(plan, sizes, rows.shape[0], with_kept, start, beyond=without)
+        return found[0], tuple(found[4:]), None
+
+
+_blocked_swiglu.defvjp(_blocked_swiglu_forward, _blocked_swiglu_backward)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from meshpar.collectives.wire import varying_alike
 from meshpar.moe.balance import auxiliary_loss, z_loss
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.dispatch_combine import Dispatched, ExpertFn, dispatch
-from meshpar.moe.grouped import grouped_matmul
+from meshpar.moe.grouped import grouped_swiglu
 from meshpar.moe.order import by_expert, in_buffers, spread, weighted_sum
 from meshpar.moe.routing import Routed, capacity, count, route
 from meshpar.pipeline.layers import Aux, is_staged
@@ -366,8 +366,7 @@ def _swiglu(experts: Experts, typical_rows: int | None) -> ExpertFn:
     gate, up, down = experts
 
     def expert_fn(rows: jax.Array, sizes: Any) -> jax.Array:
-        matmul = functools.partial(grouped_matmul, group_sizes=sizes, typical_rows=typical_rows)
-        return matmul(jax.nn.silu(matmul(rows, gate)) * matmul(rows, up), down)
+        return grouped_swiglu(rows, gate, up, down, sizes, typical_rows=typical_rows)
 
     return expert_fn
 

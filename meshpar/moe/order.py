@@ -4,15 +4,19 @@
     places[t, j]   where choice (t, j) stands in the new order, -1 if nowhere
     choices[s]     which choice stands at s, -1 if none
 
-The two maps undo each other, so what moves rows by one of them is differentiated by moving rows by the other.
+The two maps undo each other, so what moves rows by one of them is differentiated by moving rows by the other. Rows that
+stay together on the way are moved as `Runs`.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe.routing import kept
@@ -65,15 +69,6 @@ def in_buffers(experts: jax.Array, num_experts: int, room: int) -> Order:
 def taken(rows: jax.Array, at: jax.Array) -> jax.Array:
     """`rows[at]`, zeros where `at` is -1."""
     return rows.at[jnp.where(at < 0, rows.shape[0], at)].get(mode="fill", fill_value=0)
-
-
-@jax.custom_vjp
-def moved(rows: jax.Array, to: jax.Array, back: jax.Array) -> jax.Array:
-    """[S, d] -> [R, d]: row `to[r]` at place r; `back[s]` is where row s stands afterwards, -1 if nowhere."""
-    return taken(rows, to)
-
-
-moved.defvjp(lambda rows, to, back: (moved(rows, to, back), back), lambda back, grad: (taken(grad, back), None, None))
 
 
 @jax.custom_vjp
@@ -131,3 +126,102 @@ def _sum_of_choices(rows: jax.Array, weights: jax.Array | None, order: Order) ->
 
 def _wide(*arrays: jax.Array) -> jnp.dtype:
     return jnp.result_type(jnp.float32, *(x.dtype for x in arrays))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs of rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+_BLOCK = 64
+"""Rows that a loop moves at once."""
+
+
+class Runs(NamedTuple):
+    """Rows that stay together: `sizes[i]` of them from `begins[i]` on are to stand from `places[i]` on. int32 [S].
+
+    They do not overlap, neither where they stand nor where they are to stand.
+    """
+
+    begins: jax.Array
+    places: jax.Array
+    sizes: jax.Array
+
+    @property
+    def undone(self) -> Runs:
+        return Runs(self.places, self.begins, self.sizes)
+
+
+def moved(rows: jax.Array, runs: Runs, size: int) -> jax.Array:
+    """[R, d] -> [size, d]: the runs at their places, zeros elsewhere. Differentiated by moving them back.
+
+    On CPUs a loop over blocks of rows there are; on other platforms one gather, over all the room there is.
+    """
+    rows, *each = varying_alike((), rows, *runs)
+    return _moved(len(rows), size, rows, Runs(*each))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _moved(_: int, size: int, rows: jax.Array, runs: Runs) -> jax.Array:
+    looped, gathered = functools.partial(moved_in_blocks, size), functools.partial(moved_at_once, size)
+    return lax.platform_dependent(rows, runs, cpu=looped, default=gathered)
+
+
+_moved.defvjp(
+    lambda before, size, rows, runs: (_moved(before, size, rows, runs), runs),
+    lambda before, size, runs, grad: (_moved(size, before, grad, runs.undone), None),
+)
+
+
+def moved_in_blocks(size: int, rows: jax.Array, runs: Runs) -> jax.Array:
+    """`moved`, block by block: what is not there costs zeros and nothing else."""
+    block = min(_BLOCK, size)
+    used, block_at = blocks_of(runs.sizes, block)
+
+    def turn(at: jax.Array, out: jax.Array) -> jax.Array:
+        run, into = block_at(at)
+        begin = runs.places[run] + into
+        # The last rows may be fewer than a block: it then begins earlier, and leaves alone what it does not own.
+        first = jnp.minimum(begin, size - block)
+        place = first + jnp.arange(block, dtype=jnp.int32)
+        mask = (place >= begin) & (place < runs.places[run] + runs.sizes[run])
+        stands = jnp.clip(place + (runs.begins[run] - runs.places[run]), 0, len(rows) - 1)
+        new = rows.at[stands].get(mode="promise_in_bounds")
+        before = lax.dynamic_slice_in_dim(out, first, block)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(mask[:, None], new, before), first, 0)
+
+    return lax.fori_loop(0, used, turn, room_for((size, rows.shape[1]), rows, runs.sizes))
+
+
+def moved_at_once(size: int, rows: jax.Array, runs: Runs) -> jax.Array:
+    """`moved`, as one gather. Marks and a running maximum say of which run a place is: no array of runs x places."""
+    at = jnp.arange(size, dtype=jnp.int32)
+    begun = jnp.where(runs.sizes > 0, runs.places, size)
+    marks = jnp.full_like(at, -1).at[begun].set(jnp.arange(len(begun), dtype=jnp.int32), mode="drop")
+    run = marks[lax.cummax(jnp.where(marks < 0, 0, at))]  # of the last that began
+    within = at - runs.places[run]
+    return taken(rows, jnp.where((run >= 0) & (within < runs.sizes[run]), runs.begins[run] + within, -1))
+
+
+def room_for(shape: tuple[int, ...], like: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Zeros of the dtype of `like`, to be written into; made when `like` is there, which has a number at least.
+
+    Those that a compiler knows to be zeros it makes at the start, once for all loops of a shape, and copies: memory
+    that is held all the time, twice. No size is below zero, which it does not know.
+    """
+    zero = jnp.where(jnp.sum(sizes) < 0, like[(0,) * like.ndim], jnp.zeros((), like.dtype))
+    return varying_alike((), jnp.broadcast_to(zero, shape), like)[0]
+
+
+def blocks_of(sizes: jax.Array, block: int) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
+    """Runs of rows cut into blocks, in order: (how many there are, block -> (its run, rows of the run before it)).
+
+    Blocks behind the last one are the last run's, and begin behind it.
+    """
+    blocks = -(-sizes // block)
+    ends = jnp.cumsum(blocks)
+
+    def block_at(at: jax.Array) -> tuple[jax.Array, jax.Array]:
+        run = jnp.minimum(jnp.sum(ends <= at, dtype=jnp.int32), len(sizes) - 1)
+        return run, (at - (ends[run] - blocks[run])) * block
+
+    return ends[-1], block_at

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from meshpar.ledger import hlo, work
-from meshpar.moe import choose_grouped_matmul, grouped_matmul
+from meshpar.moe import choose_grouped_matmul, grouped_matmul, grouped_swiglu
 from meshpar.planner import cost
 from meshpar.types import MeshparError
 
@@ -149,6 +149,60 @@ def test_no_rows_are_no_work():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# SwiGLU
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def swiglu_operands(dtype):
+    draw = np.random.default_rng(1).standard_normal
+    shapes = (ROWS, WIDTH), (GROUPS, WIDTH, 8), (GROUPS, WIDTH, 8), (GROUPS, 8, COLUMNS), (ROWS, COLUMNS)
+    return [jnp.asarray(draw(shape), dtype) for shape in shapes]
+
+
+def by_mask(rows, gate, up, down, sizes):
+    """Every row through every group, and its own of the results."""
+    inward = "rd,gdf->grf"
+    hidden = jax.nn.silu(jnp.einsum(inward, rows, gate)) * jnp.einsum(inward, rows, up)
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(ROWS), side="right")
+    return jnp.einsum("grf,gfe,rg->re", hidden, down, jax.nn.one_hot(group, GROUPS, dtype=rows.dtype))
+
+
+def grads_of(product):
+    def run(*given):
+        *arrays, cotangent, sizes = given
+        y, pull = jax.vjp(lambda *arrays: product(*arrays, sizes), *arrays)
+        return y, *pull(cotangent)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "made again"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_swiglu_is_equal_to_every_row_through_every_group(options, remat, request):
+    """Also where more rows come than are typical, whose hidden numbers are made again in the backward pass."""
+    if options["implementation"] == "tokamax":
+        request.getfixturevalue("fake_tokamax")
+    with jax.enable_x64(True):
+        product = functools.partial(grouped_swiglu, **options)
+        run, expect = grads_of(jax.checkpoint(product) if remat else product), grads_of(by_mask)
+        rows, *weights, cotangent = swiglu_operands("float64")
+        for name, sizes in SIZES.items():
+            sizes = jnp.asarray(sizes, jnp.int32)
+            owned = (jnp.arange(ROWS) < sizes.sum())[:, None]
+            found = run(jnp.where(owned, rows, jnp.nan), *weights, jnp.where(owned, cotangent, jnp.nan), sizes)
+            expected = expect(rows, *weights, cotangent, sizes)
+            for what, one, other in zip(("value", "rows", "gate", "up", "down"), found, expected, strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-12, rtol=0, err_msg=f"{name}: {what}")
+
+
+def test_swiglu_in_buffers_of_one_size_is_batched():
+    rows, *weights, _ = swiglu_operands("float32")
+    sizes = np.full(GROUPS, 9, np.int32)
+    found = jax.jit(lambda *arrays: grouped_swiglu(*arrays, sizes))(rows[:36], *weights)
+    np.testing.assert_allclose(found, by_mask(rows, *weights, jnp.asarray(sizes))[:36], atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Work and memory
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -194,6 +248,32 @@ def test_nothing_is_of_the_size_of_rows_times_groups():
     rows = 4 * LARGE["rows"] * LARGE["width"]
     assert largest(compiled()) >= masked  # what there is to avoid
     assert largest(compiled(block=None, typical_rows=LARGE["rows"])) <= rows
+
+
+@functools.cache
+def compiled_swiglu(typical_rows, *, checkpointed):
+    """Of `LARGE`, forward and backward."""
+    rows, width, hidden, groups = LARGE["rows"], LARGE["width"], 4 * LARGE["width"], LARGE["groups"]
+    shapes = (rows, width), (groups, width, hidden), (groups, width, hidden), (groups, hidden, width), (rows, width)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    product = functools.partial(grouped_swiglu, block=32, typical_rows=typical_rows)
+    keep_all = jax.checkpoint_policies.everything_saveable
+    run = grads_of(jax.checkpoint(product, policy=keep_all) if checkpointed else product)
+    return run.lower(*arrays, jax.ShapeDtypeStruct((groups,), jnp.int32)).compile()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_swiglu_is_nine_matmuls_and_nothing_is_as_wide_as_hidden_but_typical_rows(checkpointed):
+    """Of the blocks beyond the typical ones eleven, in loops of a length that nobody knows."""
+    program = hlo.parse(compiled_swiglu(1024, checkpointed=checkpointed).as_text())
+    width, groups = LARGE["width"], LARGE["groups"]
+    known = cost.grouped_matmul_flops(1024, groups, 32, width, 4 * width)
+    assert work.flops_per_step(program) == 9 * known + 11 * cost.matmul_flops(32, width, 4 * width)
+    rows = 4 * LARGE["rows"] * width
+    assert max(one.nbytes for one in work.largest_temporaries(program)) <= rows
+    kept = 2 * 4 * cost.grouped_rows(1024, groups, 32) * 4 * width
+    temporaries = compiled_swiglu(1024, checkpointed=checkpointed).memory_analysis().temp_size_in_bytes
+    assert temporaries <= 2 * rows + 2 * kept
 
 
 @pytest.mark.parametrize(("rows", "groups", "block"), [(0, 1, 8), (10, 4, 3), (3, 8, 16), (4096, 16, 32)])
@@ -246,6 +326,15 @@ def test_tokamax_by_name_is_never_replaced(monkeypatch):
 def test_mistakes_are_told_apart(rows, weights, sizes, options, says):
     with pytest.raises(MeshparError, match=says):
         grouped_matmul(jnp.ones(rows), jnp.ones(weights), jnp.ones(sizes, jnp.int32), **options)
+
+
+def test_gate_and_up_have_to_go_together():
+    rows, wide, narrow = jnp.ones((4, 3)), jnp.ones((2, 3, 5)), jnp.ones((2, 3, 4))
+    sizes = jnp.ones(2, jnp.int32)
+    with pytest.raises(MeshparError, match="give both the same shape"):
+        grouped_swiglu(rows, wide, narrow, jnp.ones((2, 4, 3)), sizes)
+    with pytest.raises(MeshparError, match="of one width d"):
+        grouped_swiglu(rows, wide, wide, jnp.ones((2, 4, 3)), sizes)
 
 
 def test_dtypes_have_to_go_together():

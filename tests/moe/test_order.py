@@ -1,0 +1,63 @@
+"""Runs of rows: moved block by block and at once to the same places, and back again by the derivative."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar.ledger import hlo, work
+from meshpar.moe.order import Runs, moved, moved_at_once, moved_in_blocks
+
+RUNS = {
+    "in another order, one empty": ([0, 5, 5, 140], [100, 3, 3, 0], [5, 70, 0, 3]),
+    "the last rows": ([199, 0], [0, 147], [1, 3]),
+    "all": ([0], [0], [150]),
+    "none": ([0, 7], [0, 7], [0, 0]),
+}
+
+
+def by_hand(rows, runs, size):
+    out = np.zeros((size, rows.shape[1]))
+    for begin, place, count in zip(*(np.asarray(one) for one in runs), strict=True):
+        out[place : place + count] = rows[begin : begin + count]
+    return out
+
+
+def of(name):
+    return Runs(*(jnp.asarray(one, jnp.int32) for one in RUNS[name]))
+
+
+@pytest.mark.parametrize("form", [moved_in_blocks, moved_at_once])
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_stand_at_their_places_and_zeros_elsewhere(name, form):
+    rows = np.random.default_rng(0).standard_normal((200, 3)).astype("float32")
+    found = jax.jit(form, static_argnums=0)(150, rows, of(name))
+    np.testing.assert_array_equal(found, by_hand(rows, RUNS[name], 150).astype("float32"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_derivative_moves_them_back(name):
+    draw = np.random.default_rng(0).standard_normal
+    rows, grad = draw((200, 3)).astype("float32"), draw((150, 3)).astype("float32")
+    found, pull = jax.vjp(lambda rows: moved(rows, of(name), 150), rows)
+    np.testing.assert_array_equal(found, by_hand(rows, RUNS[name], 150).astype("float32"))
+    begins, places, sizes = RUNS[name]
+    np.testing.assert_array_equal(
+        pull(jnp.asarray(grad))[0], by_hand(grad, (places, begins, sizes), 200).astype("float32")
+    )
+
+
+def test_room_is_made_when_rows_are_there_and_never_copied():
+    """Four moves in a row hold two arrays at a time; zeros made at the start would be held beside them."""
+
+    def there_and_back(rows, runs):
+        for _ in range(4):
+            rows = jnp.sin(moved(rows, runs, 4096))
+        return rows
+
+    like = jax.ShapeDtypeStruct((4096, 64), jnp.float32), Runs(*(jax.ShapeDtypeStruct((8,), jnp.int32),) * 3)
+    program = jax.jit(there_and_back).lower(*like).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2.5 * 4 * 4096 * 64
+    assert all(one.nbytes <= 4 * 4096 * 64 for one in work.largest_temporaries(hlo.parse(program.as_text())))
