@@ -3,8 +3,8 @@
     x [T, d] ──sort by expert──► rows ──all-to-all──► rows of my experts ──expert_fn──► ──all-to-all──► y [T, d']
 
 Two payload all-to-alls forward and two backward, whatever the routing. What they carry is differentiated by hand, each
-by the other one's transpose, and all other motions are gathers both ways: no scatter of rows, and nothing of the size
-of tokens x experts x width.
+by the other one's transpose, and so are all other motions: gathers, or on CPUs loops over blocks of the rows there are.
+No scatter of rows, and nothing of the size of tokens x experts x width.
 """
 
 from __future__ import annotations
