@@ -17,7 +17,18 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.mesh import check_mesh
-from meshpar.types import AnyMesh, Decision, Leaf, MeshLike, axis_sizes, near_or, num_shards, problem, spec_axes
+from meshpar.types import (
+    AnyMesh,
+    Decision,
+    Leaf,
+    MeshLike,
+    MeshparError,
+    axis_sizes,
+    near_or,
+    num_shards,
+    problem,
+    spec_axes,
+)
 
 PARAMETER_NAMES = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert", "layers")
 ACTIVATION_NAMES = (
@@ -585,6 +596,8 @@ class Ambient:
 
     mesh: AnyMesh
     rules: Rules
+    params: Rules | None = None
+    """How parameters lie; None where only activation rules were given."""
 
 
 # A user context is part of jax's trace cache key: a function jitted under one mesh is traced again under another.
@@ -599,11 +612,11 @@ def use(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
       mesh: the mesh that activations are laid on.
       rules: a `Rules`, or a `Strategy`, whose activation rules are taken.
     """
-    rules = getattr(rules, "activations", rules)
+    rules, params = getattr(rules, "activations", rules), getattr(rules, "params", None)
     if not isinstance(rules, Rules):
         raise problem("use(mesh, rules)", f"put {rules!r} in force", "it is no Strategy and no Rules", "use mp.fsdp()")
     check_mesh("use(mesh, rules)", mesh)
-    ambient = Ambient(mesh, rules)
+    ambient = Ambient(mesh, rules, params)
     with _ambient(ambient):
         yield ambient
 
@@ -644,6 +657,21 @@ def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> Partitio
     """
     here, leaf = _ambient_leaf("spec_of", x, names)
     return _activation_spec(leaf, here)
+
+
+def param_spec(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
+    """How a parameter with these names of its dims lies, by the strategy in force.
+
+    For kernels that gather it themselves. By names and size alone: a path rule that lays it otherwise is not seen, nor
+    are arrays of other sizes than the strategy can split, which are whole as far as this says.
+    """
+    here = _ambient.value
+    if here is None or here.params is None:
+        return PartitionSpec()
+    try:
+        return resolve(Leaf(path="", shape=x.shape, dtype=x.dtype, names=names), here.params, here.mesh).spec
+    except MeshparError:
+        return PartitionSpec()
 
 
 def _ambient_leaf(asked_by: str, x: Any, names: tuple[str | None, ...]) -> tuple[Ambient, Leaf]:

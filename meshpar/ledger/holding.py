@@ -125,6 +125,8 @@ class _Pool:
         for at, (one, count) in enumerate(self.left):
             if (leg.forward and one.is_backward) or (leg.in_loop and not one.loops) or (leg.outside and one.loops):
                 continue
+            if (one.dtype == "s32") != (leg.dtype == "s32"):  # counts are no weights, however many
+                continue
             if leg.of_leaf and stack == 1 and any(self._in_layers(one, layers) for layers in self.stacks):
                 continue
             if count and (one.axes, _kind(one)) == (leg.axes, leg.kind):

@@ -31,8 +31,8 @@ def gathered(facts: Facts, decision: Decision) -> Promised | None:
     stack = stack_of(decision)
     # Outside a loop over layers what was gathered for the forward pass is still there in the backward; inside, a layer
     # that is computed again may gather again.
-    # A layer of experts gathers theirs and its router on the way in, and keeps them for its backward pass.
-    passes = 1 if owned_axes(facts, decision) or is_router(decision) else facts.passes
+    # A layer of experts gathers its router on the way in, and keeps it for its backward pass.
+    passes = 1 if is_router(decision) else facts.passes
     fewest = passes * facts.micro_steps * stack if stack > 1 else 1
     most = (facts.passes + bool(facts.options.remat and stack > 1)) * facts.micro_steps * stack
     dtype = facts.wire(facts.compute(decision))
@@ -90,8 +90,11 @@ def reduced(facts: Facts, decision: Decision, grads: PartitionSpec, update: Part
     is_small = elements * ITEMSIZE.get(dtype, 4) <= MIN_SHARDED_BYTES
     others = {axis for one in facts.leaves for axis in owned_axes(facts, one)} | set(facts.context_axes)
     is_scattered_in_two = bool(set(rest) & others) and is_looked_up(decision)
-    # What the region of a layer of experts gathered is summed by its transpose, whole.
-    if scattered and (facts.on_cpu or is_small or is_scattered_in_two or owned):
+    # Experts' gradients leave the region of their layer as shards where they went in so, and whole where they did not.
+    in_region = bool(owned) and not facts.is_once
+    as_shards = in_region and set(scattered) <= set(split_axes(facts, decision.spec))
+    is_free = facts.on_cpu or is_small or is_scattered_in_two or in_region
+    if scattered and is_free and not as_shards:
         spellings.append([*inner, facts.leg("all-reduce", (*scattered, *rest), elements, dtype)])
         if rest and not inner:
             summed = facts.leg("all-reduce", rest, elements, dtype)

@@ -4,6 +4,9 @@
     payload, backward           2 all-to-alls a layer: their cotangents the other way, both
     counts of choices           an all-gather of E whole numbers of every rank, forward, where nothing bounds the rows
 
+Weights that `fsdp` splits are gathered inside the layer, forward and backward, and their gradients reduce-scattered:
+`promise_leaves` promises both as for any weight.
+
 Over the axes that split the dim `expert` of the experts' weights, which have to split the batch too; a stacked layer
 counts once a layer, and once more where it is computed again for the backward pass. Rows travel ragged, in parts of one
 size or in buffers, and as bytes where the layer quantizes: a payload is a whole number of rows. How many is the

@@ -26,13 +26,14 @@ from meshpar.moe.balance import auxiliary_loss, z_loss
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.dispatch_combine import Dispatched, ExpertFn, dispatch
 from meshpar.moe.grouped import grouped_swiglu
+from meshpar.moe.meeting import Dims, alike, scattered, total, varies_beside, whole
 from meshpar.moe.order import by_expert, in_buffers, spread, weighted_sum
 from meshpar.moe.routing import Routed, capacity, count, route
 from meshpar.pipeline.layers import Aux, is_staged
 from meshpar.precision import dot_general
 from meshpar.regions import outer_axes, per_device
 from meshpar.reports import report
-from meshpar.rules import Ambient, ambient, constrain, resolve, spec_of
+from meshpar.rules import Ambient, ambient, constrain, param_spec, resolve, spec_of
 from meshpar.types import Leaf, axis_sizes, problem, spec_axes
 
 ROUTER_NAMES = ("embed", "expert")
@@ -116,8 +117,9 @@ def moe_layer(
     - tokens split over the axes of experts travel to their experts and back (`dispatch`): two all-to-alls;
     - tokens that are whole over them stay: every rank computes its own experts' part, and the parts are summed;
     - hidden width split over `tensor`: partial sums, summed over it behind the combine, where there are T rows;
-    - weights that are split over other axes, as by `fsdp()`, are gathered on the way in, and their gradients summed
-      over all axes that split tokens but those of the experts, over which dispatch has summed them.
+    - weights that the strategy splits over axes of the tokens, as `fsdp()` does, come in as they lie: they are gathered
+      forward and again backward, and their gradients reduce-scattered in float32; over other axes that split tokens,
+      but for those of the experts, over which dispatch has summed them, gradients are summed.
 
     Inside a region that is manual over the axes of the batch (`accumulate_mode="once"`, `quantize=...`, stages) experts
     may come whole, and are all computed here, or as the rank's own slice, and tokens travel as always.
@@ -143,24 +145,52 @@ def moe_layer(
     with jax.named_scope("moe"):
         if not cut.inner:
             return kernel(x, weights, bias)
-        experts, hidden = cut.inner_experts or None, cut.hidden or None
-        inward, outward = PartitionSpec(experts, None, hidden), PartitionSpec(experts, hidden)
-        whole = PartitionSpec()
-        specs = (cut.tokens, Weights(whole, inward, inward, outward), whole)  # type: ignore[arg-type]
-        told = Told(whole, whole, whole, whole)  # type: ignore[arg-type]
-        # Not the backward pass's to keep are weights as they are used here, whole over axes that hold a shard of each.
-        kept = jax.checkpoint(kernel, policy=_not_another_form, prevent_cse=False)
-        run = per_device(kept, specs, (cut.out, told), check_vma=not outer_axes())
-        return run(x, weights, bias)
+        inward, outward = (PartitionSpec(*(axes or None for axes in dims)) for dims in (cut.inward, cut.outward))
+        same = PartitionSpec()
+        specs = (cut.tokens, Weights(same, inward, inward, outward), same)  # type: ignore[arg-type]
+        told = Told(*[same] * 4)  # type: ignore[arg-type]
+        kept = jax.checkpoint(kernel, policy=_keeps, prevent_cse=False)
+        if outer_axes():
+            return _nested(kept, specs, (cut.out, told))(x, weights, bias)
+        return per_device(kept, specs, (cut.out, told))(x, weights, bias)
+
+
+def _nested(kernel: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
+    """The kernel per device inside a region that is per device already.
+
+    Nothing there says what varies over which axes, and gradients of what is whole over some are summed on the way out,
+    in the dtype it came in: the router's in float32 at the least, and on CPUs, whose compiler aborts on sums of
+    bfloat16, the tokens' too.
+    """
+    here = ambient()
+    assert here is not None
+    devices = getattr(here.mesh, "devices", None)
+    on_cpu = devices is not None and devices.flat[0].platform == "cpu"
+
+    def nested(x: jax.Array, weights: Weights, bias: jax.Array | None) -> Any:
+        def widened(array: jax.Array) -> jax.Array:
+            return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+        def local(wide: jax.Array, weights: Weights, bias: jax.Array | None) -> Any:
+            return kernel(wide.astype(x.dtype), weights, bias)
+
+        run = per_device(local, specs, out, check_vma=False)
+        return run(widened(x) if on_cpu else x, weights._replace(router=widened(weights.router)), bias)
+
+    return nested
 
 
 _FORMS = frozenset({"convert_element_type", "pcast", "pvary", "copy"})
 """What gives back the same numbers in another form."""
 
 
-def _not_another_form(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy for `jax.checkpoint`."""
-    return primitive.name not in _FORMS
+def _keeps(primitive: Any, *operands: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`: not the backward pass's to keep are weights as they are used here.
+
+    They are whole over axes whose ranks hold a shard of each, and are gathered again.
+    """
+    gathers = primitive.name == "all_gather" and jnp.issubdtype(operands[0].dtype, jnp.floating)
+    return not gathers and primitive.name not in _FORMS
 
 
 def shared_experts(
@@ -202,6 +232,10 @@ class _Cut(NamedTuple):
     inner_experts: tuple[str, ...] = ()
     """The same, unless a region around has cut the experts already."""
     hidden: tuple[str, ...] = ()
+    inward: Dims = ()
+    """Of each dim of gate and up, the axes that split it on the way in: as it lies, or as it is used."""
+    outward: Dims = ()
+    """The same of down."""
     scattered: tuple[str, ...] = ()
     """Axes of `hidden` that split the sequence behind the layer."""
     tokens: PartitionSpec = PartitionSpec()
@@ -226,6 +260,15 @@ class _Cut(NamedTuple):
         _check_experts(experts, batch)
         scattered = behind[1][len(tokens[1]) :] if set(behind[1][len(tokens[1]) :]) <= set(hidden) else ()
         seq = tokens[1] + scattered
+        by_tokens, one_expert = (*tokens[0], *tokens[1]), (x.shape[-1], config.mlp_dim)
+
+        def lying(names: tuple[str, ...], size: tuple[int, ...], used: Dims) -> Dims:
+            if outer:  # whose region has gathered them
+                return used
+            like = jax.ShapeDtypeStruct((num_experts, *size), weights.gate.dtype)
+            lie = [several(entry) for entry in _padded(param_spec(like, *names), 3)]
+            return tuple(_as_it_lies(of, dim, by_tokens, used) for of, dim in zip(lie, used, strict=True))
+
         return _Cut(
             inner=tuple(dict.fromkeys((*tokens[0], *tokens[1], *inner_experts, *hidden))),
             batch=batch,
@@ -233,10 +276,22 @@ class _Cut(NamedTuple):
             experts=experts,
             inner_experts=inner_experts,
             hidden=hidden,
+            inward=lying(INWARD_NAMES, one_expert, (inner_experts, (), hidden)),
+            outward=lying(OUTWARD_NAMES, one_expert[::-1], (inner_experts, hidden, ())),
             scattered=scattered,
             tokens=PartitionSpec(tokens[0] or None, tokens[1] or None),
             out=PartitionSpec(tokens[0] or None, seq or None),
         )
+
+    @property
+    def shards(self) -> tuple[Dims, Dims, Dims]:
+        """Of each dim of gate, up and down, the axes to gather it over."""
+        inward, outward = ((self.inner_experts, (), self.hidden), (self.inner_experts, self.hidden, ()))
+        of_inward, of_outward = (
+            tuple(axes[len(used) :] for axes, used in zip(dims, as_used, strict=False))
+            for dims, as_used in ((self.inward, inward), (self.outward, outward))
+        )
+        return of_inward, of_inward, of_outward
 
     @property
     def travels(self) -> bool:
@@ -251,6 +306,17 @@ class _Cut(NamedTuple):
 
 def _padded(spec: PartitionSpec, ndim: int) -> list[object]:
     return [*spec, *[None] * (ndim - len(spec))]
+
+
+def _as_it_lies(
+    lies: tuple[str, ...], used: tuple[str, ...], by_tokens: tuple[str, ...], all_used: Dims
+) -> tuple[str, ...]:
+    """Axes that a dim of a weight may come in split over: what it is used with, and then axes that split tokens.
+
+    Over these its gradient has to be summed anyway. Any other way to lie is XLA's to bring into the form that is used.
+    """
+    more, taken = lies[len(used) :], {axis for axes in all_used for axis in axes}
+    return lies if lies[: len(used)] == used and set(more) <= set(by_tokens) - taken else used
 
 
 def _around(here: Ambient, outer: tuple[str, ...]) -> tuple[str, ...]:
@@ -335,7 +401,7 @@ def _per_device(
     with jax.named_scope("router"):
         logits = jnp.matmul(flat.astype(wide), router.astype(wide), precision=lax.Precision.HIGHEST)
         routed = route(logits, routing, bias=bias)
-    rows, (gate, up, down) = _one_dtype(flat, weights)
+    rows, (gate, up, down) = _one_dtype(flat, weights, cut)
     limited = routing.choice == "expert" or (drops and routing.capacity_factor is not None)
     room = capacity(len(flat) // config.chunks, routing) if limited else None
     if cut.travels:
@@ -345,27 +411,30 @@ def _per_device(
     partial = (*(() if cut.travels else cut.experts), *(axis for axis in cut.hidden if axis not in cut.scattered))
     y = y.reshape(*x.shape[:2], -1)
     with jax.named_scope("combine"):
-        y = lax.psum(y, partial) if partial else y
+        y = total(y, partial)
         for axis in cut.scattered:
-            y = lax.psum_scatter(y, axis, scatter_dimension=1, tiled=True)
+            y = scattered(y, axis, 1)
     return y, _told(logits, routed, counted.dropped, config, cut)
 
 
-def _one_dtype(x: jax.Array, weights: Weights) -> tuple[jax.Array, Experts]:
-    """Gradients of the experts are summed over ranks in float32 at the least: they vary before the cast, not after."""
-    dtype = jnp.result_type(x, weights.gate, weights.up, weights.down)
+def _one_dtype(x: jax.Array, weights: Weights, cut: _Cut) -> tuple[jax.Array, Experts]:
+    """Rows and whole experts; these vary as shards in float32 at the least, so that their gradients are summed so."""
+    experts = weights[1:]
+    dtype = jnp.result_type(x, *experts)
     wide = jnp.promote_types(dtype, jnp.float32)
-
-    def as_rows(weight: jax.Array) -> jax.Array:
-        return varying_alike((), x, weight.astype(wide))[1].astype(dtype)
-
-    return x.astype(dtype), (as_rows(weights.gate), as_rows(weights.up), as_rows(weights.down))
+    gate, up, down = (
+        whole(dims, dtype, varying_alike((), x, weight.astype(wide))[1])
+        for weight, dims in zip(experts, cut.shards, strict=True)
+    )
+    return x.astype(dtype), (gate, up, down)
 
 
 def _swiglu(experts: Experts, typical_rows: int | None) -> ExpertFn:
     gate, up, down = experts
 
     def expert_fn(rows: jax.Array, sizes: Any) -> jax.Array:
+        # The same rows go through every rank's part of the hidden width.
+        rows = alike(varies_beside(gate, rows), rows)
         return grouped_swiglu(rows, gate, up, down, sizes, typical_rows=typical_rows)
 
     return expert_fn
@@ -409,7 +478,7 @@ def _staying(
     first = lax.axis_index(cut.experts) * own if cut.experts else 0
     mine = routed.experts - first
     mine = jnp.where((mine >= 0) & (mine < own), mine, own).astype(jnp.int32)
-    rows, mine, weights = varying_alike((), rows, mine, routed.weights)
+    rows, mine, weights = varying_alike((), alike(varies_beside(mine, rows), rows), mine, routed.weights)
     chosen = count(mine, own)
     if room is None:
         order, dropped = by_expert(mine, own), jnp.zeros_like(chosen[0])

@@ -140,7 +140,24 @@ def test_gradients_of_experts_are_summed_over_other_axes_and_the_routers_over_al
                 of.setdefault(tensor, []).append(line)
     for weight in ("gate", "up", "down"):
         assert {line.axes for line in of[f"layers/mlp/{weight}"]} == {others}
+        kind = "reduce-scatter" if case.split == "fsdp" else "all-reduce"
+        assert {line.kind for line in of[f"layers/mlp/{weight}"]} == {kind}
     assert {axis for line in of["layers/mlp/router"] for axis in line.axes} == set(case.sizes)
+
+
+def test_experts_are_gathered_forward_and_again_backward(found):
+    """Each rank its own, from the shards of `fsdp`; gradients summed whole instead are not what was promised."""
+    promises, collectives = found("dropless")
+    whole = E // CASES["dropless"].ranks * D * F
+    over_fsdp = [one for one in collectives if one.axes == ("fsdp",)]
+    gathers = [one for one in over_fsdp if one.kind == "all-gather" and one.payload_bytes == 4 * whole]
+    assert sum(one.count_per_step for one in gathers) == 2 * 3 * L
+    summed = [
+        dataclasses.replace(one, kind="all-reduce") if one.kind == "reduce-scatter" and one in over_fsdp else one
+        for one in collectives
+    ]
+    missing = {tensor for line in hold(promises, summed).missing for tensor in line.tensors}
+    assert {"layers/mlp/gate", "layers/mlp/up", "layers/mlp/down"} <= missing
 
 
 def test_experts_that_are_sent_nothing_and_gradients_over_the_wrong_axis_are_missing(found):

@@ -272,6 +272,32 @@ def test_the_router_is_exact_in_bfloat16():
     assert np.asarray(told.load).tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("within", ["alone", "in a region over the experts"])
+def test_bfloat16_with_the_hidden_width_split(within):
+    """Sums over `tensor` are made inside the layer, which XLA for CPUs cannot do in bfloat16: it would abort."""
+    cfg, strategy = config(auxiliary_weight=0.0, z_weight=0.0), mp.fsdp() | EXPERT | mp.tensor_parallel()
+    mesh = mesh_of({"fsdp": 2, "expert": 2, "tensor": 2} if within == "alone" else {"expert": 2, "tensor": 2})
+    single = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), arrays())
+    x, weights, _, cotangent = jax.tree.map(lambda a: a.astype(jnp.bfloat16), single)
+
+    def gradients(x, weights, cotangent):
+        return jax.grad(lambda x, weights: loss_of(cfg, x, weights, None, cotangent)[0], (0, 1))(x, weights)
+
+    split = Weights(P(None, "expert"), *[P("expert")] * 3)
+    specs = {"in_specs": (P("expert"), split, P("expert")), "out_specs": (P("expert"), split)}
+    run = jax.shard_map(gradients, mesh=mesh, axis_names={"expert"}, check_vma=False, **specs)
+
+    def ruled(*given):
+        with mp.rules.use(mesh, strategy):
+            return (gradients if within == "alone" else run)(*given)
+
+    found = jax.tree.leaves(jax.jit(ruled)(x, weights, cotangent))
+    wanted = jax.tree.leaves(jax.jit(gradients)(single[0], single[1], single[3]))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_allclose(one.astype(np.float32), other, rtol=0, atol=0.03 * np.abs(other).max())
+
+
 def test_gradients_of_experts_meet_in_float32():
     """A step in bfloat16: what devices sum is widened before, not after."""
     x, weights, _, cotangent = jax.tree.map(lambda a: a.astype(jnp.bfloat16), arrays())
