@@ -151,13 +151,37 @@ class Runs(NamedTuple):
         return Runs(self.places, self.begins, self.sizes)
 
 
-def moved(rows: jax.Array, runs: Runs, size: int) -> jax.Array:
+class Places(NamedTuple):
+    """Rows that go each its own way: row `to[r]` is to stand at r, and row s stands at `back[s]` then; -1 if none."""
+
+    to: jax.Array
+    back: jax.Array
+
+    @property
+    def undone(self) -> Places:
+        return Places(self.back, self.to)
+
+
+def moved(rows: jax.Array, runs: Runs | Places, size: int) -> jax.Array:
     """[R, d] -> [size, d]: the runs at their places, zeros elsewhere. Differentiated by moving them back.
 
-    On CPUs a loop over blocks of rows there are; on other platforms one gather, over all the room there is.
+    Runs are moved on CPUs by a loop over blocks of rows there are, on other platforms by one gather, over all the room
+    there is; so are `Places` everywhere.
     """
+    if isinstance(runs, Places):
+        return _gathered(rows, *runs)
     rows, *each = varying_alike((), rows, *runs)
     return _moved(len(rows), size, rows, Runs(*each))
+
+
+@jax.custom_vjp
+def _gathered(rows: jax.Array, to: jax.Array, back: jax.Array) -> jax.Array:
+    return taken(rows, to)
+
+
+_gathered.defvjp(
+    lambda rows, to, back: (_gathered(rows, to, back), back), lambda back, grad: (taken(grad, back), None, None)
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -200,6 +224,18 @@ def moved_at_once(size: int, rows: jax.Array, runs: Runs) -> jax.Array:
     run = marks[lax.cummax(jnp.where(marks < 0, 0, at))]  # of the last that began
     within = at - runs.places[run]
     return taken(rows, jnp.where((run >= 0) & (within < runs.sizes[run]), runs.begins[run] + within, -1))
+
+
+def part_of(begins: jax.Array, size: int) -> jax.Array:
+    """[lines, parts] -> int32 [lines, size]: the last part that begins at or before each place.
+
+    Parts begin at 0 and in order. Marks and a running sum: no array of parts x places.
+    """
+    if begins.shape[1] == 1:  # known when it is traced; XLA would work out the sums of marks that are constant
+        return jnp.zeros((len(begins), size), jnp.int32)
+    line = jnp.arange(len(begins), dtype=jnp.int32)[:, None]
+    marks = jnp.zeros((len(begins), size), jnp.int32).at[line, begins].add(1, mode="drop")
+    return jnp.cumsum(marks, axis=1) - 1
 
 
 def room_for(shape: tuple[int, ...], like: jax.Array, sizes: jax.Array) -> jax.Array:
