@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshpar.ledger import hlo, work
+from meshpar.moe.dispatch_combine import _places_by_expert, _runs_by_expert
 from meshpar.moe.order import Runs, moved, moved_at_once, moved_in_blocks
 
 RUNS = {
@@ -61,3 +62,21 @@ def test_room_is_made_when_rows_are_there_and_never_copied():
     program = jax.jit(there_and_back).lower(*like).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2.5 * 4 * 4096 * 64
     assert all(one.nbytes <= 4 * 4096 * 64 for one in work.largest_temporaries(hlo.parse(program.as_text())))
+
+
+def test_rows_that_go_each_their_own_way_arrive_where_runs_do():
+    counts = np.asarray([[3, 0, 2], [0, 0, 1], [4, 1, 0]], np.int32)
+    pair_rows = 6
+    rows = np.random.default_rng(0).normal(size=(3 * pair_rows, 2)).astype(np.float32)
+    for rank, line in enumerate(counts):  # what no rank sent is zeros
+        rows[rank * pair_rows + line.sum() : (rank + 1) * pair_rows] = 0
+    runs, places = _runs_by_expert(jnp.asarray(counts), pair_rows), _places_by_expert(jnp.asarray(counts), pair_rows)
+    arrived = [moved(jnp.asarray(rows), way, len(rows)) for way in (runs, places)]
+    np.testing.assert_array_equal(*arrived)
+    assert np.any(arrived[0][: counts.sum()], axis=1).all()
+    np.testing.assert_array_equal(moved(arrived[1], places.undone, len(rows)), rows)
+    back = [
+        jax.vjp(lambda x, way=way: moved(x, way, len(rows)), jnp.asarray(rows))[1](arrived[0])[0]
+        for way in (runs, places)
+    ]
+    np.testing.assert_array_equal(*back)
