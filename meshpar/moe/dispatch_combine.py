@@ -316,6 +316,13 @@ class _Dropless(NamedTuple):
         return Traffic(sums[rank], begins[rank], sums[:, rank], begins[:, rank])
 
 
+def _begins(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where each rank's rows for each expert begin: among that rank's, and among all in the order of the experts."""
+    of_experts = counts.sum(0, dtype=jnp.int32)
+    before = (jnp.cumsum(of_experts) - of_experts) + (jnp.cumsum(counts, axis=0) - counts)
+    return jnp.cumsum(counts, axis=1) - counts, before
+
+
 def _runs_by_expert(counts: jax.Array, pair_rows: int) -> Runs | None:
     """Rows [N P] came in rank by rank, each rank's by expert, and are to stand in the order of the experts.
 
@@ -327,9 +334,7 @@ def _runs_by_expert(counts: jax.Array, pair_rows: int) -> Runs | None:
     """
     if len(counts) == 1:
         return None
-    within = jnp.cumsum(counts, axis=1) - counts  # where an expert's rows begin among those of one rank
-    of_experts = counts.sum(0, dtype=jnp.int32)
-    before = (jnp.cumsum(of_experts) - of_experts) + (jnp.cumsum(counts, axis=0) - counts)
+    within, before = _begins(counts)
     begins = jnp.arange(len(counts), dtype=jnp.int32)[:, None] * pair_rows + within
     return Runs(begins.T.reshape(-1), before.T.reshape(-1), counts.T.reshape(-1))
 
@@ -337,9 +342,7 @@ def _runs_by_expert(counts: jax.Array, pair_rows: int) -> Runs | None:
 def _places_by_expert(counts: jax.Array, pair_rows: int) -> Places:
     """The same motion, row by row."""
     num_ranks = len(counts)
-    within = jnp.cumsum(counts, axis=1) - counts
-    of_experts = counts.sum(0, dtype=jnp.int32)
-    before = (jnp.cumsum(of_experts) - of_experts) + (jnp.cumsum(counts, axis=0) - counts)
+    within, before = _begins(counts)
     at = jnp.arange(pair_rows, dtype=jnp.int32)
     shift = jnp.take_along_axis(before - within, part_of(within, pair_rows), axis=1)
     size = num_ranks * pair_rows
