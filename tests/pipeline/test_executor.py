@@ -46,6 +46,7 @@ class Case:
     gather: str = "step"
     remat: str | None = None
     meet: bool = True
+    messages: str = "permute"
     tied: bool = False
     noise: bool = False
     aux: bool = False
@@ -192,6 +193,7 @@ def function(case: Case):
     return value_and_grad(
         case.stage, case.last, schedule=case.table, mesh=case.mesh, first_fn=case.first, specs=case.specs,
         gather=case.gather, remat=case.remat, meet=case.meet, weight="weight" if case.weighted else None,
+        messages=case.messages,
     )  # fmt: skip
 
 
@@ -270,6 +272,11 @@ VARIANTS = [
     NOISY,
     Case(schedule="1f1b", dtype="float32"),
 ]
+# Around the ring, and beside axes that are XLA's.
+PAIRED = [
+    Case(schedule="interleaved-1f1b", p=4, m=4, messages="pairs"),
+    Case(schedule="zb-h2", fsdp=2, tensor=2, messages="pairs"),
+]
 FOLDED = Case(schedule="dualpipe-v", p=4, m=8, tied=True, aux=True)
 EVERY = [
     *(Case(schedule=name, p=4, m=8) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe")),
@@ -287,7 +294,7 @@ def test_no_schedule_is_forgotten():
     assert {case.schedule for case in EVERY} == {*SCHEDULES}
 
 
-@pytest.mark.parametrize("case", CROSSED + COUNTS + VARIANTS, ids=label)
+@pytest.mark.parametrize("case", CROSSED + COUNTS + VARIANTS + PAIRED, ids=label)
 def test_the_model_in_one_piece(run, case):
     same(run(case))
 
@@ -448,6 +455,14 @@ def test_stages_send_only_to_their_neighbours(run, case):
     assert loud(case, found) == shared_ends(case)
     if case.tensor > 1:
         assert any(c.axes == ("tensor",) and c.in_loop for c in found)
+
+
+@pytest.mark.parametrize("case", PAIRED, ids=label)
+def test_messages_by_pairs_make_no_third_stage_wait(run, case):
+    # Pairs of four stages are no product of mesh axes.
+    found = [c for c in run(case).collectives if c.axes in (("stage",), ("unknown",)) and c.in_loop]
+    assert found
+    assert all(c.kind == "all-gather" and c.in_branch and c.group_size == 2 for c in found)
 
 
 APART = Case(schedule="zb-h2", fsdp=2, meet=False)
@@ -633,6 +648,13 @@ MISTAKES = {
     "rows": ({"batch": {name: x[:7] for name, x in ROWS.items()}}, "7 rows", "use a batch of 8"),
     "no rows": ({"batch": {**ROWS, "scale": jnp.float32(1)}}, "`scale`", "0 rows"),
     "gather": ({"gather": "never"}, "gather='never'", "microbatch"),
+    "messages": ({"messages": "post"}, "messages='post'", "pairs"),
+    "odd pairs": (
+        {"messages": "pairs", "schedule": make("1f1b", 3, 3), "mesh": mp.MeshSpec(stage=3).build(jax.devices()[:3])},
+        "send between 3 stages",
+        "an even number",
+    ),
+    "late pairs": ({"messages": "pairs", "late": jnp.zeros((2, 1))}, "send numbers along", "leave out late"),
     "remat": ({"remat": "some"}, "some", "full"),
     "batch axis": ({"batch_axes": ("rows",)}, "split the batch over `rows`", "the mesh has data"),
     "batch over stages": ({"batch_axes": ("stage",)}, "split the batch over `stage`", "the stages'"),
