@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.pipeline.executor import Functions, Micro
-from meshpar.pipeline.gradients import Params, Pipeline, check_rows, mean_aux
+from meshpar.pipeline.gradients import Params, Pipeline, check_rows, means
 from meshpar.pipeline.layers import Aux, Layer, Run, running, scanned, with_aux
 from meshpar.pipeline.schedules import Schedule, make
 from meshpar.pipeline.slicing import Cut, depends, flat_jaxpr
@@ -40,6 +40,7 @@ class Means(NamedTuple):
 
     loss: jax.Array
     metrics: dict[str, jax.Array]
+    """Whole numbers are counts, and summed."""
     grads: PyTree
     extra: PyTree
     """What the model keeps beside parameters, after the step."""
@@ -106,10 +107,10 @@ def staged_gradients(
     shards = math.prod(axis_sizes(setup.mesh)[axis] for axis in batch_axes)
     count = schedule.microbatches * shards
     total = sums.weight if weight is not None else jnp.asarray(count, sums.weight.dtype)
-    mean = jax.tree.map(lambda x: x / total.astype(x.dtype), (sums.loss, sums.metrics, grads))
-    aux = {name: x.reshape(-1, *x.shape[2:]) for name, x in mean_aux(sums.aux, count).items()}
+    loss_mean, grads = jax.tree.map(lambda x: x / total.astype(x.dtype), (sums.loss, grads))
+    aux = {name: x.reshape(-1, *x.shape[2:]) for name, x in means(sums.aux, count).items()}
     metrics, extra = behind(state.extra, aux)
-    return Means(mean[0], {**mean[1], **metrics}, cut.joined(mean[2]), extra)
+    return Means(loss_mean, {**means(sums.metrics, total), **metrics}, cut.joined(grads), extra)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

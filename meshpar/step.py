@@ -20,6 +20,8 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.pipeline.gradients import means
+from meshpar.pipeline.layers import check_numbers, is_counted
 from meshpar.precision import Numerics, Precision, cast_floating, check_remat, gathering, numerics
 from meshpar.reports import collecting
 from meshpar.rules import Rules, resolve, use
@@ -245,7 +247,8 @@ def train_step(
 
     Returns:
       `step(state, batch) -> (state, metrics)`. The state given is donated. Metrics are device scalars: the loss,
-      `grad_norm` (not with "ignore"), `finite`, and the loss function's own, each a mean over micro-steps.
+      `grad_norm` (not with "ignore"), `finite`, and the loss function's own: means over micro-steps; sums of whole
+      numbers, for those are counts.
 
     Raises:
       ValueError: an option that does not exist; when called, a batch that does not divide.
@@ -319,6 +322,7 @@ class _Sums:
 
     loss: jax.Array
     metrics: dict[str, jax.Array]
+    """Whole numbers, which are counts, are not weighed."""
     grads: PyTree
     weight: jax.Array
     extra: PyTree
@@ -339,14 +343,7 @@ def _loss(
             "return a scalar and a dict of scalars, which may be empty",
         )
     loss, metrics = out
-    for name, value in {"loss": loss, **metrics}.items():
-        if jnp.shape(value) != ():
-            raise problem(
-                f"metric `{name}`",
-                "be one number",
-                f"it has shape {jnp.shape(value)}",
-                "take its mean in the loss function",
-            )
+    check_numbers({"loss": loss, **metrics})
     if trains and reports.loss is not None:
         loss = loss + reports.loss.astype(loss.dtype)
     after = setup.model.collect(model)
@@ -412,15 +409,17 @@ def _weighed(
     given = _weight(options, metrics)
     weight = jnp.ones((), loss.dtype) if given is None else given
     # Means are taken in float32 at the least: counts and float16 losses would not survive a weight or a division.
-    loss, metrics, weight = jax.tree.map(_wide, (loss, metrics, weight))
+    counts = {name: x.astype(jnp.promote_types(x.dtype, jnp.int32)) for name, x in metrics.items() if is_counted(x)}
+    others = {name: x for name, x in metrics.items() if name not in counts}
+    loss, others, weight = jax.tree.map(_wide, (loss, others, weight))
     if options.weight is not None:
         # Gradients times a number of tokens are beyond float16, and that number is not in bfloat16. A micro-step of
         # weight zero has no mean: 0/0 in the loss must not spoil the others.
         grads = jax.tree.map(_wide, grads)
-        loss, metrics, grads = jax.tree.map(
-            lambda x: jnp.where(weight > 0, x * weight.astype(x.dtype), 0), (loss, metrics, grads)
+        loss, others, grads = jax.tree.map(
+            lambda x: jnp.where(weight > 0, x * weight.astype(x.dtype), 0), (loss, others, grads)
         )
-    return _Sums(loss, metrics, grads, weight, extra)
+    return _Sums(loss, {**others, **counts}, grads, weight, extra)
 
 
 def _gradients(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> _Sums:
@@ -576,10 +575,8 @@ def _quantized(
     run = _by_device(local, setup, axes, unshard.specs, unshard.specs)
     sums = run(state.params, state.extra, batch, key, noise)
     if options.accumulate == 1 and options.weight is None:  # a mean over devices, where XLA's own is one over rows
-        loss, metrics, grads = jax.tree.map(
-            lambda x: x / sums.weight.astype(x.dtype), (sums.loss, sums.metrics, sums.grads)
-        )
-        sums = dataclasses.replace(sums, loss=loss, metrics=metrics, grads=grads)
+        loss, grads = jax.tree.map(lambda x: x / sums.weight.astype(x.dtype), (sums.loss, sums.grads))
+        sums = dataclasses.replace(sums, loss=loss, metrics=means(sums.metrics, sums.weight), grads=grads)
     return dataclasses.replace(sums, grads=_constrained(sums.grads, setup.named(_grad_specs(setup, options))))
 
 
@@ -725,11 +722,9 @@ def _common_keys(
 def _evened(sums: _Sums, axes: tuple[str, ...], options: StepOptions, params: PyTree) -> _Sums:
     """The same sums with weights that are 1 in the mean, which the dtype of the reduction can hold."""
     mean = lax.pmean(sums.weight, axes) / options.accumulate
-    loss, metrics, grads, weight = jax.tree.map(
-        lambda x: x / mean.astype(x.dtype), (sums.loss, sums.metrics, sums.grads, sums.weight)
-    )
+    loss, grads, weight = jax.tree.map(lambda x: x / mean.astype(x.dtype), (sums.loss, sums.grads, sums.weight))
     grads = jax.tree.map(lambda g, p: g.astype(options.precision.reduce_dtype(p.dtype)), grads, params)
-    return _Sums(loss, metrics, grads, weight, sums.extra)
+    return _Sums(loss, means(sums.metrics, mean), grads, weight, sums.extra)
 
 
 def _reduce_all_but_gradients(sums: _Sums, axes: tuple[str, ...]) -> _Sums:
@@ -767,7 +762,8 @@ def _update(state: TrainState, sums: _Sums, options: StepOptions) -> tuple[Train
     def mean(x: jax.Array) -> jax.Array:
         return x if options.accumulate == 1 and options.weight is None else x / sums.weight.astype(x.dtype)
 
-    loss, metrics = jax.tree.map(mean, (sums.loss, sums.metrics))
+    loss = mean(sums.loss)
+    metrics = {name: x if is_counted(x) else mean(x) for name, x in sums.metrics.items()}
     # Where parameters are whole and optimizer state is not (ZeRO-1 and 2), each device updates its shard, and pinning
     # the new parameters makes one gather each.
     old = _constrained(state.params, shards)

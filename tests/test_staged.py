@@ -136,6 +136,55 @@ def test_tied_embeddings_and_recomputation(x64):
     check("nnx", config(tied=True), 8, mp.MeshSpec(stage=4, tensor=2), strategy, 1e-12, remat="full")
 
 
+CUTS = {
+    "whole": (mp.MeshSpec(), mp.ddp(), {}),
+    "micro-steps": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4}),
+    "each device by itself": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4, "accumulate_mode": "once"}),
+    "stages": (mp.MeshSpec(stage=2, fsdp=2), mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp(), {}),
+}
+
+
+@pytest.mark.parametrize("weight", [None, "tokens"])
+def test_counts_are_summed_and_all_else_averaged_however_a_batch_is_cut(weight):
+    names = {"layers/w": ("layers", "embed", None)}
+    model = mp.from_functions(lambda key: {"layers": {"w": jnp.full((2, 4, 4), 0.5)}}, run_layers, names=names)
+
+    def loss(model, batch, key):
+        y = model(batch["x"])
+        return (y**2).mean(), {"tokens": batch["ids"].sum(), "big": (y > 2).mean(), "is_big": (y > 2).any()}
+
+    batch = {"x": np.arange(64, dtype=np.float32).reshape(16, 4) / 16, "ids": np.arange(16, dtype=np.int32)}
+    told = {}
+    for name, (spec, strategy, options) in CUTS.items():
+        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+        _, metrics = mp.train_step(loss, weight=weight, **options)(state, batch)
+        assert metrics["tokens"].dtype == jnp.int32
+        told[name] = jax.tree.map(float, metrics)
+    assert {one["tokens"] for one in told.values()} == {batch["ids"].sum()}
+    if weight is None:  # else a mean over unequal weights, which cuts differ in
+        assert len({one["big"] for one in told.values()}) == 1
+    # Of microbatches, or of devices' shares of them.
+    assert told["each device by itself"] == pytest.approx(told["stages"], rel=1e-6)
+
+
+def run_layers(params, x):
+    return mp.pipeline.scan_layers(lambda x, one: jnp.tanh(x @ one["w"]) + x, x, params["layers"])
+
+
+@pytest.mark.parametrize("strategy", [mp.ddp(), mp.pipeline_parallel(stages=2, microbatches=2)], ids=str)
+@pytest.mark.parametrize("metric", [None, "big", np.ones(2)], ids=str)
+def test_a_metric_is_one_number(strategy, metric):
+    spec = mp.MeshSpec() if strategy.pipeline is None else mp.MeshSpec(stage=2)
+    names = {"layers/w": ("layers", "embed", None)}
+    model = mp.from_functions(lambda key: {"layers": {"w": jnp.ones((2, 4, 4))}}, run_layers, names=names)
+    mesh = spec.build(jax.devices()[: spec["stage"]])
+    state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {"odd": metric}))
+    with pytest.raises(mp.MeshparError, match="metric `odd`: asked to be one number.*(a NoneType|a str|of shape)"):
+        step(state, {"x": np.ones((4, 4), np.float32)})
+
+
 def test_float32():
     strategy = mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp()
     check("nnx", config("float32"), 16, mp.MeshSpec(stage=2, fsdp=2), strategy, 1e-5)

@@ -198,7 +198,7 @@ def test_counts_and_flags_may_be_metrics(accumulate):
 
     step = mp.train_step(counting, accumulate=accumulate, weight="rows")
     _, metrics = step(make_state(mp.MeshSpec(data=8), mp.ddp()), make_batch(0))
-    assert float(metrics["rows"]) == 40_000
+    assert float(metrics["rows"]) == 40_000 * accumulate
     assert float(metrics["flag"]) == 1
     assert np.isfinite(metrics["loss"])
 

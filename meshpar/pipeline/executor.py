@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from meshpar.pipeline.layers import Aux
+from meshpar.pipeline.layers import Aux, is_counted
 from meshpar.pipeline.schedules import Schedule, Slots
 from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.schedules.slots import SHIFTS, STAY, colored
@@ -72,7 +72,7 @@ class Sums:
     loss: jax.Array
     """Losses times weights; of the last part's stage, and every stage's auxiliary ones."""
     metrics: dict[str, jax.Array]
-    """Of the loss function, times weights; zero but on the last part's stage."""
+    """Of the loss function, times weights; counts as they are. Zero but on the last part's stage."""
     aux: dict[str, jax.Array]
     """`[chunk, ...]`, of this stage's parts; not weighed."""
     weight: jax.Array
@@ -268,7 +268,7 @@ class _Trace:
         return (y, aux.loss), lax.stop_gradient(aux.metrics)
 
     def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-        """(loss times weight, (weight, metrics times weight))."""
+        """(loss times weight, (weight, metrics times weight, counts as they are))."""
         with jax.named_scope("loss"):
             loss, metrics = jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro))
         name = self.functions.weight
@@ -277,7 +277,8 @@ class _Trace:
         def weighed(x: jax.Array) -> jax.Array:
             return x * weight if name is None else jnp.where(weight > 0, x * weight, 0)
 
-        return weighed(loss.astype(weight.dtype)), (weight, {k: weighed(_wide(v)) for k, v in metrics.items()})
+        told = {k: v.astype(_aux_dtype(v.dtype)) if is_counted(v) else weighed(_wide(v)) for k, v in metrics.items()}
+        return weighed(loss.astype(weight.dtype)), (weight, told)
 
     def _first(self, ends: PyTree, micro: Micro) -> PyTree:
         with jax.named_scope("first"):
@@ -297,8 +298,17 @@ class _Trace:
             return jax.tree.map(lambda p: p[0], params)
         return jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, chunk, keepdims=False), params)
 
-    def _shared(self, chunk: jax.Array) -> Any:
-        return self.split.shared(self.executor.whole(self._chunk(self.params, chunk)))
+    def _weights_of(self, at: Mapping[str, jax.Array]) -> Callable[[int], PyTree]:
+        """From the kind of an op in a cell to the weights of its part, gathered once for all ops of one part."""
+        made: dict[int, PyTree] = {}
+
+        def whole(kind: int) -> PyTree:
+            key = 0 if self.chunks == 1 else kind
+            if key not in made:
+                made[key] = self.executor.whole(self._chunk(self.params, at["chunk"][kind]))
+            return made[key]
+
+        return whole
 
     @property
     def _handed(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -416,26 +426,27 @@ class _Trace:
 
         def run(sums: Sums, held: Any, at: Mapping[str, jax.Array]) -> tuple[Sums, _Made]:
             stash, backlog, inbox, turn = held
+            whole = self._weights_of(at)
             made = _Made(*(_zeros(like) for like in (self.x, self.x, self.split.stash, self._handed)))
             read_stash = {kind: _read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
             handed: Buffers = ()
             if has_b:
-                down, handed, sums = self._backward(read_stash[B], inbox, turn, sums, at)
+                down, handed, sums = self._backward(whole(B), read_stash[B], inbox, turn, sums, at)
                 made = made._replace(down=down, handed=made.handed if own else handed)
             if has_w:
                 with jax.named_scope("weights"):
                     left = handed if own else _read(backlog, at["backlog"][W])
-                    shared = self._shared(at["chunk"][W])
+                    shared = self.split.shared(whole(B if own else W))
                     grads = self.split.weights(shared, read_stash[W], left)
                     sums = dataclasses.replace(sums, params=self._added(sums.params, grads, at["chunk"][W]))
             if has_f:
-                up, left, sums = self._forward(inbox, sums, at)
+                up, left, sums = self._forward(whole(F), inbox, sums, at)
                 made = made._replace(up=up, left=left)
             return sums, made._replace(up=self._laid(made.up), down=self._laid(made.down))
 
         return run
 
-    def _forward(self, inbox: PyTree, sums: Sums, at: Any) -> tuple[PyTree, Buffers, Sums]:
+    def _forward(self, weights: PyTree, inbox: PyTree, sums: Sums, at: Any) -> tuple[PyTree, Buffers, Sums]:
         micro = self.micro(at["microbatch"][F], at["part"][F])
         with jax.named_scope("forward"):
             with jax.named_scope(IF_FIRST):
@@ -444,15 +455,16 @@ class _Trace:
                     lambda: self._laid(self._first(self.ends, micro)),
                     lambda: self._laid(_read(inbox, at["inbox"][F])),
                 )
-            params = self.executor.whole(self._chunk(self.params, at["chunk"][F]))
-            ((y, aux_loss), metrics), left = self.split.forward(params, (x, _data(micro)))
+            ((y, aux_loss), metrics), left = self.split.forward(weights, (x, _data(micro)))
         aux = {
             name: sums.aux[name].at[at["chunk"][F]].add(x.astype(sums.aux[name].dtype)) for name, x in metrics.items()
         }
         loss = sums.loss + aux_loss.astype(sums.loss.dtype)
         return y, left, dataclasses.replace(sums, aux=aux, loss=loss)
 
-    def _backward(self, stash: Buffers, inbox: PyTree, turn: PyTree, sums: Sums, at: Any) -> Any:
+    def _backward(
+        self, weights: PyTree, stash: Buffers, inbox: PyTree, turn: PyTree, sums: Sums, at: Any
+    ) -> tuple[PyTree, Buffers, Sums]:
         part = at["part"][B]
         micro = self.micro(at["microbatch"][B], part)
         last = self.plan.schedule.num_parts - 1
@@ -478,7 +490,7 @@ class _Trace:
         with jax.named_scope("backward"):
             with jax.named_scope(IF_LAST):
                 dy, sums = lax.cond(part == last, from_loss, from_next, sums)
-            shared = self._shared(at["chunk"][B])
+            shared = self.split.shared(weights)
             # Auxiliary losses of all parts count once for each microbatch, whatever its weight.
             ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
             no = _zeros(self.aux)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.collectives import broadcast
 from meshpar.pipeline.executor import Executor, Functions, Micro, Plan, Sums, layout_of
-from meshpar.pipeline.layers import Aux, check_alike, with_aux
+from meshpar.pipeline.layers import Aux, check_alike, check_numbers, is_counted, with_aux
 from meshpar.pipeline.placement import Placement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
@@ -40,7 +40,7 @@ class Result(NamedTuple):
     loss: jax.Array
     """Mean over microbatches and devices of the loss, auxiliary losses of all parts included."""
     metrics: dict[str, jax.Array]
-    """Of the loss function, likewise."""
+    """Of the loss function, likewise; whole numbers are counts, and summed."""
     aux: dict[str, jax.Array]
     """Of the parts: `[part, ...]`; means, and sums of whole numbers."""
     late: jax.Array
@@ -372,15 +372,13 @@ class ValueAndGrad:
             total: Any = count
         else:
             total = sums.weight
-        loss, metrics = jax.tree.map(lambda x: x / total, (sums.loss, sums.metrics))
-        aux = mean_aux(sums.aux, count)
         grads = jax.tree.map(lambda g, p: (g / total).astype(g.dtype), grads, params)
-        return Result(loss, metrics, aux, sums.late), grads
+        return Result(sums.loss / total, means(sums.metrics, total), means(sums.aux, count), sums.late), grads
 
 
-def mean_aux(sums: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
-    """Of so many microbatches; whole numbers, which are counts, stay summed."""
-    return {name: x / count if jnp.issubdtype(x.dtype, jnp.inexact) else x for name, x in sums.items()}
+def means(sums: dict[str, jax.Array], total: Any) -> dict[str, jax.Array]:
+    """Of metrics over so many microbatches; whole numbers, which are counts, stay summed."""
+    return {name: x if is_counted(x) else x / jnp.asarray(total, x.dtype) for name, x in sums.items()}
 
 
 def value_and_grad(
@@ -419,8 +417,9 @@ def value_and_grad(
     Args:
       stage_fn: `(parameters of one part, x, micro) -> y`, or `-> (y, Aux)`; y has the shapes and dtypes of x. It is the
         same function for all parts and must not communicate over `axis`.
-      loss_fn: `(ends, y, micro) -> (loss, metrics)`: the mean over the microbatch's rows, and a dict of scalars. Its
-        forward and backward pass run in the last part's B, so no logits are kept.
+      loss_fn: `(ends, y, micro) -> (loss, metrics)`: the mean over the microbatch's rows, and a dict of scalars:
+        means, or counts if they are whole numbers. Its forward and backward pass run in the last part's B, so no logits
+        are kept.
       schedule: from `meshpar.pipeline`, or your own table.
       mesh: with Auto axes; `axis` has as many ranks as the schedule has stages.
       first_fn: `(ends, micro) -> x`, say the embedding, run again in the first part's B; None: `micro.rows["inputs"]`.
@@ -504,14 +503,22 @@ def value_and_grad(
             "use meet=True, or weigh rows inside loss_fn and leave out weight",
         )
     check_remat(remat)
-    axes = tuple(a for a in BATCH_AXES if a in sizes) if batch_axes is None else spec_axes(batch_axes)
+    named = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
+    if named is not None and not (isinstance(named, tuple | list) and all(isinstance(name, str) for name in named)):
+        raise problem(
+            f"{where}(batch_axes={batch_axes!r})",
+            "split the batch's rows over them",
+            "those are no names of mesh axes",
+            f'write batch_axes=("data", "fsdp"), of {", ".join(sizes)}, or leave it out',
+        )
+    axes = tuple(a for a in BATCH_AXES if a in sizes) if named is None else tuple(named)
     for name in axes:
         if name == axis or name not in sizes or axes.count(name) > 1:
-            named = f"the mesh has {', '.join(sizes)}, each to be named once"
+            once = f"the mesh has {', '.join(sizes)}, each to be named once"
             raise problem(
                 f"{where}(batch_axes={axes!r})",
                 f"split the batch over `{name}`",
-                "that axis is the stages'" if name == axis else named,
+                "that axis is the stages'" if name == axis else once,
                 "name axes of the mesh that split rows",
             )
     schedule.validate()
@@ -519,7 +526,7 @@ def value_and_grad(
     if remat is not None:
         stage = jax.checkpoint(stage, policy=REMAT_POLICIES[remat], prevent_cse=False)
     pipe = Pipeline(
-        functions=Functions(first=first_fn or _inputs, stage=stage, last=loss_fn, weight=weight),
+        functions=Functions(first=first_fn or _inputs, stage=stage, last=_of_numbers(loss_fn, weight), weight=weight),
         schedule=schedule,
         mesh=mesh,
         axis=axis,
@@ -540,6 +547,16 @@ def _inputs(ends: PyTree, micro: Micro) -> PyTree:
             'give {"inputs": ..., ...} as the batch, or a first_fn',
         )
     return micro.rows["inputs"]
+
+
+def _of_numbers(loss_fn: Callable[..., Any], weight: str | None) -> Callable[..., Any]:
+    def last(ends: PyTree, y: PyTree, micro: Micro) -> Any:
+        found = loss_fn(ends, y, micro)
+        _check_loss(found, weight)
+        check_numbers(found[1])
+        return found
+
+    return last
 
 
 def _with_aux(stage_fn: Callable[..., Any], weight: str | None) -> Callable[..., tuple[PyTree, Aux]]:
@@ -695,14 +712,6 @@ def _check_loss(found: Any, weight: str | None) -> None:
             "a loss is a real number, of a floating dtype",
             "return loss.astype(jnp.float32), {...}, and nothing rounded on the way to it",
         )
-    for name, value in found[1].items():
-        if not (hasattr(value, "dtype") or isinstance(value, int | float | np.number)):
-            raise problem(
-                f"metric {name!r} of loss_fn",
-                f"average {type(value).__name__} over microbatches",
-                "metrics are numbers",
-                f"return loss, {{{name!r}: x}} with a scalar x, or leave it out",
-            )
     if weight is not None and weight in found[1] and np.shape(found[1][weight]):
         raise problem(
             f"weight={weight!r}",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 # Names in the annotations: a variable is an input or a result of an equation; jaxpr is jax's word for a traced program.
@@ -46,7 +46,8 @@ def _run_flat(closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
     for eqn in closed.jaxpr.eqns:
         inner = _called(eqn)
         if inner is not None:
-            env.write(eqn.outvars, _run_flat(inner, env.read(eqn.invars)))
+            with _as_traced(eqn):
+                env.write(eqn.outvars, _run_flat(inner, env.read(eqn.invars)))
         elif eqn.primitive.name == "scan":
             loop = _Loop(eqn)
             consts, carry, xs = loop.parted(env.read(eqn.invars))
@@ -74,13 +75,16 @@ def _called(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _evaluated(eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
-    """One equation, under the names it was traced under."""
-    with contextlib.ExitStack() as stack:
-        if name := str(eqn.source_info.name_stack):
-            stack.enter_context(jax.named_scope(name))
-        stack.enter_context(eqn.ctx.manager)
+    """One equation, as of the line and under the names it was traced at."""
+    with _as_traced(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
+
+
+def _as_traced(eqn: JaxprEqn) -> Any:
+    """What is bound inside is told to come from the line that made an equation, and from its scopes inside of ours."""
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
 class _Env:
@@ -123,9 +127,7 @@ class _Loop:
     def run(self, body: Callable[..., Any], carry: list[Value], xs: Any) -> list[Value]:
         """Another body over the same steps; gives what is carried, then what is stacked."""
         params = self.eqn.params
-        with contextlib.ExitStack() as stack:
-            if name := str(self.eqn.source_info.name_stack):
-                stack.enter_context(jax.named_scope(name))
+        with _as_traced(self.eqn):
             carry, ys = jax.lax.scan(
                 body, carry, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
             )

@@ -103,6 +103,19 @@ class SplitVjp:
         return self._ends.params.tree(out[: self._ends.params.num_smooth])
 
     @property
+    def reads(self) -> tuple[tuple[bool, bool, bool], ...]:
+        """For each leaf of the parameters, whether F, B and W read its values; few Ws do."""
+        count, kept = self._ends.params.count, self._kept
+
+        def behind(needs: Sequence[bool]) -> list[bool]:
+            read = {kept.same[at] for at, need in zip(range(len(kept.same)), needs, strict=False) if need}
+            wanted = [at in read and at in kept.shared for at in range(len(kept.same))]
+            return Cut(self._forward.closed, first=[False] * self._ends.y.count + wanted).first_needs[:count]
+
+        in_b, in_w = behind(self._backward.first_needs), behind(self._backward.second_needs)
+        return tuple(zip(self._forward.first_needs[:count], in_b, in_w, strict=True))
+
+    @property
     def stash_bytes(self) -> int:
         """Of one microbatch."""
         return _nbytes(self.stash)

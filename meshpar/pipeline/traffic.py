@@ -11,12 +11,13 @@ Counts follow from the table alone; bytes are those of what the model hands on.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from meshpar.pipeline.placement import Placement
 from meshpar.pipeline.schedules import Schedule
-from meshpar.pipeline.schedules.ops import B, F
+from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.schedules.slots import DOWN, UP
 
 
@@ -71,3 +72,19 @@ def traffic(schedule: Schedule) -> Traffic:
         messages=int((sends[:, :, [UP, DOWN]] >= 0).sum()),
         rounds=sum(bool(one.pairs) for one in Placement.of(schedule, "stage").rounds),
     )
+
+
+def gathers(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
+    """How often a step gathers a weight that every cell gathers for itself: int `[stage]`.
+
+    The ops of a cell that are of one part share it: all of them where a stage holds one part, else a B and its own W.
+
+    Args:
+      schedule: the table.
+      reads: whether F, B and W read the weight; `SplitVjp.reads`.
+    """
+    asks = (schedule.table[..., 0] >= 0) & np.asarray(reads)
+    if schedule.chunks == 1:
+        return asks.any(2).sum(0)
+    shares = asks[..., B] & asks[..., W] & (schedule.slots().backlog[..., W] < 0)
+    return asks.sum((0, 2)) - shares.sum(0)

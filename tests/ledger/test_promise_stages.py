@@ -287,8 +287,8 @@ def faulty(program_of):
             got = messages(self, inbox, results, at, moves, *more)
             return jax.tree.map(lambda x: x + 0 * lax.all_gather(x, "stage").sum(0), got)
 
-        def eager(schedule):
-            whole = plan(schedule)
+        def eager(schedule, **options):
+            whole = plan(schedule, **options)
             return dataclasses.replace(whole, moves=np.ones_like(whole.moves) * whole.moves.any(0))
 
         with pytest.MonkeyPatch.context() as patch:

@@ -657,6 +657,8 @@ MISTAKES = {
     "late pairs": ({"messages": "pairs", "late": jnp.zeros((2, 1))}, "send numbers along", "leave out late"),
     "remat": ({"remat": "some"}, "some", "full"),
     "batch axis": ({"batch_axes": ("rows",)}, "split the batch over `rows`", "the mesh has data"),
+    "a number of batch axes": ({"batch_axes": 3}, "batch_axes=3", "of data, stage"),
+    "numbers for batch axes": ({"batch_axes": (["data"],)}, "no names of mesh axes", "leave it out"),
     "batch over stages": ({"batch_axes": ("stage",)}, "split the batch over `stage`", "the stages'"),
     "shape": ({"stage": wider}, "float32.2, 16.", "each takes float32.2, 8."),
     "dtype": (
@@ -677,7 +679,10 @@ MISTAKES = {
     ),
     "whole loss": ({"last": lambda ends, y, micro: (y.sum().astype(int), {})}, "a loss of dtype int", "real number"),
     "no loss": ({"last": lambda ends, y, micro: (None, {})}, "dtype object", "astype"),
-    "a metric of words": ({"last": lambda ends, y, micro: (y.mean(), {"a": "b"})}, "average str", "scalar"),
+    "a metric of words": ({"last": lambda ends, y, micro: (y.mean(), {"a": "b"})}, "`a`.*it is a str", "scalar"),
+    "a metric of nothing": ({"last": lambda ends, y, micro: (y.mean(), {"a": None})}, "it is a NoneType", "scalar"),
+    "a metric of keys": ({"last": lambda ends, y, micro: (y.mean(), {"a": micro.key})}, "of dtype key<fry>", "scalar"),
+    "a metric of rows": ({"last": lambda ends, y, micro: (y.mean(), {"a": y.mean(-1)})}, "of shape .2,.", "its mean"),
     "weights of rows": (
         {"last": lambda ends, y, micro: (y.mean(), {"n": y.mean(-1)}), "weight": "n"},
         "of shape .2,.",
@@ -762,7 +767,8 @@ def test_whole_numbers_go_from_part_to_part():
 
     def last(ends, given, micro):
         x, ids, even = given
-        return (x**2 * (1 + ids[:, None])).mean() + even.mean(), {"one": 1.0}
+        told = {"one": 1.0, "even": even.sum(), "small": even.sum(dtype=jnp.int8), "any": even.any()}
+        return (x**2 * (1 + ids[:, None])).mean() + even.mean(), told
 
     def whole(w):
         given = rows["x"], rows["id"], rows["id"] % 2 == 0
@@ -776,7 +782,10 @@ def test_whole_numbers_go_from_part_to_part():
     loss, wanted = jax.value_and_grad(whole)(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]]))
     np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
     np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5)
-    assert (float(result.metrics["one"]), result.aux["count"].tolist()) == (1.0, [6, 6])
+    assert result.aux["count"].tolist() == [6, 6]
+    # Counts are summed over microbatches and not averaged, and truths are shares of them.
+    assert jax.tree.map(float, result.metrics) == {"one": 1.0, "even": 2.0, "small": 2.0, "any": 0.5}
+    assert result.metrics["even"].dtype == result.metrics["small"].dtype == jnp.int32
 
 
 def test_a_microbatch_of_no_weight_has_no_part_in_the_mean():
