@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshpar.pipeline.executor import Functions, Micro
+from meshpar.pipeline.executor import Functions, Micro, split_stage
 from meshpar.pipeline.gradients import Params, Pipeline, check_rows, means
 from meshpar.pipeline.layers import Aux, Layer, Run, running, scanned, with_aux
 from meshpar.pipeline.schedules import Schedule, make
@@ -111,6 +111,35 @@ def staged_gradients(
     aux = {name: x.reshape(-1, *x.shape[2:]) for name, x in means(sums.aux, count).items()}
     metrics, extra = behind(state.extra, aux)
     return Means(loss_mean, {**means(sums.metrics, total), **metrics}, cut.joined(grads), extra)
+
+
+def reads_of_layers(
+    loss: Loss, setup: Setup, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, weight: str | None
+) -> dict[str, tuple[bool, bool, bool]]:
+    """By path, whether the F, the B and the W of a microbatch read the values of a parameter of the layers.
+
+    Args:
+      loss, setup, weight: as `staged_gradients` has them.
+      params: shapes, in the compute dtype.
+      extra, rows, key: shapes, of one microbatch on one device; the key's numbers.
+    """
+    pipelined = setup.strategy.pipeline
+    assert pipelined is not None
+    cut = _Cut.of(setup, schedule_of(pipelined), pipelined)
+
+    def traced(params: PyTree, extra: PyTree, rows: PyTree, data: jax.Array) -> tuple[()]:
+        key = jax.random.wrap_key_data(data)
+        behind = _Behind.of(loss, params, extra, rows, key, f"strategy {setup.strategy.label}", weight)
+        functions, parted = cut.functions(loss, params, weight, behind), cut.parted(params)
+        micro = Micro(rows, key, jnp.zeros((), jnp.int32), extra)
+        x = functions.first(parted.ends, micro)
+        found.extend(split_stage(functions, [leaf[0] for leaf in parted.parts], x, micro).reads)
+        return ()
+
+    found: list[tuple[bool, bool, bool]] = []
+    jax.eval_shape(traced, params, extra, rows, key)
+    paths, _ = cut._sorted([decision.path for decision in setup.table.params])
+    return dict(zip(paths, found, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -190,6 +190,12 @@ class TrainStep(_Program):
         self.loss_fn, self.options = loss_fn, options
         self._num_micro_steps = options.accumulate
 
+    def loss(
+        self, setup: Setup, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]:
+        """Of some rows, with what the model adds to it; the metrics, and what the model keeps beside parameters."""
+        return _loss(self.loss_fn, setup, params, extra, batch, key)
+
     def _jit(self, setup: Setup) -> Any:
         _check_params_dtype(setup, self.options.precision)
         whole = NamedSharding(setup.mesh, PartitionSpec())

@@ -20,7 +20,7 @@ from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
 from meshpar.precision import cast_floating, numerics
 from meshpar.rules import use
-from meshpar.staged import schedule_of
+from meshpar.staged import reads_of_layers, schedule_of
 from meshpar.state import TrainState
 from meshpar.step import TrainStep, batch_sharding
 from meshpar.types import PyTree, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
@@ -39,6 +39,9 @@ class Parts:
     """Of those that stand behind them; tied ones are in both."""
     metrics: Mapping[str, jax.ShapeDtypeStruct]
     """Of the layers, `[layers, ...]`."""
+    reads: Mapping[str, tuple[bool, bool, bool]]
+    """Of the layers' parameters, whether the F, the B and the W of a microbatch read their values; empty where none is
+    split over axes that split the batch, so that nobody asks."""
 
 
 def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
@@ -78,6 +81,9 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
             loss = step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
         return (found[0], loss), ()
 
+    def loss(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
+        return step.loss(setup, params, extra, rows, key)
+
     params, extra, key = jax.tree.map(_shape, (state.params, state.extra, state.key))
     closed, _ = flat_jaxpr(ends, params, extra, like, key)
     outputs = len(closed.jaxpr.outvars)
@@ -87,12 +93,18 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
         used = Cut(closed, first=wanted).first_needs
         return frozenset(path for path, use in zip(paths, used, strict=False) if use)
 
+    reads: dict[str, tuple[bool, bool, bool]] = {}
+    if any(over & {axis for entry in decision.spec for axis in spec_axes(entry)} for decision in setup.table.params):
+        compute = jax.eval_shape(lambda params: cast_floating(params, step.options.precision.compute), params)
+        with use(one, setup.strategy), numerics(step.options.precision, step.options.remat):
+            reads = reads_of_layers(loss, setup, compute, extra, like, key, step.options.weight)
     return Parts(
         schedule=schedule,
         handed_on=tuple(_on_one_device(closed.jaxpr, x, inside) for x in closed.jaxpr.outvars[:-1]),
         first=needs(*[True] * (outputs - 1), False),
         last=needs(*[False] * (outputs - 1), True),
         metrics=metrics,
+        reads=reads,
     )
 
 

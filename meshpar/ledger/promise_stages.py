@@ -8,8 +8,8 @@
                                 where several do (tied embeddings, a part on two stages), an all-reduce
       numbers                   losses, metrics, norms: counted, not promised
     over axes that split the batch
-      weights before use        an all-gather before the first tick, gather="step"; of a part's in every F and B,
-                                gather="microbatch"
+      weights before use        an all-gather before the first tick, gather="step"; of a part's in every cell that
+                                reads them, gather="microbatch": F and B do, few Ws
       gradients                 reduced once, after the last tick, outside of every loop
     over axes inside a stage
       gradients, the sequence   an all-reduce in every W of what every rank has whole, as norm scales
@@ -29,14 +29,15 @@ from fractions import Fraction
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.ledger.parts import Parts
 from meshpar.ledger.promise_leaves import gathered, reduced, renewed
 from meshpar.ledger.promise_matmul import VOCABULARY
 from meshpar.ledger.terms import ITEMSIZE, Facts, Leg, Promised, facts_of, owned_axes, split_axes
-from meshpar.pipeline.schedules.ops import B, F, W
-from meshpar.pipeline.traffic import Traffic, traffic
+from meshpar.pipeline.schedules.ops import F, W
+from meshpar.pipeline.traffic import Traffic, gathers_in_cells, traffic
 from meshpar.state import Setup
 from meshpar.step import StepOptions
 from meshpar.strategies import Pipelined
@@ -79,10 +80,11 @@ def gathers(
     None when no layer is split over axes that split the batch. Arguments as for `by_stage`.
     """
     promise, schedule = _Promise.of(setup, options, batch, parts, on_cpu), parts.schedule
-    facts, ops = promise.facts, promise.traffic.ops
-    uses = int((ops[:, F] + ops[:, B]).max())
-    at_once = int((schedule.table[..., :W, 0] >= 0).sum(-1).max())  # an F and a B in one cell hold a part each
+    facts = promise.facts
+    # An F and a B in one cell hold a part each.
+    at_once = 1 if schedule.chunks == 1 else int((schedule.table[..., :W, 0] >= 0).sum(-1).max())
     sent, held = {"step": 0.0, "microbatch": 0.0}, {"step": 0, "microbatch": 0}
+    in_cells = np.zeros(schedule.stages)
     is_split = False
     for leaf in promise.leaves:
         if not leaf.is_layer:
@@ -96,8 +98,10 @@ def gathers(
         moved = promise.traffic.rounds * part
         sent["step"] += (1 - 1 / ways) * own + moved
         held["step"] += schedule.chunks * part
-        sent["microbatch"] += (1 - 1 / ways) * part * uses + moved / ways
+        sent["microbatch"] += moved / ways
+        in_cells += (1 - 1 / ways) * part * promise.gathers_of(leaf.decision) if split else 0
         held["microbatch"] += schedule.chunks * part // ways + (at_once * part if split else 0)
+    sent["microbatch"] += float(in_cells.max())
     if is_split:
         yield from ((name, sent[name], held[name]) for name in ("step", "microbatch"))
 
@@ -147,24 +151,29 @@ class _Promise:
             yield from _some(renewed(self.facts, leaf.decision, leaf.update))
 
     def gathered_in_cells(self, stage: int) -> Iterator[Promised]:
-        """Gathered by every F and B, and by a W that needs the weights themselves; dropped behind it."""
+        """Gathered by every cell that reads them: those with an F or a B, few with a W alone; dropped behind it."""
         if self.pipelined.gather != "microbatch":
             return
-        facts, ops = self.facts, self.traffic.ops[stage]
+        facts = self.facts
         for leaf in self.leaves:
             decision = leaf.decision
             kept, split = _axes(facts, decision, facts.batch_axes)
             if not leaf.is_layer or not split:
                 continue
             dtype = facts.wire(facts.compute(decision))
+            count = int(self.gathers_of(decision)[stage])
             yield Promised(
-                role="weights before use, in every F and B",
+                role="weights before use, in every cell",
                 tensors=(decision.path,),
-                count=(int(ops[F] + ops[B]), int(ops.sum())),
+                count=(count, count),
                 spellings=(
                     (self._in_tick("all-gather", split, self.part_elements(decision) // facts.ways(kept), dtype),),
                 ),
             )
+
+    def gathers_of(self, decision: Decision) -> np.ndarray:
+        """How often each stage gathers a weight of the layers where every cell gathers for itself."""
+        return gathers_in_cells(self.parts.schedule, self.parts.reads[decision.path])
 
     def moved(self) -> Iterator[Promised]:
         """Parts to the stages that the schedule wants them on, and their gradients back."""

@@ -248,8 +248,8 @@ class _Trace:
         self.layout = layout_of(self.functions.first, ends, micro)
         one = jax.eval_shape(lambda params: executor.whole(self._chunk(params, zero)), params)
         self.part_params = one
-        self.split: SplitVjp = split_vjp(self._stage, one, (self.x, _data(micro)))
-        (self.y, aux_loss), self.aux = jax.eval_shape(self._stage, one, (self.x, _data(micro)))
+        self.split = split_stage(self.functions, one, self.x, micro)
+        (self.y, aux_loss), self.aux = jax.eval_shape(_stage(self.functions), one, (self.x, _data(micro)))
         self.loss, self.metrics = jax.eval_shape(self._last, ends, self.x, micro)
         self.aux_loss = aux_loss
 
@@ -259,13 +259,6 @@ class _Trace:
         rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.rows)
         key = jax.random.fold_in(jax.random.fold_in(self.key, microbatch), part)
         return Micro(rows, key, part, self.extra)
-
-    def _stage(self, params: PyTree, given: tuple[PyTree, Any]) -> Any:
-        x, data = given
-        micro = _micro(lax.stop_gradient(data))
-        with jax.named_scope("stage"):
-            y, aux = self.functions.stage(params, x, micro)
-        return (y, aux.loss), lax.stop_gradient(aux.metrics)
 
     def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
         """(loss times weight, (weight, metrics times weight, counts as they are))."""
@@ -513,6 +506,22 @@ class _Trace:
             return total.at[chunk].add(grad.astype(total.dtype))
 
         return jax.tree.map(add, sums, grads)
+
+
+def split_stage(functions: Functions, params: PyTree, x: PyTree, micro: Micro) -> SplitVjp:
+    """F, B and W of a part, as the executor runs them: of `(params, (x, the microbatch))`."""
+    return split_vjp(_stage(functions), params, (x, _data(micro)))
+
+
+def _stage(functions: Functions) -> Callable[[PyTree, tuple[PyTree, Any]], Any]:
+    def stage(params: PyTree, given: tuple[PyTree, Any]) -> Any:
+        x, data = given
+        micro = _micro(lax.stop_gradient(data))
+        with jax.named_scope("stage"):
+            y, aux = functions.stage(params, x, micro)
+        return (y, aux.loss), lax.stop_gradient(aux.metrics)
+
+    return stage
 
 
 def layout_of(first: Callable[[PyTree, Micro], PyTree], ends: PyTree, micro: Micro) -> list[PartitionSpec | None]:

@@ -74,7 +74,7 @@ def traffic(schedule: Schedule) -> Traffic:
     )
 
 
-def gathers(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
+def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
     """How often a step gathers a weight that every cell gathers for itself: int `[stage]`.
 
     The ops of a cell that are of one part share it: all of them where a stage holds one part, else a B and its own W.

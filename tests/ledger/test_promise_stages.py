@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 
@@ -45,6 +46,8 @@ class Case:
     tied: bool = False
     remat: str | None = None
     compute: str = "float32"
+    curved: bool = False
+    """Whether the gradient of a weight depends on its own value."""
 
     @property
     def strategy(self):
@@ -75,7 +78,8 @@ def matmuls(case, size):
         return jax.tree.map(lambda shape: jnp.ones(shape) / 8, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
     def layer(x, one):
-        return x + jnp.tanh(x @ one["up"]) @ one["down"]
+        down = jnp.tanh(one["down"]) if case.curved else one["down"]
+        return x + jnp.tanh(x @ one["up"]) @ down
 
     def apply(params, x):
         return mp.pipeline.scan_layers(layer, x @ params["first"]["w"], params["layers"]) @ params["last"]["w"]
@@ -96,6 +100,9 @@ CASES = {
     "dualpipe": Case(mp.MeshSpec(stage=2, data=2), "dualpipe", 3, mp.ddp(), deep=False),
     "microbatch": Case(
         mp.MeshSpec(stage=2, fsdp=2, tensor=2), "1f1b", 2, mp.fsdp() | mp.tensor_parallel(), "microbatch", deep=False
+    ),
+    "microbatch, read by W": Case(
+        mp.MeshSpec(stage=2, fsdp=2), "zb-h1", 4, mp.fsdp(), "microbatch", deep=False, curved=True
     ),
 }  # fmt: skip
 MORE = {
@@ -230,11 +237,38 @@ def test_weights_are_gathered_once_a_step_or_in_every_cell(built):
     lines = {name: {line.role: line for line in built(name).verdict(0).kept} for name in ("zb-h1", "microbatch")}
     assert lines["zb-h1"]["weights before use"].found_count == 12
     assert lines["microbatch"]["weights before use"].found_count == 2  # what stands before the layers and behind them
-    in_cells = lines["microbatch"]["weights before use, in every F and B"]
+    in_cells = lines["microbatch"]["weights before use, in every cell"]
     assert in_cells.found_count == 2 * 2 * 2  # two leaves, in the F and the B of two microbatches
     assert (
         in_cells.found_bytes == in_cells.found_count * 4 * (L // 2 * D * F // 2) / 2
     )  # ring, split in two by `tensor`
+
+
+def test_a_weight_is_gathered_by_the_cells_that_read_it(built):
+    """A W does so where its gradient depends on its value; and not again in the cell of its own B."""
+    one = built("microbatch, read by W")
+    schedule = one.parts.schedule
+    assert one.parts.reads == {"layers/down": (True, True, True), "layers/up": (True, True, False)}
+    has = schedule.table[..., 0] >= 0
+    apart = (has[..., 2] & ~has[..., 1]).sum(0)
+    assert (apart > 0).any()
+    for stage, verdict in enumerate(one.verdicts):
+        (line,) = (line for line in verdict.kept if line.role == "weights before use, in every cell")
+        assert line.count == (line.found_count,) * 2
+        assert line.found_count == 2 * 8 + apart[stage]
+
+
+def test_a_collective_of_a_stage_names_the_models_own_line(built):
+    """As it would without stages, although a stage runs slices of the traced model."""
+    lines, first = inspect.getsourcelines(matmuls)
+    (line,) = (first + at for at, text in enumerate(lines) if '@ one["up"]' in text)
+    found = [c for c in built("microbatch").collectives if c.axes == ("tensor",) and c.count_by_stage]
+    assert {c.is_backward for c in found} == {True, False}
+    assert {c.source for c in found} == {f"{__file__}:{line}"}
+    found = [c for c in built("zb-h1").collectives if c.axes == ("tensor",) and c.count_by_stage]
+    files = {c.source.rpartition(":")[0].rpartition("meshpar/")[2] for c in found}
+    assert files <= {"models/transformer.py", "models/layers.py", "models/loss.py"}
+    assert {c.module.rpartition("/")[2] for c in found} >= {"attention", "mlp", "embed"}
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe"])
@@ -375,7 +409,7 @@ def test_explain_counts_what_stages_run(reports):
 
 def test_explain_shows_what_gathering_in_every_cell_sends(reports):
     report = reports("microbatch")
-    (line,) = (line for line in report.promise.kept if "every F and B" in line.role)
+    (line,) = (line for line in report.promise.kept if "every cell" in line.role)
     assert {one.gather: one.sent_bytes for one in report.stages.gathering}["microbatch"] == line.found_bytes
     assert report.stages.gather == "microbatch"
 

@@ -17,11 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.ledger import hlo
+from meshpar.ledger.cells import Cells
 from meshpar.ledger.census import census
 from meshpar.ledger.pod import PodProcess
 from meshpar.ledger.target import missing_aot
 from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, split_vjp, value_and_grad
 from meshpar.pipeline.placement import Placement
+from meshpar.pipeline.traffic import gathers_in_cells
 from meshpar.types import MeshparError
 
 NAMES = [*SCHEDULES]
@@ -445,6 +447,26 @@ def test_gradients_meet_once_behind_the_loop(run, case):
         assert all(c.count_per_step == 1 and not c.in_loop for c in gathers)
     elif case.shards > 1:
         assert all(c.in_loop and c.in_branch for c in gathers)
+
+
+def test_a_cell_gathers_the_weights_of_a_part_once(run):
+    """Where a stage holds one part, F and B of one cell share them."""
+    cells = [
+        [("F", 0), None],
+        [("F", 1), ("F", 0)],
+        [None, [("F", 1), ("B", 0)]],
+        [("B", 0), [("B", 1), ("W", 0)]],
+        [[("B", 1), ("W", 1)], ("W", 1)],
+        [("W", 0), None],
+    ]
+    schedule = Schedule.from_table(cells, name="pairs")
+    one = run(Case(schedule=schedule, m=2, fsdp=2, gather="microbatch"))
+    same(one)
+    found = census(hlo.parse(one.compiled.as_text()), one.case.mesh, Cells(schedule))
+    gathers = [c.count_by_stage for c in found if c.kind == "all-gather" and c.in_loop]
+    assert np.sum(gathers, 0).tolist() == [8, 6]
+    assert gathers_in_cells(schedule, (True, True, False)).tolist() == [4, 3]
+    assert gathers_in_cells(schedule, (True, True, True)).tolist() == [5, 4]
 
 
 @pytest.mark.parametrize("case", [*CROSSED, FOLDED], ids=label)
