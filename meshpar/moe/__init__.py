@@ -8,6 +8,7 @@
     grouped.py    rows sorted by expert, each times its own expert's weight
     config.py     what a layer of experts is: layer.py computes it, nnx.py and linen.py make Flax modules of it
     placement.py  which rank owns which experts, anew from measured loads
+    check.py      four-part errors of the functions on routed tokens
     reference.py  what a layer of experts computes, every token through every expert
 
 Names are imported when they are first used.

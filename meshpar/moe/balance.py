@@ -6,12 +6,15 @@ them statistics of the global batch, the same at all ranks. E experts, T tokens 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from meshpar.collectives.check import Axis, ranks_of
+from meshpar.moe.check import check_array, check_factor, check_tokens
 from meshpar.moe.routing import count
 from meshpar.types import problem
 
@@ -34,9 +37,11 @@ def auxiliary_loss(
     "DeepSeek-V3", equations 17 to 20 (there for each sequence by itself: `jax.vmap` over sequences, then the mean).
 
     Raises:
-      ValueError: scores and experts of different tokens; no such axis here.
+      ValueError: scores and experts of different tokens, or of none; no such axis here; a negative alpha.
     """
-    num_experts = _checked_experts("auxiliary_loss", scores, experts)
+    check_tokens("auxiliary_loss", scores, experts)
+    check_factor("auxiliary_loss", "alpha", alpha)
+    num_experts = scores.shape[1]
     with jax.named_scope("auxiliary_loss"):
         counts = _summed("auxiliary_loss", count(experts, num_experts), axis).astype(scores.dtype)
         share = counts / jnp.maximum(counts.sum(), 1)
@@ -50,8 +55,13 @@ def z_loss(logits: Float[Array, "T E"], *, weight: float = 1e-3, axis: Axis | No
     Source: Zoph et al. 2022, "ST-MoE: Designing Stable and Transferable Sparse Expert Models", equation 5.
 
     Raises:
-      ValueError: no such axis here.
+      ValueError: logits that are not [T, E], or of no token; no such axis here; a negative weight.
     """
+    check_array("z_loss", "logits", logits, "T E")
+    check_factor("z_loss", "weight", weight)
+    if not len(logits):
+        exists = "there is no token to take it over"
+        raise problem("z_loss", "take a mean over tokens", exists, "give logits of one token at the least")
     with jax.named_scope("z_loss"):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         return weight * _mean("z_loss", jax.nn.logsumexp(logits, axis=-1) ** 2, axis)
@@ -75,14 +85,21 @@ def update_bias(
       axis: mesh axes that the tokens are split over, when called inside `shard_map`.
 
     Raises:
-      ValueError: bias and loads of different shapes; no such axis here.
+      ValueError: bias and loads of different shapes, or not of numbers; no such axis here; a negative rate.
     """
-    if bias.shape != loads.shape:
+    check_array("update_bias", "bias", bias, "...")
+    check_array("update_bias", "loads", loads, "...", "whole" if _is_whole(loads) else "floating")
+    check_factor("update_bias", "rate", rate)
+    if bias.shape != loads.shape or not bias.ndim:
         exists = f"the loads are {loads.shape}"
         raise problem("update_bias", f"update a bias of shape {bias.shape}", exists, "give one load for each bias")
     with jax.named_scope("update_bias"):
         loads = _summed("update_bias", lax.stop_gradient(loads), axis)
         return lax.stop_gradient(bias - rate * _above_mean(loads).astype(bias.dtype))
+
+
+def _is_whole(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", jnp.float32), jnp.integer)
 
 
 def _above_mean(loads: jax.Array) -> jax.Array:
@@ -113,14 +130,3 @@ def _summed(kernel: str, x: jax.Array, axis: Axis | None) -> jax.Array:
         return x
     ranks_of(kernel, axis)
     return lax.psum(x, axis)
-
-
-def _checked_experts(kernel: str, scores: jax.Array, experts: jax.Array) -> int:
-    if scores.ndim != 2 or experts.ndim != 2 or len(scores) != len(experts):
-        raise problem(
-            kernel,
-            f"take scores of shape {scores.shape} with experts of shape {experts.shape}",
-            "they are [tokens, num_experts] and [tokens, k], of the same tokens",
-            "give `scores` and `experts` of one `Routed`",
-        )
-    return scores.shape[1]

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from meshpar.moe.choice import IMPLEMENTATIONS
-from meshpar.moe.dispatch_combine import Payload
+from meshpar.moe.dispatch_combine import Payload, check_bound, check_payload
 from meshpar.moe.routing import Routing
 from meshpar.types import near_or, problem
 
@@ -53,6 +53,9 @@ class MoEConfig:
             fix = near_or(str(self.implementation), IMPLEMENTATIONS, f"use one of {IMPLEMENTATIONS}")
             raise problem("MoEConfig(implementation=...)", f"be {self.implementation!r}", "there is no such form", fix)
         self._check_expert_choice()
+        check_bound("MoEConfig", self.bound_factor)
+        check_payload("MoEConfig", self.payload)
+        self._check_buffers()
 
     def _check_whole(self, field: str, least: int) -> None:
         value = getattr(self, field)
@@ -76,6 +79,23 @@ class MoEConfig:
                     f"use {field}",
                     "an expert takes the best of all tokens of a device, and always as many",
                     f"leave {field} out",
+                )
+
+    def _check_buffers(self) -> None:
+        """Experts that have so much room, or that choose, get buffers; the other forms are of dropless dispatch."""
+        routing = self.routing
+        if routing.choice == "token" and routing.capacity_factor is None:
+            return
+        where = 'Routing(choice="expert")'
+        if routing.choice == "token":
+            where = f"Routing(capacity_factor={routing.capacity_factor!r})"
+        for field, unused in (("bound_factor", self.bound_factor), ("implementation", self.implementation == "ragged")):
+            if unused:
+                raise problem(
+                    f"MoEConfig({field}={getattr(self, field)!r}) with {where}",
+                    f"use {field}",
+                    "buffers of fixed capacity travel whole, and that capacity is their bound",
+                    f"leave {field} out" + ", or the capacity_factor" * (routing.choice == "token"),
                 )
 
     @property

@@ -25,6 +25,7 @@ from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_o
 from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe import choice, exchange
+from meshpar.moe.check import check_array
 from meshpar.moe.choice import GPUS, IMPLEMENTATIONS, choose_dispatch
 from meshpar.moe.exchange import Coding, Link, Traffic
 from meshpar.moe.order import Order, Places, Runs, by_expert, in_buffers, moved, part_of, spread, weighted_sum
@@ -135,8 +136,9 @@ def dispatch(
     num_ranks = ranks_of(KERNEL, axis)
     _check_arrays(x, experts, weights)
     _check_experts(num_experts, num_ranks)
-    how = _checked_how(axis, capacity, bound_factor, implementation)
     _check_chunks(chunks, x.shape[0])
+    how = _checked_how(axis, capacity, bound_factor, implementation)
+    check_payload(KERNEL, payload)
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
     x, experts, weights = varying_alike(axis, x, experts, weights)
     size, (num_tokens, k) = x.shape[0] // chunks, experts.shape
@@ -361,13 +363,16 @@ def _coding(payload: Payload, way: str) -> Coding:
 
 
 def _check_arrays(x: jax.Array, experts: jax.Array, weights: jax.Array) -> None:
+    for name, array in (("x", x), ("experts", experts), ("weights", weights)):
+        if not hasattr(array, "dtype"):
+            check_array(KERNEL, name, array, "T d" if name == "x" else "T k")
     shapes = f"x {x.shape}, experts {experts.shape} and weights {weights.shape}"
     fits = x.ndim == experts.ndim == 2 and experts.shape == weights.shape and len(x) == len(experts)
-    if not fits or not experts.size:
+    if not fits or not experts.size or not x.size:
         raise problem(
             KERNEL,
             f"take {shapes}",
-            "they are [T, d], [T, k] and [T, k], with at least one token and one choice",
+            "they are [T, d], [T, k] and [T, k], with at least one token and one choice, of some width",
             "give each token its experts and their weights; -1 marks a token that goes nowhere",
         )
     if not jnp.issubdtype(experts.dtype, jnp.integer):
@@ -393,9 +398,7 @@ def _checked_how(axis: Axis, capacity: int | None, bound_factor: float | None, i
     check_choice(KERNEL, "implementation", implementation, IMPLEMENTATIONS)
     if capacity is not None:
         checked_count(KERNEL, "capacity", capacity)
-    if bound_factor is not None and not (bound_factor > 0 and math.isfinite(bound_factor)):
-        exists = "it is a number of rows, in units of an even load"
-        raise problem(KERNEL, f"use bound_factor={bound_factor!r}", exists, "give 2.0, say")
+    check_bound(KERNEL, bound_factor)
     is_dropless, is_pair = capacity is None, isinstance(axis, tuple) and len(axis) == 2
     if bound_factor is not None and not is_dropless:
         raise problem(
@@ -432,6 +435,21 @@ def _checked_how(axis: Axis, capacity: int | None, bound_factor: float | None, i
     return choose_dispatch(dropless=False, two_levels=is_pair).implementation
 
 
+def check_bound(where: str, factor: object) -> None:
+    """Raises `ValueError` for a `bound_factor` that is neither a number above 0 nor None."""
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if factor is not None and not (is_number and 0 < factor < math.inf):  # type: ignore[operator]
+        exists = "it is a number of rows, in units of an even load"
+        raise problem(where, f"use bound_factor={factor!r}", exists, "give 2.0, say, or None: any routing fits")
+
+
+def check_payload(where: str, payload: object) -> None:
+    """Raises `ValueError` for what is neither a `Payload` nor None."""
+    if payload is not None and not isinstance(payload, Payload):
+        exists = "it says of each way how rows travel"
+        raise problem(where, f"use payload={payload!r}", exists, 'give moe.Payload(dispatch="int8"), say, or None')
+
+
 def _check_chunks(chunks: int, num_tokens: int) -> None:
     checked_count(KERNEL, "chunks", chunks)
     if num_tokens % chunks:
@@ -443,12 +461,19 @@ def _check_chunks(chunks: int, num_tokens: int) -> None:
         )
 
 
+def _shown(made: Any) -> str:
+    return f"an array of shape {made.shape}" if hasattr(made, "shape") else f"a {type(made).__name__}"
+
+
 def _checked_rows(made: jax.Array, rows: jax.Array) -> jax.Array:
-    if jnp.ndim(made) != 2 or made.shape[0] != rows.shape[0]:
+    if not hasattr(made, "dtype") or jnp.ndim(made) != 2 or made.shape[0] != rows.shape[0]:
         raise problem(
             f"{KERNEL}: expert_fn",
-            f"give back an array of shape {jnp.shape(made)} for rows {rows.shape}",
+            f"give back {_shown(made)} for rows {rows.shape}",
             "there is one row for each that came in, in the same order",
             f"give [{rows.shape[0]}, width]",
         )
+    if not jnp.issubdtype(made.dtype, jnp.floating):
+        exists = "rows are summed with weights, which whole numbers would round"
+        raise problem(f"{KERNEL}: expert_fn", f"give back an array of {made.dtype}", exists, "give a floating dtype")
     return made

@@ -21,7 +21,7 @@ from jax import lax
 
 from meshpar.collectives.hierarchical import hierarchical_all_to_all
 from meshpar.collectives.quantized import BLOCK, decoded, encoded
-from meshpar.collectives.wire import varying, varying_alike
+from meshpar.collectives.wire import varying_alike
 from meshpar.moe.order import Runs, moved
 
 
@@ -162,17 +162,22 @@ def _runs(link: Link, traffic: Traffic) -> Runs:
 
 
 def _out_ragged(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
-    here = jnp.full(link.num_ranks, lax.axis_index(link.axis) * link.pair_rows, jnp.int32)
+    here = _like(traffic.sent, lax.axis_index(link.axis) * link.pair_rows)
     room = _room(link, link.num_ranks * link.pair_rows, rows)
     return lax.ragged_all_to_all(rows, room, traffic.begins, traffic.sent, here, traffic.received, axis_name=link.axis)
 
 
 def _back_ragged(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
-    begins = varying(jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows, link.axis)
+    begins = _like(traffic.sent, jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows)
     room = _room(link, link.send_rows, rows)
     return lax.ragged_all_to_all(
         rows, room, begins, traffic.received, traffic.begins_there, traffic.sent, axis_name=link.axis
     )
+
+
+def _like(counts: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Numbers that vary as the counts do, mapped axes of `jax.vmap` included: jax maps all of a message or nothing."""
+    return numbers + 0 * counts
 
 
 def _room(link: Link, num_rows: int, like: jax.Array) -> jax.Array:

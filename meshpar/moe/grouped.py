@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.check import check_choice, checked_count
 from meshpar.collectives.wire import varying_alike
+from meshpar.moe.check import check_array
 from meshpar.moe.choice import GPUS
 from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
@@ -186,13 +187,16 @@ def _has_tokamax() -> bool:
 
 
 def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, group_sizes: Any) -> None:
+    for name, array, dims in (("rows", rows, "R d"), ("weights", weights, "G d f")):
+        if not hasattr(array, "dtype"):
+            check_array(KERNEL, name, array, dims)
     shapes = f"rows {rows.shape}, weights {weights.shape} and group_sizes {jnp.shape(group_sizes)}"
-    fits = rows.ndim == 2 and weights.ndim == 3 and rows.shape[1] == weights.shape[1] and weights.shape[0] > 0
+    fits = rows.ndim == 2 and weights.ndim == 3 and rows.shape[1] == weights.shape[1] and 0 not in weights.shape
     if not fits or jnp.shape(group_sizes) != weights.shape[:1]:
         raise problem(
             KERNEL,
             f"multiply {shapes}",
-            "they are [R, d], [G, d, f] and [G], with at least one group",
+            "they are [R, d], [G, d, f] and [G], with at least one group, of some width",
             "give rows and weights of one width d, and one size a group",
         )
     if rows.dtype != weights.dtype or not jnp.issubdtype(rows.dtype, jnp.floating):
@@ -204,6 +208,9 @@ def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, 
         )
     if not jnp.issubdtype(jnp.asarray(group_sizes).dtype, jnp.integer):
         raise problem(KERNEL, f"take group_sizes of {jnp.asarray(group_sizes).dtype}", "they count rows", "give int32")
+    if isinstance(group_sizes, np.ndarray) and (group_sizes.sum() > rows.shape[0] or (group_sizes < 0).any()):
+        exists = f"there are {rows.shape[0]} rows, each of one group at the most"
+        raise problem(KERNEL, f"have groups of {group_sizes.tolist()} rows", exists, "give sizes that sum to no more")
 
 
 def _wide(dtype: Any) -> Any:

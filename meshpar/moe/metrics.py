@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from meshpar.collectives.check import Axis, ranks_of
+from meshpar.moe.check import check_tokens, check_whole
 from meshpar.moe.routing import count, or_nobody
 from meshpar.types import problem
 
@@ -66,10 +67,19 @@ def measure(
       axis: mesh axes that the tokens are split over, when called inside `shard_map`: E + 3 numbers are summed.
 
     Raises:
-      ValueError: experts that cannot be split so; no such axis here.
+      ValueError: experts that cannot be split so; arrays of different tokens, or of none; no such axis here.
     """
+    check_tokens("measure", scores, experts)
+    check_whole("measure", "num_ranks", num_ranks)
+    if kept is not None and (jnp.shape(kept) != experts.shape or jnp.result_type(kept) != jnp.bool_):
+        raise problem(
+            "measure",
+            f"take `kept` of shape {jnp.shape(kept)} and dtype {jnp.result_type(kept)}",
+            f"it says of each of the choices {experts.shape} whether it found room",
+            "give what `routing.kept` gives for the same experts",
+        )
     num_experts = scores.shape[-1]
-    if num_ranks < 1 or num_experts % num_ranks:
+    if num_experts % num_ranks:
         exists = f"there are {num_experts} experts, and every rank has the same number"
         raise problem("measure", f"split experts over {num_ranks} ranks", exists, "give the size of the expert axis")
     with jax.named_scope("measure_load"):
@@ -110,10 +120,16 @@ def loads(metrics: Mapping[str, Any]) -> Loads | None:
 
     Args:
       metrics: of one step; or sums over several of what counts tokens, and means of the rest.
+
+    Raises:
+      ValueError: some of them only.
     """
     if "moe/load" not in metrics:
         return None
     names = ("load", "rank_load", "drop_rate", "router_entropy")
+    if missing := [f"moe/{name}" for name in names if f"moe/{name}" not in metrics]:
+        exists = f"there is `moe/load`, and no {', '.join(f'`{name}`' for name in missing)}"
+        raise problem("loads(metrics)", "read the load of experts", exists, "give the metrics of a step as they are")
     experts, ranks, *rest = (np.asarray(metrics[f"moe/{name}"], np.float64) for name in names)
     return Loads(_host_load(experts), _host_load(ranks), *rest)  # type: ignore[arg-type]
 

@@ -83,7 +83,11 @@ spread.defvjp(
 
 
 def weighted_sum(rows: jax.Array, weights: jax.Array, order: Order) -> jax.Array:
-    """[S, d], [T, k] -> [T, d]: each token's sum over its choices, in float32 at the least."""
+    """[S, d], [T, k] -> [T, d]: each token's sum over its choices, in float32 at the least.
+
+    Weights of choices that stand nowhere count nothing, whatever they are: no number times zero would be none.
+    """
+    weights = jnp.where(order.places < 0, jnp.zeros_like(weights), weights)
     rows, weights = varying_alike((), rows, weights)
     return _weighted_sum(rows, weights, order)
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.moe.check import check_whole
 from meshpar.state import TrainState
 from meshpar.types import Names, PyTree, axis_sizes, near_or, path_str, problem, spec_axes, tree_leaves_with_paths
 
@@ -138,6 +139,7 @@ def rebalance(
       ValueError: as for `place`; no leaf named so, no router among them, or one of another size; parameters without
         names or number of ranks.
     """
+    _check_given(loads)
     is_state = isinstance(state, TrainState)
     if not is_state and (names is None or num_ranks is None):
         missing = " and ".join(what for what, given in (("names", names), ("num_ranks", num_ranks)) if given is None)
@@ -379,8 +381,20 @@ def _few_moves(shares: _Shares, room: int) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _check_given(loads: Any) -> None:
+    if isinstance(loads, Mapping) and not loads:
+        asked, exists = "place experts by no loads", "they are what says where experts belong"
+        raise problem("rebalance", asked, exists, 'give {"decoder/moe": tokens of each expert}, or the tokens alone')
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(loads)):
+        asked, exists = "place experts while a program is traced", "the loads are not known before it runs"
+        raise problem("rebalance", asked, exists, "call it outside of jax.jit, on loads that have arrived")
+
+
 def _checked_loads(loads: Any) -> np.ndarray:
-    loads = np.asarray(loads)
+    try:
+        loads = np.asarray(loads)
+    except ValueError:  # of several lengths, or a record of arrays
+        loads = np.asarray(None)
     is_number = np.issubdtype(loads.dtype, np.number) and not np.iscomplexobj(loads)
     if not is_number or loads.ndim != 1 or not loads.size or not np.isfinite(loads).all() or (loads < 0).any():
         raise problem(
@@ -396,10 +410,12 @@ def _check_sizes(num_experts: int, num_ranks: int, groups: int, method: Method) 
     if method not in get_args(Method):
         fix = near_or(str(method), get_args(Method), "use one of them")
         raise problem("place", f"use method={method!r}", f"there are {', '.join(get_args(Method))}", fix)
-    if num_ranks < 1 or num_experts % num_ranks:
+    check_whole("place", "num_ranks", num_ranks)
+    check_whole("place", "groups", groups)
+    if num_experts % num_ranks:
         exists = f"there are {num_experts}, and every rank has the same number"
         raise problem("place", f"share experts over {num_ranks} ranks", exists, "give the size of the expert axis")
-    if groups < 1 or num_experts % groups or (groups % num_ranks and num_ranks % groups):
+    if num_experts % groups or (groups % num_ranks and num_ranks % groups):
         raise problem(
             "place",
             f"keep {groups} groups of {num_experts} experts whole over {num_ranks} ranks",

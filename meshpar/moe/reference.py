@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from meshpar.moe.check import check_array, check_whole
 from meshpar.moe.routing import kept, or_nobody
 from meshpar.types import PyTree, problem
 
@@ -38,11 +39,12 @@ def moe(
       token_ranks: over how many ranks the tokens are cut, in their order; each has room of its own at every expert.
 
     Raises:
-      ValueError: arrays of different tokens; leaves of different E; tokens that cannot be cut so.
+      ValueError: arrays of different tokens; leaves of different E; tokens that cannot be cut so; a capacity below 0.
     """
     num_experts = _num_experts(params)
     _check_tokens(x, experts, weights, token_ranks)
     experts = or_nobody(experts, num_experts)
+    weights = jnp.where(experts < num_experts, weights, 0)
     if capacity is not None:
         of_ranks = experts.reshape(token_ranks, -1, experts.shape[1])
         _, keep = jax.vmap(lambda of_rank: kept(of_rank, capacity, num_experts))(of_ranks)
@@ -68,6 +70,10 @@ def _num_experts(params: PyTree) -> int:
 
 
 def _check_tokens(x: jax.Array, experts: jax.Array, weights: jax.Array, token_ranks: int) -> None:
+    for name, array in (("x", x), ("weights", weights)):
+        check_array("reference.moe", name, array, "...")
+    check_array("reference.moe", "experts", experts, "...", "whole")
+    check_whole("reference.moe", "token_ranks", token_ranks)
     if experts.shape != weights.shape or experts.ndim != 2 or x.ndim != 2 or len(x) != len(experts):
         raise problem(
             "reference.moe",
@@ -75,6 +81,6 @@ def _check_tokens(x: jax.Array, experts: jax.Array, weights: jax.Array, token_ra
             "they are [T, d], [T, k] and [T, k]",
             "give those of the same tokens, batch and sequence merged into one dim",
         )
-    if token_ranks < 1 or len(x) % token_ranks:
+    if len(x) % token_ranks:
         exists = f"there are {len(x)} tokens, and every rank has the same number"
         raise problem("reference.moe", f"cut tokens over {token_ranks} ranks", exists, "give a divisor of them")

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from meshpar.moe.check import check_array, check_whole
 from meshpar.types import near_or, problem
 
 Score = Literal["softmax", "sigmoid"]
@@ -61,6 +62,8 @@ class Routing:
             _check_word(field, getattr(self, field), get_args(options))
         for field in ("num_experts", "top_k", "groups", "top_groups"):
             _check_whole(field, getattr(self, field))
+        for field in ("normalize", "causal", "force"):
+            _check_flag(field, getattr(self, field))
         self._check_top_k()
         self._check_groups()
         self._check_numbers()
@@ -183,7 +186,11 @@ def capacity(tokens: int, routing: Routing) -> int:
     choice="expert", how many each expert takes.
 
     Source: Fedus et al. 2022, "Switch Transformers", section 2.2 (k = 1).
+
+    Raises:
+      ValueError: a number of tokens that is none.
     """
+    check_whole("capacity", "tokens", tokens, least=0)
     if routing.capacity_factor is None and routing.choice == "token":
         return tokens
     # In floating point, 200 times 2.2 is above 440, and 55 places an expert would be rounded up to 56.
@@ -199,7 +206,13 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
     A slot is counted on past the capacity; a choice of nobody (see `or_nobody`) is never kept.
 
     No temporary is larger than a few times `experts`: choices are sorted, not compared with every expert.
+
+    Raises:
+      ValueError: experts that are no whole numbers; a capacity below 0; no expert at all.
     """
+    check_array("kept", "experts", experts, "T k", "whole")
+    check_whole("kept", "capacity", capacity, least=0)
+    check_whole("kept", "num_experts", num_experts)
     experts = or_nobody(experts, num_experts)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
@@ -212,7 +225,13 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
 
 
 def count(experts: Int[Array, ...], num_experts: int) -> Int32[Array, " E"]:
-    """How often each expert was chosen; choices of nobody are not counted."""
+    """How often each expert was chosen; choices of nobody are not counted.
+
+    Raises:
+      ValueError: experts that are no whole numbers; no expert at all.
+    """
+    check_array("count", "experts", experts, "...", "whole")
+    check_whole("count", "num_experts", num_experts)
     flat = or_nobody(experts, num_experts).reshape(-1)
     return jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
 
@@ -309,6 +328,8 @@ def _chosen_by_experts(scores: jax.Array, routing: Routing) -> tuple[jax.Array, 
 
 def _check_arrays(logits: jax.Array, routing: Routing, bias: jax.Array | None) -> None:
     num_experts = routing.num_experts
+    if not hasattr(logits, "dtype"):
+        check_array("route", "logits", logits, "T E")
     if logits.ndim != 2 or logits.shape[1] != num_experts or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise problem(
             "route",
@@ -321,6 +342,7 @@ def _check_arrays(logits: jax.Array, routing: Routing, bias: jax.Array | None) -
     if routing.choice == "expert":
         exists = "every expert takes the same number of tokens anyway"
         raise problem("route", "balance experts that choose with a bias", exists, "leave the bias out")
+    check_array("route", "bias", bias, "...")
     if bias.shape != (num_experts,):
         raise problem(
             "route", f"use a bias of shape {bias.shape}", f"there are {num_experts} experts", f"give ({num_experts},)"
@@ -332,6 +354,12 @@ def _check_word(field: str, given: object, options: tuple[str, ...]) -> None:
         shown = ", ".join(f"`{one}`" for one in options)
         fix = near_or(str(given), options, "use one of them")
         raise problem(f"Routing({field}=...)", f"be {given!r}", f"there are {shown}", fix)
+
+
+def _check_flag(field: str, given: object) -> None:
+    if not isinstance(given, bool):
+        exists = "it is True or False"
+        raise problem(f"Routing({field}=...)", f"be {given!r}", exists, f"write {field}=True, or False")
 
 
 def _check_whole(field: str, given: object) -> None:

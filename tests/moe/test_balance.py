@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -247,3 +248,31 @@ def test_mistakes():
     ):
         with pytest.raises(MeshparError, match="not inside a `jax.shard_map`"):
             loss()
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda: moe.auxiliary_loss(jnp.zeros((0, 8)), jnp.zeros((0, 2), int)), "of one at the least"),
+        (lambda: moe.auxiliary_loss(jnp.ones((4, 8)), jnp.zeros((4, 2))), "`experts` of shape .* dtype float32"),
+        (lambda: moe.auxiliary_loss(jnp.ones((4, 8), int), jnp.zeros((4, 2), int)), "`scores` of shape .* dtype int32"),
+        (lambda: moe.auxiliary_loss([[1.0]], jnp.zeros((1, 1), int)), "a list for `scores`"),
+        (lambda: moe.auxiliary_loss(jnp.ones((4, 8)), jnp.zeros((4, 2), int), alpha=-0.1), "a number from 0 on"),
+        (lambda: moe.z_loss(jnp.zeros((2, 4, 8))), r"an array \[T, E\]"),
+        (lambda: moe.z_loss(jnp.zeros((0, 8))), "one token at the least"),
+        (lambda: moe.z_loss(jnp.zeros((4, 8)), weight="1"), "be '1'"),
+        (lambda: moe.update_bias([0.0], [1.0]), "a list for `bias`"),
+        (lambda: moe.update_bias(jnp.zeros(4), jnp.zeros(4, bool)), "`loads` of shape .* dtype bool"),
+        (lambda: moe.update_bias(jnp.zeros(4), jnp.zeros(4), rate=math.nan), "be nan"),
+        (lambda: moe.update_bias(jnp.zeros(()), jnp.zeros(())), "one load for each bias"),
+    ],
+)
+def test_what_is_no_array_of_that_kind_is_told(ask, told):
+    """Without a check the 3D logits gave a loss of four numbers, and floats for experts some loss or other."""
+    with pytest.raises(MeshparError, match=told):
+        ask()
+
+
+def test_weights_and_rates_may_come_from_a_schedule():
+    rate = jax.jit(lambda r: moe.update_bias(jnp.zeros(2), jnp.asarray([1, 3]), rate=r))(0.25)
+    assert rate.tolist() == [0.25, -0.25]

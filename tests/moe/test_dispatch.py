@@ -576,6 +576,31 @@ def test_a_layer_computes_its_share_of_dense():
     assert max(one.nbytes for one in work.largest_temporaries(module)) < 4 * 4096 * 16 * 64 / 2
 
 
+def test_weights_of_nobody_count_nothing_whatever_they_are():
+    """A softmax over no expert is no number; the token of padding gets zeros, and the others what they would get."""
+    case = Case(on(expert=2), dtype="float32")
+    x, weights, up, down, _ = case.arrays()
+    experts = routings(case)["even"].at[3].set(-1)
+    run = jax.jit(lambda weights: layer(case)(x, experts, weights, up, down)[0])
+    found, expected = run(weights.at[3].set(jnp.nan)), run(weights.at[3].set(0))
+    np.testing.assert_array_equal(found, expected)
+    assert (np.asarray(found)[3] == 0).all()
+
+
+def test_layers_side_by_side():
+    """Under `jax.vmap` a message is a batch of messages, in the ragged form that is traced beside the fixed one too."""
+    case = Case(on(expert=2), tokens=4, dtype="float32")
+    x, weights, up, down, _ = case.arrays()
+    experts = jnp.stack([routings(case)[name] for name in ("even", "all to the first")])
+
+    def one(experts):
+        return layer(case)(x, experts, weights, up, down)[0]
+
+    np.testing.assert_allclose(
+        jax.jit(jax.vmap(one))(experts), jnp.stack([jax.jit(one)(of) for of in experts]), rtol=0, atol=1e-6
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Choices and mistakes
 # ---------------------------------------------------------------------------------------------------------------------
@@ -602,6 +627,9 @@ def test_auto_says_why():
         ({"capacity": 2, "bound_factor": 1.0}, "leave out one of them"),
         ({"bound_factor": 0.0}, "bound_factor=0.0"),
         ({"bound_factor": math.nan}, "bound_factor=nan"),
+        ({"bound_factor": "2"}, "bound_factor='2'"),
+        ({"payload": "int8"}, "says of each way how rows travel"),
+        ({"chunks": 16, "capacity": 1}, "8 is not a multiple of 16"),
         ({"chunks": 3}, "8 is not a multiple of 3.*one of 1, 2, 4, 8"),
         ({"axis": "experts"}, "did you mean `expert`"),
     ],
@@ -626,6 +654,7 @@ def test_mistakes_are_told_before_anything_is_sent(changes, says):
         (((8, 6), (8, 2), (8, 3)), ("float32", "int32", "float32"), "they are .T, d., .T, k. and .T, k."),
         (((8, 6), (4, 2), (4, 2)), ("float32", "int32", "float32"), "they are .T, d."),
         (((8, 6), (8, 0), (8, 0)), ("float32", "int32", "float32"), "at least one token and one choice"),
+        (((8, 0), (8, 2), (8, 2)), ("float32", "int32", "float32"), "of some width"),
         (((8, 6), (8, 2), (8, 2)), ("float32", "float32", "float32"), "numbers of experts"),
         (((8, 6), (8, 2), (8, 2)), ("int32", "int32", "float32"), "take x of int32"),
         (((8, 6), (8, 2), (8, 2)), ("float32", "int32", "int32"), "take weights of int32"),
@@ -643,15 +672,23 @@ def test_arrays_have_to_go_together(shapes, dtypes, says):
         jax.eval_shape(run, *(jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)))
 
 
-def test_experts_give_back_a_row_for_each_that_came_in():
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda rows, _: rows[1:], "one row for each that came in"),
+        (lambda rows, _: [rows], "give back a list"),
+        (lambda rows, _: rows.astype(int), "whole numbers would round"),
+    ],
+)
+def test_experts_give_back_a_row_for_each_that_came_in(made, says):
     case = Case(on(expert=1))
     run = jax.shard_map(
-        lambda *arrays: case.over_experts()(*arrays, lambda rows, _: rows[1:])[0],
+        lambda *arrays: case.over_experts()(*arrays, made)[0],
         mesh=case.mesh,
         in_specs=P("expert"),
         out_specs=P("expert"),
     )
-    with pytest.raises(MeshparError, match="one row for each that came in"):
+    with pytest.raises(MeshparError, match=says):
         jax.eval_shape(run, jnp.zeros((8, 6)), jnp.zeros((8, 2), jnp.int32), jnp.zeros((8, 2)))
 
 

@@ -318,6 +318,7 @@ def test_tokamax_by_name_is_never_replaced(monkeypatch):
         ((4, 3), (2, 5, 3), 2, {}, "of one width d"),
         ((4, 3), (2, 3, 3), 3, {}, "one size a group"),
         ((4, 3), (0, 3, 3), 0, {}, "at least one group"),
+        ((4, 0), (2, 0, 3), 2, {}, "of some width"),
         ((4, 3), (2, 3, 3), 2, {"implementation": "blocks"}, "did you mean `blocked`"),
         ((4, 3), (2, 3, 3), 2, {"block": 0}, "block=0"),
         ((4, 3), (2, 3, 3), 2, {"typical_rows": 0}, "typical_rows=0"),
@@ -343,3 +344,10 @@ def test_dtypes_have_to_go_together():
         grouped_matmul(rows, weights.astype("bfloat16"), sizes)
     with pytest.raises(MeshparError, match="they count rows"):
         grouped_matmul(rows, weights, jnp.ones(2))
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [-1, 5]])
+def test_sizes_that_are_known_have_to_fit_the_rows(sizes):
+    """The blocked form would read other groups' rows, and say nothing."""
+    with pytest.raises(MeshparError, match="each of one group at the most"):
+        grouped_matmul(jnp.ones((4, 3)), jnp.ones((2, 3, 3)), np.array(sizes))

@@ -458,6 +458,7 @@ def test_metrics_of_all_layers():
 
 
 BY_EXPERTS = Routing(num_experts=4, top_k=2, choice="expert", causal=False, normalize=False)
+WITH_ROOM = Routing(num_experts=4, top_k=2, capacity_factor=1.0)
 
 
 @pytest.mark.parametrize(
@@ -469,6 +470,12 @@ BY_EXPERTS = Routing(num_experts=4, top_k=2, choice="expert", causal=False, norm
         ({"bias_rate": -1.0}, "from 0 on"),
         ({"z_weight": math.inf}, "from 0 on"),
         ({"implementation": "rugged"}, "`ragged`"),
+        ({"bound_factor": -1.0}, "bound_factor=-1.0"),
+        ({"bound_factor": "2"}, "bound_factor='2'"),
+        ({"bound_factor": 1.5, "routing": WITH_ROOM}, "or the capacity_factor"),
+        ({"implementation": "ragged", "routing": WITH_ROOM}, "travel whole"),
+        ({"implementation": "ragged", "routing": BY_EXPERTS}, "leave implementation out"),
+        ({"payload": "int8"}, "says of each way"),
         ({"chunks": 2, "routing": BY_EXPERTS}, "leave chunks out"),
         ({"bias_rate": 0.1, "routing": BY_EXPERTS}, "leave bias_rate out"),
     ],

@@ -272,7 +272,11 @@ def test_arrays_keep_their_sharding_and_dtype(mesh8):
     ("loads", "num_ranks", "options", "told"),
     [
         ([1, 2, 3], 2, {}, "share experts over 2 ranks"),
-        ([1, 2, 3, 4], 0, {}, "share experts over 0 ranks"),
+        ([1, 2, 3, 4], 0, {}, "place(num_ranks=...): asked to be 0"),
+        ([1, 2, 3, 4], 2.0, {}, "be 2.0"),
+        ([1, 2, 3, 4], True, {}, "be True"),
+        ([1, 2, 3, 4], "2", {}, "be '2'"),
+        ([1, 2, 3, 4], 2, {"groups": 2.0}, "be 2.0"),
         ([1, -2], 1, {}, "none negative"),
         ([1, np.nan], 1, {}, "none negative or infinite"),
         ([[1, 2]], 1, {}, "of one layer"),
@@ -414,3 +418,12 @@ def test_a_state_whose_experts_are_whole_and_parameters_without_names():
         moe.rebalance(state.params, zipf(NUM_EXPERTS))
     with pytest.raises(MeshparError, match="leaves below `decoder`"):
         moe.rebalance(state, {"decoder": zipf(NUM_EXPERTS)})
+
+
+def test_loads_that_are_not_there():
+    with pytest.raises(MeshparError, match="by no loads"):
+        moe.rebalance(model(), {}, names=NAMES, num_ranks=4)
+    with pytest.raises(MeshparError, match="outside of jax.jit"):
+        jax.jit(lambda loads: moe.rebalance(model(), loads, names=NAMES, num_ranks=4))(zipf(16))
+    with pytest.raises(MeshparError, match="none negative or infinite"):
+        moe.place([[1, 2], [3]], 2)

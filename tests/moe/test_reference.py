@@ -129,3 +129,12 @@ def test_mistakes():
         reference(x, experts, weights, token_ranks=5)
     with pytest.raises(MeshparError, match=r"first dim of \[3, 4\]"):
         reference(x, experts, weights, params=params | {"up": params["up"][:3]})
+
+
+def test_weights_of_nobody_count_nothing_whatever_they_are():
+    x, experts, weights, params = case(4, 2)
+    experts = jnp.asarray(experts).at[0].set(-1)
+    given = (jnp.asarray(weights).at[0].set(value) for value in (jnp.nan, 0.0))
+    bad, good = (moe.reference.moe(x, experts, one, mlp, params) for one in given)
+    np.testing.assert_array_equal(bad, good)
+    assert (np.asarray(good)[0] == 0).all()

@@ -365,6 +365,9 @@ def test_no_temporary_of_choices_times_experts():
         ({"top_k": 1}, "the router gets no gradient"),
         ({"score": "sigmoids"}, "did you mean `sigmoid`?"),
         ({"choice": "tokens"}, "did you mean `token`?"),
+        ({"normalize": "no"}, "True or False"),
+        ({"causal": None}, "True or False"),
+        ({"force": 2}, "True or False"),
         ({"scale": 0.0}, "positive number"),
         ({"scale": True}, "positive number"),
         ({"capacity_factor": 0}, "or None"),
@@ -399,3 +402,28 @@ def test_a_routing_that_cannot_be(wrong, told):
 def test_logits_and_biases_that_do_not_fit(logits, routing, bias, told):
     with pytest.raises(MeshparError, match=told):
         moe.route(logits, routing, bias=bias)
+
+
+CHOSEN = jnp.zeros((4, 2), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda: moe.route([[0.0] * 8], MIXTRAL), "a list for `logits`"),
+        (lambda: moe.route(jnp.zeros((4, 8)), MIXTRAL, bias=0.5), "a float for `bias`"),
+        (lambda: moe.route(jnp.zeros((4, 8)), MIXTRAL, bias=jnp.zeros(8, complex)), "`bias` of shape .* complex64"),
+        (lambda: moe.capacity(-1, MIXTRAL), "be -1"),
+        (lambda: moe.capacity(1.5, MIXTRAL), "be 1.5"),
+        (lambda: moe.kept(CHOSEN, -1, 8), "0 or more"),
+        (lambda: moe.kept(CHOSEN, 1.5, 8), "be 1.5"),
+        (lambda: moe.kept(CHOSEN, 2, 0), "1 or more"),
+        (lambda: moe.kept(CHOSEN.astype(float), 2, 8), "dtype float32"),
+        (lambda: moe.kept(CHOSEN[0], 2, 8), r"an array \[T, k\]"),
+        (lambda: moe.count(CHOSEN > 0, 8), "dtype bool"),
+        (lambda: moe.count([[0, 1]], 8), "a list for `experts`"),
+    ],
+)
+def test_what_is_no_routing_of_tokens_is_told(ask, told):
+    with pytest.raises(MeshparError, match=told):
+        ask()

@@ -1,0 +1,70 @@
+"""What is asked of functions on routed tokens, checked where they are called: four-part errors before any trace."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.types import problem
+
+_KINDS = {"floating": jnp.floating, "whole": jnp.integer}
+
+
+def check_array(kernel: str, name: str, x: Any, dims: str, of: Literal["floating", "whole"] = "floating") -> None:
+    """Raises `ValueError` for what is no array of so many dims and of that kind of numbers.
+
+    Args:
+      kernel: who asks.
+      name: of the argument.
+      x: given for it.
+      dims: their letters, as "T k"; "...": any number of dims.
+      of: kind of the numbers.
+    """
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if shape is None or dtype is None:
+        asked = f"take a {type(x).__name__} for `{name}`"
+    elif not jnp.issubdtype(dtype, _KINDS[of]) or dims not in ("...", _letters(dims, len(shape))):
+        asked = f"take `{name}` of shape {shape} and dtype {dtype}"
+    else:
+        return
+    wanted = f"[{', '.join(dims.split())}]"
+    raise problem(kernel, asked, f"it is an array {wanted} of {of} numbers", f"give a jax or NumPy array {wanted}")
+
+
+def _letters(dims: str, ndim: int) -> str | None:
+    return dims if len(dims.split()) == ndim else None
+
+
+def check_tokens(kernel: str, scores: Any, experts: Any) -> None:
+    """Raises `ValueError` unless these are scores [T, E] and choices [T, k] of the same tokens, of one at least."""
+    check_array(kernel, "scores", scores, "T E")
+    check_array(kernel, "experts", experts, "T k", "whole")
+    if len(scores) != len(experts) or not len(scores):
+        raise problem(
+            kernel,
+            f"take scores of shape {scores.shape} with experts of shape {experts.shape}",
+            "they are [tokens, num_experts] and [tokens, k], of the same tokens, and of one at the least",
+            "give `scores` and `experts` of one `Routed`",
+        )
+
+
+def check_whole(kernel: str, name: str, asked: Any, *, least: int = 1) -> None:
+    """Raises `ValueError` for what is no whole number from `least` on; one that is traced may be any."""
+    if isinstance(asked, jax.core.Tracer) and jnp.issubdtype(asked.dtype, jnp.integer) and not asked.ndim:
+        return
+    if isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < least:
+        exists = f"it is a whole number, {least} or more"
+        raise problem(f"{kernel}({name}=...)", f"be {asked!r}", exists, f"write {name}={max(least, 1)}, say")
+
+
+def check_factor(kernel: str, name: str, asked: Any) -> None:
+    """Raises `ValueError` for what is no number from 0 on; a schedule's, that is an array, may be any."""
+    if getattr(asked, "shape", None) == () and jnp.issubdtype(asked.dtype, jnp.number):
+        return
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 <= asked < math.inf:
+        exists = "it is a number from 0 on"
+        raise problem(f"{kernel}({name}=...)", f"be {asked!r}", exists, f"write {name}=0.001, say")
