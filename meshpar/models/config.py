@@ -162,6 +162,7 @@ class TransformerConfig:
     def _check_latent(self) -> None:
         if self.latent is None:
             return
+        _record("latent", self.latent, LatentAttention)
         follows = {"num_kv_heads": self.num_heads, "head_dim": self.latent.head_dim}
         for field, value in follows.items():
             if getattr(self, field) != value:
@@ -194,6 +195,7 @@ class TransformerConfig:
             )
         if self.moe is None:
             return
+        _record("moe", self.moe, MoEConfig)
         if count >= self.num_layers:
             exists = f"there are {self.num_layers} layers, and one of experts at least"
             raise problem(where, "have so many dense layers", exists, "use fewer, or leave out `moe`")
@@ -277,6 +279,12 @@ class TransformerConfig:
 def _positive(owner: str, field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise problem(f"{owner}({field}=...)", f"be {value!r}", "it is a positive integer", "use 1 or more")
+
+
+def _record(field: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        fix = f"write {field}={kind.__name__}(...), or leave it out"
+        raise problem(f"TransformerConfig({field}=...)", f"be {value!r}", f"it is a {kind.__name__}, or None", fix)
 
 
 def _one_of(field: str, value: str, known: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ which mesh axes split what: tokens by `batch` and `seq`, experts by `act_expert`
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from jaxtyping import Array, Float, Int32
 
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe.balance import auxiliary_loss, z_loss
+from meshpar.moe.check import check_array, check_whole
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.dispatch_combine import Dispatched, ExpertFn, dispatch
 from meshpar.moe.grouped import grouped_swiglu
@@ -129,18 +131,22 @@ def moe_layer(
       weights: global, or inside such a region as they are held there.
       config: of the layer.
       bias: of the balancing, added to scores for the choice alone.
-      drops: whether the capacity of the routing holds; a decoder that adds one token after the other has no use for it.
+      drops: whether the routing's capacity and the config's bound hold; a decoder that adds one token after the other
+        has no use for them. Without them `chunks` changes nothing but time, and need not divide the tokens.
 
     Returns:
       y, laid out as the rules say for `norm_seq` (partial sums are scattered where that splits the sequence further),
       and what the layer tells.
 
     Raises:
-      ValueError: weights of other sizes than the config's; tokens that are split over some axes of the experts only.
+      ValueError: x that is not [B, T, d] of floating numbers, or holds no token; weights of other sizes than the
+        config's; tokens that are split over some axes of the experts only.
     """
-    _check_sizes(x, weights, config, bias)
     here = ambient()
-    cut = _Cut() if here is None or here.mesh.size == 1 else _Cut.of(here, x, weights, config)
+    is_alone = here is None or here.mesh.size == 1
+    _check_given(x, weights, config)
+    _check_sizes(x, weights, config, bias, is_alone=is_alone)
+    cut = _Cut() if here is None or is_alone else _Cut.of(here, x, weights, config)
     kernel = functools.partial(_per_device, config=config, cut=cut, drops=drops)
     with jax.named_scope("moe"):
         if not cut.inner:
@@ -360,9 +366,45 @@ def _check_experts(experts: tuple[str, ...], batch: tuple[str, ...]) -> None:
         )
 
 
-def _check_sizes(x: jax.Array, weights: Weights, config: MoEConfig, bias: jax.Array | None) -> None:
+def check_config(where: str, config: object) -> None:
+    """Raises `ValueError` for what is no `MoEConfig`."""
+    if not isinstance(config, MoEConfig):
+        fix = "write moe.MoEConfig(routing=moe.Routing(num_experts=8, top_k=2), mlp_dim=1024), say"
+        raise problem(where, f"be a layer of {config!r}", "a layer of experts is a MoEConfig", fix)
+
+
+def check_layer(where: str, embed_dim: object, config: object, param_dtype: Any) -> None:
+    """Raises `ValueError` for what no layer of experts can be made of."""
+    check_whole(where, "embed_dim", embed_dim)
+    check_config(where, config)
+    try:
+        is_floating = param_dtype is not None and jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating)
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        exists, fix = "it is the name of a floating dtype", 'use "float32" or "bfloat16", say'
+        raise problem(f"{where}(param_dtype={param_dtype!r})", "make parameters in it", exists, fix)
+
+
+def _check_given(x: jax.Array, weights: Weights, config: MoEConfig) -> None:
+    """Whether these are tokens, weights and a config at all."""
+    where = "moe_layer"
+    check_config(where, config)
+    check_array(where, "x", x, "B T d")
+    if not x.size:
+        asked, exists = f"send tokens x of shape {x.shape} to experts", "there is none"
+        raise problem(where, asked, exists, "give one token at the least")
+    if not isinstance(weights, Weights):
+        asked, exists = f"take a {type(weights).__name__} for the weights", "they are named"
+        raise problem(where, asked, exists, "give moe.Weights(router=..., gate=..., up=..., down=...)")
+    for name, dims in (("router", "d E"), ("gate", "..."), ("up", "..."), ("down", "...")):
+        check_array(where, name, getattr(weights, name), dims)
+
+
+def _check_sizes(x: jax.Array, weights: Weights, config: MoEConfig, bias: jax.Array | None, *, is_alone: bool) -> None:
     num_experts, width, hidden = config.routing.num_experts, x.shape[-1], config.mlp_dim
     own = weights.gate.shape[0] if weights.gate.ndim == 3 and num_experts % max(weights.gate.shape[0], 1) == 0 else 0
+    own = 0 if is_alone and own != num_experts else own  # nobody else has the others
     expected = {"gate": (own, width, hidden), "up": (own, width, hidden), "down": (own, hidden, width)}
     for name, shape in expected.items():
         if not own or getattr(weights, name).shape != shape:
@@ -372,7 +414,7 @@ def _check_sizes(x: jax.Array, weights: Weights, config: MoEConfig, bias: jax.Ar
                 f"it would be {(num_experts, *shape[1:])}",
                 "make the weights for this config",
             )
-    if weights.router.shape[0] != width or num_experts % weights.router.shape[1]:
+    if weights.router.shape not in ((width, num_experts), (width, own)):
         asked, exists = f"score {num_experts} experts", f"it would be {(width, num_experts)}"
         raise problem(f"a router of shape {weights.router.shape}", asked, exists, "make the weights for this config")
     if config.is_biased and bias is None:
@@ -402,8 +444,11 @@ def _per_device(
         logits = jnp.matmul(flat.astype(wide), router.astype(wide), precision=lax.Precision.HIGHEST)
         routed = route(logits, routing, bias=bias)
     rows, (gate, up, down) = _one_dtype(flat, weights, cut)
+    if not drops:
+        config = dataclasses.replace(config, bound_factor=None, chunks=math.gcd(config.chunks, len(flat)))
     limited = routing.choice == "expert" or (drops and routing.capacity_factor is not None)
-    room = capacity(len(flat) // config.chunks, routing) if limited else None
+    # Only what travels is cut into chunks, each with room of its own.
+    room = capacity(len(flat) // (config.chunks if cut.travels else 1), routing) if limited else None
     if cut.travels:
         y, counted = _travelling(rows, routed, (gate, up, down), config, cut, room)
     else:

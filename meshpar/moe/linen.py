@@ -17,6 +17,7 @@ from meshpar.moe.layer import (
     ROUTER_NAMES,
     Told,
     Weights,
+    check_layer,
     expert_init,
     moe_layer,
     shared_experts,
@@ -42,6 +43,7 @@ class LinenMoE(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], Told]:
         """What the experts make of tokens, and what the layer tells; see `moe_layer`."""
+        check_layer("LinenMoE", self.embed_dim, self.config, self.param_dtype)
         config, dtype = self.config, jnp.dtype(self.param_dtype)
         num_experts, width, embed_dim = config.routing.num_experts, config.mlp_dim, self.embed_dim
         lecun = nn.initializers.lecun_normal()

@@ -16,6 +16,7 @@ from meshpar.moe.layer import (
     ROUTER_NAMES,
     Told,
     Weights,
+    check_layer,
     expert_init,
     moe_layer,
     shared_experts,
@@ -45,6 +46,9 @@ class MoE(nnx.Module):
       param_dtype: in which parameters are made; compute follows what the layer is given.
       down_init: of the matrices that lead back to tokens; None: as all others, by the width they come from.
       rngs: draws the parameters.
+
+    Raises:
+      ValueError: a width that is none; something else than a config, or than a floating dtype.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class MoE(nnx.Module):
         down_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ) -> None:
+        check_layer("MoE", embed_dim, config, param_dtype)
         self.config = config
         num_experts, width, dtype = config.routing.num_experts, config.mlp_dim, jnp.dtype(param_dtype)
 

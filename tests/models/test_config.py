@@ -88,6 +88,9 @@ def test_flops_of_a_known_shape():
         ({"norm_eps": -1e-5}, ["norm_eps", "positive"]),
         ({"param_dtype": "float23"}, ["param_dtype", "float32"]),
         ({"attention": "cuddn"}, ["attention", "did you mean `cudnn`"]),
+        ({"moe": "mixtral"}, ["moe=", "it is a MoEConfig"]),
+        ({"moe": 0}, ["moe=", "it is a MoEConfig"]),
+        ({"latent": {"kv_rank": 4}}, ["latent=", "it is a LatentAttention"]),
     ],
 )
 def test_a_wrong_size_is_refused(change, words):

@@ -160,6 +160,38 @@ def test_capacity_is_that_of_each_device():
         assert found[0][1].dropped == over > 0
 
 
+def test_only_what_travels_is_cut_into_chunks():
+    """On one device an expert has room for its share of all tokens, not of a chunk's."""
+    x, weights, *_ = arrays()
+    cfg = config(routing={"capacity_factor": 1.0})
+    whole, cut = (
+        jax.jit(functools.partial(moe_layer, config=dataclasses.replace(cfg, chunks=n)))(x, weights) for n in (1, 8)
+    )
+    np.testing.assert_array_equal(cut[0], whole[0])
+    assert cut[1].dropped == whole[1].dropped > 0
+
+
+def test_a_decoder_drops_nothing_and_takes_tokens_as_they_come():
+    """Eight tokens on a device, three chunks, and room for less than half of what an even load would send."""
+    with jax.enable_x64(True):
+        x, weights, *_ = arrays()
+        cfg = config(bound_factor=0.4, chunks=3)
+        (y, told), (wanted, _) = (
+            jax.jit(functools.partial(run, x, weights))()
+            for run in (
+                lambda x, weights: under(mesh_of({"expert": 4}), EXPERT, x, weights, cfg, drops=False),
+                lambda x, weights: moe_layer(x, weights, config()),
+            )
+        )
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-12)
+        assert told.dropped == 0
+
+
+def under(mesh, strategy, *args, **options):
+    with mp.rules.use(mesh, strategy):
+        return moe_layer(*args, **options)
+
+
 def test_tokens_that_are_whole_over_the_experts_stay():
     """Each rank computes its own experts' part, as a decoder with a batch of one does: nothing is sent but sums."""
     with jax.enable_x64(True):
@@ -497,6 +529,46 @@ def test_weights_of_another_config():
     fewer = Weights(weights.router, *(of[:4] for of in weights[1:]))
     with pytest.raises(MeshparError, match="be 4 of 8 experts"), mp.rules.use(mesh_of({"expert": 4}), EXPERT):
         moe_layer(x, fewer, config())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x, w, c: (x[0], w, c), r"x` of shape \(4, 4\) .* \[B, T, d\]"),
+        (lambda x, w, c: (x[None], w, c), r"\[B, T, d\]"),
+        (lambda x, w, c: (x.astype(int), w, c), "dtype int"),
+        (lambda x, w, c: (x.tolist(), w, c), "a list for `x`"),
+        (lambda x, w, c: (x[:0], w, c), "one token at the least"),
+        (lambda x, w, c: (x, tuple(w), c), "a tuple for the weights"),
+        (lambda x, w, c: (x, w._replace(gate=w.gate.astype(int)), c), "`gate` of shape"),
+        (lambda x, w, c: (x, w._replace(router=w.router[:, :0]), c), r"a router of shape \(4, 0\)"),
+        (lambda x, w, c: (x, Weights(w.router, *(of[:4] for of in w[1:])), c), "be that of 8 experts"),
+        (lambda x, w, c: (x, w, c.routing), "a layer of experts is a MoEConfig"),
+    ],
+)
+def test_what_is_no_layer_is_told_before_it_is_traced(change, words):
+    """Without a mesh, tokens [T, d] gave an output [T, d, 1], and half of the experts the sum over that half."""
+    x, weights, *_ = arrays()
+    with pytest.raises(MeshparError, match=words):
+        moe_layer(*change(x, weights, config()))
+
+
+@pytest.mark.parametrize(
+    ("width", "cfg", "dtype", "words"),
+    [
+        (0, BIASED, "float32", r"embed_dim=.* be 0"),
+        (4.0, BIASED, "float32", r"be 4.0"),
+        (4, BIASED.routing, "float32", "a layer of experts is a MoEConfig"),
+        (4, BIASED, "int8", "floating dtype"),
+        (4, BIASED, "float_32", "floating dtype"),
+        (4, BIASED, None, "floating dtype"),
+    ],
+)
+def test_modules_that_cannot_be_made(width, cfg, dtype, words):
+    with pytest.raises(MeshparError, match=words):
+        moe.MoE(width, cfg, param_dtype=dtype, rngs=nnx.Rngs(0))
+    with pytest.raises(MeshparError, match=words):
+        moe.LinenMoE(width, cfg, dtype).init(jax.random.key(0), jnp.zeros((1, 1, 4)))
 
 
 def test_tokens_that_are_split_over_some_axes_of_the_experts():
