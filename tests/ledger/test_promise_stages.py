@@ -101,6 +101,7 @@ CASES = {
     "microbatch": Case(
         mp.MeshSpec(stage=2, fsdp=2, tensor=2), "1f1b", 2, mp.fsdp() | mp.tensor_parallel(), "microbatch", deep=False
     ),
+    "sequence": Case(mp.MeshSpec(stage=2, tensor=2), "1f1b", 2, mp.tensor_parallel(sequence=True)),
     "microbatch, read by W": Case(
         mp.MeshSpec(stage=2, fsdp=2), "zb-h1", 4, mp.fsdp(), "microbatch", deep=False, curved=True
     ),
@@ -120,7 +121,8 @@ MORE = {
     "tied": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "1f1b", 4, mp.fsdp() | mp.tensor_parallel(), tied=True),
     "recomputed": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "zb-h1", 4, mp.fsdp() | mp.tensor_parallel(),
                        gather="microbatch", remat="full", compute="bfloat16"),
-    "sequence": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "zb-h1", 4, mp.fsdp() | mp.tensor_parallel(sequence=True)),
+    "sequence, fsdp": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "zb-h1", 4,
+                           mp.fsdp() | mp.tensor_parallel(sequence=True)),
     "one microbatch": Case(mp.MeshSpec(stage=2, fsdp=2), "gpipe", 1, mp.fsdp()),
 }  # fmt: skip
 ALL = CASES | MORE
