@@ -1,10 +1,11 @@
-"""What a model tells the step beside its output: auxiliary losses, and metrics."""
+"""What a model tells the step beside its output: auxiliary losses, metrics, and what its layers were asked to do."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ class Reports:
 
     losses: list[jax.Array] = dataclasses.field(default_factory=list)
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    layers: list[Any] = dataclasses.field(default_factory=list)
+    """What layers were asked to do."""
 
     @property
     def loss(self) -> jax.Array | None:
@@ -56,3 +59,12 @@ def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | 
     if loss is not None:
         here.losses.append(loss)
     here.metrics.update({name: jax.lax.stop_gradient(jnp.asarray(x)) for name, x in (metrics or {}).items()})
+
+
+def describe(layer: Any) -> None:
+    """Tell whoever listens what a layer was asked to do, so that it can be held to that.
+
+    To be called anywhere, inside transformed functions too: `layer` is a plain value and holds no arrays.
+    """
+    if _reports.value is not None:
+        _reports.value.layers.append(layer)

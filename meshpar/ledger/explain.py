@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from meshpar.ledger.alone import asked_of
 from meshpar.ledger.cells import Cells
 from meshpar.ledger.census import Collective, census, on_stage
 from meshpar.ledger.holding import Promise, hold, most_of
@@ -93,7 +94,7 @@ def _explain(
     reason = why_not_timed(program.target, cluster)
     times = None if reason or cluster is None else timeline(program.module, collectives, cluster, cells)
     asked = model_flops(step, state, batch)
-    held = _held(step, setup, batch, parts, collectives, on_cpu)
+    held = _held(step, state, batch, parts, collectives, on_cpu)
     findings = lint(program, collectives, setup, step.options, cluster)
     return Report(
         devices=setup.mesh.size,
@@ -116,13 +117,20 @@ def _explain(
 
 
 def _held(
-    step: TrainStep, setup: Setup, batch: PyTree, parts: Parts | None, collectives: Sequence[Collective], on_cpu: bool
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree,
+    parts: Parts | None,
+    collectives: Sequence[Collective],
+    on_cpu: bool,
 ) -> Promise:
+    setup = state.setup
+    experts = asked_of(step, state, batch)
     if parts is None:
-        promises = promised(setup, step.options, batch, on_cpu=on_cpu)
+        promises = promised(setup, step.options, batch, experts=experts, on_cpu=on_cpu)
         return hold(promises, collectives, micro_steps=step.options.accumulate)
     assert setup.strategy.pipeline is not None
-    stages = enumerate(promised_by_stage(setup, step.options, batch, parts, on_cpu=on_cpu))
+    stages = enumerate(promised_by_stage(setup, step.options, batch, parts, experts=experts, on_cpu=on_cpu))
     closed = (setup.strategy.pipeline.axis,)
     return most_of([hold(one, on_stage(collectives, stage), closed=closed) for stage, one in stages])
 

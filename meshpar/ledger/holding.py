@@ -219,7 +219,10 @@ def hold(
     written = [
         (one, count)
         for one, count in others
-        if one.origin == "kernel" and not broken & set(one.axes) and not _is_repeated(one, promises)
+        if one.origin == "kernel"
+        and not broken & set(one.axes)
+        and not _is_repeated(one, promises)
+        and not _is_exact(one, promises)
     ]
     surprising = [item for item in others if item not in written]
     return Promise(
@@ -263,6 +266,13 @@ def _is_repeated(one: Collective, promises: Sequence[Promised]) -> bool:
         and bool(one.loops)
         and any(set(one.axes) == set(leg.axes) and leg.elements % _elements(one) == 0 for leg in legs)
     )
+
+
+def _is_exact(one: Collective, promises: Sequence[Promised]) -> bool:
+    """Whether it stands where all that is sent was promised: in such a layer, or beside its like over the same axes."""
+    exact = [promise for promise in promises if promise.scope]
+    sent = {(leg.kind, leg.axes) for promise in exact for spelling in promise.spellings for leg in spelling}
+    return (one.kind, one.axes) in sent or bool({promise.scope for promise in exact} & set(one.module.split("/")))
 
 
 def _is_bookkeeping(one: Collective, promises: Sequence[Promised]) -> bool:

@@ -12,12 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax
 from jax.extend import core
-from jax.sharding import AbstractMesh
 
-from meshpar.precision import cast_floating, numerics
-from meshpar.rules import use
+from meshpar.ledger.alone import traced_alone
 from meshpar.state import TrainState
 from meshpar.step import TrainStep
 from meshpar.types import PyTree
@@ -47,23 +44,8 @@ def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops
       batch: the global batch, arrays or their abstract values. With accumulation the loss is counted on the rows of
         one micro-step, as often as there are micro-steps.
     """
-    setup, options = state.setup, step.options
-    # Kernels that split work over devices may leave some of it out, as ring attention does behind a causal mask.
-    one = AbstractMesh((1,) * len(setup.mesh.axis_names), setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
-
-    def loss(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> jax.Array:
-        with use(one, setup.strategy), numerics(options.precision, None):
-            model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
-            return step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
-
-    micro = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype), batch
-    )
-    params, extra, key = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.params, state.extra, state.key)
-    )
     notes: dict[str, None] = {}
-    forward = options.accumulate * matmul_flops(jax.make_jaxpr(loss)(params, extra, micro, key).jaxpr, notes)
+    forward = step.options.accumulate * matmul_flops(traced_alone(step, state, batch).jaxpr, notes)
     return ModelFlops(forward=forward, step=TRAINING * forward, notes=tuple(notes))
 
 

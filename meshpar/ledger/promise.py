@@ -22,8 +22,9 @@ names: the first or a later dim), as in Shoeybi et al. 2019, "Megatron-LM", sect
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
@@ -35,22 +36,32 @@ from meshpar.ledger.promise_matmul import contracted
 from meshpar.ledger.promise_moe import routed
 from meshpar.ledger.promise_stages import by_stage
 from meshpar.ledger.terms import Facts, Promised, facts_of
+from meshpar.moe.layer import Asked
 from meshpar.state import Setup
 from meshpar.step import StepOptions
 from meshpar.types import Decision
 
-LAYERS: tuple[Callable[[Facts], Iterable[Promised]], ...] = (contracted, attended, routed)
-"""What the layers' own work promises for `Facts.leaves`, each a function of the facts alone. Under stages they are
-asked for the leaves before the layers, inside and behind them one by one."""
+Layers: TypeAlias = tuple[Callable[[Facts], Iterable[Promised]], ...]
 
 
-def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> tuple[Promised, ...]:
+def _layers(experts: Sequence[Asked]) -> Layers:
+    """What the layers' own work promises for `Facts.leaves`, each a function of the facts.
+
+    Under stages they are asked for the leaves before the layers, inside and behind them one by one.
+    """
+    return contracted, attended, functools.partial(routed, asked=experts)
+
+
+def promised(
+    setup: Setup, options: StepOptions, batch: Any, *, experts: Sequence[Asked] = (), on_cpu: bool = False
+) -> tuple[Promised, ...]:
     """What a training step promises to send.
 
     Args:
       setup: the state's: model, mesh, strategy and every leaf's decision.
       options: the step's.
       batch: the global batch, or its shapes.
+      experts: what layers of experts are asked in a step (`asked_of`), by which their bytes are known.
       on_cpu: promise what XLA:CPU makes of it: float32 on the wire, and a sum of several all-reduces instead of one
         all-reduce of the sum.
     """
@@ -71,19 +82,25 @@ def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
                 layered = _as_layers(decision)
                 stacked = make(layered, grads, update) if layered is not None else None
                 found.append(dataclasses.replace(_of_leaf(one), stacked=stacked and _of_leaf(stacked)))
-    return _merged([*found, *(one for make in LAYERS for one in make(facts))])
+    return _merged([*found, *(one for make in _layers(experts) for one in make(facts))])
 
 
 def promised_by_stage(
-    setup: Setup, options: StepOptions, batch: Any, parts: Parts, *, on_cpu: bool = False
+    setup: Setup,
+    options: StepOptions,
+    batch: Any,
+    parts: Parts,
+    *,
+    experts: Sequence[Asked] = (),
+    on_cpu: bool = False,
 ) -> tuple[tuple[Promised, ...], ...]:
     """What each stage of a pipelined training step promises to send.
 
     Args:
-      setup, options, batch, on_cpu: as for `promised`.
+      setup, options, batch, experts, on_cpu: as for `promised`.
       parts: how stages cut the model.
     """
-    return tuple(_merged(one) for one in by_stage(setup, options, batch, parts, LAYERS, on_cpu=on_cpu))
+    return tuple(_merged(one) for one in by_stage(setup, options, batch, parts, _layers(experts), on_cpu=on_cpu))
 
 
 def _as_layers(decision: Decision) -> Decision | None:

@@ -37,7 +37,8 @@ def gathered(facts: Facts, decision: Decision) -> Promised | None:
     most = (facts.passes + bool(facts.options.remat and stack > 1)) * facts.micro_steps * stack
     dtype = facts.wire(facts.compute(decision))
     spellings: list[tuple[Leg, ...]] = [(facts.leg("all-gather", axes, layer_elements(facts, decision, axes), dtype),)]
-    if is_router(decision) and len(axes) == 2:  # split in both dims: one dim after the other
+    of_experts = is_router(decision) or (facts.is_by_device and "expert" in (decision.leaf.names or ()))
+    if of_experts and len(axes) == 2:  # split in two dims: one dim after the other
         spellings += [
             (
                 facts.leg("all-gather", (first,), layer_elements(facts, decision, (first,)), dtype),
@@ -45,6 +46,8 @@ def gathered(facts: Facts, decision: Decision) -> Promised | None:
             )
             for first in facts.ordered(axes)
         ]
+        if facts.options.remat and stack > 1:  # of which a layer that is computed again may have kept the first
+            spellings += [(leg,) for legs in tuple(spellings[1:]) for leg in legs]
     return Promised(
         role="weights before use", tensors=(decision.path,), count=(fewest, most), stack=stack,
         spellings=tuple(spellings),
@@ -60,6 +63,8 @@ def reduced(facts: Facts, decision: Decision, grads: PartitionSpec, update: Part
     of_all = set(facts.batch_axes) | set(facts.context_axes)
     partial = (of_all | set(facts.sequence_axes)) - owned - set(split_axes(facts, decision.spec))
     partial |= (set(split_axes(facts, decision.spec)) & of_all) - owned
+    if is_router(decision):  # experts see the whole sequence, and so does what scores them
+        partial -= set(facts.sequence_axes)
     scattered = facts.ordered(set(split) & partial)
     rest = facts.ordered(partial - set(scattered))
     by_sequence = facts.ordered(set(rest) & {*facts.sequence_axes, *facts.context_axes})
@@ -100,6 +105,9 @@ def reduced(facts: Facts, decision: Decision, grads: PartitionSpec, update: Part
             summed = facts.leg("all-reduce", rest, elements, dtype)
             spellings.append([summed, facts.leg("reduce-scatter", scattered, elements, dtype)])
             spellings.append([summed, facts.leg("all-reduce", scattered, elements, dtype)])
+        if by_sequence and len(rest) > len(by_sequence) and not inner:
+            by_batch = facts.ordered(partial - set(by_sequence))
+            spellings.append([facts.leg("all-reduce", over, elements, dtype) for over in (by_sequence, by_batch)])
         if len(scattered) > 1 and not inner:
             spellings.append([facts.leg("all-reduce", (axis,), elements, dtype) for axis in (*scattered, *rest)])
     if keeps_sums:

@@ -53,14 +53,15 @@ class _Block:
 
 def contracted(facts: Facts) -> Iterator[Promised]:
     """Partial sums of every block of weights, the sequence made whole for it, and the loss over a split vocabulary."""
-    blocks: dict[tuple[str, str, int], _Block] = {}
+    blocks: dict[tuple[str, str, int, bool], _Block] = {}
     for decision in facts.leaves:
         for axis in facts.tensor_axes:
             side = _side(decision, axis)
             if side is not None:
-                block = blocks.setdefault((_parent(decision), axis, stack_of(decision)), _Block(axis))
+                key = _parent(decision), axis, stack_of(decision), _is_of_experts(decision)
+                block = blocks.setdefault(key, _Block(axis))
                 (block.rows if side == "row" else block.columns).append(decision)
-    for (parent, _, _), block in blocks.items():
+    for (parent, *_), block in blocks.items():
         block.part(facts.leaves, parent)
         yield from _block_promises(facts, block)
         yield from _narrow_promises(facts, block)
@@ -94,6 +95,10 @@ def _round_the_ring(facts: Facts, axis: str, width: int, dtype: str) -> tuple[Le
     return tuple(
         facts.leg("collective-permute", (axis,), rows * lane * width, dtype, times=times[lane]) for lane in times
     )
+
+
+def _is_of_experts(decision: Decision) -> bool:
+    return "expert" in (decision.leaf.names or ())
 
 
 def _has_vocabulary(decision: Decision) -> bool:
@@ -148,12 +153,15 @@ def _block_promises(facts: Facts, block: _Block) -> Iterator[Promised]:
         spelled = ((leg("all-reduce"),), (summed,)) if by_sequence else ((summed,),)
         yield promise("partial sums, forward", (num_lookups, num_lookups), *spelled)
     if inputs:
-        # XLA:CPU sums every weight's share of the input's gradient over devices by itself.
-        shares = leg("all-reduce", times=max(1, len(block.columns)))
-        on_cpu = ((summed,), (shares,)) if by_sequence and len(block.columns) < 2 else ((shares,),)
+        # XLA:CPU sums every weight's share of the input's gradient over devices by itself; a layer of experts does not.
+        columns = [one for one in block.columns if not _is_of_experts(one)]
+        shares = leg("all-reduce", times=max(1, len(columns)))
+        on_cpu = ((summed,), (shares,)) if by_sequence and len(columns) < 2 else ((shares,),)
         # Where the order of the sequence changes before the head, XLA sums the gradient whole and slices it after.
+        # So do experts, for the sum is taken inside of their layer.
         is_reordered = by_sequence and facts.context_axes and any(map(_has_vocabulary, block.columns))
-        on_gpu = ((summed,), (leg("all-reduce"),)) if is_reordered else ((summed,),)
+        is_whole = is_reordered or (by_sequence and len(columns) < len(block.columns))
+        on_gpu = ((summed,), (leg("all-reduce"),)) if is_whole else ((summed,),)
         ways = (*(on_cpu if facts.on_cpu else on_gpu), *overlapped)
         yield promise("partial sums, backward", (fewest_inputs, inputs), *ways)
     if by_sequence:

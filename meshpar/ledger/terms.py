@@ -65,6 +65,8 @@ class Promised:
     """Ways to do it; the first is what is promised, the others the compiler may choose."""
     vector: int = 0
     """Numbers along the longest dim of its tensors, all layers together."""
+    scope: str = ""
+    """A named scope whose kernels send what is promised and nothing else; empty: there is none."""
     stacked: Promised | None = None
     """For a leaf without names: the promise if its first dim turns out to be layers that a loop runs over."""
 
@@ -106,6 +108,11 @@ class Facts:
     def is_once(self) -> bool:
         """Whether weights are gathered before all micro-steps, and gradients reduced behind them."""
         return self.by_stages or (self.options.accumulate_mode == "once" and self.options.accumulate > 1)
+
+    @property
+    def is_by_device(self) -> bool:
+        """Whether every device computes its own rows with whole weights: nothing travels to the ranks of experts."""
+        return not self.by_stages and (self.is_once or self.setup.strategy.quantize is not None)
 
     @property
     def passes(self) -> int:
@@ -204,7 +211,7 @@ def owned_axes(facts: Facts, decision: Decision) -> tuple[str, ...]:
     A router, whose last dim is that of the experts, is no expert's: every device scores all of them.
     """
     names = decision.leaf.names or ()
-    if is_router(decision):
+    if is_router(decision) or facts.is_by_device:
         return ()
     return facts.ordered(
         axis for entry, name in zip(decision.spec, names, strict=False) if name == "expert" for axis in spec_axes(entry)

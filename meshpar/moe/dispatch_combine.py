@@ -140,7 +140,8 @@ def dispatch(
     how = _checked_how(axis, capacity, bound_factor, implementation)
     check_payload(KERNEL, payload)
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
-    x, experts, weights = varying_alike(axis, x, experts, weights)
+    _, x, weights = varying_alike(axis, experts, x, weights)
+    (experts,) = varying_alike(axis, experts)  # and no further: so what is counted is the same at ranks of other axes
     size, (num_tokens, k) = x.shape[0] // chunks, experts.shape
     shape = _Shape(size, k, num_experts, num_ranks, (axis,) if isinstance(axis, str) else axis, how)
     payload = payload or Payload()

@@ -34,7 +34,7 @@ from meshpar.moe.routing import Routed, capacity, count, route
 from meshpar.pipeline.layers import Aux, is_staged
 from meshpar.precision import dot_general
 from meshpar.regions import outer_axes, per_device
-from meshpar.reports import report
+from meshpar.reports import describe, report
 from meshpar.rules import Ambient, ambient, constrain, param_spec, resolve, spec_of
 from meshpar.types import Leaf, axis_sizes, problem, spec_axes
 
@@ -54,6 +54,18 @@ class Weights(NamedTuple):
     gate: Float[Array, "E d f"]
     up: Float[Array, "E d f"]
     down: Float[Array, "E f d"]
+
+
+class Asked(NamedTuple):
+    """What a layer was asked, as `meshpar.reports.describe` passes it on."""
+
+    config: MoEConfig
+    tokens: int
+    """B T of the x it was given."""
+    width: int
+    dtype: np.dtype
+    """Of the rows that travel."""
+    drops: bool
 
 
 class Told(NamedTuple):
@@ -146,6 +158,8 @@ def moe_layer(
     is_alone = here is None or here.mesh.size == 1
     _check_given(x, weights, config)
     _check_sizes(x, weights, config, bias, is_alone=is_alone)
+    dtype = jnp.result_type(x, *weights[1:])
+    describe(Asked(config, x.size // x.shape[-1], x.shape[-1], dtype, drops))
     cut = _Cut() if here is None or is_alone else _Cut.of(here, x, weights, config)
     kernel = functools.partial(_per_device, config=config, cut=cut, drops=drops)
     with jax.named_scope("moe"):
@@ -495,6 +509,9 @@ def _travelling(
 ) -> tuple[jax.Array, Dispatched]:
     """Rows to the ranks of their experts, and back."""
     typical = len(rows) // config.chunks * routed.experts.shape[1] if room is None else None
+    # Where the experts' width is split the same rows go to every part of it. Their gradients travel as they are, and
+    # are summed over the parts here, where they are the tokens' and not as many as there is room for.
+    rows = alike(varies_beside(experts[0], rows), rows)
     return dispatch(
         rows,
         routed.experts,
