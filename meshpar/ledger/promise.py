@@ -66,7 +66,7 @@ def promised(
         all-reduce of the sum.
     """
     facts = facts_of(setup, options, batch, on_cpu)
-    leaves = list(zip(setup.table.params, _specs(setup.layout.grads), _specs(setup.layout.updates), strict=True))
+    leaves = list(zip(facts.leaves, _specs(setup.layout.grads), _specs(setup.layout.updates), strict=True))
     found: list[Promised] = []
     in_bytes = {decision.path: gathered_in_bytes(facts, decision) for decision, _, _ in leaves}
     for parts in in_bytes.values():

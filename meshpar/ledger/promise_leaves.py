@@ -95,9 +95,10 @@ def reduced(facts: Facts, decision: Decision, grads: PartitionSpec, update: Part
     is_small = elements * ITEMSIZE.get(dtype, 4) <= MIN_SHARDED_BYTES
     others = {axis for one in facts.leaves for axis in owned_axes(facts, one)} | set(facts.context_axes)
     is_scattered_in_two = bool(set(rest) & others) and is_looked_up(decision)
-    # Experts' gradients leave the region of their layer as shards where they went in so, and whole where they did not.
-    in_region = bool(owned) and not facts.is_once
-    as_shards = in_region and set(scattered) <= set(split_axes(facts, decision.spec))
+    # Experts' gradients leave the region of their layer as shards where they went in so, and whole where they did not,
+    # as the router does.
+    in_region = (bool(owned) or is_router(decision)) and not facts.is_once
+    as_shards = in_region and bool(owned) and set(scattered) <= set(split_axes(facts, decision.spec))
     is_free = facts.on_cpu or is_small or is_scattered_in_two or in_region
     if scattered and is_free and not as_shards:
         spellings.append([*inner, facts.leg("all-reduce", (*scattered, *rest), elements, dtype)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -165,7 +165,7 @@ def facts_of(setup: Setup, options: StepOptions, batch: Any, on_cpu: bool) -> Fa
     tokens = [] if has_floats or has_images else [math.prod(shape) // split for shape in rows_of_ids]
     return Facts(
         setup=setup,
-        leaves=tuple(setup.table.params),
+        leaves=with_layers(setup.table.params),
         options=options,
         on_cpu=on_cpu,
         sizes=sizes,
@@ -197,6 +197,31 @@ def _axes_in(rule: Any) -> Iterator[str]:
 def split_axes(facts: Facts, spec: PartitionSpec) -> tuple[str, ...]:
     """Axes of more than one device that a spec names, in the mesh's order."""
     return facts.ordered(axis for entry in spec for axis in spec_axes(entry))
+
+
+def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
+    """The parameters, with the first dim named `layers` where a stack leaves it unnamed, for stages do not share it.
+
+    A stack is a part of the model, two leaves at the least, all of which begin with an unnamed dim of one size.
+    """
+    parts: dict[str, list[Decision]] = {}
+    for decision in params:
+        parts.setdefault(decision.path.partition("/")[0], []).append(decision)
+
+    def is_stack(part: Sequence[Decision]) -> bool:
+        sizes = {one.leaf.shape[:1] for one in part}
+        unnamed = all(len(one.leaf.shape) > 1 and (one.leaf.names or ("",))[0] is None for one in part)
+        return unnamed and len(part) > 1 and len(sizes) == 1 and max(len(one.leaf.shape) for one in part) > 2
+
+    stacks = {name for name, part in parts.items() if is_stack(part)}
+
+    def named(one: Decision) -> Decision:
+        if one.path.partition("/")[0] not in stacks:
+            return one
+        names = ("layers", *(one.leaf.names or ())[1:])
+        return dataclasses.replace(one, leaf=dataclasses.replace(one.leaf, names=names))
+
+    return tuple(map(named, params))
 
 
 def stack_of(decision: Decision) -> int:
