@@ -8,8 +8,9 @@ Hardware: 64 GPUs of 80 GB. 46.7e9 parameters, of which a token meets 12.9e9. St
 parameter, experts over all 64 GPUs, the rest over eight. One step is 4,194,304 tokens.
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
-`explain` finds 46 GB of 80 in use, and in a step of eight micro-steps 180 GB sent by each GPU over expert, inside a
-node, and 560 GB over fsdp. That is with XLA's attention; cuDNN's can only be compiled beside a GPU.
+`explain` finds 44 GB of 80 in use, and in a step of eight micro-steps 180 GB of tokens sent by each GPU over expert,
+inside a node, and 398 GB of weights and gradients over fsdp; with --check it passes. That is with XLA's attention;
+cuDNN's can only be compiled beside a GPU.
 """
 
 from __future__ import annotations

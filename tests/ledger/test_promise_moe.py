@@ -21,6 +21,7 @@ from meshpar.ledger.program import compile_here
 from meshpar.ledger.promise import promised
 from meshpar.ledger.promise_moe import BACK, CHOSEN, COUNTS, THERE
 from meshpar.ledger.target import missing_aot
+from meshpar.ledger.terms import with_layers
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing, Weights, exchange, layer, moe_layer
 from meshpar.planner import cost
@@ -123,7 +124,7 @@ MORE = {
             "bias_rate": 1e-3,
             "bound_factor": 2,
         },
-        model={**MLA, "num_layers": L + 1, "num_dense_layers": 1, "mlp_dim": 128},
+        model={**MLA, "num_layers": L + 3, "num_dense_layers": 3, "mlp_dim": 128},
         step={"remat": "full", "accumulate": 2},
     ),
     "chunks": Case(moe={"chunks": 2}),
@@ -315,8 +316,22 @@ def test_no_experts_promise_nothing_and_whole_ones_neither():
     assert not {THERE, BACK, COUNTS} & roles
 
 
+def test_layers_whose_dim_is_unnamed_are_promised_one_by_one():
+    """Dense ones before those with experts are nothing that stages share; a table with an unnamed dim is no stack."""
+    case = Case(model={"num_layers": L + 3, "num_dense_layers": 3})
+    of = {one.path: one for one in with_layers(case.state_and_step[0].setup.table.params)}
+    assert of["dense_layers/mlp/up/kernel"].leaf.names == ("layers", "embed", "mlp")
+    assert of["dense_layers/mlp_norm/scale"].leaf.names[0] == "layers"
+    (up,) = [one for one in case.promises() if one.role == "gradients" and "dense_layers/mlp/up/kernel" in one.tensors]
+    assert up.stack == 3
+    assert up.count == (3 * len(up.tensors), 3 * len(up.tensors))
+    table = of["embed/embedding"]
+    unnamed = dataclasses.replace(table, leaf=dataclasses.replace(table.leaf, names=(None, "embed")))
+    assert with_layers([unnamed]) == (unnamed,)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# One layer, and faults in it
+# Layers and little else, and faults in them
 # ---------------------------------------------------------------------------------------------------------------------
 
 
