@@ -63,7 +63,7 @@ def generate(
         return copy.copy(model)(*args, **kwargs)
 
     with _decoding_layout():
-        dtype = jax.eval_shape(run, prompt).dtype  # logits have the dtype that the parameters compute in
+        dtype = _logits_dtype(run, prompt, config)
         cache = empty_cache(config, prompt.shape[0], prompt.shape[1] + num_tokens, dtype)
         logits_BPV, cache = run(prompt, cache=cache)
 
@@ -77,6 +77,13 @@ def generate(
         (logits_BV, _), new_NB = lax.scan(step, (logits_BPV[:, -1], cache), keys[:-1])
         last_B = sample_token(logits_BV, keys[-1], temperature=temperature, top_k=top_k)
     return jnp.concatenate([prompt.astype(jnp.int32), new_NB.T, last_B[:, None]], axis=1)
+
+
+def _logits_dtype(run: Callable[..., Any], prompt: Array, config: TransformerConfig) -> Any:
+    """The dtype that the parameters compute in. Asked of whole sequences, whose tokens experts may take in chunks."""
+    chunks = 1 if config.moe is None else config.moe.chunks
+    like = jax.ShapeDtypeStruct((prompt.shape[0], chunks * prompt.shape[1]), prompt.dtype)
+    return jax.eval_shape(run, like).dtype
 
 
 def sample_token(

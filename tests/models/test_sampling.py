@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 import meshpar as mp
 from meshpar.models import LinenTransformer, RopeScaling, TransformerConfig, generate
 from meshpar.models.sampling import empty_cache, sample_token
+from meshpar.moe import MoEConfig, Routing
 
 CONFIG = TransformerConfig(
     vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24,
@@ -151,3 +153,18 @@ def test_a_wrong_option_is_refused(prompt, options, word):
 def test_a_mesh_is_needed():
     with pytest.raises(mp.MeshparError, match=r"inside `with mp\.use"):
         generate(lambda *_: None, PROMPT, config=CONFIG, num_tokens=1, key=jax.random.key(0))
+
+
+def test_prompts_of_any_length_reach_experts_that_train_in_chunks():
+    """Six tokens on a device, and then two at a time, are in no four chunks; nothing of it is training's to refuse."""
+    experts = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=8, chunks=4, bound_factor=0.5)
+    cfg = dataclasses.replace(CONFIG, mlp_dim=8, moe=experts)
+    mesh, strategy = mp.MeshSpec(expert=4).build(jax.devices()[:4]), mp.expert_parallel()
+
+    def sample(params, prompt):
+        with mp.use(mesh, strategy):
+            bound = cfg.build().bind(params, {})
+            return generate(bound, prompt, config=cfg, num_tokens=3, key=jax.random.key(0), temperature=0.0)
+
+    params, _ = jax.eval_shape(cfg.build().init, jax.random.key(0))
+    assert jax.eval_shape(sample, params, jax.ShapeDtypeStruct((8, 3), np.int32)).shape == (8, 6)
