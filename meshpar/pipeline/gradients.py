@@ -488,7 +488,7 @@ def value_and_grad(
         raise problem(
             f"{where}(messages={messages!r})", "send by them", "there is no such choice", 'use "permute" or "pairs"'
         )
-    if messages == "pairs" and schedule.stages % 2:
+    if messages == "pairs" and schedule.stages % 2 and schedule.stages > 1:
         raise problem(
             f'{where}(messages="pairs")',
             f"send between {schedule.stages} stages",

@@ -278,6 +278,16 @@ VARIANTS = [
 PAIRED = [
     Case(schedule="interleaved-1f1b", p=4, m=4, messages="pairs"),
     Case(schedule="zb-h2", fsdp=2, tensor=2, messages="pairs"),
+    *(
+        pytest.param(Case(messages="pairs", **options), marks=pytest.mark.matrix)
+        for options in (
+            {"schedule": "dualpipe-v", "p": 8, "m": 16},
+            {"schedule": "zb-v", "p": 4, "m": 8, "aux": True, "noise": True},
+            {"schedule": "zb-h2", "p": 6, "m": 12},
+            {"schedule": "interleaved-1f1b", "fsdp": 2, "tensor": 2, "gather": "microbatch", "remat": "full"},
+            {"schedule": "1f1b", "p": 4, "fsdp": 2, "weighted": True},
+        )
+    ),
 ]
 FOLDED = Case(schedule="dualpipe-v", p=4, m=8, tied=True, aux=True)
 EVERY = [
@@ -758,12 +768,12 @@ def test_a_mistake_is_told_in_four_parts(mistake):
         assert re.search(words, str(error)), str(error)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_one_stage_is_a_pipeline_too(name):
+@pytest.mark.parametrize(("name", "messages"), [("1f1b", "permute"), ("zb-h1", "pairs")])
+def test_one_stage_is_a_pipeline_too(name, messages):
     mesh = jax.make_mesh((1,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     run = value_and_grad(
         lambda w, x, micro: jnp.tanh(x * w), lambda ends, y, micro: ((y**2).mean(), {}), schedule=make(name, 1, 4),
-        mesh=mesh,
+        mesh=mesh, messages=messages,
     )  # fmt: skip
     w, x = jnp.full((1, 3), 0.5), jnp.arange(12.0).reshape(4, 3)
     result, grads = run(Params(w), {"inputs": x})
@@ -779,7 +789,8 @@ def of_two(stage, last, first, rows, **options):
     return run(Params(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]])), rows)
 
 
-def test_whole_numbers_go_from_part_to_part():
+@pytest.mark.parametrize("messages", ["permute", pytest.param("pairs", marks=pytest.mark.matrix)])
+def test_whole_numbers_go_from_part_to_part(messages):
     """They have no gradient; and numbers of Python's own are results as any."""
     rows = {"x": jnp.arange(12.0).reshape(4, 3), "id": jnp.asarray([0, 2, 1, 1])}
 
@@ -799,8 +810,9 @@ def test_whole_numbers_go_from_part_to_part():
         return last(None, given, None)[0] + 2 * 0.5
 
     result, grads = of_two(
-        stage, last, lambda ends, micro: (micro.rows["x"], micro.rows["id"], micro.rows["id"] % 2 == 0), rows
-    )
+        stage, last, lambda ends, micro: (micro.rows["x"], micro.rows["id"], micro.rows["id"] % 2 == 0), rows,
+        messages=messages,
+    )  # fmt: skip
     loss, wanted = jax.value_and_grad(whole)(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]]))
     np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
     np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5)
