@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.types import problem
+
 
 @dataclasses.dataclass(eq=False)
 class Reports:
@@ -52,13 +54,32 @@ def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | 
     Args:
       loss: a scalar, a mean over the batch.
       metrics: arrays of any shape, means over the batch or, as whole numbers, counts; no gradient passes through them.
+
+    Raises:
+      ValueError: a loss that is not one number; metrics that are not numbers by name. Whether anybody listens or not.
     """
+    if loss is not None:
+        loss = _numbers("report(loss=...)", loss)
+        if loss.shape:
+            exists = f"it has shape {loss.shape}"
+            raise problem("report(loss=...)", "be added to the loss", exists, "take its mean over the batch")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        exists = "every metric has a name"
+        raise problem("report(metrics=...)", f"be a {type(metrics).__name__}", exists, 'give {"my/metric": array}')
+    found = {name: _numbers(f"report(metrics=...), `{name}`", x) for name, x in (metrics or {}).items()}
     here = _reports.value
     if here is None:
         return
     if loss is not None:
         here.losses.append(loss)
-    here.metrics.update({name: jax.lax.stop_gradient(jnp.asarray(x)) for name, x in (metrics or {}).items()})
+    here.metrics.update({name: jax.lax.stop_gradient(x) for name, x in found.items()})
+
+
+def _numbers(where: str, x: Any) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):  # whichever of them jax has for the kind of thing
+        raise problem(where, f"be {x!r}", "it is numbers", "give an array, or leave it out") from None
 
 
 def describe(layer: Any) -> None:

@@ -21,7 +21,7 @@ ABOVE = "everything above"
 HOUSE: dict[str, list[str] | str] = {
     "launch": [],
     "types": [],
-    "reports": [],
+    "reports": ["types"],
     "mesh": ["types"],
     "rules": ["types", "mesh"],
     "regions": ["rules"],
@@ -46,7 +46,8 @@ HOUSE: dict[str, list[str] | str] = {
     "data": ["types"],
     "checkpoint": ["state"],
     "loop": ["step", "data", "checkpoint"],
-    "moe.placement": ["state"],
+    "moe.check": ["types"],
+    "moe.placement": ["state", "moe.check"],
     "moe": ["collectives", "regions", "pipeline", "reports", "moe.placement"],
     "models": ["regions", "reports", "adapters", "precision", "moe", "pipeline"],
     "planner": ["mesh", "rules", "strategies", "pipeline.schedules", "planner.choice"],

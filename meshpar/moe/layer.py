@@ -87,7 +87,7 @@ class Told(NamedTuple):
         return Aux(self.loss, metrics)
 
 
-def report_layers(aux: Aux, config: MoEConfig) -> None:
+def report_layers(aux: Aux | Told, config: MoEConfig) -> None:
     """Report to the step what all layers of experts of a model told: the losses, and the metrics by layer.
 
         moe/load            [layers, E]  choices that fell on each expert
@@ -99,9 +99,15 @@ def report_layers(aux: Aux, config: MoEConfig) -> None:
     `meshpar.moe.metrics.loads` reads them on the host. Each is a mean over micro-steps; under stages loads are sums.
 
     Args:
-      aux: of all layers, the losses summed and the metrics stacked, as `scan_layers` gives them.
+      aux: of all layers, the losses summed and the metrics stacked, as `scan_layers` gives them; of a model with one
+        layer what that told.
       config: of a layer.
+
+    Raises:
+      ValueError: something that no layers of experts told.
     """
+    check_config("report_layers", config)
+    aux = _of_layers(aux, config)
     load, here = aux.metrics["load"], ambient()
     wide = jnp.promote_types(aux.loss.dtype, jnp.float32)
     ranks = 1 if here is None else math.prod(axis_sizes(here.mesh)[a] for a in _axes_of_experts(here, load.shape[1]))
@@ -113,6 +119,21 @@ def report_layers(aux: Aux, config: MoEConfig) -> None:
         "moe/aux_loss": aux.loss,
     }
     report(loss=aux.loss if config.auxiliary_weight or config.z_weight else None, metrics=metrics)
+
+
+def _of_layers(aux: Aux | Told, config: MoEConfig) -> Aux:
+    """What several layers told, or one as the only layer there is."""
+    given = aux.aux if isinstance(aux, Told) else aux
+    load = given.metrics.get("load") if isinstance(given, Aux) else None
+    if load is None or load.ndim not in (1, 2) or load.shape[-1] != config.routing.num_experts or given.loss.ndim:
+        shown = f"a {type(aux).__name__}" + ("" if load is None else f" of loads {load.shape}, loss {given.loss.shape}")
+        raise problem(
+            "report_layers",
+            f"report {shown}",
+            f"layers tell loads [layers, {config.routing.num_experts}] or [{config.routing.num_experts}], and one loss",
+            "give what one layer told, or stack the metrics of `told.aux` over layers and sum the losses",
+        )
+    return given if load.ndim == 2 else Aux(given.loss, {name: x[None] for name, x in given.metrics.items()})
 
 
 def moe_layer(

@@ -459,7 +459,7 @@ def test_reports_reach_who_listens():
     with collecting() as reports:
         assert is_listening()
         report(loss=jnp.ones(()), metrics={"a": jnp.zeros(3)})
-        report(loss=jnp.full((), 2.0), metrics={"a": jnp.ones(3)})
+        report(loss=2.0, metrics={"a": jnp.ones(3)})
     assert (float(reports.loss), reports.metrics["a"].tolist()) == (3.0, [1.0, 1.0, 1.0])
     with collecting() as reports:
         pass
@@ -482,6 +482,45 @@ def test_metrics_of_all_layers():
         moe.report_layers(aux, dataclasses.replace(cfg, z_weight=0.0))
     assert reports.loss is None
     assert np.asarray(reports.metrics["moe/rank_load"]).tolist() == [[8], [8]]
+
+
+def test_a_model_of_one_layer_reports_what_that_told():
+    told = moe.Told(jnp.zeros(()), jnp.asarray([4, 0, 0, 4]), jnp.asarray(2), jnp.asarray(0.1))
+    cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2)
+    with collecting() as reports, mp.rules.use(mesh_of({"expert": 2}), EXPERT):
+        moe.report_layers(told, cfg)
+    found = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
+    assert (found["moe/load"], found["moe/rank_load"], found["moe/drop_rate"]) == ([[4, 0, 0, 4]], [[4, 4]], [0.25])
+    read = moe.loads(reports.metrics)
+    assert (read.experts.max_over_mean.tolist(), read.ranks.max_over_mean.tolist()) == ([2.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (None, "report a NoneType"),
+        (moe.Told(*[jnp.zeros(())] * 4), r"loads \(\)"),
+        (moe.Told(*[jnp.zeros(5)] * 4), r"loads \(5,\)"),
+        (moe.Told(*[jnp.zeros((2, 4))] * 4), r"loss \(2, 4\)"),
+    ],
+)
+def test_what_no_layers_told_is_not_reported(told, words):
+    with pytest.raises(MeshparError, match=words):
+        moe.report_layers(told, MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loss": jnp.ones(3)}, r"it has shape \(3,\)"),
+        ({"loss": "x"}, "be 'x'"),
+        ({"metrics": [1]}, "every metric has a name"),
+        ({"metrics": {"a": None}}, "`a`: asked to be None"),
+    ],
+)
+def test_reports_are_numbers(given, words):
+    with pytest.raises(MeshparError, match=words):
+        report(**given)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
