@@ -8,7 +8,7 @@
 All but the last go over the axes that split the dim `expert` of the experts' weights, which have to split the batch
 too; the last goes over those that split their width. A stacked layer counts once a layer, as often as it cuts its
 tokens into chunks, and forward once more where it is computed again for the backward pass. In two levels each
-all-to-all is two, of the whole payload, over one axis each.
+all-to-all is two over one axis each: N-1 permutes of an N-th of the payload.
 
 How many rows a payload has follows from what the layer was asked, with T tokens of one device, k choices of each, E
 experts on N ranks:
@@ -165,9 +165,14 @@ class _Exchange:
         width, dtype = self.asked.width, self.facts.wire(self.asked.dtype)
         if coded is not None:
             width, dtype = quantized_bytes(width, block=payload.block), "u8"
-        kind = "ragged-all-to-all" if self.how == "ragged" else "all-to-all"
-        levels = [(axis,) for axis in self.axes[::-1]] if self.how == "hierarchical" else [self.axes]
-        return tuple(self.facts.leg(kind, over, self.rows * width, dtype, forward=forward) for over in levels)
+        facts, numbers = self.facts, self.rows * width
+        if self.how != "hierarchical":
+            kind = "ragged-all-to-all" if self.how == "ragged" else "all-to-all"
+            return (facts.leg(kind, self.axes, numbers, dtype, forward=forward),)
+        return tuple(
+            facts.leg("collective-permute", (axis,), numbers // size, dtype, times=size - 1, forward=forward)
+            for axis, size in ((axis, facts.sizes[axis]) for axis in reversed(self.axes))
+        )
 
 
 def _known(facts: Facts, layer: _Layer, axes: tuple[str, ...], asked: Asked) -> Iterator[Promised]:
@@ -188,10 +193,21 @@ def _known(facts: Facts, layer: _Layer, axes: tuple[str, ...], asked: Asked) -> 
         yield _counts(facts, layer, axes, asked.config.chunks, least=1)
     hidden = layer.axes_of(facts, "mlp")
     if hidden:
-        numbers = exchange.tokens * asked.config.chunks * exchange.num_choices
-        leg = facts.leg("all-reduce", hidden, numbers, facts.wire(jnp.promote_types(asked.dtype, jnp.float32)))
-        runs = layer.stack * facts.options.accumulate
-        yield Promised(role=CHOSEN, tensors=layer.paths, count=(runs, runs), spellings=((leg,),), scope=SCOPE)
+        yield _scored(exchange, layer, hidden)
+
+
+def _scored(exchange: _Exchange, layer: _Layer, hidden: tuple[str, ...]) -> Promised:
+    """What the parts of the experts' width make of the gradient of the scores, summed over them.
+
+    By choice; where the layer stands in a region of stages, which sums nothing before its end, as the router's own.
+    """
+    facts, asked = exchange.facts, exchange.asked
+    numbers, role = exchange.tokens * asked.config.chunks * exchange.num_choices, CHOSEN
+    if facts.by_stages:
+        numbers, role = asked.width * asked.config.routing.num_experts, "gradients of the router, backward"
+    leg = facts.leg("all-reduce", hidden, numbers, facts.wire(jnp.promote_types(asked.dtype, jnp.float32)))
+    runs = layer.stack * facts.options.accumulate
+    return Promised(role=role, tensors=layer.paths, count=(runs, runs), spellings=((leg,),), scope=SCOPE)
 
 
 def _recomputed(facts: Facts, layer: _Layer) -> int:
