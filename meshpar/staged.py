@@ -205,10 +205,14 @@ class _Cut:
         return Params([PartitionSpec(self.axis, None, *spec[1:]) for spec in stacks], ends)
 
     def own(self, specs: PyTree, batch_axes: tuple[str, ...]) -> list[PartitionSpec]:
-        """Of the stacks, over which axes of the batch a rank has experts of its own: tokens travel to them."""
+        """Of the stacks, over which axes of the batch a rank has experts of its own: tokens travel to them.
+
+        A router, whose last dim is theirs, is no expert's: every rank scores all of them, so it is gathered and its
+        gradient summed as other weights' are.
+        """
 
         def experts(spec: PartitionSpec, names: Names) -> PartitionSpec:
-            if "expert" not in names:
+            if "expert" not in names or ("embed" in names and names[-1] == "expert"):
                 return PartitionSpec()
             entries = [*spec, *[None] * (len(names) - len(spec))]
             of = zip(entries, names, strict=True)

@@ -69,11 +69,10 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
 
     def without_layers(layer: Layer, x: Any, params: PyTree) -> Any:
         found[:] = [x]
-        out = jax.eval_shape(lambda: scanned(layer, x, params))
-        aux = with_aux(out)[1]
+        y, aux = jax.eval_shape(lambda: with_aux(scanned(layer, x, params)))
         metrics.update({} if aux is None else jax.tree.map(_shape, aux.metrics))
         # What goes on is no function of what came: parameters before and behind are told apart.
-        return jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), out)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), y if aux is None else (y, aux))
 
     def ends(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> tuple[Any, Any]:
         with use(one, setup.strategy), numerics(step.options.precision, None), running(without_layers):

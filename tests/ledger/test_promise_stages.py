@@ -26,6 +26,7 @@ from meshpar.ledger.promise import promised_by_stage
 from meshpar.ledger.target import missing_aot
 from meshpar.ledger.walk import executed
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.moe import MoEConfig, Routing
 from meshpar.pipeline import executor
 from meshpar.pipeline.schedules import make
 from meshpar.pipeline.traffic import traffic
@@ -48,6 +49,7 @@ class Case:
     compute: str = "float32"
     curved: bool = False
     """Whether the gradient of a weight depends on its own value."""
+    experts: bool = False
 
     @property
     def strategy(self):
@@ -64,9 +66,10 @@ class Case:
 
 
 def decoder(case, size):
+    experts = MoEConfig(routing=Routing(num_experts=4, top_k=2, score="sigmoid"), mlp_dim=F * size, bias_rate=0.01)
     cfg = TransformerConfig(
         vocab_size=V, num_layers=L, embed_dim=D * size, num_heads=4, num_kv_heads=4, head_dim=D * size // 4,
-        mlp_dim=F * size, tied_embeddings=case.tied,
+        mlp_dim=F * size, tied_embeddings=case.tied, moe=experts if case.experts else None,
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((T * size,), np.int32)
     return cfg.build(), next_token_loss, {"inputs": tokens, "targets": tokens}
@@ -124,6 +127,7 @@ MORE = {
     "sequence, fsdp": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "zb-h1", 4,
                            mp.fsdp() | mp.tensor_parallel(sequence=True)),
     "one microbatch": Case(mp.MeshSpec(stage=2, fsdp=2), "gpipe", 1, mp.fsdp()),
+    "experts": Case(mp.MeshSpec(stage=2, fsdp=2, expert=2), "1f1b", 2, mp.fsdp() | mp.expert_parallel(), experts=True),
 }  # fmt: skip
 ALL = CASES | MORE
 
@@ -258,6 +262,16 @@ def test_a_weight_is_gathered_by_the_cells_that_read_it(built):
         (line,) = (line for line in verdict.kept if line.role == "weights before use, in every cell")
         assert line.count == (line.found_count,) * 2
         assert line.found_count == 2 * 8 + apart[stage]
+
+
+def test_parts_of_layers_that_give_an_aux():
+    """And a router is read whole by every rank, as experts are not."""
+    case = MORE["experts"]
+    parts = parts_of(*case.step(case.mesh.abstract(devices=8)))
+    assert parts.metrics["load"].shape == (L, 4)
+    assert parts.reads["layers/mlp/router"] == parts.reads["layers/mlp/up"] == (True, True, False)
+    (y,) = parts.handed_on
+    assert y.shape == (2, T, D)
 
 
 def test_a_collective_of_a_stage_names_the_models_own_line(built):
