@@ -87,7 +87,6 @@ def weighted_sum(rows: jax.Array, weights: jax.Array, order: Order) -> jax.Array
 
     Weights of choices that stand nowhere count nothing, whatever they are: no number times zero would be none.
     """
-    weights = jnp.where(order.places < 0, jnp.zeros_like(weights), weights)
     rows, weights = varying_alike((), rows, weights)
     return _weighted_sum(rows, weights, order)
 
@@ -124,7 +123,7 @@ def _sum_of_choices(rows: jax.Array, weights: jax.Array | None, order: Order) ->
         return room.at[at].add(wide_rows, mode="drop").astype(rows.dtype)
     each = taken(rows, order.places).astype(wide)
     if weights is not None:
-        each = weights.astype(wide)[:, :, None] * each
+        each = jnp.where(order.places < 0, 0, weights.astype(wide))[:, :, None] * each
     return jnp.sum(each, axis=1).astype(rows.dtype)
 
 
