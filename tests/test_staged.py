@@ -165,7 +165,8 @@ def test_counts_are_summed_and_all_else_averaged_however_a_batch_is_cut(weight):
     if weight is None:  # else a mean over unequal weights, which cuts differ in
         assert len({one["big"] for one in told.values()}) == 1
     # Of microbatches, or of devices' shares of them.
-    assert told["each device by itself"] == pytest.approx(told["stages"], rel=1e-6)
+    for name in ("loss", "big", "is_big"):
+        assert told["each device by itself"][name] == pytest.approx(told["stages"][name], rel=1e-6), name
 
 
 def run_layers(params, x):
