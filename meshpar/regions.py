@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshpar.rules import ambient
-from meshpar.types import axis_sizes, problem, spec_axes
+from meshpar.types import axis_sizes, is_spec, problem, spec_axes
 
 
 def outer_axes() -> tuple[str, ...]:
@@ -37,17 +37,13 @@ def per_device(kernel: Callable[..., Any], specs: Any, out: Any, *, check_vma: b
     here = ambient()
     assert here is not None
     sizes = axis_sizes(here.mesh)
-    specs, out = jax.tree.map(lambda spec: _of_several(spec, sizes), (specs, out), is_leaf=_is_spec)
-    axes = {axis for spec in jax.tree.leaves(specs, is_leaf=_is_spec) for entry in spec for axis in spec_axes(entry)}
+    specs, out = jax.tree.map(lambda spec: _of_several(spec, sizes), (specs, out), is_leaf=is_spec)
+    axes = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for entry in spec for axis in spec_axes(entry)}
     outer = outer_axes()
     _check_order(outer, axes, list(sizes))
     # Inside another shard_map the mesh is that of the context, some of whose axes are manual already.
     mesh = None if outer else here.mesh
     return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=out, axis_names=axes, check_vma=check_vma)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def _of_several(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:

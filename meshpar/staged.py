@@ -29,7 +29,7 @@ from meshpar.precision import Precision
 from meshpar.rules import resolve
 from meshpar.state import Setup, TrainState
 from meshpar.strategies import Pipelined
-from meshpar.types import Leaf, Names, PyTree, axis_sizes, problem, spec_axes, tree_leaves_with_paths
+from meshpar.types import Leaf, Names, PyTree, axis_sizes, is_spec, problem, spec_axes, tree_leaves_with_paths
 
 Loss = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
 """(params, extra, batch, key) -> (loss, (metrics, extra))."""
@@ -201,7 +201,7 @@ class _Cut:
 
     def specs(self, specs: PyTree) -> Params:
         """Of the same lists."""
-        stacks, ends = self._sorted(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
+        stacks, ends = self._sorted(jax.tree.leaves(specs, is_leaf=is_spec))
         return Params([PartitionSpec(self.axis, None, *spec[1:]) for spec in stacks], ends)
 
     def own(self, specs: PyTree, batch_axes: tuple[str, ...]) -> list[PartitionSpec]:
@@ -219,7 +219,7 @@ class _Cut:
             kept = [[a for a in spec_axes(e) if a in batch_axes and name == "expert"] for e, name in of]
             return PartitionSpec(None, None, *(tuple(axes) or None for axes in kept[1:]))
 
-        leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        leaves = jax.tree.leaves(specs, is_leaf=is_spec)
         return self._sorted([experts(*of) for of in zip(leaves, self.names, strict=True)])[0]
 
     def _sorted(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -17,7 +17,7 @@ from meshpar.precision import Precision, cast_floating
 from meshpar.rules import Rules, use
 from meshpar.strategies import Strategy, as_strategy
 from meshpar.table import Layout, ShardingTable, lay_out
-from meshpar.types import AnyMesh, PyTree, problem
+from meshpar.types import AnyMesh, PyTree, is_spec, problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,9 +38,7 @@ class Setup:
 
     def named(self, specs: PyTree) -> PyTree:
         """A tree of PartitionSpecs as NamedShardings on this mesh."""
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-        )
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
     @functools.cached_property
     def shardings(self) -> TrainState:

@@ -28,7 +28,18 @@ from meshpar.rules import Rules, resolve, use
 from meshpar.staged import staged_gradients
 from meshpar.state import Setup, TrainState
 from meshpar.strategies import Strategy, as_strategy
-from meshpar.types import AnyMesh, Leaf, PyTree, axis_sizes, path_str, problem, spec_axes, tree_leaves_with_paths
+from meshpar.types import (
+    AnyMesh,
+    Leaf,
+    PyTree,
+    axis_sizes,
+    is_spec,
+    path_str,
+    problem,
+    spec_axes,
+    tree_leaves_with_paths,
+    without_axes,
+)
 from meshpar.unshard import Unshard, make_unshard
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
@@ -532,7 +543,8 @@ def _reduced_once(loss_fn: LossFn, options: StepOptions, state: TrainState, batc
     setup = state.setup
     axes = _batch_axes(batch_sharding(setup.mesh, setup.strategy))
     params = cast_floating(state.params, options.precision.compute)
-    params = _constrained(params, setup.named(_without(setup.layout.params, axes)))
+    whole = jax.tree.map(lambda spec: without_axes(spec, axes), setup.layout.params, is_leaf=is_spec)
+    params = _constrained(params, setup.named(whole))
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> _Sums:
         sums = _local_sums(_whole_step(loss_fn, options, setup, params), options, setup, axes, extra, rows, key)
@@ -741,19 +753,6 @@ def _reduce_all_but_gradients(sums: _Sums, axes: tuple[str, ...]) -> _Sums:
 
     loss, metrics, weight = lax.psum((sums.loss, sums.metrics, sums.weight), axes)
     return _Sums(loss, metrics, sums.grads, weight, jax.tree.map(reduce_extra, sums.extra))
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-def _without(specs: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Specs with some axes left out: whole over these, split over the others as before."""
-
-    def drop(spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a not in axes) or None for entry in spec))
-
-    return jax.tree.map(drop, specs, is_leaf=_is_spec)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

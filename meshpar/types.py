@@ -140,6 +140,17 @@ def spec_axes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def is_spec(x: Any) -> bool:
+    """For `jax.tree` functions: specs are leaves of a tree, however jax keeps them."""
+    return isinstance(x, PartitionSpec)
+
+
+def without_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
+    """Whole over these mesh axes, split over the others as before."""
+    left_out = frozenset(axes)
+    return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a not in left_out) or None for entry in spec))
+
+
 def num_shards(spec: Iterable[Any], mesh: MeshLike) -> int:
     """Into how many different pieces a spec cuts an array on this mesh."""
     sizes = axis_sizes(mesh)

@@ -28,7 +28,7 @@ from meshpar.state import Setup, TrainState, abstract_state
 from meshpar.step import StepOptions, TrainStep, batch_sharding
 from meshpar.strategies import Strategy, parse_strategy
 from meshpar.table import human_bytes
-from meshpar.types import Decision, MeshparError, PyTree, axis_sizes, num_shards, spec_axes
+from meshpar.types import Decision, MeshparError, PyTree, axis_sizes, is_spec, num_shards, spec_axes
 
 PREALLOCATED = 0.75
 """Share of a GPU's memory that XLA's allocator takes by default (jax documentation, "GPU memory allocation")."""
@@ -207,7 +207,7 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
         whole = width * leaf.size * (copies if (leaf.names or ())[:1] == ("layers",) else 1)
         return int(whole) // num_shards(spec, sizes)
 
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     return sum(held(*one) for one in zip(setup.table.params, leaves, strict=True))
 
 

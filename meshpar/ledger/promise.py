@@ -39,7 +39,7 @@ from meshpar.ledger.terms import Facts, Promised, facts_of
 from meshpar.moe.layer import Asked
 from meshpar.state import Setup
 from meshpar.step import StepOptions
-from meshpar.types import Decision
+from meshpar.types import Decision, is_spec
 
 Layers: TypeAlias = tuple[Callable[[Facts], Iterable[Promised]], ...]
 
@@ -118,7 +118,7 @@ def _of_leaf(one: Promised) -> Promised:
 
 
 def _specs(tree: Any) -> list[PartitionSpec]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.leaves(tree, is_leaf=is_spec)
 
 
 def _merged(found: Sequence[Promised]) -> tuple[Promised, ...]:

@@ -41,7 +41,7 @@ from meshpar.pipeline.traffic import Traffic, gathers_in_cells, traffic
 from meshpar.state import Setup
 from meshpar.step import StepOptions
 from meshpar.strategies import Pipelined
-from meshpar.types import Decision, spec_axes
+from meshpar.types import Decision, is_spec, without_axes
 
 
 def by_stage(
@@ -135,9 +135,7 @@ class _Promise:
         assert pipelined is not None
         asked = dataclasses.replace(options, accumulate=parts.schedule.microbatches, accumulate_mode="once")
         facts = dataclasses.replace(facts_of(setup, asked, batch, on_cpu), by_stages=True)
-        grads, updates = (
-            jax.tree.leaves(tree, is_leaf=_is_spec) for tree in (setup.layout.grads, setup.layout.updates)
-        )
+        grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
         leaves = (_leaf(*one, pipelined) for one in zip(setup.table.params, grads, updates, strict=True))
         return _Promise(facts, parts, pipelined, traffic(parts.schedule), tuple(leaves))
 
@@ -348,7 +346,7 @@ class _Promise:
 def _leaf(decision: Decision, grads: PartitionSpec, update: PartitionSpec, pipelined: Pipelined) -> _Leaf:
     leaf, stages = decision.leaf, pipelined.stages
     is_layer = (leaf.names or ())[:1] == ("layers",)
-    specs = (_without(spec, pipelined.axis) for spec in (decision.spec, grads, update))
+    specs = (without_axes(spec, (pipelined.axis,)) for spec in (decision.spec, grads, update))
     own, grads, update = specs
     if is_layer:
         assert leaf.names is not None
@@ -362,14 +360,6 @@ def _axes(facts: Facts, decision: Decision, batch_axes: Iterable[str]) -> tuple[
     split = split_axes(facts, decision.spec)
     over = set(batch_axes) - set(owned_axes(facts, decision))
     return tuple(a for a in split if a not in over), tuple(a for a in split if a in over)
-
-
-def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
-    return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a != axis) or None for entry in spec))
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def _some(one: Promised | None) -> Iterator[Promised]:

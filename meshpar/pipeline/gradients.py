@@ -21,7 +21,17 @@ from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
 from meshpar.precision import REMAT_POLICIES, check_remat
 from meshpar.rules import BATCH_AXES
-from meshpar.types import AnyMesh, PyTree, axis_sizes, num_shards, problem, spec_axes, tree_leaves_with_paths
+from meshpar.types import (
+    AnyMesh,
+    PyTree,
+    axis_sizes,
+    is_spec,
+    num_shards,
+    problem,
+    spec_axes,
+    tree_leaves_with_paths,
+    without_axes,
+)
 
 
 class Params(NamedTuple):
@@ -89,10 +99,10 @@ class Pipeline:
         pairs = self.messages == "pairs"
         plan, placement = Plan.of(self.schedule, pairs=pairs), Placement.of(self.schedule, self.axis)
         manual = (self.axis, *self.batch_axes)
-        own = jax.tree.map(lambda _: PartitionSpec(), specs.parts, is_leaf=_is_spec) if self.own is None else self.own
+        own = jax.tree.map(lambda _: PartitionSpec(), specs.parts, is_leaf=is_spec) if self.own is None else self.own
         at_entry = self._entering(specs, own)
-        auto = jax.tree.map(lambda spec: _without(spec, manual), specs, is_leaf=_is_spec)
-        sharded = jax.tree.map(lambda spec: _only(spec, manual), at_entry, is_leaf=_is_spec)
+        auto = jax.tree.map(lambda spec: without_axes(spec, manual), specs, is_leaf=is_spec)
+        sharded = jax.tree.map(lambda spec: _only(spec, manual), at_entry, is_leaf=is_spec)
         params = self._laid(params, at_entry)
         executor = Executor(
             plan=plan,
@@ -164,15 +174,15 @@ class Pipeline:
         """How parameters enter the loop: whole over the axes that split the batch, unless every cell gathers them."""
 
         def whole(spec: PartitionSpec, own: PartitionSpec) -> PartitionSpec:
-            return _without(spec, tuple(axis for axis in self.batch_axes if axis not in _axes_of(own)))
+            return without_axes(spec, set(self.batch_axes) - _axes_of(own))
 
         parts = specs.parts if self.gather == "microbatch" else _each(whole, specs.parts, own)
-        return Params(parts, _each(lambda spec: _without(spec, self.batch_axes), specs.ends))
+        return Params(parts, _each(lambda spec: without_axes(spec, self.batch_axes), specs.ends))
 
     def _laid(self, tree: PyTree, specs: PyTree) -> PyTree:
         return jax.tree.map(
             lambda spec, x: lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)), specs, tree,
-            is_leaf=_is_spec,
+            is_leaf=is_spec,
         )  # fmt: skip
 
     def _gatherer(self, sharded: PyTree, auto: PyTree) -> Callable[[PyTree], PyTree]:
@@ -187,10 +197,10 @@ class Pipeline:
             return x
 
         def whole(params: PyTree) -> PyTree:
-            return jax.tree.map(gathered, sharded, params, is_leaf=_is_spec)
+            return jax.tree.map(gathered, sharded, params, is_leaf=is_spec)
 
-        held = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), auto, is_leaf=_is_spec)
-        axes = {axis for spec in jax.tree.leaves(held, is_leaf=_is_spec) for entry in spec for axis in spec_axes(entry)}
+        held = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), auto, is_leaf=is_spec)
+        axes = {axis for spec in jax.tree.leaves(held, is_leaf=is_spec) for entry in spec for axis in spec_axes(entry)}
 
         def apart(params: PyTree) -> PyTree:
             with jax.named_scope("gather_part"):
@@ -205,7 +215,7 @@ class Pipeline:
         """Gradients `[stage, ...]` of the ends, on all stages: sent from the one that has them, or summed."""
         leaves, structure = jax.tree.flatten(ends)
         out = []
-        for g, spec, of in zip(leaves, jax.tree.leaves(specs, is_leaf=_is_spec), owners, strict=True):
+        for g, spec, of in zip(leaves, jax.tree.leaves(specs, is_leaf=is_spec), owners, strict=True):
             if len(of) > 1:
                 out.append(_summed(g, 0))
                 continue
@@ -265,12 +275,8 @@ class Pipeline:
         ]
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
 def _each(function: Callable[..., PartitionSpec], *specs: PyTree) -> PyTree:
-    return jax.tree.map(function, *specs, is_leaf=_is_spec)
+    return jax.tree.map(function, *specs, is_leaf=is_spec)
 
 
 def _axes_of(spec: PartitionSpec) -> set[str]:
@@ -278,11 +284,7 @@ def _axes_of(spec: PartitionSpec) -> set[str]:
 
 
 def _but(spec: PartitionSpec, own: PartitionSpec) -> PartitionSpec:
-    return _without(spec, tuple(_axes_of(own)))
-
-
-def _without(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a not in axes) or None for entry in spec))
+    return without_axes(spec, _axes_of(own))
 
 
 def _only(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
@@ -295,7 +297,7 @@ def _pinned(tree: PyTree, specs: PyTree) -> PyTree:
     def pin(spec: PartitionSpec, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, spec) if any(spec_axes(entry) for entry in spec) else x
 
-    return jax.tree.map(pin, specs, tree, is_leaf=_is_spec)
+    return jax.tree.map(pin, specs, tree, is_leaf=is_spec)
 
 
 def _summed(x: jax.Array, dim: int) -> jax.Array:
@@ -598,7 +600,7 @@ def _check_parts(pipe: Pipeline, params: Params) -> None:
 def _check_specs(pipe: Pipeline, params: Params, specs: PyTree) -> None:
     """Of how the parts' parameters are to lie."""
     sizes = axis_sizes(pipe.mesh)
-    leaves, structure = jax.tree.flatten(specs, is_leaf=_is_spec)
+    leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
     if str(structure) != str(jax.tree.structure(params.parts)):
         raise problem(
             f"pipeline.value_and_grad(specs=...) of structure {structure}",
@@ -607,7 +609,7 @@ def _check_specs(pipe: Pipeline, params: Params, specs: PyTree) -> None:
             f'give a PartitionSpec("{pipe.axis}", ...) for each leaf',
         )
     for (path, x), spec in zip(tree_leaves_with_paths(params.parts), leaves, strict=True):
-        entries = [spec_axes(entry) for entry in spec] if _is_spec(spec) else []
+        entries = [spec_axes(entry) for entry in spec] if is_spec(spec) else []
         axes = [axis for entry in entries for axis in entry]
         if (
             entries[:1] != [(pipe.axis,)]
