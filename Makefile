@@ -19,7 +19,7 @@ endif
 
 BIN := $(VENV)/bin
 # A file's tests stay on one worker, so that what a module's fixtures compile is compiled once.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 # What the second interpreter runs: the spine, in under five minutes.
 SUBSET := $(wildcard $(addprefix tests/test_,$(addsuffix .py,\
     packaging layering types mesh rules strategies adapters table state precision step checkpoint loop config launch)))

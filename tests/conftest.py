@@ -75,3 +75,11 @@ def strict():
     """
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         yield
+
+
+SLOW_FILES = ("test_notebooks.py", "test_recipes.py", "test_readme.py")
+"""Few tests that take minutes: begun last, one of them would keep one worker busy while the other has nothing left."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in SLOW_FILES)
