@@ -29,7 +29,17 @@ from meshpar.precision import Precision
 from meshpar.rules import resolve
 from meshpar.state import Setup, TrainState
 from meshpar.strategies import Pipelined
-from meshpar.types import Leaf, Names, PyTree, axis_sizes, is_spec, problem, spec_axes, tree_leaves_with_paths
+from meshpar.types import (
+    Leaf,
+    Names,
+    PyTree,
+    axis_sizes,
+    is_spec,
+    problem,
+    scores_experts,
+    spec_axes,
+    tree_leaves_with_paths,
+)
 
 Loss = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
 """(params, extra, batch, key) -> (loss, (metrics, extra))."""
@@ -207,12 +217,12 @@ class _Cut:
     def own(self, specs: PyTree, batch_axes: tuple[str, ...]) -> list[PartitionSpec]:
         """Of the stacks, over which axes of the batch a rank has experts of its own: tokens travel to them.
 
-        A router, whose last dim is theirs, is no expert's: every rank scores all of them, so it is gathered and its
+        A router is no expert's: every rank scores all of them, so it is gathered and its
         gradient summed as other weights' are.
         """
 
         def experts(spec: PartitionSpec, names: Names) -> PartitionSpec:
-            if "expert" not in names or ("embed" in names and names[-1] == "expert"):
+            if "expert" not in names or scores_experts(names):
                 return PartitionSpec()
             entries = [*spec, *[None] * (len(names) - len(spec))]
             of = zip(entries, names, strict=True)

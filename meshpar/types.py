@@ -151,6 +151,11 @@ def without_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a not in left_out) or None for entry in spec))
 
 
+def scores_experts(names: Names) -> bool:
+    """Whether these are the dims of a router: a matrix, stacked or not, whose last dim is the experts'."""
+    return names[-1:] == ("expert",) and "embed" in names
+
+
 def num_shards(spec: Iterable[Any], mesh: MeshLike) -> int:
     """Into how many different pieces a spec cuts an array on this mesh."""
     sizes = axis_sizes(mesh)

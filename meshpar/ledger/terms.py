@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from meshpar.ledger.census import bytes_sent
 from meshpar.state import Setup
 from meshpar.step import StepOptions, batch_sharding
-from meshpar.types import Decision, axis_sizes, spec_axes
+from meshpar.types import Decision, axis_sizes, scores_experts, spec_axes
 
 ITEMSIZE = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "u8": 1}
 _HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -244,9 +244,8 @@ def owned_axes(facts: Facts, decision: Decision) -> tuple[str, ...]:
 
 
 def is_router(decision: Decision) -> bool:
-    """Whether a leaf scores experts: a matrix whose last dim is theirs."""
-    names = decision.leaf.names or ()
-    return names[-1:] == ("expert",) and "embed" in names
+    """Whether a leaf scores experts."""
+    return scores_experts(decision.leaf.names or ())
 
 
 def layer_elements(facts: Facts, decision: Decision, gathered: Iterable[str]) -> int:
