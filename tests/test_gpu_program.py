@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.ledger import census
-from meshpar.ledger.pod import PodProcess
-from meshpar.ledger.target import require_aot
+from meshpar.compiled import census
+from meshpar.compiled.pod import PodProcess
+from meshpar.compiled.target import require_aot
 from meshpar.models import TransformerConfig, next_token_loss
 
 pytestmark = pytest.mark.pod

@@ -56,7 +56,7 @@ def test_a_make_target_exists(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", [w for w in commands() if w[0] == "meshpar"], ids=" ".join)
 def test_a_meshpar_command_exists_with_its_options(words: list[str]) -> None:
-    from meshpar.cli import cli
+    from meshpar.commands.cli import cli
 
     command: click.Command = cli
     context = click.Context(command)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import meshpar as mp
-from meshpar.config import build_model, build_optimizer, load_recipe
-from meshpar.train import train
+from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
+from meshpar.commands.train import train
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.py"))

@@ -89,10 +89,10 @@ def serve() -> None:
     import optax
     import orbax.checkpoint
 
-    import meshpar.loop
-    import meshpar.step
+    import meshpar.training.loop
+    import meshpar.training.step
 
-    assert all((grain, optax, orbax.checkpoint, meshpar.loop, meshpar.step))
+    assert all((grain, optax, orbax.checkpoint, meshpar.training.loop, meshpar.training.step))
     running: set[int] = set()
     pending = b""
     while True:
@@ -159,10 +159,10 @@ def train(
     import optax
 
     import meshpar as mp
-    from meshpar import loop
     from meshpar.data import ArrayData
-    from meshpar.state import make_setup
-    from meshpar.step import batch_sharding
+    from meshpar.training import loop
+    from meshpar.training.state import make_setup
+    from meshpar.training.step import batch_sharding
 
     if compiled is not None:
         jax.config.update("jax_compilation_cache_dir", compiled)

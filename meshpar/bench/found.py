@@ -13,7 +13,7 @@ from meshpar.planner import cost
 from meshpar.planner.accounts import bus_factor, printed
 from meshpar.planner.hardware import Link, Links, Profile, cluster_of, gpu_of_kind
 from meshpar.planner.units import si
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 XLA = "XLA"
 """The algorithm of XLA's own collective."""

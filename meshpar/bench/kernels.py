@@ -30,10 +30,10 @@ from meshpar.bench.found import FITTED, XLA, Collectives, Row
 from meshpar.bench.report import seconds_of
 from meshpar.collectives import reference
 from meshpar.collectives.check import check_op
-from meshpar.mesh import MeshSpec
 from meshpar.planner import cost
 from meshpar.planner.units import si
-from meshpar.types import axis_sizes, near, problem
+from meshpar.sharding.mesh import MeshSpec
+from meshpar.sharding.types import axis_sizes, near, problem
 
 Kernel = Callable[[jax.Array], jax.Array]
 Ranks = tuple[str, ...]

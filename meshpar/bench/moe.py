@@ -23,16 +23,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from meshpar.bench.report import Measure, Report, in_turn, load, quartiles
-from meshpar.ledger import hlo, work
+from meshpar.compiled import hlo
+from meshpar.compiled.clock import work
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.dispatch_combine import Payload
 from meshpar.moe.layer import Weights, moe_layer
 from meshpar.moe.routing import Routing, capacity, count, route
+from meshpar.parallel.strategies import expert_parallel
 from meshpar.planner.cost import matmul_flops
 from meshpar.planner.units import si
-from meshpar.rules import Rules, use
-from meshpar.strategies import expert_parallel
-from meshpar.types import near, problem
+from meshpar.sharding.rules import Rules, use
+from meshpar.sharding.types import near, problem
 
 ONE_HOT = "one-hot einsum"
 FORMS = (ONE_HOT, "dropless", "dropless, bound 2", "dropless, 2 chunks", "dropless, int8", "buffers", "two levels")

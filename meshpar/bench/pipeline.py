@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from meshpar.bench.report import Measure, Report, in_turn, load, paired_ratios, quartiles, seconds_of
 from meshpar.bench.sleeper import OPS, Sleeper
 from meshpar.pipeline import SCHEDULES, Micro, Params, Schedule, make, value_and_grad
-from meshpar.types import PyTree, near, problem
+from meshpar.sharding.types import PyTree, near, problem
 
 NAMES = tuple(SCHEDULES)
 CASES = ((4, 8), (4, 16), (8, 16))

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from meshpar.pipeline.schedules import Schedule, Timeline
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 OPS = "FBW"
 SOURCE = Path(__file__).with_name("nap.cc")

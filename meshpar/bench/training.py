@@ -18,15 +18,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.adapters import Model, from_functions
 from meshpar.bench.report import Measure, Report, paired_ratios, seconds_of
-from meshpar.mesh import MeshSpec
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.rules import Rules, resolve, use
-from meshpar.state import TrainState, init_state, make_setup
-from meshpar.step import train_step
-from meshpar.strategies import Strategy, fsdp, tensor_parallel
-from meshpar.types import Leaf, PyTree, path_str, problem
+from meshpar.parallel.strategies import Strategy, fsdp, tensor_parallel
+from meshpar.sharding.adapters import Model, from_functions
+from meshpar.sharding.mesh import MeshSpec
+from meshpar.sharding.rules import Rules, resolve, use
+from meshpar.sharding.types import Leaf, PyTree, path_str, problem
+from meshpar.training.state import TrainState, init_state, make_setup
+from meshpar.training.step import train_step
 
 CASES: dict[str, tuple[MeshSpec, Strategy]] = {
     "fsdp=8": (MeshSpec(fsdp=8), fsdp()),
@@ -222,7 +222,7 @@ def _compile_growth(few: int = 4, many: int = 64) -> Measure:
 
 
 def _help_time(runs: int = 5) -> Measure:
-    command = [sys.executable, "-m", "meshpar.cli", "--help"]
+    command = [sys.executable, "-m", "meshpar.commands.cli", "--help"]
     times = [seconds_of(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(runs)]
     return Measure(
         name="meshpar --help", value=statistics.median(times), unit="s", limit=0.4, low=min(times), high=max(times),

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_of
 from meshpar.collectives.order import check_two_chunks
 from meshpar.collectives.wire import pass_on, put, take, varying, varying_alike
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 ORDERS = ("zigzag", "contiguous")
 

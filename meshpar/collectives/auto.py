@@ -14,7 +14,7 @@ import jax
 from meshpar.collectives.check import Axis
 from meshpar.planner.choice import Choice, choose
 from meshpar.planner.hardware import Profile, cluster_of, gpu_of_kind, parse_profile
-from meshpar.types import axis_sizes, problem
+from meshpar.sharding.types import axis_sizes, problem
 
 __all__ = ["AUTO", "Choice", "choose", "picked"]
 

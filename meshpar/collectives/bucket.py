@@ -13,7 +13,7 @@ from meshpar.collectives.check import Axis, ranks_of
 from meshpar.collectives.reduction import all_reduce
 from meshpar.collectives.wire import varying
 from meshpar.planner.hardware import Profile
-from meshpar.types import PyTree, problem
+from meshpar.sharding.types import PyTree, problem
 
 
 def bucketed_all_reduce(

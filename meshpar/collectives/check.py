@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.types import near, near_or, problem
+from meshpar.sharding.types import near, near_or, problem
 
 Axis: TypeAlias = str | tuple[str, ...]
 """A mesh axis, or several that count as one, the first varying slowest."""

@@ -16,7 +16,7 @@ from meshpar.collectives.check import Axis, check_op, ranks_of
 from meshpar.collectives.exchange import exchanged
 from meshpar.collectives.ring import gathered, ring_all_reduce, ring_sum, scattered
 from meshpar.collectives.wire import Combine, cut, flat_parts, join, reduced, unflat, varying
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 _ONE_RING = (1,)
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Num
 
 from meshpar.collectives.check import Axis, check_cut, ranks_of
 from meshpar.collectives.wire import pass_on, varying_alike
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 Weight: TypeAlias = Num[Array, "E ..."]
 """A rank's part of a weight; its first dim is contracted."""

@@ -24,7 +24,7 @@ from jaxtyping import Array, Shaped
 
 from meshpar.collectives.check import Axis, checked_count, checked_dim, ranks_of
 from meshpar.collectives.wire import send, varying
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 
 def zigzag(x: Shaped[Array, "*dims"], num_ranks: int, *, dim: int = 1) -> Shaped[Array, "*dims"]:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Num, UInt8
 
 from meshpar.collectives.check import Axis, check_choice, checked_count, checked_dim, ranks_of
 from meshpar.collectives.wire import cut, flat_parts, join, unflat, varying
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 BLOCK = 256
 """Elements that share a scale: its four bytes are 1.6 % of them."""

@@ -37,7 +37,7 @@ from meshpar.collectives.wire import (
     varying,
 )
 from meshpar.planner.hardware import Profile
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 RINGS = ("ring", "bidirectional")
 GATHERS = (*RINGS, "recursive_doubling")

@@ -16,7 +16,7 @@ from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import ArrayRows
 from meshpar.data.source import RowSource, check_least
 from meshpar.data.split import check_fraction, split_rows
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 Arrays: TypeAlias = Mapping[str, Shaped[np.ndarray, "examples ..."]]
 """Name to array; the first dim of each runs over the same examples."""

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int64
 
 from meshpar.data.rows import Rows
-from meshpar.types import axis_sizes, near, problem, spec_axes
+from meshpar.sharding.types import axis_sizes, near, problem, spec_axes
 
 Batch: TypeAlias = dict[str, Any]
 """Name to array, all of the same first dim: global `jax.Array`s where a sharding was given, else NumPy arrays."""

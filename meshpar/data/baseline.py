@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from jaxtyping import Float64, Int64, Integer
 
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 _CHUNK = 4_000_000
 """Pairs counted at once: bounds the memory of the 64-bit keys, whatever the length of the stream."""

@@ -21,7 +21,7 @@ from jaxtyping import Int64
 
 from meshpar.data.assembly import Assembly, Batch, Sharding, check_batch_size
 from meshpar.data.rows import Rows
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 PREFETCH = 2
 """Batches made ahead in the background. One hides the making; a second evens out."""

@@ -19,7 +19,7 @@ from meshpar.data.source import RowSource, check_least
 from meshpar.data.split import Split, check_fraction, split_documents
 from meshpar.data.text import STDLIB, Document, Reading, find, read
 from meshpar.data.tokens import BYTES, Tokenizer, load_tokenizer, token_stream
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

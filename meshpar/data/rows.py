@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int64, Shaped, UInt
 
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 
 class Rows(Protocol):

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from meshpar.data.assembly import Sharding, check_batch_size
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
 from meshpar.data.rows import Rows
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 
 @runtime_checkable

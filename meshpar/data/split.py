@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from meshpar.data.text import Document
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

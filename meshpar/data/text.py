@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshpar.types import near, problem
+from meshpar.sharding.types import near, problem
 
 STDLIB = "stdlib"
 """The entry that stands for the standard library; a folder of that name is `./stdlib`."""

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Integer, UInt
 
 from meshpar.data.text import Document
-from meshpar.types import near, problem
+from meshpar.sharding.types import near, problem
 
 BYTES = "bytes"
 """The word for `ByteTokenizer` where a tokenizer is named."""

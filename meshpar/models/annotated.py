@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from meshpar.models.config import TransformerConfig
-from meshpar.precision import dot_general
+from meshpar.training.precision import dot_general
 
 Initializer = nnx.initializers.Initializer
 

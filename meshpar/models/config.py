@@ -6,10 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal, get_args
 
 from meshpar.moe.config import MoEConfig
-from meshpar.types import near, problem
+from meshpar.sharding.types import near, problem
 
 if TYPE_CHECKING:
-    from meshpar.adapters import Model
+    from meshpar.sharding.adapters import Model
 
 Attention = Literal["xla", "cudnn"]
 TensorMatmul = Literal["xla", "overlapped"]
@@ -270,8 +270,8 @@ class TransformerConfig:
 
     def build(self) -> Model:
         """The NNX `Transformer` of these sizes, as a `Model`."""
-        from meshpar.adapters import from_nnx
         from meshpar.models.transformer import Transformer
+        from meshpar.sharding.adapters import from_nnx
 
         return from_nnx(lambda rngs: Transformer(self, rngs=rngs))
 

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.collectives import from_zigzag, ring_attention, zigzag
-from meshpar.regions import outer_axes, per_device
-from meshpar.rules import ambient, constrain, spec_of
-from meshpar.types import axis_sizes, problem, spec_axes
+from meshpar.sharding.regions import outer_axes, per_device
+from meshpar.sharding.rules import ambient, constrain, spec_of
+from meshpar.sharding.types import axis_sizes, problem, spec_axes
 
 TILE = 512
 """Positions in a tile of attention: scores of `B H 512²` are all that a device holds of them."""

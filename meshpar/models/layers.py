@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.models import context
 from meshpar.models.config import Attention, RopeScaling
-from meshpar.rules import constrain
-from meshpar.types import problem
+from meshpar.sharding.rules import constrain
+from meshpar.sharding.types import problem
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The layout of activations

@@ -23,10 +23,10 @@ from jaxtyping import Array, Float
 from meshpar.collectives import all_gather_matmul, matmul_reduce_scatter
 from meshpar.models import layers
 from meshpar.models.config import TransformerConfig
-from meshpar.precision import MATMUL, weight_grad_dtype
-from meshpar.regions import per_device
-from meshpar.rules import ambient, spec_of
-from meshpar.types import axis_sizes, problem, spec_axes
+from meshpar.sharding.regions import per_device
+from meshpar.sharding.rules import ambient, spec_of
+from meshpar.sharding.types import axis_sizes, problem, spec_axes
+from meshpar.training.precision import MATMUL, weight_grad_dtype
 
 
 def overlaps(cfg: TransformerConfig, x_BTE: Float[Array, "B T E"], *, has_cache: bool) -> bool:

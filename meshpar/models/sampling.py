@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache
-from meshpar.rules import Rules, ambient, constrain, first, resolve, use
-from meshpar.types import Leaf, problem
+from meshpar.sharding.rules import Rules, ambient, constrain, first, resolve, use
+from meshpar.sharding.types import Leaf, problem
 
 
 def generate(

@@ -22,9 +22,9 @@ from meshpar.models.transformer import advanced, embedding_init, joined_caches, 
 from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
 from meshpar.pipeline.layers import Aux, is_staged, scan_layers
-from meshpar.precision import dot_general, gathers_layers, layer_weights, remat_layer, remat_policy
-from meshpar.rules import constrain
-from meshpar.types import PyTree
+from meshpar.sharding.rules import constrain
+from meshpar.sharding.types import PyTree
+from meshpar.training.precision import dot_general, gathers_layers, layer_weights, remat_layer, remat_policy
 
 
 class LinenAttention(nn.Module):

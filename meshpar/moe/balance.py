@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Num
 from meshpar.collectives.check import Axis, ranks_of
 from meshpar.moe.check import check_array, check_factor, check_tokens
 from meshpar.moe.routing import count
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 _LEAST_TOTAL = 1e-12
 """Of one token's scores: below it, their shares are understated instead of divided by nothing."""

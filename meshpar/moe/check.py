@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 _KINDS = {"floating": jnp.floating, "whole": jnp.integer}
 

@@ -8,7 +8,7 @@ import math
 from meshpar.moe.choice import IMPLEMENTATIONS
 from meshpar.moe.dispatch_combine import Payload, check_bound, check_payload
 from meshpar.moe.routing import Routing
-from meshpar.types import near_or, problem
+from meshpar.sharding.types import near_or, problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

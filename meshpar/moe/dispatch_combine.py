@@ -31,7 +31,7 @@ from meshpar.moe.exchange import Coding, Link, Traffic
 from meshpar.moe.order import Order, Places, Runs, by_expert, in_buffers, moved, part_of, spread, weighted_sum
 from meshpar.moe.routing import count, kept
 from meshpar.planner import cost
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 KERNEL = "dispatch"
 

@@ -21,7 +21,7 @@ from meshpar.moe.check import check_array
 from meshpar.moe.choice import GPUS
 from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 KERNEL = "grouped_matmul"
 SWIGLU = "grouped_swiglu"

@@ -32,11 +32,11 @@ from meshpar.moe.meeting import Dims, alike, scattered, total, varies_beside, wh
 from meshpar.moe.order import by_expert, in_buffers, spread, weighted_sum
 from meshpar.moe.routing import Routed, capacity, count, route
 from meshpar.pipeline.layers import Aux, is_staged
-from meshpar.precision import dot_general
-from meshpar.regions import outer_axes, per_device
-from meshpar.reports import describe, report
-from meshpar.rules import Ambient, ambient, constrain, param_spec, resolve, spec_of
-from meshpar.types import Leaf, axis_sizes, problem, spec_axes
+from meshpar.sharding.regions import outer_axes, per_device
+from meshpar.sharding.rules import Ambient, ambient, constrain, param_spec, resolve, spec_of
+from meshpar.sharding.types import Leaf, axis_sizes, problem, spec_axes
+from meshpar.training.precision import dot_general
+from meshpar.training.reports import describe, report
 
 ROUTER_NAMES = ("embed", "expert")
 INWARD_NAMES = ("expert", "embed", "mlp")
@@ -57,7 +57,7 @@ class Weights(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a layer was asked, as `meshpar.reports.describe` passes it on."""
+    """What a layer was asked, as `meshpar.training.reports.describe` passes it on."""
 
     config: MoEConfig
     tokens: int

@@ -22,7 +22,7 @@ from meshpar.moe.layer import (
     moe_layer,
     shared_experts,
 )
-from meshpar.types import PyTree
+from meshpar.sharding.types import PyTree
 
 BALANCE = "balance"
 """The collection of the balancing bias, and of the counts it is moved by."""

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from meshpar.collectives.check import Axis, ranks_of
 from meshpar.moe.check import check_tokens, check_whole
 from meshpar.moe.routing import count, or_nobody
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 HEALTHY_MAX_OVER_MIN = 1.3
 """Busiest over least busy: up to here all is well."""

@@ -87,7 +87,8 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], Told]:
         """What the experts make of tokens, and what the layer tells; see `moe_layer`.
 
-        The auxiliary loss, `told.loss`, is the caller's to add to the loss, or to hand to `meshpar.reports.report`.
+        The auxiliary loss, `told.loss`, is the caller's to add to the loss, or to hand to
+        `meshpar.training.reports.report`.
         """
         config = self.config
         weights = Weights(self.router[...], self.gate[...], self.up[...], self.down[...])

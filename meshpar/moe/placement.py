@@ -17,8 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.moe.check import check_whole
-from meshpar.state import TrainState
-from meshpar.types import Names, PyTree, axis_sizes, near_or, path_str, problem, spec_axes, tree_leaves_with_paths
+from meshpar.sharding.types import (
+    Names,
+    PyTree,
+    axis_sizes,
+    near_or,
+    path_str,
+    problem,
+    spec_axes,
+    tree_leaves_with_paths,
+)
+from meshpar.training.state import TrainState
 
 Method = Literal["auto", "greedy", "optimal"]
 

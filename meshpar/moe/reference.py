@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.moe.check import check_array, check_whole
 from meshpar.moe.routing import kept, or_nobody
-from meshpar.types import PyTree, problem
+from meshpar.sharding.types import PyTree, problem
 
 
 def moe(

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from meshpar.moe.check import check_array, check_whole
-from meshpar.types import near_or, problem
+from meshpar.sharding.types import near_or, problem
 
 Score = Literal["softmax", "sigmoid"]
 Choice = Literal["token", "expert"]

@@ -27,7 +27,7 @@ from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.schedules.slots import SHIFTS, STAY, colored
 from meshpar.pipeline.slicing import flat_jaxpr
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
-from meshpar.types import PyTree
+from meshpar.sharding.types import PyTree
 
 Buffers: TypeAlias = tuple[jax.Array, ...]
 

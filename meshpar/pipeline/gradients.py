@@ -19,9 +19,8 @@ from meshpar.pipeline.layers import Aux, check_alike, check_numbers, is_counted,
 from meshpar.pipeline.placement import Placement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
-from meshpar.precision import REMAT_POLICIES, check_remat
-from meshpar.rules import BATCH_AXES
-from meshpar.types import (
+from meshpar.sharding.rules import BATCH_AXES
+from meshpar.sharding.types import (
     AnyMesh,
     PyTree,
     axis_sizes,
@@ -32,6 +31,7 @@ from meshpar.types import (
     tree_leaves_with_paths,
     without_axes,
 )
+from meshpar.training.precision import REMAT_POLICIES, check_remat
 
 
 class Params(NamedTuple):

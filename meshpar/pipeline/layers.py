@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.types import PyTree, problem
+from meshpar.sharding.types import PyTree, problem
 
 
 class Aux(NamedTuple):
@@ -105,8 +105,8 @@ def scan_layers(layer: Layer, x: Any, params: PyTree) -> Any:
     layers read (the state of an NNX module or a Linen collection, stacked `[layers, ...]`) are given with `params`.
 
     Args:
-      layer: `(x, parameters of one layer) -> x`, or `-> (x, Aux)`, wrapped in `meshpar.precision.remat_layer` where it
-        is to be marked.
+      layer: `(x, parameters of one layer) -> x`, or `-> (x, Aux)`, wrapped in
+        `meshpar.training.precision.remat_layer` where it is to be marked.
       x: a pytree; every layer gives it back in the same shapes and dtypes.
       params: the layers' parameters, stacked: `[layers, ...]`, logical name `layers`; and whatever else has a row for
         every layer, variables or constants: under stages each layer gets its own.

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from meshpar.pipeline.schedules import Schedule
-from meshpar.types import PyTree
+from meshpar.sharding.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from meshpar.pipeline.slicing import Cut, depends, flat_jaxpr
-from meshpar.types import PyTree
+from meshpar.sharding.types import PyTree
 
 Values: TypeAlias = tuple[jax.Array, ...]
 Item = TypeVar("Item")

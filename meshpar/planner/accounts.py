@@ -21,7 +21,7 @@ from meshpar.planner import cost
 from meshpar.planner.cost import Cost
 from meshpar.planner.hardware import Cluster, Link, Links, Profile
 from meshpar.planner.units import si
-from meshpar.types import MeshLike, axis_sizes, near, problem
+from meshpar.sharding.types import MeshLike, axis_sizes, near, problem
 
 
 class Forms(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 from meshpar.planner.accounts import Account, Comparison, account, printed
 from meshpar.planner.hardware import Link, Profile, parse_profile
 from meshpar.planner.units import si
-from meshpar.types import MeshLike, near, problem
+from meshpar.sharding.types import MeshLike, near, problem
 
 # The kernel's word for it, and the account's. Ties go to the first.
 KERNELS: Mapping[str, Mapping[str, str]] = {

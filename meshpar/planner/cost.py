@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from meshpar.planner.hardware import Cluster, Link
-from meshpar.types import near, problem
+from meshpar.sharding.types import near, problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

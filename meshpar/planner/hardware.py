@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from meshpar.planner.catalogue import GPUS, Chip, Gpu
-from meshpar.types import AnyMesh, MeshparError, axis_sizes, near, problem
+from meshpar.sharding.types import AnyMesh, MeshparError, axis_sizes, near, problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from meshpar.types import problem
+from meshpar.sharding.types import problem
 
 _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9, "p": 1e-12}
 _LARGE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

@@ -9,13 +9,14 @@ import os
 import numpy as np
 import pytest
 
-from meshpar import bench, cli, plots
+from meshpar import bench
 from meshpar.bench import kernels
 from meshpar.bench.fit import Fit
 from meshpar.bench.found import XLA, Collectives, Row
+from meshpar.commands import cli, plots
 from meshpar.planner import cost
 from meshpar.planner.hardware import Cluster, Link, Links, parse_cluster, parse_profile
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 LINK = Link(alpha_s=2e-6, bytes_per_s=1e11)
 QUICK = {"repeats": 2, "target_s": 1e-4}

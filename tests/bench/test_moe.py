@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar import cli, moe
+from meshpar import moe
 from meshpar.bench import moe as bench
 from meshpar.bench.moe import FORMS, ONE_HOT, Shape
+from meshpar.commands import cli
 from meshpar.moe import Routing
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 SHAPE = Shape(num_experts=8, tokens=16, top_k=2, width=8, hidden=12, num_ranks=2)
 

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from meshpar import bench, cli
+from meshpar import bench
 from meshpar.bench import pipeline
 from meshpar.bench import sleeper as sleepers
 from meshpar.bench.pipeline import Row, Schedules
 from meshpar.bench.sleeper import Sleeper
+from meshpar.commands import cli
 from meshpar.pipeline import SCHEDULES, make, split_vjp
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 P, M = 2, 4
 

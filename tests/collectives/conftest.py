@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from meshpar.ledger import hlo
-from meshpar.ledger.census import census
+from meshpar.compiled import hlo
+from meshpar.compiled.census import census
 
 
 class Ranks:

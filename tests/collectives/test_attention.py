@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
 from meshpar.collectives import reference
-from meshpar.ledger import hlo, work
-from meshpar.ledger.census import census
+from meshpar.compiled import hlo
+from meshpar.compiled.census import census
+from meshpar.compiled.clock import work
 from meshpar.planner import cost
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 COUNTS = [1, 2, 3, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))]
 CASES = {

@@ -14,7 +14,7 @@ from meshpar import collectives as mc
 from meshpar.collectives import auto, reference
 from meshpar.planner import cost
 from meshpar.planner.hardware import Link, Links, parse_cluster
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 SLOW_START = Links(devices="cpu", axes={"x": Link(alpha_s=1.0, bytes_per_s=1e12)})
 SLOW_BYTES = Links(devices="cpu", axes={"x": Link(alpha_s=1e-12, bytes_per_s=1.0)})

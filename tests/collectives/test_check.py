@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 AXIS_KERNELS = ["shift", "broadcast", "reduce", "scatter", "gather", "all_gather", "reduce_scatter", "all_reduce"]
 AXIS_KERNELS += ["all_to_all", "bucketed_all_reduce"]

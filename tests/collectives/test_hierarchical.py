@@ -12,7 +12,7 @@ import pytest
 from meshpar import collectives as mc
 from meshpar.collectives import reference
 from meshpar.planner import cost
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 GROUPS = [(1, 3), (2, 3), (4, 2), (2, 1)]
 ELEMENTS = 840

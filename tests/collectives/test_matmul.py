@@ -17,12 +17,12 @@ from jax import lax
 import meshpar as mp
 from meshpar import collectives as mc
 from meshpar.collectives import reference
-from meshpar.ledger import hlo
-from meshpar.ledger.census import census
+from meshpar.compiled import hlo
+from meshpar.compiled.census import census
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.planner import cost
-from meshpar.precision import REMAT_POLICIES, Precision, numerics
-from meshpar.types import tree_leaves_with_paths
+from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.precision import REMAT_POLICIES, Precision, numerics
 
 matrix = pytest.mark.matrix
 COUNTS = [1, 2, 3, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))]

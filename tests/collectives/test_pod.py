@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
-from meshpar.ledger.pod import PodProcess
-from meshpar.ledger.target import missing_aot
+from meshpar.compiled.pod import PodProcess
+from meshpar.compiled.target import missing_aot
 
 pytestmark = pytest.mark.pod
 

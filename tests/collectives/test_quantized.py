@@ -13,7 +13,7 @@ from meshpar import collectives as mc
 from meshpar.collectives import reference
 from meshpar.collectives.quantized import decoded, encoded, error_bound
 from meshpar.planner import cost
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 DTYPES = ["int8", "fp8"]
 COUNTS = [(1,), (2,), (3,), (8,), (2, 3), (2, 1)]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar.data import ArrayData, Data, Source
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 
 def digits(count=50, first=0):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import meshpar.data.baseline
 from meshpar.data.baseline import Bigram, CrossEntropy, bigram_baseline
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 VOCAB = 5
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40).map(np.array)

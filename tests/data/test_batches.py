@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 PREFETCHES = pytest.mark.parametrize("prefetch", [0, 1, 3])
 

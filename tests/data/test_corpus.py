@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar.data import Data, Source, TextData
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 DOCUMENTS = 40
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshpar.data.rows import ArrayRows, Windows
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 
 @given(st.integers(1, 20), st.integers(2, 200))

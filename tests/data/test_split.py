@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshpar.data.split import split_documents, split_rows
 from meshpar.data.text import Document
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 NAMES = st.lists(st.text(min_size=1, max_size=12), min_size=2, max_size=40, unique=True)
 FRACTIONS = st.floats(0.01, 0.99)

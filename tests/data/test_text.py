@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from meshpar.data.text import find, read
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 
 def write(root: Path, **files: str) -> Path:

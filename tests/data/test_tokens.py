@@ -18,7 +18,7 @@ from meshpar.data.tokens import (
     token_dtype,
     token_stream,
 )
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 TEXT = "the quick brown fox, the lazy dog: Füße über Straßen. " * 20
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)

@@ -12,7 +12,7 @@ import pytest
 import meshpar as mp
 from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, generate, next_token_loss
 from meshpar.models.sampling import empty_cache
-from meshpar.types import tree_leaves_with_paths
+from meshpar.sharding.types import tree_leaves_with_paths
 
 LATENT = LatentAttention(q_rank=12, kv_rank=8, nope_dim=6, rope_dim=4, v_dim=14)
 CONFIG = functools.partial(

@@ -9,8 +9,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.ledger.census import census
-from meshpar.ledger.hlo import parse
+from meshpar.compiled.census import census
+from meshpar.compiled.hlo import parse
 from meshpar.models import next_token_loss
 from meshpar.models.loss import cross_entropy
 

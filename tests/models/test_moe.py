@@ -13,10 +13,10 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.checkpoint import Checkpoints
 from meshpar.models import LinenTransformer, TransformerConfig, generate, next_token_loss
 from meshpar.moe import MoEConfig, Routing
-from meshpar.types import MeshparError, tree_leaves_with_paths
+from meshpar.sharding.types import MeshparError, tree_leaves_with_paths
+from meshpar.training.checkpoint import Checkpoints
 
 ROWS, SEQ, VOCAB, STEPS = 16, 8, 32, 5
 LOSSES = {"auxiliary_weight": 1e-2, "z_weight": 1e-3}

@@ -7,7 +7,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.models import LinenTransformer, deepseek_v3, mixtral_8x7b
-from meshpar.types import tree_leaves_with_paths
+from meshpar.sharding.types import tree_leaves_with_paths
 
 SHAPES = {"mixtral_8x7b": mixtral_8x7b(), "deepseek_v3": deepseek_v3()}
 

@@ -14,11 +14,11 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 import meshpar as mp
-from meshpar.ledger.census import census
-from meshpar.ledger.hlo import parse
+from meshpar.compiled.census import census
+from meshpar.compiled.hlo import parse
 from meshpar.models import LinenTransformer, RopeScaling, Transformer, TransformerConfig, layers, next_token_loss
-from meshpar.precision import REMAT_POLICIES, Precision, numerics
-from meshpar.types import tree_leaves_with_paths
+from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.precision import REMAT_POLICIES, Precision, numerics
 
 CONFIG = functools.partial(
     TransformerConfig, vocab_size=24, num_layers=3, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import moe
 from meshpar.moe import Routing
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 TOP2 = Routing(num_experts=8, top_k=2)
 SIGMOID = Routing(num_experts=16, top_k=4, score="sigmoid")

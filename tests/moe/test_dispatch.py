@@ -15,11 +15,12 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from meshpar import moe
-from meshpar.ledger import hlo, work
-from meshpar.ledger.census import census
+from meshpar.compiled import hlo
+from meshpar.compiled.census import census
+from meshpar.compiled.clock import work
 from meshpar.moe import Payload, choose_dispatch, dispatch, grouped_matmul
 from meshpar.planner import cost
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 WIDTH, HIDDEN = 6, 4
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.ledger.census import census
-from meshpar.ledger.pod import PodProcess
-from meshpar.ledger.target import missing_aot
+from meshpar.compiled.census import census
+from meshpar.compiled.pod import PodProcess
+from meshpar.compiled.target import missing_aot
 from meshpar.moe import Payload, dispatch, grouped_matmul
 from meshpar.planner import cost
 

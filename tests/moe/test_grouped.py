@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from meshpar.ledger import hlo, work
+from meshpar.compiled import hlo
+from meshpar.compiled.clock import work
 from meshpar.moe import choose_grouped_matmul, grouped_matmul, grouped_swiglu
 from meshpar.planner import cost
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 ROWS, WIDTH, COLUMNS, GROUPS = 37, 6, 5, 4
 SIZES = {

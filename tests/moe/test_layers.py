@@ -19,8 +19,8 @@ from meshpar import moe
 from meshpar.collectives.check import ranks_of
 from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
 from meshpar.pipeline.layers import running
-from meshpar.reports import collecting, is_listening, report
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
+from meshpar.training.reports import collecting, is_listening, report
 
 ROWS, SEQ, WIDTH, HIDDEN, EXPERTS = 8, 4, 4, 6, 8
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar import moe
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 measure = jax.jit(moe.measure, static_argnames="num_ranks")
 

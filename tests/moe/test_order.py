@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar.ledger import hlo, work
+from meshpar.compiled import hlo
+from meshpar.compiled.clock import work
 from meshpar.moe.dispatch_combine import _places_by_expert, _runs_by_expert
 from meshpar.moe.order import Runs, moved, moved_at_once, moved_in_blocks
 

@@ -19,7 +19,7 @@ from meshpar import moe
 from meshpar.moe import MoEConfig, Routing
 from meshpar.moe.linen import LinenMoE
 from meshpar.moe.nnx import MoE
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 
 def zipf(num_experts, total=100_000, seed=0):

@@ -11,7 +11,7 @@ import pytest
 
 from meshpar import moe
 from meshpar.moe import Routing
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 WIDTH, HIDDEN = 6, 10
 

@@ -14,7 +14,7 @@ import pytest
 
 from meshpar import moe
 from meshpar.moe import Routing
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 MIXTRAL = Routing(num_experts=8, top_k=2)
 DEEPSEEK = Routing(num_experts=32, top_k=6, score="sigmoid", scale=2.5, groups=8, top_groups=4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshpar.pipeline.schedules import SCHEDULES, Op, Schedule, make
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 NAMES = [*SCHEDULES]
 

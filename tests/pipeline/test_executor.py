@@ -16,15 +16,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.ledger import hlo
-from meshpar.ledger.cells import Cells
-from meshpar.ledger.census import census
-from meshpar.ledger.pod import PodProcess
-from meshpar.ledger.target import missing_aot
+from meshpar.compiled import hlo
+from meshpar.compiled.cells import Cells
+from meshpar.compiled.census import census
+from meshpar.compiled.pod import PodProcess
+from meshpar.compiled.target import missing_aot
 from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, split_vjp, value_and_grad
 from meshpar.pipeline.placement import Placement
 from meshpar.pipeline.traffic import gathers_in_cells
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 NAMES = [*SCHEDULES]
 IN, EMBED, HIDDEN, LAYERS = 6, 8, 16, 2

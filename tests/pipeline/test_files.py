@@ -7,7 +7,7 @@ import json
 import pytest
 
 from meshpar.pipeline.schedules import SCHEDULES, Op, Schedule, make
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 NAMES = [*SCHEDULES]
 

@@ -11,7 +11,7 @@ import pytest
 
 from meshpar.pipeline import schedules
 from meshpar.pipeline.schedules import SCHEDULES, Op, Schedule, make
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 SIZES = [(p, m) for p in range(2, 9) for m in range(p, 33)]
 

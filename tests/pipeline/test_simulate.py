@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshpar.pipeline.schedules import SCHEDULES, Schedule, make
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 
 def costs(seed: int) -> tuple[float, float, float]:
@@ -164,7 +164,7 @@ def test_a_step_that_takes_no_time_has_no_bubble():
 
 def test_the_picture_shows_every_op_where_it_is():
     """A box for each op, as long as it takes, numbered by its microbatch."""
-    from meshpar import plots
+    from meshpar.commands import plots
 
     shown = [make("zb-h1", 4, 8), make("dualpipe", 4, 8)]
     figure = plots.schedule(*shown, f=2.0, b=1.0, w=1.0)

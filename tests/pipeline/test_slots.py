@@ -9,7 +9,7 @@ import pytest
 
 from meshpar.pipeline.schedules import SCHEDULES, make
 from meshpar.pipeline.schedules.slots import DOWN, STAY, UP
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 NAMES = [*SCHEDULES]
 

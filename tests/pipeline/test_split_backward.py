@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar.models import Transformer, TransformerConfig, layers
 from meshpar.pipeline import SplitVjp, split_vjp
-from meshpar.precision import Precision, numerics
+from meshpar.training.precision import Precision, numerics
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:

@@ -10,7 +10,7 @@ from meshpar.planner import cost
 from meshpar.planner.accounts import ALGORITHMS, ALIASES, ALL_REDUCES, account, bus_factor, compare
 from meshpar.planner.hardware import Link, Links, parse_cluster
 from meshpar.planner.units import parse_bytes, si
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 LINK = Link(alpha_s=2e-6, bytes_per_s=100e9)
 POD = parse_cluster("h100:8x8")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshpar.planner import cost
 from meshpar.planner.cost import Cost
 from meshpar.planner.hardware import Link, parse_cluster
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 LINK = Link(alpha_s=1e-6, bytes_per_s=100e9)
 ALPHA, BETA = 1e-6, 1e-11

@@ -10,7 +10,7 @@ import pytest
 from meshpar.planner import hardware
 from meshpar.planner.catalogue import GPUS, Gpu
 from meshpar.planner.hardware import Cluster, Link, parse_cluster, peak_flops_per_s
-from meshpar.types import MeshparError
+from meshpar.sharding.types import MeshparError
 
 FIGURES = [
     field.name for field in dataclasses.fields(Gpu) if field.name.endswith(("_per_s", "_bytes")) or field.name == "chip"

@@ -157,7 +157,7 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
       ValueError: no schedule has this name, or it cannot be made for these numbers or options.
     """
     if name not in SCHEDULES:
-        from meshpar.types import near
+        from meshpar.sharding.types import near
 
         raise problem(f"schedule `{name}`", "make it", "there is none of this name", near(str(name), SCHEDULES))
     maker = SCHEDULES[name]

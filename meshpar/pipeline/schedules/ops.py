@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from meshpar.types import MeshparError
+    from meshpar.sharding.types import MeshparError
 
 KINDS = "FBW"
 """Forward, backward to the input, backward to the weights; a kind's place in this string is its number in tables."""
@@ -55,6 +55,6 @@ def unreadable(path: str, error: Exception, fix: str) -> MeshparError:
 
 def problem(where: str, asked: str, exists: str, fix: str) -> MeshparError:
     """The four-part error. Its module brings jax along, which schedules do without until something is wrong."""
-    from meshpar.types import problem
+    from meshpar.sharding.types import problem
 
     return problem(where, asked, exists, fix)

@@ -1,0 +1,237 @@
+"""`meshpar bench`: measurements, each in its own subcommand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshpar.commands.cli import prepare_devices, print_report
+
+PICTURES = (".png", ".svg", ".pdf")
+"""What a plot is written as."""
+
+
+@click.group()
+def bench() -> None:
+    """Measure what meshpar promises about its own speed."""
+
+
+@bench.command("step", short_help="A training step against bare jax.jit.")
+@click.option("--pairs", default=20, show_default=True, type=click.IntRange(min=1), help="How often both run in turn.")
+@click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def step(pairs: int, devices: int, as_json: bool) -> None:
+    """A training step against the same model in bare jax.jit with hand-written shardings."""
+    prepare_devices(devices)
+    from meshpar.bench.training import step as measure
+
+    print_report(measure(pairs=pairs), as_json=as_json)
+
+
+@bench.command("collectives", short_help="Every algorithm against XLA's own collective.")
+@click.option("--mesh", metavar="AXES", help="Whose axes: data=2,tensor=4; -1 takes what is left.  [default: data=-1]")
+@click.option(
+    "--axis", "axes", metavar="AXIS", multiple=True, help="Only this axis, or a product, data*tensor; may be repeated."
+)
+@click.option(
+    "--collective", "names", metavar="NAME", multiple=True,
+    help="Only this one: all_reduce, all_gather, reduce_scatter, all_to_all; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--algorithm", "algorithms", metavar="NAME", multiple=True,
+    help="Only this one: ring, bidirectional, recursive_doubling, recursive_halving, halving_doubling, tree; or root "
+    "or parameter_server, which are left out otherwise; may be repeated.",
+)  # fmt: skip
+@click.option("--min-bytes", metavar="BYTES", default="1kB", show_default=True, help="The smallest payload (SI).")
+@click.option(
+    "--max-bytes", metavar="BYTES", help="The largest.  [default: 1MB on host devices, 100MB on accelerators]"
+)
+@click.option("--factor", metavar="F", default=10.0, show_default=True, help="Each payload is F times the one before.")
+@click.option(
+    "--dtype", metavar="TYPE", default="float32", show_default=True, help="float32, bfloat16, float16, int32."
+)
+@click.option("--op", metavar="OP", default="sum", show_default=True, help="Of reductions: sum, mean, max, min.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds; the median is kept.")
+@click.option(
+    "--devices", metavar="N", type=click.IntRange(min=1),
+    help="Run on N XLA host devices. Without it: on this machine's accelerators, else on 8 host devices.",
+)  # fmt: skip
+@click.option(
+    "--save", metavar="FILE", type=click.Path(dir_okay=False),
+    help="Write the fitted links as a profile: for explain, cost and algorithm=\"auto\".",
+)  # fmt: skip
+@click.option(
+    "--plot", metavar="FILE", type=click.Path(dir_okay=False), help="Draw time against size, and the model's lines."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
+def collectives(
+    mesh: str | None,
+    axes: tuple[str, ...],
+    names: tuple[str, ...],
+    algorithms: tuple[str, ...],
+    min_bytes: str,
+    max_bytes: str | None,
+    factor: float,
+    dtype: str,
+    op: str,
+    repeats: int,
+    devices: int | None,
+    save: str | None,
+    plot: str | None,
+    as_json: bool,
+    traceback: bool,
+) -> None:
+    """Every algorithm against XLA's own collective, as nccl-tests does; and α and β of each mesh axis.
+
+    \b
+    meshpar bench collectives                                     all devices along one axis
+    meshpar bench collectives --mesh data=2,tensor=4 --save my.json --plot bench.png
+    meshpar bench collectives --collective all_reduce --algorithm ring --min-bytes 1MB --max-bytes 64MB --factor 2
+
+    Columns: time and its quartiles; algbw = size / time; busbw = algbw × 2(N−1)/N for an all-reduce, (N−1)/N for the
+    others; ÷ XLA = time over that of XLA's own in the same round; #wrong and the largest error against the reference;
+    what the fitted model predicts, and by how much it is off.
+    """  # noqa: D301 (click knows a paragraph that it must not fold by its \b)
+    prepare_devices(devices)
+    import jax
+
+    from meshpar.bench import kernels
+    from meshpar.planner.units import parse_bytes
+
+    for path, suffixes in ((save, (".json",)), (plot, PICTURES)):
+        if path:
+            _check_file(path, suffixes)
+    largest = max_bytes or ("1MB" if jax.default_backend() == "cpu" else "100MB")
+    found = kernels.collectives(
+        mesh,
+        axes=axes,
+        names=names or tuple(kernels.COLLECTIVES),
+        algorithms=algorithms or kernels.USUAL,
+        min_bytes=parse_bytes(min_bytes),
+        max_bytes=parse_bytes(largest),
+        factor=factor,
+        dtype=dtype,
+        op=op,
+        repeats=repeats,
+        tell=_progress if sys.stderr.isatty() else lambda line: None,
+    )
+    if sys.stderr.isatty():
+        _progress("")
+    print_report(found, as_json=as_json)
+    if save:
+        profile = found.profile()
+        profile.save(save)
+        click.echo(f"saved {save}: {profile.name}", err=True)
+        if found.poor:
+            click.secho(f"meshpar: {found.poor}", fg="yellow", err=True)
+    if plot:  # last: a picture that cannot be written must not cost the profile
+        _draw(found, plot)
+
+
+@bench.command("schedule", short_help="Pipeline schedules with stages that sleep.")
+@click.option(
+    "--sleep-ms", default=20.0, show_default=True, type=click.FloatRange(min=0), help="Time of F, of B, of W."
+)
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1), help="Rounds; the median is kept.")
+@click.option("--schedule", "names", metavar="NAME", multiple=True, help="Only this one; may be repeated.")
+@click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
+def schedule(
+    sleep_ms: float, repeats: int, names: tuple[str, ...], devices: int, as_json: bool, traceback: bool
+) -> None:
+    """Every pipeline schedule on host devices whose stages sleep, against its own simulation.
+
+    Columns: measured time and quartiles; simulated makespan, each stage as soon as it can, and in lockstep; ÷ =
+    measured over simulated; bubble = the share of the step in which a stage has nothing to do, measured and simulated.
+    """
+    prepare_devices(devices)
+    from meshpar.bench import pipeline
+
+    cases = [case for case in pipeline.CASES if case[0] <= devices] or pipeline.CASES
+    chosen = names or pipeline.NAMES
+    tell = _progress if sys.stderr.isatty() else lambda line: None
+    found = pipeline.schedules(names=chosen, cases=cases, op_s=sleep_ms / 1e3, repeats=repeats, tell=tell)
+    if sys.stderr.isatty():
+        _progress("")
+    print_report(found, as_json=as_json)
+
+
+@bench.command("moe", short_help="Layers of experts against one-hot einsums.")
+@click.option(
+    "--experts", "num_experts", metavar="E", multiple=True, type=click.IntRange(min=1),
+    help="How many; may be repeated.  [default: 8, 16, 64]",
+)  # fmt: skip
+@click.option("--tokens", default=1024, show_default=True, type=click.IntRange(min=1), help="Of one device.")
+@click.option("--top-k", default=2, show_default=True, type=click.IntRange(min=1), help="Experts of a token.")
+@click.option("--width", default=64, show_default=True, type=click.IntRange(min=1), help="Of a token.")
+@click.option("--hidden", default=128, show_default=True, type=click.IntRange(min=1), help="Hidden width of an expert.")
+@click.option("--form", "forms", metavar="NAME", multiple=True, help="Only this one; may be repeated.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds; the median is kept.")
+@click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
+def moe(
+    num_experts: tuple[int, ...],
+    tokens: int,
+    top_k: int,
+    width: int,
+    hidden: int,
+    forms: tuple[str, ...],
+    repeats: int,
+    devices: int,
+    as_json: bool,
+    traceback: bool,
+) -> None:
+    """A layer of experts in every form, against the one-hot einsums that most JAX code sends tokens with.
+
+    Columns: time forward, and forward and backward, and ÷ = time over that of one-hot einsums in the same round; FLOPs
+    of matrix products, temporaries and the largest of them, all of one device; the share of choices that was dropped.
+    """
+    prepare_devices(devices)
+    from meshpar.bench import moe as measured
+
+    tell = _progress if sys.stderr.isatty() else lambda line: None
+    found = measured.layers(
+        forms=forms or measured.FORMS,
+        num_experts=num_experts or measured.NUM_EXPERTS,
+        tokens=tokens,
+        top_k=top_k,
+        width=width,
+        hidden=hidden,
+        repeats=repeats,
+        tell=tell,
+    )
+    if sys.stderr.isatty():
+        _progress("")
+    print_report(found, as_json=as_json)
+
+
+def _progress(line: str) -> None:
+    click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+
+
+def _draw(found: Any, path: str) -> None:
+    from meshpar.commands import plots
+    from meshpar.sharding.types import problem
+
+    try:
+        plots.collectives(found).savefig(path)
+    except OSError as error:
+        raise problem(f"`{path}`", "be written", f"it cannot: {error.strerror}", "name a file that can") from None
+
+
+def _check_file(path: str, suffixes: tuple[str, ...]) -> None:
+    """Said before anything is measured."""
+    from meshpar.sharding.types import problem
+
+    if Path(path).suffix not in suffixes:
+        exists = f"its name ends in neither of {', '.join(suffixes)}" if len(suffixes) > 1 else "a profile is a .json"
+        raise problem(f"`{path}`", "be written", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")
+    if not Path(path).absolute().parent.is_dir():
+        fix = "name a file in a folder that exists"
+        raise problem(f"`{path}`", "be written", f"there is no folder {Path(path).parent}", fix)

@@ -1,0 +1,396 @@
+"""The `meshpar` command. Nothing heavy is imported before a command runs, and devices are set up before jax is."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+HOST_DEVICES = 8
+"""XLA host devices where there is no accelerator and nobody asked for a number."""
+
+# Devices of one machine take turns on its cores: a thread may wait long for its turn before that means a deadlock.
+_PATIENCE = {
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
+}
+PIPE_WIDTH = 160
+"""Columns of a report that does not go to a terminal."""
+BROKEN_PIPE = 141
+"""Exit code when standard output is closed: 128 and the number of the signal, as of other commands in a pipe."""
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices, before jax is imported
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def prepare_devices(count: int | None) -> None:
+    """Decide on which devices jax will run; must come before anything asks jax for devices.
+
+    Args:
+      count: that many XLA host devices. None: accelerators where there are any that jax can use, else 8 host devices.
+        What the environment says already (`JAX_PLATFORMS`, `XLA_FLAGS`) stays, where `count` does not speak against it.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, not its chat
+    if count is None and ((os.environ.get("JAX_PLATFORMS") or "cpu") != "cpu" or _has_accelerator()):
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    flags = {flag.partition("=")[0]: flag for flag in os.environ.get("XLA_FLAGS", "").split()}
+    for name, value in _PATIENCE.items():
+        flags.setdefault(name, f"{name}={value}")
+    if count is not None or _COUNT_FLAG not in flags:
+        flags[_COUNT_FLAG] = f"{_COUNT_FLAG}={count or HOST_DEVICES}"
+    os.environ["XLA_FLAGS"] = " ".join(flags.values())
+    if "jax" in sys.modules:  # it has read the environment; flags are read later, with the first device
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
+    else:
+        _leave_out_cuda()
+
+
+def _leave_out_cuda() -> None:
+    """Keep jax from loading a CUDA plugin into a process that runs on host devices.
+
+    Loading costs time, and where there is no driver the plugin says so on standard error, whatever the log level.
+    """
+    for version in ("12", "13"):
+        sys.modules.setdefault(f"jax_cuda{version}_plugin", None)  # type: ignore[arg-type]
+        silent = types.ModuleType(f"jax_plugins.xla_cuda{version}")
+        silent.initialize = lambda: None  # type: ignore[attr-defined]
+        # Whether it is installed must still be seen: another process may compile for GPUs with it.
+        silent.__spec__ = importlib.util.find_spec(silent.__name__) if _importable("jax_plugins") else None
+        sys.modules.setdefault(silent.__name__, silent)
+
+
+def _has_accelerator() -> bool:
+    """Whether jax will find an accelerator, judged without importing it."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return False
+    if _importable("libtpu") and any(Path("/dev").glob("accel[0-9]*")):
+        return True
+    if _importable("jax_rocm7_pjrt", "jax_rocm60_pjrt", "jax_rocm7_plugin") and Path("/dev/kfd").exists():
+        return True
+    if not any(Path("/dev").glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    if _importable("jax_cuda12_plugin", "jax_cuda13_plugin"):
+        return True
+    click.secho("an NVIDIA GPU is here, but not jax's plugin: pip install 'meshpar[cuda12]'", fg="yellow", err=True)
+    return False
+
+
+def _importable(*modules: str) -> bool:
+    return any(importlib.util.find_spec(module) is not None for module in modules)
+
+
+def _devices(count: int | None) -> Sequence[Any]:
+    """The devices of the run, as many as asked for."""
+    import jax
+
+    from meshpar.sharding.types import problem
+
+    found = jax.devices()
+    if count is None or count == len(found) or jax.process_count() > 1:
+        return found
+    if count > len(found):
+        raise problem(
+            f"--devices {count}",
+            f"run on {count} host devices",
+            f"jax was started with {len(found)} before",
+            f"set XLA_FLAGS={_COUNT_FLAG}={count} before anything uses jax",
+        )
+    return found[:count]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+    """A command that another module holds, imported when it is used."""
+
+    home: str
+    """`module:attribute`."""
+    help: str
+    """Its line in the list of commands."""
+    needs_devices: bool = True
+    """Whether devices are set up before the module, and with it jax, is imported."""
+
+
+COMMANDS: dict[str, Lazy] = {
+    "explain": Lazy(
+        home="meshpar.commands.explain:explain",
+        help="Show what the compiler inserted: collectives, memory, overlap; for a pod you do not have.",
+        needs_devices=False,  # it decides for itself: with --cluster nothing runs on devices
+    ),
+    "cost": Lazy(
+        home="meshpar.commands.cost:cost",
+        help="What a collective costs by each algorithm: steps, bytes, time, the formulas.",
+        needs_devices=False,
+    ),
+    "schedule": Lazy(
+        home="meshpar.commands.schedule:schedule",
+        help="Show a pipeline schedule: its table, bubbles and memory.",
+        needs_devices=False,
+    ),
+    "bench": Lazy(
+        home="meshpar.commands.bench:bench",
+        help="Measure: a training step against bare jax.jit, collectives against XLA's own.",
+        needs_devices=False,  # each measurement sets up its own
+    ),
+}
+"""Commands whose options stand beside what they run; `train` and `shard` are below."""
+
+
+class _Group(click.Group):
+    """Commands of this file and of `COMMANDS`, of which none is imported to list them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # `meshpar explain ... | head`: whoever read has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+            ctx.exit(BROKEN_PIPE)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *COMMANDS]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        lazy = COMMANDS.get(name)
+        if lazy is None:
+            return super().get_command(ctx, name)
+        if lazy.needs_devices:
+            prepare_devices(None)
+        module, _, attribute = lazy.home.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own = {name: self.commands[name].get_short_help_str(90) for name in super().list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([*own.items(), *((name, lazy.help) for name, lazy in COMMANDS.items())])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            import difflib
+
+            close = difflib.get_close_matches(args[0], self.list_commands(ctx))
+            hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(self.list_commands(ctx))}"
+            raise click.UsageError(f"{error.format_message()} {hint}", ctx) from None
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+@click.version_option(package_name="meshpar", message="meshpar %(version)s")
+@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
+def cli(traceback: bool) -> None:
+    """Train Flax models sharded over a named mesh, and see what the sharding does."""
+
+
+def _options(*options: Callable[..., Any]) -> Callable[[Any], Any]:
+    def add(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+field_options = _options(
+    click.option(
+        "--set", "assignments", metavar="FIELD=VALUE", multiple=True,
+        help="Set a field of the recipe by its dotted path, as mesh.fsdp=8; may be repeated.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
+    click.option("--traceback", is_flag=True, help="Show where in the code an error came from."),
+)  # fmt: skip
+"""What every command that reads a recipe takes beside it."""
+recipe_options = _options(click.argument("recipe", type=click.Path()), field_options)
+
+
+@cli.command()
+@recipe_options
+@click.option(
+    "--devices", metavar="N", type=click.IntRange(min=1),
+    help=f"Run on N XLA host devices. Without it: on this machine's accelerators, else on {HOST_DEVICES} host devices.",
+)  # fmt: skip
+@click.option("--steps", metavar="N", type=click.IntRange(min=1), help="Same as --set steps=N.")
+@click.option("--name", metavar="NAME", help="Same as --set name=NAME: the run writes to OUT/NAME/.")
+@click.option("--out", metavar="OUT", default="runs", show_default=True, help="Folder of all runs.")
+@click.option("--fresh", is_flag=True, help="Begin anew; an earlier run of this name is moved aside.")
+@click.option(
+    "--text", metavar="PATH", multiple=True,
+    help="Train on your own text: files, globs or folders of .txt .py .md .jsonl .parquet; may be repeated.",
+)  # fmt: skip
+@click.option("--tokenizer", metavar="JSON", help="A Hugging Face tokenizer.json; the model's vocabulary follows it.")
+def train(
+    recipe: str,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    traceback: bool,
+    devices: int | None,
+    steps: int | None,
+    name: str | None,
+    out: str,
+    fresh: bool,
+    text: tuple[str, ...],
+    tokenizer: str | None,
+) -> None:
+    """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
+
+    The same command again goes on where the run stopped.
+    """
+    prepare_devices(devices)
+    from meshpar.commands import launch
+
+    launch.join()
+    here = _devices(devices)
+    from meshpar.commands.recipe import load_recipe
+    from meshpar.commands.train import train as run
+
+    found = load_recipe(recipe, devices=len(here))
+    given = [f"{field}={value}" for field, value in (("steps", steps), ("name", name)) if value is not None]
+    found = found.override(*assignments, *given)
+    if text or tokenizer:
+        found = found.replace(data=_own_text(found.data, text, tokenizer))
+    fit_vocab = tokenizer is not None and not any(a.startswith("model.vocab_size") for a in assignments)
+    stream = sys.stderr if as_json else sys.stdout
+    outcome = run(found, out=out, devices=here, fresh=fresh, fit_vocab=fit_vocab, stream=stream)
+    if as_json:
+        _print_json({"folder": str(outcome.folder), **outcome.summary})
+
+
+def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
+    """A recipe's text data with the files and the tokenizer from the command line."""
+    from meshpar.data import TextData
+    from meshpar.sharding.types import problem
+
+    if not isinstance(data, TextData):
+        raise problem(
+            "--text" if text else "--tokenizer",
+            "train on your own text",
+            f"the recipe's data is {type(data).__name__}",
+            "use a recipe whose data is TextData, as recipes/gpt_stdlib.py",
+        )
+    return dataclasses.replace(data, files=tuple(text) or data.files, tokenizer=tokenizer or data.tokenizer)
+
+
+@cli.command()
+@recipe_options
+@click.option("--mesh", metavar="AXES", help="Another mesh, as fsdp=64,tensor=8; -1 takes what is left of --devices.")
+@click.option("--devices", metavar="N", type=click.IntRange(min=1), help="How many devices to plan for.")
+@click.option("--strategy", metavar="STRATEGY", help="Another strategy, as 'fsdp() | tensor_parallel(sequence=True)'.")
+def shard(
+    recipe: str,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    traceback: bool,
+    mesh: str | None,
+    devices: int | None,
+    strategy: str | None,
+) -> None:
+    """Show how every leaf of a recipe's model lies on its mesh. Needs no devices.
+
+    Each leaf with its shape, names, the rule that fired, and bytes per device; then the totals.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
+    prepare_devices(None)
+    from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
+    from meshpar.sharding.table import shardings
+    from meshpar.sharding.types import problem
+
+    given = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
+    found = load_recipe(recipe, devices=devices).override(*given, *assignments)
+    if devices is None and -1 in found.mesh.values():
+        raise problem(
+            f"mesh {', '.join(f'{axis}={size}' for axis, size in found.mesh.items() if size != 1)}",
+            "plan without devices",
+            "one axis is -1, which takes what is left of a number of devices",
+            "say how many: --devices 4096",
+        )
+    over = found.mesh.abstract(devices)
+    model = build_model(found)
+    tx = build_optimizer(found, model, over)
+    print_report(shardings(model, over, found.strategy, tx=tx, precision=found.precision), as_json=as_json)
+
+
+def print_report(report: Any, *, as_json: bool) -> None:
+    """Print what has `to_json` and `__rich__`: as JSON, in a terminal as it likes, in a pipe without control codes."""
+    if as_json:
+        _print_json(report.to_json())
+        return
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console(highlight=False).print(report)
+        return
+    # A pipe has no width; a table that is folded to a guess of 80 columns helps nobody.
+    console = Console(width=PIPE_WIDTH, highlight=False)
+    with console.capture() as capture:
+        console.print(report)
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _print_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The command, with errors as one readable paragraph; exits 0, 2 for a mistake of the user's, 130 for Ctrl-C."""
+    args = sys.argv[1:] if args is None else list(args)
+    try:
+        code = cli.main(args, prog_name="meshpar", standalone_mode=False)
+    except click.ClickException as error:
+        _complain(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
+    except (click.Abort, KeyboardInterrupt):
+        _complain("interrupted", 130)
+    except ValueError as error:
+        # Only the errors that are written for a person are shown without where they came from.
+        if type(error).__name__ not in ("MeshparError", "LaunchError"):
+            raise
+        if "--traceback" in args:
+            import traceback
+
+            traceback.print_exception(error)
+            sys.exit(2)
+        # jax adds a note on its tracebacks, of which none is shown.
+        notes = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
+        _complain(str(error) + "".join(f" ({note})" for note in notes), 2)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    see = f" See {context.command_path} --help." if context is not None else ""
+    return re.sub(r"\s+", " ", error.format_message()) + see
+
+
+def _complain(text: str, code: int) -> None:
+    click.secho(f"meshpar: {text}", fg="red", err=True)
+    sys.exit(code)
+
+
+def train_this(file: str) -> None:
+    """Train the recipe that a file holds: its last line, so that `python recipe.py --steps 20` works too."""
+    main(["train", file, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

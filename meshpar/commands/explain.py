@@ -1,0 +1,508 @@
+"""`meshpar explain`: a recipe's training step, compiled and read back.
+
+Exit codes: 0; 1 when `--check` finds something and for nothing else; 2 for what cannot be done as asked, and for a
+recipe that raises an exception of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from meshpar.commands.cli import field_options, prepare_devices, print_report
+
+if TYPE_CHECKING:
+    import jax
+
+    from meshpar.commands.recipe import Recipe
+    from meshpar.compiled.against import Comparison
+    from meshpar.compiled.budget import Budget, Difference
+    from meshpar.compiled.clock.timeline import Timeline
+    from meshpar.compiled.pod import PodProcess
+    from meshpar.compiled.report import Report
+    from meshpar.planner.hardware import Cluster
+    from meshpar.sharding.types import AnyMesh
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(), required=False)
+@field_options
+@click.option(
+    "--cluster",
+    metavar="GPUS",
+    help="Compile for a pod that is not here: h100:8x8 (GPU:NODESxGPUS), or a profile's my.json.",
+)
+@click.option("--mesh", metavar="AXES", help="Another mesh, as fsdp=64,tensor=8; -1 takes what is left.")
+@click.option("--strategy", metavar="STRATEGY", help="Another strategy, as 'fsdp() | tensor_parallel(sequence=True)'.")
+@click.option(
+    "--batch", metavar="SHAPES", help="The global batch, for data that cannot tell: 'x=float32[64,784],y=int32[64]'."
+)
+@click.option("--against", metavar="OTHER", help="Compare with another recipe, mesh, strategy or cluster.")
+@click.option(
+    "--html", metavar="FILE", type=click.Path(dir_okay=False), help="Write the report, with pictures, to a file."
+)
+@click.option("--check", is_flag=True, help="Exit with 1 on a collective that the strategy did not promise.")
+@click.option(
+    "--save-budget", metavar="FILE", type=click.Path(dir_okay=False), help="Write down what is sent and held."
+)
+@click.option(
+    "--budget", metavar="FILE", type=click.Path(), help="Compare with a saved budget; --check holds the step to it."
+)
+@click.option(
+    "--table",
+    is_flag=True,
+    help="Instead: what each strategy splits and sends, for the reference decoder, as Markdown.",
+)
+def explain(
+    recipe: str | None,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    traceback: bool,
+    cluster: str | None,
+    mesh: str | None,
+    strategy: str | None,
+    batch: str | None,
+    against: str | None,
+    html: str | None,
+    check: bool,
+    save_budget: str | None,
+    budget: str | None,
+    table: bool,
+) -> int:
+    """Show what the compiler inserted: `meshpar explain recipes/llama3_8b.py --cluster h100:8x8`.
+
+    Compiles the training step and reads the program back: memory, collectives over each mesh axis, what the strategy
+    promised, overlap. Nothing is run. Without --cluster it compiles for the devices at hand.
+    """
+    if cluster or table:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
+    prepare_devices(None)
+    if table:
+        _print_table(cluster, as_json=as_json)
+        return 0
+    if recipe is None:
+        raise click.UsageError("Missing argument 'RECIPE'.", click.get_current_context())
+    for path in filter(None, (html, save_budget)):
+        _check_folder(path)
+    from meshpar.compiled.budget import Budget
+
+    # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
+    with contextlib.redirect_stdout(sys.stderr), _crashes_told(recipe, against, with_traceback=traceback):
+        held_to = Budget.load(budget) if budget else None
+        layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
+        subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch)
+        if held_to is not None:
+            held_to.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
+        other = subject.against(against) if against else None
+        found = _explained(subject, other, held_to)
+    print_report(found, as_json=as_json)
+    if html:
+        page = _page(found, subject)
+        with _writing(html):
+            Path(html).write_text(page, encoding="utf-8")
+    if save_budget:
+        with _writing(save_budget):
+            Budget.of(found.report, subject.recipe.name).save(save_budget)
+    reasons = found.reasons if check else []
+    for reason in reasons:
+        click.secho(f"meshpar: {reason}", fg="red", err=True)
+    return 1 if reasons else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is compiled
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A recipe, where it is to run, and what its batches are."""
+
+    path: str
+    recipe: Recipe
+    cluster: Cluster | None
+    mesh: AnyMesh
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    layout: Sequence[str]
+    """Mesh and strategy as the command line gave them."""
+    assignments: Sequence[str]
+    """Other fields of the recipe, too."""
+    shapes: str | None
+    """The batch, too."""
+
+    @staticmethod
+    def of(
+        path: str,
+        cluster: str | Cluster | None,
+        *,
+        layout: Sequence[str],
+        assignments: Sequence[str],
+        shapes: str | None,
+    ) -> Subject:
+        """A recipe from a file, with fields set by text.
+
+        Raises:
+          ValueError: a recipe, a cluster or a field that cannot be read, or a mesh that does not fit the devices.
+        """
+        import jax
+
+        from meshpar.commands.recipe import load_recipe
+        from meshpar.compiled.target import require_aot
+        from meshpar.planner.hardware import parse_cluster
+
+        pod = parse_cluster(cluster) if cluster is not None else None
+        if pod is not None:
+            require_aot(pod.name)
+        recipe = load_recipe(path, devices=pod.num_devices if pod else len(jax.devices()))
+        recipe = recipe.override(*layout, *assignments)
+        mesh = _mesh_here(recipe) if pod is None else _mesh_on(recipe, pod)
+        return Subject(
+            path=path,
+            recipe=recipe,
+            cluster=pod,
+            mesh=mesh,
+            batch=_batch(recipe, shapes),
+            layout=layout,
+            assignments=assignments,
+            shapes=shapes,
+        )
+
+    def against(self, other: str) -> Subject:
+        """Another recipe, or the same with another mesh, strategy or cluster."""
+        if re.search(r"\.py(:\w+)?$", other):
+            return Subject.of(other, self.cluster, layout=(), assignments=self.assignments, shapes=self.shapes)
+        if "(" not in other and re.fullmatch(r"[A-Za-z0-9_\-]+:[0-9x]+|.*\.json", other):
+            return Subject.of(self.path, other, layout=self.layout, assignments=self.assignments, shapes=self.shapes)
+        field = "mesh" if "=" in other and "(" not in other else "strategy"
+        recipe = self.recipe.override(f"{field}={other}")
+        mesh = _mesh_here(recipe) if self.cluster is None else _mesh_on(recipe, self.cluster)
+        return dataclasses.replace(self, recipe=recipe, mesh=mesh, batch=_batch(recipe, self.shapes))
+
+    @property
+    def target(self) -> str:
+        """As a report names it."""
+        import jax
+
+        return self.cluster.name if self.cluster is not None else jax.default_backend()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Axis sizes of the mesh."""
+        from meshpar.sharding.types import axis_sizes
+
+        return axis_sizes(self.mesh)
+
+    def explained(self, pod: PodProcess | None) -> Report:
+        """The report about it."""
+        from meshpar.commands.recipe import build_model, build_optimizer, build_step
+        from meshpar.compiled.explain import explain as report_on
+        from meshpar.training.state import abstract_state
+
+        recipe = self.recipe
+        model = build_model(recipe)
+        tx = build_optimizer(recipe, model, self.mesh)
+        state = abstract_state(model, tx, mesh=self.mesh, strategy=recipe.strategy, precision=recipe.precision)
+        return report_on(build_step(recipe), state, dict(self.batch), self.cluster, pod=pod)
+
+
+def _mesh_here(recipe: Recipe) -> AnyMesh:
+    """The recipe's mesh over as many of the devices at hand as it needs."""
+    import math
+
+    import jax
+
+    from meshpar.sharding.types import problem
+
+    here = jax.devices()
+    sizes = list(recipe.mesh.values())
+    wanted = math.prod(sizes) if -1 not in sizes else len(here)
+    if wanted > len(here):
+        raise problem(
+            f"mesh {_axes(recipe.mesh)} of {wanted:,} devices",
+            "compile for the devices at hand",
+            f"there are {len(here)} ({here[0].device_kind})",
+            f"name the pod it is for, as --cluster h100:{-(-wanted // 8)}x{min(wanted, 8)}, or a smaller --mesh",
+        )
+    return recipe.mesh.build(here[:wanted])
+
+
+def _mesh_on(recipe: Recipe, cluster: Cluster) -> AnyMesh:
+    import math
+
+    from meshpar.sharding.types import problem
+
+    sizes = list(recipe.mesh.values())
+    known = math.prod(size for size in sizes if size != -1)
+    fits = cluster.num_devices % known == 0 if -1 in sizes else cluster.num_devices == known
+    if not fits:
+        raise problem(
+            f"--cluster {cluster.name}",
+            f"run mesh {_axes(recipe.mesh)}, which takes {known:,} devices" + (" or a multiple" if -1 in sizes else ""),
+            f"the cluster has {cluster.num_devices:,} GPUs",
+            f"use --mesh fsdp={cluster.num_devices}, or --cluster {cluster.gpu.name}:{-(-known // 8)}x{min(known, 8)}",
+        )
+    return recipe.mesh.abstract(cluster.num_devices)
+
+
+def _axes(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items() if size != 1) or "of one device"
+
+
+_SHAPE = re.compile(r"\s*(\w+)\s*=\s*(\w+)\[([0-9,\s]*)\]\s*(?:,|$)")
+
+
+def _batch(recipe: Recipe, shapes: str | None) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the global batch, without reading the data."""
+    from meshpar.sharding.types import problem
+
+    if shapes is not None:
+        return _read_shapes(shapes)
+    tell, why = getattr(recipe.data, "batch_shapes", None), "it has no method `batch_shapes`"
+    if tell is not None:
+        try:
+            return tell(recipe.batch_size)
+        except (ImportError, OSError) as error:  # a function that loads arrays may need what is not here
+            why = f"loading it failed: {type(error).__name__}: {error}"
+    raise problem(
+        f"the recipe's data ({type(recipe.data).__name__})",
+        "tell the shapes of a batch",
+        why,
+        f"give them: --batch 'inputs=int32[{recipe.batch_size},1024],targets=int32[{recipe.batch_size},1024]'",
+    )
+
+
+def _read_shapes(text: str) -> dict[str, jax.ShapeDtypeStruct]:
+    import jax
+    import numpy as np
+
+    from meshpar.sharding.types import problem
+
+    found, at = {}, 0
+    with contextlib.suppress(TypeError):  # numpy's word for a dtype that does not exist
+        while match := _SHAPE.match(text, at):
+            name, dtype, dims = match.groups()
+            found[name] = jax.ShapeDtypeStruct(tuple(map(int, filter(str.strip, dims.split(",")))), np.dtype(dtype))
+            at = match.end()
+    if at < len(text) or not found:
+        raise problem(
+            f"--batch {text}",
+            f"read `{text[at:].strip()}`" if text[at:].strip() else "read it",
+            "each entry is one array as name=dtype[sizes], with a dtype that NumPy knows",
+            "write it like 'inputs=int32[64,1024],targets=int32[64,1024]'",
+        )
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What comes of it
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explained:
+    """A report, with what it was compared to."""
+
+    report: Report
+    comparison: Comparison | None = None
+    budget: Budget | None = None
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """From the budget."""
+        return () if self.budget is None else self.budget.differences(self.report)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why a check fails; empty when it does not."""
+        from meshpar.compiled.render import surprise_text
+
+        surprises = [f"not promised: {surprise_text(one)}" for one in self.report.promise.surprise]
+        return surprises + [f"over budget: {one.text}" for one in self.differences if one.is_over]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report's own fields, and beside them `against` and `budget`."""
+        more: dict[str, Any] = {}
+        if self.comparison is not None:
+            more["against"] = self.comparison.to_json()
+        if self.budget is not None:
+            broken = any(one.is_over for one in self.differences)
+            more["budget"] = {"differences": [one.to_json() for one in self.differences], "is_kept": not broken}
+        return {**self.report.to_json(), **more}
+
+    @property
+    def sections(self) -> tuple[Any, ...]:
+        """What stands below the report."""
+        from meshpar.compiled.render import Cell, Section
+
+        found = [] if self.comparison is None else [*self.comparison.sections]
+        if self.budget is not None:
+            lines = tuple(
+                Cell(("✘ " if one.is_over else "· ") + one.text, "bad" if one.is_over else "faint")
+                for one in self.differences
+            )
+            parts = lines or (Cell("✔ as the budget says", "good"),)
+            found.append(Section(title="Budget", parts=parts))
+        return tuple(found)
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        from meshpar.compiled.render import rich_of
+
+        return Group(self.report, *(rich_of([section]) for section in self.sections))
+
+
+def _explained(subject: Subject, other: Subject | None, budget: Budget | None) -> Explained:
+    from meshpar.compiled.against import Comparison
+    from meshpar.compiled.pod import PodError
+
+    if sys.stderr.isatty():
+        click.echo(f"compiling {subject.recipe.name} for {subject.target} …", err=True)
+    try:
+        with _pod(subject) as pod:
+            report = subject.explained(pod)
+            second = other.explained(pod) if other is not None else None
+    except PodError as error:
+        raise click.ClickException(f"the compiler failed: {error}") from error
+    comparison = None
+    if second is not None and other is not None:
+        labels = (_label(subject, other), _label(other, subject))
+        comparison = Comparison(first=report, second=second, labels=labels)
+    return Explained(report=report, comparison=comparison, budget=budget)
+
+
+@contextlib.contextmanager
+def _pod(subject: Subject) -> Iterator[PodProcess | None]:
+    if subject.cluster is None:
+        yield None
+        return
+    from meshpar.compiled.pod import PodProcess
+
+    with PodProcess() as pod:
+        yield pod
+
+
+def _label(subject: Subject, other: Subject) -> str:
+    """What tells one from the other, shortly."""
+    if subject.path != other.path:
+        return Path(subject.path).stem
+    if subject.target != other.target:
+        return subject.target
+    if subject.recipe.mesh != other.recipe.mesh:
+        return _axes(subject.recipe.mesh)
+    return str(subject.recipe.strategy)
+
+
+@contextlib.contextmanager
+def _crashes_told(recipe: str, against: str | None, *, with_traceback: bool) -> Iterator[None]:
+    """A recipe's own exception is not a finding: Python's exit code for it, 1, would say that it is one."""
+    from meshpar.sharding.types import problem
+
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, click.ClickException) or type(error).__name__ in ("MeshparError", "LaunchError"):
+            raise
+        if with_traceback:
+            import traceback
+
+            traceback.print_exception(error)
+        files = {path: str(Path(path.partition(":")[0]).resolve()) for path in (recipe, against) if path}
+        file, line = _raised_at(error, tuple(files.values()))
+        said = "; ".join(filter(None, str(error).strip().split("\n")[:1])) or "no message"
+        raise problem(
+            f"recipe `{next((path for path, own in files.items() if own == file), recipe)}`",
+            "explain its training step",
+            f"it raised {type(error).__name__} ({said}) at {os.path.basename(file)}:{line}",
+            "mend that line; --traceback shows how it got there",
+        ) from None
+
+
+def _raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
+    """The line of a recipe that an exception went through last, else the line it is from."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno or 0
+    import traceback
+
+    frames = [
+        (os.path.realpath(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return next((at for at in reversed(frames) if at[0] in recipes), frames[-1])
+
+
+def _page(found: Explained, subject: Subject) -> str:
+    """The report as a file for a browser."""
+    from meshpar.compiled.render import as_page
+
+    title = f"meshpar explain {subject.recipe.name}"
+    return as_page(found.report, title=title, pictures=_pictures(found), more=found.sections)
+
+
+def _pictures(found: Explained) -> dict[str, str]:
+    """SVG by caption."""
+    import io
+
+    from meshpar.commands import plots
+
+    report = found.report
+    side_by_side = {report.strategy: report}
+    if found.comparison is not None:
+        first, second = found.comparison.labels
+        side_by_side = {first: report, second: found.comparison.second}
+    figures = {
+        "Bytes over each axis": plots.axes_bytes(side_by_side),
+        "Memory": plots.memory({k: r.memory for k, r in side_by_side.items()}),
+    }
+    if report.timeline is not None:
+        figures["One layer on the clock"] = plots.timeline(report.timeline, loop=_layer(report.timeline))
+
+    def drawn(figure: Any) -> str:
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg")
+        return buffer.getvalue()
+
+    return {caption: drawn(figure) for caption, figure in figures.items()}
+
+
+def _layer(timeline: Timeline) -> str | None:
+    """The innermost loop that takes most of the step: one layer, not one micro-step."""
+    innermost = [loop for loop in timeline.loops if all(op.kind != "loop" for op in loop.ops)]
+    longest = max(innermost, key=lambda loop: loop.duration_s * (loop.trip_count or 1), default=None)
+    return None if longest is None else longest.name
+
+
+def _check_folder(path: str) -> None:
+    """Before minutes of compiling, not after."""
+    from meshpar.sharding.types import problem
+
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise problem(f"{path}", "write to it", f"there is no folder {folder}", f"make it: mkdir -p {folder}")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise problem(f"{path}", "write to it", "you may not", "name a file in a folder of yours")
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """A file that cannot be written is a mistake of the user's, not a finding of the check."""
+    from meshpar.sharding.types import problem
+
+    try:
+        yield
+    except OSError as error:
+        raise problem(path, "write to it", f"that failed ({error.strerror})", "name another file") from None
+
+
+def _print_table(cluster: str | None, *, as_json: bool) -> None:
+    from meshpar.compiled.reference import strategy_table
+
+    rows = strategy_table(cluster)
+    print_report(rows, as_json=True) if as_json else click.echo(rows.markdown)

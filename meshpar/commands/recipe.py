@@ -1,0 +1,798 @@
+"""Recipe: everything a training run is made of, as one frozen value that text can change field by field.
+
+recipes/x.py ─► load_recipe ─► Recipe ─► override("mesh.fsdp=8", "steps=20") ─► Recipe ─► to_json
+"""
+
+from __future__ import annotations
+
+import ast
+import collections.abc
+import contextlib
+import dataclasses
+import enum
+import functools
+import importlib.util
+import inspect
+import math
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import jax
+import optax
+
+from meshpar.data.source import Data
+from meshpar.parallel.strategies import Strategy, as_strategy, fsdp, parse_strategy
+
+# Not for type checkers only: overrides read the annotations at run time.
+from meshpar.sharding.adapters import Model
+from meshpar.sharding.mesh import MeshSpec
+from meshpar.sharding.rules import Rules, use
+from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, near, path_str, problem
+from meshpar.training.precision import Precision
+from meshpar.training.step import StepOptions, TrainStep
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The optimizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """A recipe's description of its optimizer."""
+
+    def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
+        """The optax optimizer of a run of `steps` steps; `names` are the parameters' logical names by path."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """optax's AdamW with warm-up, a schedule and clipping (Loshchilov & Hutter 2019).
+
+    Weights are decayed, norms are not: a leaf called `scale` or `bias`, or with fewer than two dims beside `layers`, is
+    left out.
+    """
+
+    lr: float = 3e-4
+    """Learning rate after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which it rises from 0."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How it falls afterwards."""
+    final_lr: float = 0.1
+    """What is left of it at the end, as a fraction of `lr`; not used by "constant"."""
+    schedule_steps: int | None = None
+    """Length of the schedule; None: the run's. Set it when a run may be prolonged later: its start then stays."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Times the learning rate, taken from the weights every step."""
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm; None leaves them."""
+
+    def __post_init__(self) -> None:
+        known = ("cosine", "linear", "constant")
+        if self.schedule not in known:
+            raise problem(
+                f"AdamW(schedule={self.schedule!r})", "use it", "there is no such schedule", f"one of {known}"
+            )
+        for field in dataclasses.fields(self):
+            _check_finite(f"AdamW.{field.name}", getattr(self, field.name))
+        at_least = {"warmup_steps": 0, "final_lr": 0, "weight_decay": 0, "b1": 0, "b2": 0}
+        for name, least in at_least.items():
+            _check(f"AdamW.{name}", getattr(self, name), getattr(self, name) >= least, f"it is at least {least}")
+        for name in ("b1", "b2"):
+            _check(f"AdamW.{name}", getattr(self, name), getattr(self, name) < 1, "a decay is below 1")
+        for name in ("lr", "eps", "clip_norm", "schedule_steps"):
+            value = getattr(self, name)
+            _check(f"AdamW.{name}", value, value is None or value > 0, "it is above 0")
+
+    def learning_rate(self, steps: int) -> Callable[[Any], Any]:
+        """The learning rate by step, of a run of this many steps.
+
+        Raises:
+          ValueError: a warm-up that is no shorter than the schedule.
+        """
+        steps = self.schedule_steps or steps
+        if self.schedule != "constant" and self.warmup_steps >= steps:
+            raise problem(
+                f"AdamW.warmup_steps ({self.warmup_steps})",
+                f"warm up within a schedule of {steps} steps",
+                "nothing would be left of it",
+                f"set optimizer.warmup_steps below {steps}, or run more steps",
+            )
+        end = self.lr * self.final_lr
+        after: Any
+        if self.schedule == "cosine":
+            after = optax.cosine_decay_schedule(self.lr, steps - self.warmup_steps, alpha=self.final_lr)
+        elif self.schedule == "linear":
+            after = optax.linear_schedule(self.lr, end, steps - self.warmup_steps)
+        else:
+            after = optax.constant_schedule(self.lr)
+        if not self.warmup_steps:
+            return after
+        # The first step already moves: a rate of exactly 0 would waste it.
+        rise = optax.linear_schedule(self.lr / self.warmup_steps, self.lr, max(self.warmup_steps - 1, 1))
+        return optax.join_schedules([rise, after], [self.warmup_steps])
+
+    def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
+        """The optax optimizer of a run of `steps` steps."""
+        adamw = optax.adamw(
+            self.learning_rate(steps),
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            mask=functools.partial(decayed, names=names),
+        )
+        return adamw if self.clip_norm is None else optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optax:
+    """Any optax optimizer."""
+
+    make: Callable[[int], optax.GradientTransformation]
+    """From the number of steps of the run, for its schedules, to the optimizer."""
+
+    def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
+        """The optimizer that `make` makes."""
+        return self.make(steps)
+
+
+def decayed(params: PyTree, names: Mapping[str, Names]) -> PyTree:
+    """Which leaves weight decay is for: those with two dims or more beside `layers`, unless called `scale` or `bias`.
+
+    Args:
+      params: the parameters.
+      names: their logical names by path; a leaf that is missing has no stacked dims.
+    """
+
+    def wanted(key_path: Any, leaf: Any) -> bool:
+        path = path_str(key_path)
+        stacked = sum(name == "layers" for name in names.get(path, ()))
+        return leaf.ndim - stacked >= 2 and path.rpartition("/")[2] not in ("scale", "bias")
+
+    return jax.tree_util.tree_map_with_path(wanted, params)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recipe
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class ModelConfig(Protocol):
+    """A recipe's description of its model."""
+
+    def build(self) -> Model:
+        """The model, described; no arrays are made."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A text to be written at the end of a run."""
+
+    prompt: str = "def "
+    """What the text begins with."""
+    num_tokens: int = 200
+    """How many tokens follow."""
+    temperature: float = 0.8
+    """Flatter than the model's own distribution above 1, sharper below; 0 takes the likeliest token."""
+
+    def __post_init__(self) -> None:
+        _check_finite("Sample.temperature", self.temperature)
+        _check("Sample.num_tokens", self.num_tokens, self.num_tokens >= 1, "it is at least 1")
+        _check("Sample.temperature", self.temperature, self.temperature >= 0, "it is at least 0")
+        _check("Sample.prompt", self.prompt, bool(self.prompt), "a text begins with something")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything a training run is made of. A recipe file has a function `recipe()` that returns one."""
+
+    name: str
+    """The run writes to `runs/<name>/`."""
+    mesh: MeshSpec
+    """The devices, by axis."""
+    strategy: Strategy | Rules = dataclasses.field(default_factory=fsdp)
+    """What is split over which axis."""
+    model: ModelConfig | Model
+    """What is trained."""
+    loss: Callable[..., Any]
+    """(model, batch, key) -> (loss, metrics)."""
+    data: Data
+    """What it is trained on."""
+    optimizer: AdamW | Optax | Optimizer = dataclasses.field(default_factory=AdamW)
+    """How it is trained."""
+    steps: int
+    """Updates in all."""
+    batch_size: int
+    """Rows of the global batch of one update, over all devices and micro-steps."""
+    accumulate: int = 1
+    """Micro-steps that share one update."""
+    accumulate_mode: Literal["each", "once"] = "each"
+    """Reduce the gradients of every micro-step into shards, or keep whole sums and reduce once."""
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    """Dtypes of parameters, compute and the reduction of gradients."""
+    remat: str | None = None
+    """What the layers recompute in the backward pass: "full", "dots", "all_dots"; None recomputes nothing."""
+    nonfinite: Literal["raise", "skip", "ignore"] = "raise"
+    """What to do when loss or gradients are not finite."""
+    seed: int = 0
+    """Chooses the initial weights, dropout and the order of the data."""
+    validate_every: int | None = None
+    """Steps between validations; None validates at the end only."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; None saves at the end and when interrupted."""
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints stay."""
+    sample: Sample | None = None
+    """A text to write at the end, for language models."""
+
+    def __post_init__(self) -> None:
+        _check_kind("mesh", self.mesh, MeshSpec, "mp.MeshSpec(fsdp=4, tensor=2)")
+        object.__setattr__(self, "strategy", as_strategy(self.strategy))
+        _check_kind("precision", self.precision, Precision, 'mp.Precision(compute="bfloat16")')
+        for field, wants in (("model", "build"), ("data", "open"), ("optimizer", "build"), ("loss", "__call__")):
+            _check_offers(field, getattr(self, field), wants)
+        for field in ("steps", "batch_size", "validate_every", "checkpoint_every", "keep_checkpoints"):
+            value = getattr(self, field)
+            optional = value is None and field.endswith("_every")
+            _check(f"Recipe.{field}", value, optional or (_is_int(value) and value >= 1), "it is a positive integer")
+        _check("Recipe.seed", self.seed, _is_int(self.seed), "it is an integer")
+        folder = self.name.replace("-", "").replace("_", "").replace(".", "")
+        _check("Recipe.name", self.name, folder.isalnum(), "it names a folder: letters, digits, - _ .")
+        _ = self.step_options  # its own checks
+        if self.batch_size % self.accumulate:
+            raise problem(
+                f"Recipe.batch_size ({self.batch_size})",
+                f"split it into {self.accumulate} micro-steps",
+                f"{self.batch_size} is not a multiple of {self.accumulate}",
+                f"use a batch of {-(-self.batch_size // self.accumulate) * self.accumulate}, or another `accumulate`",
+            )
+
+    @property
+    def step_options(self) -> StepOptions:
+        """What `train_step` is asked."""
+        return StepOptions(
+            accumulate=self.accumulate,
+            accumulate_mode=self.accumulate_mode,
+            precision=self.precision,
+            remat=self.remat,
+            nonfinite=self.nonfinite,
+        )
+
+    def replace(self, **changes: Any) -> Recipe:
+        """The same recipe with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def override(self, *assignments: str) -> Recipe:
+        """The same recipe with fields set by text, as "mesh.fsdp=8"; see `override`."""
+        return override(self, assignments)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field as plain data, for a person to read; functions stand as their names."""
+        return _plain(self)
+
+
+def _check(where: str, value: object, holds: bool, rule: str) -> None:
+    if not holds:
+        raise problem(where, f"use {value!r}", rule, "change it")
+
+
+def _check_finite(where: str, value: object) -> None:
+    _check(where, value, not isinstance(value, float) or math.isfinite(value), "it is a finite number")
+
+
+def _check_kind(field: str, value: object, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
+        raise problem(f"Recipe.{field}", f"be {value!r}", f"it is a {kind.__name__}", f"write {field}={example}")
+
+
+def _check_offers(field: str, value: object, method: str) -> None:
+    if field == "model" and hasattr(value, "bind"):  # a Model, made already
+        return
+    if not callable(getattr(value, method, None)) or isinstance(value, type):
+        wants = "a function" if method == "__call__" else f"an object with a method `{method}`"
+        hint = f" Call it: {value.__name__}(...)" if isinstance(value, type) else ""
+        raise problem(f"Recipe.{field}", f"be {value!r}", f"it is {wants}", f"give it one.{hint}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def build_model(recipe: Recipe) -> Model:
+    """The recipe's model, described."""
+    return recipe.model if isinstance(recipe.model, Model) else recipe.model.build()
+
+
+def build_optimizer(recipe: Recipe, model: Model, mesh: AnyMesh) -> optax.GradientTransformation:
+    """The recipe's optimizer, which may look at the names of the model's parameters."""
+    with use(mesh, recipe.strategy):
+        names = dict(model.names())
+    return recipe.optimizer.build(steps=recipe.steps, names=names)
+
+
+def build_step(recipe: Recipe) -> TrainStep:
+    """The recipe's training step, as `train` runs it and `explain` compiles it."""
+    return TrainStep(recipe.loss, recipe.step_options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a file
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
+    """The recipe that a file's function `recipe` returns.
+
+    Args:
+      path: a Python file; `file.py:name` calls another of its functions.
+      devices: how many devices the mesh is for, handed to a function that asks for `devices`. None leaves the
+        function its default.
+
+    Raises:
+      ValueError: no such file or function, or one that returns something else.
+    """
+    file, _, function = str(path).partition(":")
+    make = _function_of(Path(file), function or "recipe")
+    asks = "devices" in inspect.signature(make).parameters
+    recipe = make(devices=devices) if asks and devices is not None else make()
+    if not isinstance(recipe, Recipe):
+        raise problem(
+            f"recipe file `{file}`",
+            f"take a Recipe from its function `{make.__name__}`",
+            f"it returned {type(recipe).__name__}",
+            "return mp.Recipe(...)",
+        )
+    return recipe
+
+
+def _function_of(file: Path, function: str) -> Callable[..., Any]:
+    if not file.is_file():
+        raise problem(f"recipe `{file}`", "read it", "there is no such file", _files_near(file))
+    module = _import_file(file)
+    found = getattr(module, function, None)
+    if not callable(found):
+        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise problem(
+            f"recipe file `{file}`",
+            f"call its function `{function}`",
+            "it has none",
+            f"define `def {function}() -> mp.Recipe` ({near(function, names)})",
+        )
+    return found
+
+
+def _import_file(file: Path) -> types.ModuleType:
+    main = sys.modules.get("__main__")
+    if main is not None and getattr(main, "__file__", None) and Path(main.__file__ or "").resolve() == file.resolve():
+        return main  # a recipe that runs itself
+    spec = importlib.util.spec_from_file_location(f"meshpar_recipe_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise problem(f"recipe `{file}`", "import it", "it is no Python file", "name a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their annotations up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _files_near(file: Path) -> str:
+    here = file.parent if file.parent.is_dir() else Path()
+    found = {str(p) for folder in {here, Path("recipes")} if folder.is_dir() for p in folder.glob("*.py")}
+    same_name = [path for path in found if Path(path).stem == file.stem]
+    return f"did you mean `{same_name[0]}`?" if same_name else near(str(file), found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# To plain data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; what is neither data nor a dataclass stands as its name."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, MeshSpec):
+        inside = {} if value.inside_node == ("tensor",) else {"inside_node": list(value.inside_node)}
+        return {**value, **inside}
+    if isinstance(value, Strategy):
+        return value.label
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.repr}
+        return fields if isinstance(value, Recipe | Precision) else {"type": type(value).__name__, **fields}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, functools.partial):
+        given = [*map(repr, value.args), *(f"{key}={item!r}" for key, item in value.keywords.items())]
+        return f"{_plain(value.func)}({', '.join(given)})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        # A recipe file's own functions live in a module whose name says only how it was loaded.
+        module = "" if value.__module__.startswith(("meshpar_recipe_", "__main__")) else f"{value.__module__}."
+        return f"{module}{value.__qualname__}"
+    return type(value).__name__
+
+
+RESUMABLE = (
+    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "validate_every", "checkpoint_every",
+    "keep_checkpoints", "sample", "data.prefetch", "data.cache",
+)  # fmt: skip
+"""Fields that may differ when a run is resumed: none of them changes what is trained on what."""
+
+
+def changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two recipes, as `to_json` gives them, differ: dotted path to (before, after).
+
+    Args:
+      before: the older one. It may have been written when there were fewer fields.
+      after: the newer one.
+      defaults: by dotted path, what a field that `before` does not have was taken to be: see `defaults_of`.
+    """
+    absent = "(absent)"
+    old, new = dict(_flat(before)), dict(_flat(after))
+    # Only a config that was there can have been without a field; one that was not there has no defaults either.
+    there = {"", *(path.rpartition(".")[0] for path in old)}
+    unsaid = {path: value for path, value in (defaults or {}).items() if path.rpartition(".")[0] in there}
+    return {
+        path: (old.get(path, absent), new.get(path, absent))
+        for path in {**old, **new}
+        if old.get(path, unsaid.get(path, absent)) != new.get(path, absent)
+    }
+
+
+def defaults_of(recipe: Recipe) -> dict[str, Any]:
+    """What fields are where nothing is said about them, by dotted path, in a recipe and in the configs it holds."""
+    found: dict[str, Any] = {}
+
+    def collect(config: Any, prefix: str) -> None:
+        for field in dataclasses.fields(config):
+            value, path = getattr(config, field.name), f"{prefix}{field.name}"
+            if dataclasses.is_dataclass(value) and not isinstance(value, type | MeshSpec | Strategy):
+                collect(value, f"{path}.")
+            elif field.default is not dataclasses.MISSING and field.repr:
+                found.update(_flat({path: _plain(field.default)}))
+
+    collect(recipe, "")
+    return found
+
+
+def breaks_resuming(path: str) -> bool:
+    """Whether a run cannot be resumed when this field has changed."""
+    return not any(path == free or path.startswith(f"{free}.") for free in RESUMABLE)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Overrides: text by dotted path, typed by the field's annotation
+# ---------------------------------------------------------------------------------------------------------------------
+
+_Tree: TypeAlias = dict[str, "str | _Tree"]
+
+
+def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
+    """The recipe with fields set by text.
+
+    Args:
+      recipe: the recipe to start from.
+      assignments: each as "dotted.path=text". The text is read by the type of the field: numbers, true and false,
+        none, words, `a,b` for tuples, `fsdp=4,tensor=2` for the mesh, `fsdp() | tensor_parallel()` for the strategy.
+        They are applied together, so two fields that must fit each other can be set in any order. Of two that set the
+        same field the later one wins.
+
+    Raises:
+      ValueError: an unknown name, a text that is not of the field's type, a value the field's owner refuses.
+    """
+    tree: _Tree = {}
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals or not all(part.strip() for part in path.split(".")):
+            raise problem(
+                f"override `{assignment}`", "set a field", "it is not path=value", "write it like mesh.fsdp=8"
+            )
+        _plant(tree, [part.strip() for part in path.split(".")], text.strip(), assignment)
+    return _with(recipe, tree, ()) if tree else recipe
+
+
+def _plant(tree: _Tree, parts: Sequence[str], text: str, assignment: str) -> None:
+    *above, last = parts
+    for part in above:
+        branch = tree.setdefault(part, {})
+        if isinstance(branch, str):
+            raise _both(assignment, part)
+        tree = branch
+    if isinstance(tree.get(last), dict):
+        raise _both(assignment, last)
+    tree[last] = text
+
+
+def _both(assignment: str, name: str) -> MeshparError:
+    return problem(
+        f"override `{assignment}`",
+        f"set `{name}` and a field of it",
+        "which of the two comes first is not said",
+        "set its fields only, or the whole only",
+    )
+
+
+def _with(value: Any, tree: _Tree, path: tuple[str, ...]) -> Any:
+    """`value` with the branches of `tree` set; `path` is where it stands in the recipe."""
+    if isinstance(value, MeshSpec):
+        return _with_axes(value, tree, path)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        name = next(iter(tree))
+        raise problem(
+            f"`{_dotted(path, name)}`",
+            f"set a field of `{_dotted(path)}`",
+            f"that is {value!r}, which has no fields",
+            f"set `{_dotted(path)}` itself, or change the recipe file",
+        )
+    changed = {}
+    for name, branch in tree.items():
+        hint = _annotation(value, name, path)
+        now = getattr(value, name)
+        if isinstance(branch, str):
+            changed[name] = read(branch, hint, (*path, name), now=now)
+        else:
+            changed[name] = _with(_entered(now, hint), branch, (*path, name))
+    try:
+        return dataclasses.replace(value, **changed)
+    except MeshparError:
+        raise
+    except ValueError as error:  # a class that is not ours, with checks of its own
+        asked = ", ".join(f"{_dotted(path, name)}={new!r}" for name, new in changed.items())
+        raise problem(f"`{_dotted(path) or 'recipe'}`", f"set {asked}", str(error), "choose other values") from error
+
+
+def _with_axes(spec: MeshSpec, tree: _Tree, path: tuple[str, ...]) -> MeshSpec:
+    sizes = {}
+    inside = spec.inside_node
+    for name, text in tree.items():
+        if name not in spec and name != "inside_node":
+            raise problem(
+                f"`{_dotted(path, name)}`",
+                f"set the size of mesh axis `{name}`",
+                "the mesh has no such axis",
+                f"{near(name, spec)} An axis of your own is added with mesh={name}=2,fsdp=4",
+            )
+        if not isinstance(text, str):
+            raise problem(f"`{_dotted(path, name)}`", "set a field of it", "an axis is a number", f"set {name}=8")
+        if name == "inside_node":
+            inside = read(text, tuple[str, ...], (*path, name))
+        else:
+            sizes[name] = read(text, int, (*path, name))
+    return MeshSpec(inside_node=inside, **{**spec, **sizes})
+
+
+def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
+    """The type of a field of a dataclass; an unknown name is an error that lists the near ones."""
+    fields = {f.name: f for f in dataclasses.fields(value) if f.init}
+    if name not in fields:
+        elsewhere = [p for p in _paths(value) if p.rpartition(".")[2] == name]
+        there = " or ".join(f"`{_dotted(path, p)}`" for p in elsewhere[:3])
+        raise problem(
+            f"`{_dotted(path, name)}`",
+            f"set the field `{name}` of {type(value).__name__}",
+            "there is no such field",
+            f"did you mean {there}?" if elsewhere else near(name, fields),
+        )
+    try:
+        return typing.get_type_hints(type(value))[name]
+    except NameError:  # an annotation that only a type checker can resolve
+        return type(getattr(value, name))
+
+
+def _paths(value: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all fields below a value."""
+    if isinstance(value, MeshSpec):
+        yield from (f"{prefix}{axis}" for axis in value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, Strategy):
+        for field in dataclasses.fields(value):
+            yield f"{prefix}{field.name}"
+            yield from _paths(getattr(value, field.name), f"{prefix}{field.name}.")
+
+
+def _entered(value: Any, hint: Any) -> Any:
+    """A value to set fields of: where there is None, the dataclass that the annotation also allows, by its defaults."""
+    if value is not None:
+        return value
+    for member in typing.get_args(hint):
+        if dataclasses.is_dataclass(member) and isinstance(member, type):
+            with contextlib.suppress(TypeError):  # a class with fields that have no default
+                return member()
+    return None
+
+
+def _dotted(path: tuple[str, ...], name: str = "") -> str:
+    return ".".join((*path, name) if name else path)
+
+
+class _Unreadable(Exception):
+    """A text that is not of the wanted type."""
+
+
+def read(text: str, hint: Any, path: tuple[str, ...], *, now: Any = None) -> Any:
+    """A value of the type `hint` from text.
+
+    Args:
+      text: as written on a command line.
+      hint: a type annotation.
+      path: the field, for the error.
+      now: what it is before, for the error.
+
+    Raises:
+      ValueError: the text is not of that type.
+    """
+    try:
+        return _read(text, hint)
+    except _Unreadable as error:
+        has_fields = dataclasses.is_dataclass(now) and not isinstance(now, Strategy)
+        expects = f"a {type(now).__name__}" if has_fields else _spoken(hint)
+        how = _field_by_field(path, now) if has_fields else str(error) or _example(path, hint)
+        raise problem(f"`{_dotted(path)}`", f"set it to `{text}`", f"it expects {expects}", how) from None
+
+
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def _read(text: str, hint: Any) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _read(text, args[0])
+    if origin in (typing.Union, types.UnionType):
+        return _read_union(text, args)
+    if origin is Literal:
+        return _read_choice(text, args)
+    if hint is Any:
+        return _read_literal(text)
+    if hint in (None, types.NoneType):
+        return _read_word(text, {"none": None, "null": None})
+    if hint is bool:
+        return _read_word(text, _TRUTH)
+    if hint in (int, float):
+        try:
+            number = hint(text)
+        except ValueError:
+            raise _Unreadable from None
+        if not math.isfinite(number):
+            raise _Unreadable("give a finite one")
+        return number
+    if hint is str:
+        return _unquoted(text)
+    if hint is MeshSpec:
+        return MeshSpec.parse(text)
+    if hint is Strategy:
+        return parse_strategy(text)
+    if hint is Path:
+        return Path(_unquoted(text))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _read_word(text, {member.name.lower(): member for member in hint})
+    if (origin or hint) in (tuple, list, collections.abc.Sequence):
+        return _read_many(text, origin or hint, args)
+    if (origin or hint) in (dict, collections.abc.Mapping):
+        return _read_dict(text, args)
+    raise _Unreadable("it cannot be given as text: change the recipe file")
+
+
+def _read_union(text: str, members: tuple[Any, ...]) -> Any:
+    # None before words, words last: "none" and "3" are words too.
+    order = sorted(members, key=lambda m: (m is str or m is Any, m is not types.NoneType))
+    why = ""
+    for member in order:
+        try:
+            return _read(text, member)
+        except _Unreadable as error:
+            why = str(error) or why
+    raise _Unreadable(why)
+
+
+def _read_choice(text: str, choices: tuple[Any, ...]) -> Any:
+    for choice in choices:
+        with contextlib.suppress(_Unreadable):
+            if _read(text, type(choice)) == choice:
+                return choice
+    raise _Unreadable(near(text, map(str, choices)))
+
+
+def _read_word(text: str, words: Mapping[str, Any]) -> Any:
+    if text.lower() not in words:
+        raise _Unreadable
+    return words[text.lower()]
+
+
+def _read_literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _read_many(text: str, kind: Any, args: tuple[Any, ...]) -> Any:
+    texts = _items(text)
+    if not args:
+        values = [_read_literal(item) for item in texts]
+    elif kind is not tuple or args[-1] is Ellipsis:
+        values = [_read(item, args[0]) for item in texts]
+    elif len(texts) == len(args):
+        values = [_read(item, arg) for item, arg in zip(texts, args, strict=True)]
+    else:
+        raise _Unreadable(f"give {len(args)} values, separated by commas, where {len(texts)} came")
+    return values if kind is list else tuple(values)
+
+
+def _items(text: str) -> list[str]:
+    """The parts of "a,b", "(1, 2)" or '["a", "b"]'."""
+    if text[:1] in ("(", "["):
+        try:
+            return [item if isinstance(item, str) else repr(item) for item in ast.literal_eval(text)]
+        except (ValueError, SyntaxError, TypeError):
+            text = text.strip("()[]")
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _read_dict(text: str, args: tuple[Any, ...]) -> dict[Any, Any]:
+    found = _read_literal(text)
+    if not isinstance(found, dict):
+        raise _Unreadable('write it like {"a": 1}')
+    key_hint, value_hint = args or (Any, Any)
+
+    def item(value: Any, hint: Any) -> Any:
+        return _read(value if isinstance(value, str) else repr(value), hint)
+
+    return {item(key, key_hint): item(value, value_hint) for key, value in found.items()}
+
+
+def _unquoted(text: str) -> str:
+    quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
+
+
+def _field_by_field(path: tuple[str, ...], value: Any) -> str:
+    names = [f"`{_dotted(path, f.name)}`" for f in dataclasses.fields(value) if f.init]
+    return "set its fields: " + ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+
+
+def _spoken(hint: Any) -> str:
+    """A type annotation in words."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_spoken(arg) for arg in args)
+    if origin is Literal:
+        return "one of " + ", ".join(f"`{choice}`" for choice in args)
+    if hint in (None, types.NoneType):
+        return "none"
+    if (origin or hint) in (tuple, list, collections.abc.Sequence):
+        of = [_spoken(arg) for arg in args if arg is not Ellipsis]
+        return "values separated by commas" + (f" ({', '.join(of)})" if of else "")
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    return words.get(hint) or f"a {getattr(hint, '__name__', hint)}"
+
+
+def _example(path: tuple[str, ...], hint: Any) -> str:
+    examples = {int: "8", float: "3e-4", bool: "true", str: "word"}
+    kinds = (hint, *typing.get_args(hint))
+    value = next((examples[kind] for kind in kinds if kind in examples), None)
+    return f"write it like {_dotted(path)}={value}" if value else f"give it as {_spoken(hint)}"

@@ -1,0 +1,521 @@
+"""Runs a recipe, act by act: mesh, model, strategy, data, optimizer, run, report.
+
+runs/<name>/  recipe.json · sharding.txt · sharding.json · metrics.jsonl · checkpoints/ · loss.png · summary.json
+              experts.png, where there are any
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import numpy as np
+
+from meshpar.commands.recipe import (
+    Recipe,
+    breaks_resuming,
+    build_model,
+    build_optimizer,
+    build_step,
+    changes,
+    defaults_of,
+)
+from meshpar.data.batches import Batches
+from meshpar.data.source import Source
+from meshpar.moe.metrics import Loads
+from meshpar.planner.hardware import peak_flops_per_s
+from meshpar.sharding.rules import use
+from meshpar.sharding.table import human_bytes
+from meshpar.sharding.types import problem
+from meshpar.training import expert_load as experts
+from meshpar.training.checkpoint import Checkpoints
+from meshpar.training.loop import (
+    Checkpointer,
+    FitResult,
+    JsonlWriter,
+    Preemption,
+    ProgressBar,
+    Validator,
+    fit,
+    restore_or_init,
+)
+from meshpar.training.precision import cast_floating
+from meshpar.training.state import Setup, TrainState, make_setup
+from meshpar.training.step import batch_sharding, eval_step
+
+VOCAB_MULTIPLE = 128
+"""A vocabulary that follows a tokenizer is rounded up to this: any usual mesh divides it, and matmuls like it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a run."""
+
+    folder: Path
+    """Where it wrote."""
+    reason: str
+    """"done", or "interrupted": the same command goes on."""
+    summary: dict[str, Any]
+    """What summary.json holds."""
+
+
+def train(
+    recipe: Recipe,
+    *,
+    out: str | Path = "runs",
+    devices: Sequence[jax.Device] | None = None,
+    fresh: bool = False,
+    fit_vocab: bool = False,
+    stream: IO[str] | None = None,
+) -> Outcome:
+    """Train a recipe, or go on with a run of the same name, and report.
+
+    Args:
+      recipe: what to train.
+      out: the run writes to `out/<name>/`.
+      devices: default: all there are.
+      fresh: begin anew; what an earlier run of this name wrote is moved aside.
+      fit_vocab: give the model the vocabulary of the data's tokenizer.
+      stream: where progress and report are shown; standard output by default.
+
+    Raises:
+      ValueError: a recipe that does not fit its devices or data; or one that is not that of the run to be resumed.
+    """
+    screen = Screen(stream or sys.stdout)
+    folder = Path(out) / recipe.name
+
+    mesh = recipe.mesh.build(devices)
+    source = recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
+    recipe = _with_vocab(recipe, source, fit_vocab)
+    _check_sample(recipe, source)
+    model = build_model(recipe)
+    tx = build_optimizer(recipe, model, mesh)
+    setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
+    _prepare_folder(folder, recipe, setup, fresh=fresh, screen=screen)
+    screen.facts("meshpar train", _facts(recipe, setup, source, folder))
+    return _run(recipe, setup, source, folder, screen)
+
+
+def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Screen) -> Outcome:
+    sharding = batch_sharding(setup.mesh, setup.strategy)
+    with (
+        Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints,
+        source.train(sharding) as batches,
+    ):
+        state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches)
+        before = int(state.step)
+        screen.line(_where_it_starts(before, recipe.steps))
+        every = recipe.validate_every or recipe.steps
+        expert_load = experts.ExpertLoad(every=_steps_between_loads(recipe.steps), stream=screen.stream)
+        result = fit(
+            build_step(recipe),
+            state,
+            batches,
+            steps=recipe.steps,
+            hooks=[
+                expert_load,
+                JsonlWriter(folder / "metrics.jsonl", also=expert_load.line),
+                ProgressBar(stream=screen.stream, also=expert_load.words),
+                Validator(eval_step(recipe.loss, precision=recipe.precision), source.valid(sharding), every=every),
+                Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
+                Preemption(),
+            ],
+            tokens_per_step=_tokens_per_step(batches),
+            flops_per_step=_flops_per_step(recipe, batches),
+            peak_flops_per_s=_peak_flops_per_s(recipe, setup),
+        )
+        del state
+    return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
+
+
+def _steps_between_loads(steps: int) -> int:
+    """Ten looks at the load of experts in a short run, one every hundred steps in a long one."""
+    return min(max(steps // 10, 1), 100)
+
+
+def _where_it_starts(step: int, steps: int) -> str:
+    if step >= steps:
+        return f"step {step} of {steps} is done already: nothing to train"
+    return f"resuming at step {step} of {steps}" if step else f"training {steps} steps"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before the run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool) -> Recipe:
+    """The recipe with a model that knows every token of the data."""
+    needed, config = getattr(source, "vocab_size", None), recipe.model
+    known = getattr(config, "vocab_size", None)
+    if needed is None or known is None:
+        return recipe
+    rounded = -(-needed // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if fit_vocab and known != rounded:
+        return recipe.replace(model=dataclasses.replace(config, vocab_size=rounded))  # type: ignore[type-var]
+    if needed > known:
+        raise problem(
+            f"model.vocab_size ({known})",
+            f"train on the data's tokens, which go up to {needed - 1}",
+            f"the model knows {known}",
+            f"--set model.vocab_size={rounded}",
+        )
+    return recipe
+
+
+def _check_sample(recipe: Recipe, source: Source) -> None:
+    from meshpar.models.config import TransformerConfig
+
+    if recipe.sample is None or (isinstance(recipe.model, TransformerConfig) and hasattr(source, "decode")):
+        return
+    raise problem(
+        "Recipe.sample",
+        "write a text at the end",
+        f"the model is a {type(recipe.model).__name__} and the data a {type(recipe.data).__name__}; a sample needs "
+        "a TransformerConfig and text",
+        "--set sample=none",
+    )
+
+
+def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> None:
+    """See that the folder is new or this recipe's own, and write down what is about to run."""
+    if not fresh:
+        _check_same_recipe(folder, recipe, screen)
+    _meet("meshpar: folder checked")  # nobody writes before everybody has looked
+    if jax.process_index() == 0:
+        if fresh and folder.exists():
+            screen.line(f"the earlier run is moved to {_move_aside(folder)}")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "recipe.json", recipe.to_json())
+        _write(folder / "sharding.json", setup.table.to_json())
+        (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
+    _meet("meshpar: folder prepared")
+
+
+def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
+    path = folder / "recipe.json"
+    if not path.exists():
+        return
+    written = json.loads(path.read_text(encoding="utf-8"))
+    changed = changes(written, _finite(recipe.to_json()), _finite(defaults_of(recipe)))
+    breaking = {name: values for name, values in changed.items() if breaks_resuming(name)}
+    if breaking:
+        raise problem(
+            f"run {folder}",
+            "go on with it",
+            "it was trained with another recipe: " + _told(breaking),
+            f"use --name for a new run beside it, or --fresh to begin anew ({folder} is moved aside)",
+        )
+    if changed:
+        screen.line("changed since the run began: " + _told(changed))
+
+
+def _told(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items())
+
+
+def _move_aside(folder: Path) -> Path:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
+        number += 1
+    return folder.rename(aside)
+
+
+def _write(path: Path, document: Any) -> None:
+    path.write_text(json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """The value with numbers that JSON does not know as words."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _meet(where: str) -> None:
+    """Wait for all processes."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(where)
+
+
+def _facts(recipe: Recipe, setup: Setup, source: Source, folder: Path) -> dict[str, str]:
+    """What a person wants to know before it starts."""
+    totals = setup.table.totals
+    devices = setup.mesh.devices.flat
+    axes = ", ".join(f"{axis}={size}" for axis, size in setup.table.mesh.items() if size > 1) or "one device"
+    per_device = {"params": totals.params_bytes, "grads": totals.grads_bytes, "optimizer": totals.optimizer_bytes}
+    return {
+        "run": str(folder),
+        "devices": f"{setup.mesh.size} × {devices[0].device_kind}",
+        "mesh": axes,
+        "strategy": setup.strategy.label,
+        "parameters": f"{totals.num_params:,}",
+        "per device": ", ".join(f"{part} {human_bytes(count)}" for part, count in per_device.items()),
+        "data": _data_line(source.describe()),
+        "batch": f"{recipe.batch_size} rows"
+        + (f" in {recipe.accumulate} micro-steps" if recipe.accumulate > 1 else ""),
+    }
+
+
+def _data_line(facts: Mapping[str, Any]) -> str:
+    sides = []
+    for side in ("train", "valid"):
+        counts = facts.get(side, {})
+        unit = next((unit for unit in ("tokens", "examples") if unit in counts), None)
+        sides += [f"{counts[unit]:,} {unit} to {'train on' if side == 'train' else 'validate on'}"] if unit else []
+    return ", ".join(sides)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step is worth
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _sequence(batches: Batches) -> tuple[int, int] | None:
+    """(rows, positions) of a batch of tokens; None for other data."""
+    inputs = batches.spec.get("inputs")
+    if inputs is None or len(inputs.shape) != 2 or not np.issubdtype(inputs.dtype, np.integer):
+        return None
+    return inputs.shape[0], inputs.shape[1]
+
+
+def _tokens_per_step(batches: Batches) -> int | None:
+    found = _sequence(batches)
+    return None if found is None else math.prod(found)
+
+
+def _flops_per_step(recipe: Recipe, batches: Batches) -> float | None:
+    found, per_token = _sequence(batches), getattr(recipe.model, "flops_per_token", None)
+    return None if found is None or per_token is None else math.prod(found) * per_token(found[1])
+
+
+def _peak_flops_per_s(recipe: Recipe, setup: Setup) -> float | None:
+    """Of all devices together, None where one's is not known."""
+    precision = recipe.precision
+    dtype = precision.compute or precision.params or "float32"
+    peak = peak_flops_per_s(setup.mesh.devices.flat[0].device_kind, dtype)
+    return None if peak is None else peak * setup.mesh.size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _report(
+    recipe: Recipe, result: FitResult, source: Source, folder: Path, screen: Screen, *, steps_taken: int
+) -> Outcome:
+    done = result.reason == "done"
+    curves = list(_lines(folder / "metrics.jsonl"))
+    valid = _last_validation(curves)
+    loads = _last_loads(curves)
+    summary: dict[str, Any] = {
+        "name": recipe.name,
+        "reason": result.reason,
+        "step": result.step,
+        "steps": recipe.steps,
+        "steps_taken": steps_taken,
+        "num_params": result.state.num_params,
+        "seconds": round(result.seconds, 3),
+        "tokens_per_s": result.tokens_per_s,
+        "mfu": None if result.last is None else result.last.mfu,
+        "skipped": result.skipped,
+        "validation": valid,
+    }
+    if loads is not None:
+        summary["experts"] = experts.worst_layer(loads)
+    if done:
+        summary |= _against_baseline(source, valid)
+        if recipe.sample is not None:
+            summary["sample"] = sample_text(recipe, result.state, source)
+    if jax.process_index() == 0:
+        if done:
+            _plot(folder / "loss.png", recipe, curves, source, summary)
+            if loads is not None:
+                _plot_loads(folder / "experts.png", recipe, loads)
+        _write(folder / "summary.json", summary)
+        _show(screen, recipe, summary, folder)
+    return Outcome(folder=folder, reason=result.reason, summary=summary)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics of the last validation, which may have been in an earlier run of the command."""
+    for line in reversed(curves):
+        found = {name.removeprefix("val_"): value for name, value in line.items() if name.startswith("val_")}
+        if found:
+            return found
+    return {}
+
+
+def _last_loads(curves: Sequence[Mapping[str, Any]]) -> Loads | None:
+    """The load of experts over the last steps; None for a model without."""
+    found = next((line[experts.LAYERS] for line in reversed(curves) if experts.LAYERS in line), None)
+    return None if found is None else experts.loads_of(found)
+
+
+def _against_baseline(source: Source, valid: Mapping[str, float]) -> dict[str, Any]:
+    """The model and bigram models on the same held-out tokens, in bits per byte; nothing for data that is no text."""
+    if not hasattr(source, "baseline") or valid.get("loss") is None:
+        return {}
+    baseline = source.baseline("served")
+    bits, fitted = baseline.of(valid["loss"]).bits_per_byte, baseline.fitted.bits_per_byte
+    return {
+        "bits_per_byte": bits,
+        "bigram_bits_per_byte": fitted,
+        "bigram_bound_bits_per_byte": baseline.oracle.bits_per_byte,
+        "below_bigram_bits_per_byte": fitted - bits,
+        "held_out_tokens": baseline.num_tokens,
+    }
+
+
+def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
+    """The recipe's prompt, continued by the model on the mesh it was trained on."""
+    from meshpar.models import generate
+
+    assert recipe.sample is not None
+    wanted, setup = recipe.sample, state.setup
+    prompt = np.asarray(source.encode(wanted.prompt), np.int32)[None]
+
+    def write(params: Any, extra: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
+        with use(setup.mesh, setup.strategy):
+            model = setup.model.bind(cast_floating(params, recipe.precision.compute), extra)
+            return generate(
+                model,
+                prompt,
+                config=recipe.model,  # type: ignore[arg-type]
+                num_tokens=wanted.num_tokens,
+                key=key,
+                temperature=wanted.temperature,
+            )
+
+    tokens = jax.jit(write)(state.params, state.extra, prompt, jax.random.key(recipe.seed))
+    return source.decode(np.asarray(tokens)[0])
+
+
+def _plot(
+    path: Path, recipe: Recipe, curves: Sequence[Mapping[str, Any]], source: Source, summary: Mapping[str, Any]
+) -> None:
+    from meshpar.commands import plots
+
+    bits = "bits_per_byte" in summary
+    scale = summary["bits_per_byte"] / summary["validation"]["loss"] if bits else 1.0
+    figure = plots.loss_curve(
+        train=[(line["step"], line["loss"] * scale) for line in curves if line.get("loss") is not None],
+        valid=[(line["step"], line["val_loss"] * scale) for line in curves if line.get("val_loss") is not None],
+        baselines={"bigram model": summary["bigram_bits_per_byte"]} if bits else {},
+        title=recipe.name,
+        unit="bits per byte" if bits else "loss",
+    )
+    figure.savefig(path)
+
+
+def _plot_loads(path: Path, recipe: Recipe, loads: Loads) -> None:
+    from meshpar.commands import plots
+
+    num_ranks = loads.ranks.tokens.shape[-1]
+    title = f"{recipe.name}: load of experts, last steps"
+    plots.expert_load(loads.experts.tokens, num_ranks=num_ranks, title=title).savefig(path)
+
+
+def _show(screen: Screen, recipe: Recipe, summary: Mapping[str, Any], folder: Path) -> None:
+    if summary["reason"] != "done":
+        screen.line(
+            f"{summary['reason']} at step {summary['step']} of {summary['steps']}; saved in {folder / 'checkpoints'}. "
+            "The same command goes on from there."
+        )
+        return
+    if "sample" in summary:
+        screen.text("sample", summary["sample"])
+    screen.facts("result", _result(summary, folder))
+
+
+def _result(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    facts = {f"held-out {name}": f"{value:.4f}" for name, value in summary["validation"].items() if value is not None}
+    if "bits_per_byte" in summary:
+        facts["bits per byte"] = f"{summary['bits_per_byte']:.3f} on {summary['held_out_tokens']:,} held-out tokens"
+        facts["bigram model"] = (
+            f"{summary['bigram_bits_per_byte']:.3f} on the same tokens (no bigram model is below "
+            f"{summary['bigram_bound_bits_per_byte']:.3f})"
+        )
+        below = summary["below_bigram_bits_per_byte"]
+        facts["margin"] = f"{abs(below):.3f} bits per byte {'below' if below > 0 else 'ABOVE'} the bigram model"
+    if "experts" in summary:
+        worst = summary["experts"]
+        facts["experts, worst layer"] = (
+            f"the busiest has {worst['expert_max_over_mean']:.2f} times the mean, the busiest rank "
+            f"{worst['rank_max_over_mean']:.2f}; {worst['drop_rate']:.2%} of choices dropped ({folder / 'experts.png'})"
+        )
+    if summary["tokens_per_s"] is not None:
+        facts["speed"] = f"{summary['tokens_per_s']:,.0f} tokens/s"
+    if summary["mfu"] is not None:
+        facts["model FLOP utilisation"] = f"{summary['mfu']:.1%}"
+    if summary["skipped"]:
+        facts["updates left out"] = f"{summary['skipped']} (not finite)"
+    if summary["steps_taken"]:
+        facts["time"] = f"{summary['seconds']:.0f} s for {summary['steps_taken']} steps"
+    return {**facts, "loss curve": str(folder / "loss.png")}
+
+
+class Screen:
+    """Where a run is shown: boxes in a terminal, plain lines elsewhere; nothing on other processes than the first."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.stream = stream
+        self._console: Any = None
+        if stream.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.console import Console
+
+            self._console = Console(file=stream, highlight=False)
+
+    def line(self, text: str) -> None:
+        """One line."""
+        if jax.process_index() == 0:
+            print(text, file=self.stream, flush=True)
+
+    def facts(self, title: str, facts: Mapping[str, str]) -> None:
+        """Names and values, below each other."""
+        if self._console is None:
+            for name, value in facts.items():
+                self.line(f"{name}: {value}")
+        elif jax.process_index() == 0:
+            from rich.table import Table
+            from rich.text import Text
+
+            grid = Table.grid(padding=(0, 2))
+            for name, value in facts.items():
+                grid.add_row(Text(name, style="dim"), Text(value))
+            self._boxed(title, grid)
+
+    def text(self, title: str, text: str) -> None:
+        """A text that a model wrote: control characters are shown, not obeyed."""
+        shown = "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else "�" for c in text)
+        if self._console is None:
+            self.line(f"{title}:")
+            for line in shown.splitlines():
+                self.line(f"  | {line}")
+        elif jax.process_index() == 0:
+            from rich.text import Text
+
+            self._boxed(title, Text(shown))
+
+    def _boxed(self, title: str, content: Any) -> None:
+        from rich.panel import Panel
+
+        self._console.print(Panel(content, title=title, title_align="left", border_style="cyan", expand=False))

@@ -1,0 +1,187 @@
+"""Budget: a saved account of what a step sends and holds, to which a later program is compared.
+
+A step is over its budget when it sends more over some axes by some kind of collective, or when its peak of memory is
+higher: by more than the tolerance, and more than `SLACK_BYTES`, for a new metric is no regression. How many collectives
+carry the bytes is told, and left to the compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshpar.compiled.render import human_mesh
+from meshpar.compiled.report import Report
+from meshpar.sharding.table import human_bytes
+from meshpar.sharding.types import problem
+
+TOLERANCE = 0.01
+"""Growth that is let pass."""
+SLACK_BYTES = 4096
+"""Growth below this many bytes is let pass, whatever it was before."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One thing that is not as the budget says."""
+
+    text: str
+    is_over: bool
+    """Whether it breaks the budget."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a step sent and held when the budget was saved."""
+
+    name: str
+    """Of the recipe."""
+    target: str
+    """A cluster (`h100:8x8`) or the platform at hand (`cpu`)."""
+    mesh: Mapping[str, int]
+    strategy: str
+    totals: Mapping[str, Mapping[str, Mapping[str, float]]]
+    """axes -> kind -> `count_per_step` and `bytes_sent_per_device`, as in a report's JSON."""
+    peak_bytes: int
+    jax_version: str
+    """Another version may compile another program."""
+    tolerance: float = TOLERANCE
+
+    @staticmethod
+    def of(report: Report, name: str) -> Budget:
+        """The budget that a report keeps exactly."""
+        return Budget(
+            name=name,
+            target=report.target,
+            mesh=dict(report.mesh),
+            strategy=report.strategy,
+            totals=report.to_json()["totals"],
+            peak_bytes=report.memory.peak_bytes,
+            jax_version=importlib.metadata.version("jax"),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return dataclasses.asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        """Writes it to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Budget:
+        """Reads it from a JSON file.
+
+        Raises:
+          ValueError: no such file, or one that holds something else.
+        """
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise _unusable(path, "read it", f"that failed ({error.strerror})") from None
+        except ValueError:
+            raise _unusable(path, "read it", "it is no JSON") from None
+        fields = {field.name for field in dataclasses.fields(Budget)}
+        missing = (fields - {"tolerance"}) - set(found) if isinstance(found, dict) else fields
+        if missing or set(found) - fields:
+            what = f"it lacks {', '.join(sorted(missing))}" if missing else f"it has {', '.join(set(found) - fields)}"
+            raise _unusable(path, "take it as a budget", what)
+        for field in sorted(fields & set(found)):
+            if not _is_sound(field, found[field]):
+                raise _unusable(path, "take it as a budget", f"its `{field}` is garbled: {found[field]!r:.60}")
+        return Budget(**found)
+
+    def check_comparable(self, where: str, *, name: str, target: str, mesh: Mapping[str, int]) -> None:
+        """See that a step is what the budget is about.
+
+        Raises:
+          ValueError: it was saved for another recipe, target or mesh.
+        """
+        mine = {"recipe": self.name, "target": self.target, "mesh": human_mesh(self.mesh)}
+        theirs = {"recipe": name, "target": target, "mesh": human_mesh(mesh)}
+        for what, saved in mine.items():
+            if saved != theirs[what]:
+                raise problem(
+                    f"budget {where}",
+                    f"hold {what} `{theirs[what]}` to it",
+                    f"it was saved for {what} `{saved}`",
+                    "name that budget's own, or save a new one with --save-budget",
+                )
+
+    def differences(self, report: Report) -> tuple[Difference, ...]:
+        """What a report says otherwise than the budget, the broken limits first; empty when nothing differs."""
+        found = [*self._sent(report), *self._held(report), *self._made_by(report)]
+        return tuple(sorted(found, key=lambda one: not one.is_over))
+
+    def _sent(self, report: Report) -> Iterator[Difference]:
+        saved, now = _flat(self.totals), _flat(report.to_json()["totals"])
+        for axes, kind in {**saved, **now}:
+            before, after = (totals.get((axes, kind), _NOTHING) for totals in (saved, now))
+            old, new = before["bytes_sent_per_device"], after["bytes_sent_per_device"]
+            counts = f"{before['count_per_step']:,} → {after['count_per_step']:,} a step"
+            if self._is_over(old, new) or self._is_over(new, old):
+                grew = "sends more" if new > old else "sends less"
+                text = f"{kind} over {axes} {grew}: {human_bytes(old)} → {human_bytes(new)} by each device ({counts})"
+                yield Difference(text=text, is_over=new > old)
+            elif before["count_per_step"] != after["count_per_step"]:
+                yield Difference(text=f"{kind} over {axes}: {counts}, of {human_bytes(new)} as before", is_over=False)
+
+    def _held(self, report: Report) -> Iterator[Difference]:
+        old, new = self.peak_bytes, report.memory.peak_bytes
+        if self._is_over(old, new) or self._is_over(new, old):
+            grew = "higher" if new > old else "lower"
+            text = f"peak memory is {grew}: {human_bytes(old)} → {human_bytes(new)}"
+            yield Difference(text=text, is_over=new > old)
+
+    def _made_by(self, report: Report) -> Iterator[Difference]:
+        version = importlib.metadata.version("jax")
+        for what, old, new in (
+            ("strategy", self.strategy, report.strategy),
+            ("jax", self.jax_version, version),
+        ):
+            if old != new:
+                yield Difference(text=f"{what} was {old} and is {new}", is_over=False)
+
+    def _is_over(self, limit: float, value: float) -> bool:
+        return value > limit * (1 + self.tolerance) and value - limit > SLACK_BYTES
+
+
+_NOTHING: Mapping[str, float] = {"count_per_step": 0, "bytes_sent_per_device": 0.0}
+
+
+def _flat(totals: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[str, float]]:
+    return {(axes, kind): total for axes, kinds in totals.items() for kind, total in kinds.items()}
+
+
+def _is_sound(field: str, value: Any) -> bool:
+    """Whether a field read from a file is of its kind."""
+    if field in ("peak_bytes", "tolerance"):
+        return _is_amount(value)
+    if field == "mesh":
+        return isinstance(value, dict) and {type(size) for size in value.values()} <= {int}
+    if field == "totals":
+        kinds: list[Any] = list(value.values()) if isinstance(value, dict) else [None]
+        totals: list[Any] = []
+        for kind in kinds:
+            totals += kind.values() if isinstance(kind, dict) else [None]
+        return all(isinstance(total, dict) and set(total) == set(_NOTHING) for total in totals) and all(
+            _is_amount(number) for total in totals for number in total.values()
+        )
+    return isinstance(value, str)
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _unusable(path: str | Path, asked: str, exists: str) -> Exception:
+    return problem(f"budget {path}", asked, exists, "save one with meshpar explain ... --save-budget FILE")

@@ -1,0 +1,1 @@
+"""The compiled program simulated: how long its kernels and collectives take, and which of them overlap."""

@@ -1,0 +1,257 @@
+"""explain: compile a training step, here or for a pod that is not here, and read the program back.
+
+step, state, batch ─► traced ─► compiled ─► census ─► promise · overlap · lint ─► Report
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from meshpar.compiled.alone import asked_of
+from meshpar.compiled.cells import Cells
+from meshpar.compiled.census import Collective, census, on_stage
+from meshpar.compiled.clock.prediction import compute, overlap, why_not_timed
+from meshpar.compiled.clock.timeline import Timeline, timeline
+from meshpar.compiled.holding import Promise, hold, most_of
+from meshpar.compiled.lint import Finding, lint
+from meshpar.compiled.memory import memory, remedies
+from meshpar.compiled.model_flops import model_flops
+from meshpar.compiled.parts import Parts, parts_of
+from meshpar.compiled.pod import PodProcess
+from meshpar.compiled.program import Program, compile_here
+from meshpar.compiled.promise import promised, promised_by_stage
+from meshpar.compiled.report import Report, Sent
+from meshpar.compiled.stages import stages
+from meshpar.compiled.target import require_aot
+from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
+from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
+from meshpar.training.state import Setup, TrainState, abstract_state
+from meshpar.training.step import TrainStep
+
+Compile = Callable[[jax.stages.Traced], Program]
+
+
+def explain(
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree,
+    cluster: str | Cluster | None = None,
+    *,
+    pod: PodProcess | None = None,
+    advise: bool = True,
+) -> Report:
+    """What the compiled training step holds, sends and computes, against what its strategy promised.
+
+    Nothing is run, and the state is left as it is.
+
+    Args:
+      step: made by `train_step`.
+      state: from `init_state`, or `abstract_state`; its mesh has as many devices as the cluster has GPUs.
+      batch: the global batch; arrays, or their shapes and dtypes.
+      cluster: `h100:8x8`, a profile's path, or a `Cluster`: compile for those GPUs, on this machine, without them
+        (needs the `aot` extra). None: compile for the devices at hand.
+      pod: a running compiling process, to use again for many reports.
+      advise: when the step does not fit, compile variants until one does.
+
+    Raises:
+      ValueError: another number of devices, no such cluster, the `aot` extra is missing, or an abstract mesh without
+        a cluster.
+      PodError: the compiler failed.
+    """
+    _check_kinds(step, state)
+    batch = jax.tree.map(_shape_of, batch)
+    if cluster is None:
+        return _explain(step, _here(state), batch, compile_here, _cluster_here(state.setup.mesh), advise)
+    cluster = parse_cluster(cluster)
+    require_aot(cluster.name)
+    state = _on(cluster, state)
+    if pod is not None:
+        return _explain(step, state, batch, lambda traced: pod.compile(traced, cluster), cluster, advise)
+    with PodProcess() as process:
+        return _explain(step, state, batch, lambda traced: process.compile(traced, cluster), cluster, advise)
+
+
+def _explain(
+    step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile, cluster: Cluster | None, advise: bool
+) -> Report:
+    setup, sizes = state.setup, axis_sizes(state.setup.mesh)
+    program = _compiled(step, state, batch, compiler)
+    on_cpu = program.target == "cpu"
+    parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
+    cells = Cells(parts.schedule) if parts is not None else None
+    collectives = census(program.module, sizes, cells)
+    account = memory(program, setup, batch, cluster, options=step.options)
+    if advise and account.fits is False:
+        assert account.limit_bytes is not None
+        tried = remedies(step, setup, batch, compiler, account.limit_bytes)
+        account = dataclasses.replace(account, remedies=tried)
+    reason = why_not_timed(program.target, cluster)
+    times = None if reason or cluster is None else timeline(program.module, collectives, cluster, cells)
+    asked = model_flops(step, state, batch)
+    held = _held(step, state, batch, parts, collectives, on_cpu)
+    findings = lint(program, collectives, setup, step.options, cluster)
+    return Report(
+        devices=setup.mesh.size,
+        mesh=sizes,
+        target=program.target,
+        strategy=str(setup.strategy),
+        memory=account,
+        collectives=_sent(collectives, times, cluster),
+        promise=held,
+        overlap=overlap(times, reason),
+        compute=compute(
+            program.module, num_devices=setup.mesh.size, model_flops=asked, timeline=times, reason=reason, cells=cells
+        ),
+        findings=(*findings, *_other_dtypes(held)),
+        compile_s=program.compile_s,
+        notes=tuple(_notes(program, collectives)),
+        stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
+        timeline=times,
+    )
+
+
+def _held(
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree,
+    parts: Parts | None,
+    collectives: Sequence[Collective],
+    on_cpu: bool,
+) -> Promise:
+    setup = state.setup
+    experts = asked_of(step, state, batch)
+    if parts is None:
+        promises = promised(setup, step.options, batch, experts=experts, on_cpu=on_cpu)
+        return hold(promises, collectives, micro_steps=step.options.accumulate)
+    assert setup.strategy.pipeline is not None
+    stages = enumerate(promised_by_stage(setup, step.options, batch, parts, experts=experts, on_cpu=on_cpu))
+    closed = (setup.strategy.pipeline.axis,)
+    return most_of([hold(one, on_stage(collectives, stage), closed=closed) for stage, one in stages])
+
+
+def _compiled(step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile) -> Program:
+    try:
+        return compiler(step.trace(state, batch))
+    except (RuntimeError, ValueError) as error:
+        # cuDNN's attention asks for the library while it is traced, and for devices while it is lowered.
+        if "cuDNN" not in str(error) and "AbstractMesh cannot be used" not in str(error):
+            raise
+        raise problem(
+            "explain",
+            "compile a step that uses cuDNN's attention, or another operation that needs its GPU to be there",
+            f"it is not: {str(error).partition(chr(10))[0].rstrip('.')}",
+            'explain the step with XLA\'s attention, --set model.attention=xla or TransformerConfig(attention="xla"); '
+            "it holds the scores of attention in memory, which cuDNN's does not",
+        ) from error
+
+
+def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: Cluster | None) -> tuple[Sent, ...]:
+    timed = times.collectives if times is not None else (None,) * len(collectives)
+    return tuple(
+        Sent(
+            collective=one,
+            crosses_node=None if cluster is None else cluster.groups_cross_node(one.groups),
+            time_s=None if at is None else at.time_s,
+            hidden_fraction=None if at is None else at.hidden_fraction,
+        )
+        for one, at in zip(collectives, timed, strict=True)
+    )
+
+
+def _other_dtypes(promise: Promise) -> Iterator[Finding]:
+    """What is sent as promised, but in another dtype."""
+    for line in promise.kept:
+        if line.found_dtypes:
+            yield Finding(
+                rule="other-dtype",
+                module="",
+                source="",
+                what=f"{line.role} ({', '.join(line.tensors[:3])}{', ...' * (len(line.tensors) > 3)}): "
+                f"{line.kind} over {'*'.join(line.axes)} in {', '.join(line.found_dtypes)}, "
+                f"where the step's precision asks for {line.dtype}",
+                fix="give the model's matmuls dot_general=meshpar.training.precision.dot_general, so that gradients "
+                "are summed as Precision.reduce says; keep constants of a wider dtype out of the layers",
+                nbytes=int(line.found_bytes),
+            )
+
+
+def _notes(program: Program, collectives: tuple[Collective, ...]) -> list[str]:
+    notes = []
+    if program.target == "cpu":
+        notes.append("XLA:CPU spells a reduce-scatter as an all-reduce and a slice, which sends twice the bytes")
+        notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and waits for every collective")
+    if any(not one.count_known for one in collectives):
+        notes.append("a loop of unknown length counts once")
+    if any(one.count_by_stage for one in collectives):
+        notes.append("what stages pick is counted by the schedule's table, on the stage that sends most of it")
+    if any(one.in_branch for one in collectives):
+        notes.append("what a conditional may run is counted as if it ran")
+    return notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where to
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_kinds(step: Any, state: Any) -> None:
+    if not isinstance(step, TrainStep):
+        raise problem(
+            "explain",
+            f"read a {type(step).__name__}",
+            "it reads training steps, whose strategy says what they send",
+            "make one with mp.train_step(loss_fn); for another function, compile it and use meshpar.compiled.census",
+        )
+    if not isinstance(state, TrainState):
+        raise problem(
+            "explain",
+            f"take a {type(state).__name__} as the state",
+            "its second argument is a TrainState",
+            "make one with mp.init_state or mp.abstract_state",
+        )
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(getattr(x, "dtype", np.asarray(x).dtype)))
+
+
+def _here(state: TrainState) -> TrainState:
+    if not isinstance(state.setup.mesh, Mesh):
+        raise problem(
+            "explain",
+            "compile for the devices at hand",
+            f"the state's mesh of {state.setup.mesh.size} devices is abstract",
+            'name a cluster, explain(..., cluster="h100:1x8"), or build the mesh with MeshSpec.build()',
+        )
+    return state.setup.abstract
+
+
+def _cluster_here(mesh: AnyMesh) -> Cluster | None:
+    """The GPUs at hand as a cluster; None when the catalogue does not know them."""
+    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
+    gpu = gpu_of_kind(devices[0].device_kind) if devices else None
+    if gpu is None:
+        return None
+    nodes = len({device.process_index for device in devices})
+    return cluster_of(gpu, nodes=nodes, gpus_per_node=-(-len(devices) // nodes))
+
+
+def _on(cluster: Cluster, state: TrainState) -> TrainState:
+    """The state's shapes on a mesh without devices, as large as the cluster."""
+    setup: Setup = state.setup
+    if setup.mesh.size != cluster.num_devices:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in axis_sizes(setup.mesh).items() if size > 1) or "one device"
+        raise problem(
+            f"cluster `{cluster.name}`",
+            f"run a step over {setup.mesh.size} devices ({sizes})",
+            f"it has {cluster.num_devices} GPUs",
+            f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster",
+        )
+    mesh = setup.mesh if isinstance(setup.mesh, AbstractMesh) else setup.mesh.abstract_mesh
+    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, precision=setup.precision)

@@ -1,0 +1,466 @@
+"""Memory of one device: what the state, the batch and the step's temporaries take, and what would make them fit.
+
+    peak = state (parameters + optimizer state + other) + batch + outputs + temporaries (gradients among them)
+
+State and batch are closed forms from shapes and shardings; temporaries and outputs are the compiler's own figures. The
+limit is the whole memory of the GPU. Not all of it is a program's to use: XLA's allocator takes 75 % of it unless
+`XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise, and the CUDA context and NCCL's buffers take about a gigabyte beside
+it. A program of more than 75 % fits only with that variable raised, and one of more than 90 % hardly: `note` says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar.compiled.clock import work
+from meshpar.compiled.program import Program
+from meshpar.parallel.strategies import Strategy, parse_strategy
+from meshpar.planner.hardware import Cluster, gpu_of_kind
+from meshpar.sharding.table import human_bytes
+from meshpar.sharding.types import Decision, MeshparError, PyTree, axis_sizes, is_spec, num_shards, spec_axes
+from meshpar.training.engines.staged import schedule_of
+from meshpar.training.state import Setup, TrainState, abstract_state
+from meshpar.training.step import StepOptions, TrainStep, batch_sharding
+
+PREALLOCATED = 0.75
+"""Share of a GPU's memory that XLA's allocator takes by default (jax documentation, "GPU memory allocation")."""
+COMFORTABLE = 0.90
+"""Above this share the CUDA context, NCCL's buffers and fragmentation are likely to take what is left."""
+MOST_COMPILATIONS = 6
+"""Remedies that are compiled before giving up."""
+MOST_CONTRIBUTORS = 6
+"""Of each kind: parameters, optimizer state, temporaries."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contributor:
+    """Something that takes much memory, and where it stands in the model."""
+
+    module: str
+    """Module path; of parameters their place in the tree, of temporaries the named scopes."""
+    nbytes: int
+    """On one device, all `count` of them."""
+    what: str
+    """`parameters`, `optimizer state` or `temporary`."""
+    shape: str
+    """One device's part, in XLA's spelling; of several, the largest."""
+    source: str
+    """`file:line` of a temporary; empty for the state."""
+    count: int
+    """Arrays. Temporaries of one shape and line count together; they need not all be alive at the same time."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One change that may make a program fit, with what the compiler said to it."""
+
+    change: str
+    """What to change: `strategy=zero3()`, `remat=full`, `accumulate=4`, several joined with ` + `."""
+    peak_bytes: int | None
+    """Peak of the changed program, compiled; None when it was not."""
+    fits: bool
+    reason: str = ""
+    """Why it was not compiled; empty when it was."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one device."""
+
+    params_bytes: int
+    optimizer_bytes: int
+    other_bytes: int
+    """What the model keeps beside parameters, the random key and the counters."""
+    state_bytes: int
+    """The three above: what stays between steps."""
+    batch_bytes: int
+    gradients_bytes: int
+    """Gradients as the strategy lays them out, in the dtype they are reduced in. They are temporaries, and never more
+    than these: the compiler need not hold all of them at once."""
+    temporaries_bytes: int
+    """The compiler's figure."""
+    output_bytes: int
+    """Outputs that take no donated argument's place: the metrics."""
+    peak_bytes: int
+    """The compiler's figures added: arguments, outputs and temporaries."""
+    limit_bytes: int | None
+    """The whole memory of the GPU; None when it is not known which."""
+    fits: bool | None
+    """Whether the peak is within the limit; None without one."""
+    note: str = ""
+    """What stands in the way although it fits."""
+    largest: tuple[Contributor, ...] = ()
+    """Largest first."""
+    remedies: tuple[Remedy, ...] = ()
+    """In the order they were tried; empty when it fits."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return dataclasses.asdict(self) | {
+            "largest": [one.to_json() for one in self.largest],
+            "remedies": [one.to_json() for one in self.remedies],
+        }
+
+
+def memory(
+    program: Program, setup: Setup, batch: PyTree, cluster: Cluster | None, *, options: StepOptions | None = None
+) -> Memory:
+    """The account of a training step's memory on one device.
+
+    Args:
+      program: the compiled step.
+      setup: of the state it was traced for.
+      batch: arrays or their shapes, the global batch.
+      cluster: whose GPU limits it; None: the GPU of the mesh, if the catalogue knows it.
+      options: of the step, which say how gradients are held. None: those of a plain one.
+    """
+    params, optimizer, other = _state_bytes(setup)
+    limit = limit_bytes(setup, cluster)
+    peak = program.peak_bytes
+    return Memory(
+        params_bytes=params,
+        optimizer_bytes=optimizer,
+        other_bytes=other,
+        state_bytes=params + optimizer + other,
+        batch_bytes=_batch_bytes(setup, batch),
+        gradients_bytes=min(_gradients_bytes(setup, options or StepOptions()), program.temporary_bytes),
+        temporaries_bytes=program.temporary_bytes,
+        output_bytes=program.output_bytes - program.alias_bytes,
+        peak_bytes=peak,
+        limit_bytes=limit,
+        fits=None if limit is None else peak <= limit,
+        note=_note(peak, limit),
+        largest=_largest(program, setup),
+    )
+
+
+def limit_bytes(setup: Setup, cluster: Cluster | None) -> int | None:
+    """Memory of the cluster's GPU, else of the mesh's; None when it is none of the catalogue."""
+    if cluster is not None:
+        return int(cluster.gpu.memory_bytes)
+    devices = setup.mesh.devices.flat if isinstance(setup.mesh, Mesh) else ()
+    gpu = next((gpu_of_kind(device.device_kind) for device in devices), None)
+    return None if gpu is None else int(gpu.memory_bytes)
+
+
+def _note(peak: int, limit: int | None) -> str:
+    if limit is None or peak > limit or peak <= PREALLOCATED * limit:
+        return ""
+    share = f"{peak / limit:.0%} of the GPU's memory"
+    if peak <= COMFORTABLE * limit:
+        return f"{share}: above XLA's default of {PREALLOCATED:.0%}, so set XLA_PYTHON_CLIENT_MEM_FRACTION=.95"
+    return f"{share}: the CUDA context, NCCL's buffers and fragmentation may not leave room for it"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Closed forms
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _state_bytes(setup: Setup) -> tuple[int, int, int]:
+    """Parameters, optimizer state, and the rest."""
+    totals, state = setup.table.totals, setup.abstract
+    counters = sum(x.dtype.itemsize * math.prod(x.shape) for x in (state.step, state.key, state.skipped))
+    extra = totals.state_bytes - totals.params_bytes - totals.optimizer_bytes
+    return totals.params_bytes, totals.optimizer_bytes, extra + counters
+
+
+def _batch_bytes(setup: Setup, batch: PyTree) -> int:
+    shards = num_shards(batch_sharding(setup.mesh, setup.strategy).spec, setup.mesh)
+    # As jax takes it: NumPy's float64 and int64 are 32 bits wide unless x64 is on.
+    widths = ((jax.dtypes.canonicalize_dtype(x.dtype).itemsize, math.prod(np.shape(x))) for x in jax.tree.leaves(batch))
+    return sum(width * size for width, size in widths) // shards
+
+
+def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
+    """Gradients as they wait for the update. Summed over micro-steps, or by stages, and reduced once: whole."""
+    layout = setup.layout
+    specs = layout.updates if options.accumulate == 1 else layout.grads
+    is_once = options.accumulate > 1 and options.accumulate_mode == "once"
+    pipelined = setup.strategy.pipeline
+    whole_over = _batch_axes(setup) if is_once or pipelined is not None else ()
+    sizes = {axis: 1 if axis in whole_over else size for axis, size in axis_sizes(setup.mesh).items()}
+
+    # A schedule may run a part of the layers on two stages, and sums its gradients on both.
+    copies = Fraction(schedule_of(pipelined).copies) if pipelined is not None else Fraction(1)
+
+    def held(decision: Decision, spec: PartitionSpec) -> int:
+        leaf = decision.leaf
+        compute = options.precision.compute or leaf.dtype
+        width = np.dtype(options.precision.reduce_dtype(compute)).itemsize
+        whole = width * leaf.size * (copies if (leaf.names or ())[:1] == ("layers",) else 1)
+        return int(whole) // num_shards(spec, sizes)
+
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    return sum(held(*one) for one in zip(setup.table.params, leaves, strict=True))
+
+
+def _batch_axes(setup: Setup) -> tuple[str, ...]:
+    sizes = axis_sizes(setup.mesh)
+    spec = batch_sharding(setup.mesh, setup.strategy).spec
+    return tuple(axis for entry in spec for axis in spec_axes(entry) if sizes[axis] > 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The largest contributors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _largest(program: Program, setup: Setup) -> tuple[Contributor, ...]:
+    found = [
+        *_grouped(setup, setup.table.params, "parameters"),
+        *_grouped(setup, setup.table.optimizer, "optimizer state"),
+        *_temporaries(program),
+    ]
+    return tuple(sorted(found, key=lambda one: (-one.nbytes, one.what, one.module, one.shape)))
+
+
+def _grouped(setup: Setup, decisions: Iterable[Decision], what: str) -> list[Contributor]:
+    """State by module, the largest few: the parent of a parameter's path, for optimizer state that of its parameter."""
+    paths = {decision.path for decision in setup.table.params}
+    groups: dict[str, list[Decision]] = {}
+    for decision in decisions:
+        owner = _owner(decision.path, paths)
+        groups.setdefault(owner.rpartition("/")[0] or owner, []).append(decision)
+    found = []
+    for module, members in groups.items():
+        biggest = max(members, key=lambda d: d.bytes_per_device)
+        total = sum(d.bytes_per_device for d in members)
+        found.append(
+            Contributor(
+                module=module, nbytes=total, what=what, shape=_shard_text(setup, biggest), source="", count=len(members)
+            )
+        )
+    return sorted(found, key=lambda one: -one.nbytes)[:MOST_CONTRIBUTORS]
+
+
+def _owner(path: str, paths: set[str]) -> str:
+    """The parameter that a slot of the optimizer belongs to: the longest end of its path that is one's."""
+    parts = path.split("/")
+    return next((end for at in range(len(parts)) if (end := "/".join(parts[at:])) in paths), path)
+
+
+def _shard_text(setup: Setup, decision: Decision) -> str:
+    leaf = decision.leaf
+    dtype = {"float": "f", "int": "s", "uint": "u", "bfloat": "bf"}.get(leaf.dtype.name.rstrip("0123456789"), "x")
+    dims = NamedSharding(setup.mesh, decision.spec).shard_shape(leaf.shape)
+    return f"{dtype}{leaf.dtype.itemsize * 8}[{','.join(map(str, dims))}]"
+
+
+def _temporaries(program: Program) -> list[Contributor]:
+    groups: dict[tuple[str, str, str], list[work.Temporary]] = {}
+    for one in work.largest_temporaries(program.module, most=8 * MOST_CONTRIBUTORS):
+        groups.setdefault((one.module, one.shape, one.source), []).append(one)
+    found = [
+        Contributor(
+            module=module,
+            nbytes=sum(one.nbytes for one in members),
+            what="temporary",
+            shape=shape,
+            source=source,
+            count=len(members),
+        )
+        for (module, shape, source), members in groups.items()
+    ]
+    return sorted(found, key=lambda one: -one.nbytes)[:MOST_CONTRIBUTORS]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What would make it fit
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Change:
+    """A candidate: another strategy, other options, or both."""
+
+    strategy: Strategy | None = None
+    remat: str | None = None
+    accumulate: int | None = None
+    can_wait: int = 0
+    """Those with the highest number are left out first when there are too many."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Each thing changed, in words."""
+        strategy = () if self.strategy is None else (str(self.strategy),)
+        return strategy + tuple(f"{key}={value}" for key, value in self.options.items())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the step that it sets."""
+        return {key: value for key in ("remat", "accumulate") if (value := getattr(self, key)) is not None}
+
+
+def remedies(
+    step: TrainStep,
+    setup: Setup,
+    batch: PyTree,
+    compile: Callable[[jax.stages.Traced], Program],
+    limit_bytes: int,
+) -> tuple[Remedy, ...]:
+    """What would make a step fit that does not: each change is really made, compiled, and its peak taken.
+
+    Tried are ZeRO's next stages, more micro-steps (under stages: microbatches) and recomputation of layers, cheap ones
+    first, then several together.
+    The first that fits ends the search; at most `MOST_COMPILATIONS` are compiled. What cannot be made (a batch that
+    does not divide, a model that marks no layers), or would not fit with its state and batch alone, says so.
+
+    Args:
+      step: the training step.
+      setup: of the state.
+      batch: arrays or their shapes, the global batch.
+      compile: as `compile_here`, or a pod's `compile` with its cluster.
+      limit_bytes: memory of one device.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
+    found: list[Remedy] = []
+    broken: set[str] = set()
+    hopeful, hopeless = _sorted_out(_candidates(step.options, setup, shapes), setup, shapes, limit_bytes)
+    for change in hopeful:
+        if broken & set(change.parts):  # a part of it could not be made alone
+            continue
+        try:
+            state = _abstract(setup, change.strategy or setup.strategy)
+            changed = TrainStep(step.loss_fn, dataclasses.replace(step.options, **change.options))
+            peak = compile(changed.trace(state, shapes)).peak_bytes
+        except Exception as error:  # a model of the user's may raise anything at another batch
+            found.append(_unmade(change, str(error).partition("\n")[0] or type(error).__name__))
+            broken.update(change.parts if len(change.parts) == 1 else ())
+            continue
+        found.append(Remedy(change=" + ".join(change.parts), peak_bytes=peak, fits=peak <= limit_bytes))
+        if found[-1].fits:
+            break
+    return (*found, *hopeless)
+
+
+def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Change, ...]:
+    """Single changes, cheap ones first, then several together.
+
+    ZeRO's first stages send what data parallelism sends; micro-steps make smaller matmuls; recomputation adds a third
+    of the compute; ZeRO's last stage sends half as much again.
+    """
+    stages = _next_stages(setup, options)
+    early, last = stages[:-1], (stages[-1] if stages else None)
+    pipelined = setup.strategy.pipeline
+    rows = _batch_rows(setup, batch) // (options.accumulate if pipelined is None else pipelined.microbatches)
+    more = [times for times in (2, 4, 8) if times == 2 or rows % times == 0]
+    steps = [options.accumulate * times for times in more if pipelined is None]
+    policies = [] if options.remat == "full" else ["full"] if options.remat else ["dots", "full"]
+    remat = "full" if policies else None
+    changes = [
+        *(_Change(strategy=strategy) for strategy in early),
+        *(_Change(accumulate=count, can_wait=2 * at) for at, count in enumerate(steps)),
+        *(_Change(strategy=_microbatched(setup.strategy, times)) for times in more if pipelined is not None),
+        *(_Change(remat=policy, can_wait=0 if policy == "full" else 3) for policy in policies),
+        _Change(strategy=last),
+        *(_Change(strategy=strategy, remat=remat, can_wait=1) for strategy in early),
+        _Change(strategy=last, remat=remat),
+        *(_Change(strategy=last, remat=remat, accumulate=count, can_wait=count != steps[-1]) for count in steps),
+    ]
+    return tuple({change.parts: change for change in changes[::-1] if change.parts}.values())[::-1]
+
+
+def _microbatched(strategy: Strategy, times: int) -> Strategy:
+    """The same stages with so many times as many microbatches, each as much smaller."""
+    pipelined = strategy.pipeline
+    assert pipelined is not None
+    count = pipelined.microbatches * times
+    label = strategy.label.replace(f"microbatches={pipelined.microbatches}", f"microbatches={count}")
+    return strategy.replace(pipeline=dataclasses.replace(pipelined, microbatches=count), label=label)
+
+
+def _sorted_out(
+    changes: Sequence[_Change], setup: Setup, batch: PyTree, limit_bytes: int
+) -> tuple[list[_Change], list[Remedy]]:
+    """The changes to compile, and those known not to fit or not to exist."""
+    hopeful: list[_Change] = []
+    hopeless: list[Remedy] = []
+    for change in changes:
+        try:
+            reason = _too_big_alone(_abstract(setup, change.strategy or setup.strategy).setup, batch, limit_bytes)
+        except MeshparError as error:
+            reason = str(error)
+        if not reason:
+            hopeful.append(change)
+        elif len(change.parts) == 1:  # what is hopeless alone need not be said of all it is a part of
+            hopeless.append(_unmade(change, reason))
+    while len(hopeful) > MOST_COMPILATIONS:
+        hopeful.remove(max(reversed(hopeful), key=lambda change: change.can_wait))
+    return hopeful, hopeless
+
+
+def _too_big_alone(setup: Setup, batch: PyTree, limit_bytes: int) -> str:
+    alone = sum(_state_bytes(setup)) + _batch_bytes(setup, batch)
+    if alone <= limit_bytes:
+        return ""
+    return f"state and batch alone take {human_bytes(alone)} of {human_bytes(limit_bytes)}"
+
+
+def _unmade(change: _Change, reason: str) -> Remedy:
+    return Remedy(change=" + ".join(change.parts), peak_bytes=None, fits=False, reason=reason)
+
+
+def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
+    if strategy is setup.strategy:
+        return setup.abstract
+    return abstract_state(setup.model, setup.tx, mesh=setup.mesh, strategy=strategy, precision=setup.precision)
+
+
+def _batch_rows(setup: Setup, batch: PyTree) -> int:
+    """Rows of the batch on one device."""
+    rows = max((shape[0] for x in jax.tree.leaves(batch) if (shape := np.shape(x))), default=0)
+    return rows // num_shards(batch_sharding(setup.mesh, setup.strategy).spec, setup.mesh)
+
+
+def _next_stages(setup: Setup, options: StepOptions) -> list[Strategy]:
+    """The same strategy with more of the state split, the mildest first; empty when there is nothing to split over."""
+    sizes = axis_sizes(setup.mesh)
+    over = [axis for axis in ("fsdp", "data") if sizes.get(axis, 1) > 1]
+    if not over:
+        return []
+    strategy = setup.strategy
+    name, others = _data_parallel_part(strategy)
+    wider = f"fsdp(axis={tuple(reversed(over))!r})"
+    if name in ("zero3", "fsdp", "hsdp"):
+        texts = [wider] if len(over) > 1 else []
+    else:
+        axis = "" if over[0] == "fsdp" else "axis='data'"
+        first = "zero2" if options.accumulate > 1 else "zero1"  # with one micro-step they are the same program
+        texts = [f"{stage}({axis})" for stage in (first, "zero3") if (name or "ddp") < stage]
+    if name is not None:
+        return [parse_strategy(" | ".join([text, *others])) for text in texts]
+    return [(strategy | parse_strategy(text)).replace(activations=strategy.activations) for text in texts]
+
+
+def _data_parallel_part(strategy: Strategy) -> tuple[str | None, list[str]]:
+    """The preset that says how data parallelism splits the state, and the labels of the others; None for rules made by
+    hand."""
+    parts = strategy.label.split(" | ")
+    known = [part for part in parts if part.partition("(")[0] in _DATA_PARALLEL]
+    try:
+        is_made_of_presets = len(known) == 1 and parse_strategy(strategy.label) == strategy
+    except MeshparError:
+        is_made_of_presets = False
+    if not is_made_of_presets:
+        return None, []
+    return known[0].partition("(")[0], [part for part in parts if part != known[0]]
+
+
+_DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")

@@ -1,0 +1,101 @@
+"""What the compiler says on standard error while it works: caught, and its warnings told apart."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import IO
+
+from meshpar.compiled import scopes
+
+_WARNING = re.compile(
+    r"^[WE][0-9]{4} [0-9:.]+ +[0-9]+ ([\w.\-/]+:[0-9]+)\] (.*)$|^[0-9\- :.]+: [WE] (\S+:[0-9]+)\] (.*)$"
+)
+_REMATERIALIZATION = re.compile(
+    r"\[SPMD\] Involuntary full rematerialization.*? from sharding (?P<before>\{.*?\}) to (?P<after>\{.*?\}) "
+    r"(?:efficiently|without).*?for HLO operation:? (?P<operation>.*)",
+    re.IGNORECASE,
+)
+_OP_NAME = re.compile(r"op_name=\"([^\"]*)\"")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rematerialization:
+    """The partitioner gave up on a resharding: it gathers the whole tensor on every device and slices it again."""
+
+    op_name: str
+    module: str
+    """Named scopes of the operation: `decoder/mlp`."""
+    shape: str
+    """The tensor's shape on one device, as XLA prints it; empty when the message does not hold it."""
+    before: str
+    """Sharding it had, in XLA's spelling."""
+    after: str
+    """Sharding it was to have."""
+
+
+class Caught:
+    """What `catch_stderr` caught: `text` is complete once the block has ended."""
+
+    text: str = ""
+
+
+@contextlib.contextmanager
+def catch_stderr() -> Iterator[Caught]:
+    """Takes over the process's standard error, C++ included, and keeps what is written to it.
+
+    If the block raises, what was caught is written out after all: it may hold the reason.
+    """
+    caught = Caught()
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield caught
+        except BaseException:
+            _restore(saved, file, caught)
+            os.write(2, caught.text.encode())
+            raise
+        _restore(saved, file, caught)
+
+
+def _restore(saved: int, file: IO[bytes], caught: Caught) -> None:
+    sys.stderr.flush()
+    os.dup2(saved, 2)
+    os.close(saved)
+    file.seek(0)
+    caught.text = file.read().decode(errors="replace")
+
+
+def warnings_in(text: str) -> tuple[str, ...]:
+    """The compiler's warnings and errors in its log, each once, without time and thread."""
+    found = (_WARNING.match(line) for line in text.splitlines())
+    return tuple(dict.fromkeys(f"{m.group(1) or m.group(3)}: {m.group(2) or m.group(4)}" for m in found if m))
+
+
+def rematerializations(warnings: tuple[str, ...]) -> tuple[Rematerialization, ...]:
+    """The involuntary full rematerializations among the compiler's warnings."""
+    return tuple(found for warning in warnings if (found := _rematerialization(warning)) is not None)
+
+
+def _rematerialization(warning: str) -> Rematerialization | None:
+    match = _REMATERIALIZATION.search(warning)
+    if match is None:
+        return None
+    operation = match.group("operation")
+    op_name = _OP_NAME.search(operation)
+    shape = re.match(r"%?\S+ = (\S+)", operation)
+    name = op_name.group(1) if op_name else ""
+    return Rematerialization(
+        op_name=name,
+        module=scopes.module_path(name),
+        shape=shape.group(1) if shape else "",
+        before=match.group("before"),
+        after=match.group("after"),
+    )

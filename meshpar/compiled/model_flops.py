@@ -1,0 +1,139 @@
+"""FLOPs a model asks for, counted before anything is compiled: whatever the mesh, the padding and the recomputation.
+
+They are those of the matrix products of the forward pass, read from the loss function's jaxpr, and three times that
+for training: the backward pass has two products for each one forward, for the input's gradient and for the weight's
+(Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", appendix B). Element-wise work is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jax.extend import core
+
+from meshpar.compiled.alone import traced_alone
+from meshpar.sharding.types import PyTree
+from meshpar.training.state import TrainState
+from meshpar.training.step import TrainStep
+
+TRAINING = 3
+"""Products of a training step for each one of the forward pass."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """What one step asks for, over the global batch."""
+
+    forward: int
+    """Of the matrix products of the forward pass."""
+    step: int
+    """Of the training step: three times the forward pass."""
+    notes: tuple[str, ...] = ()
+    """What could not be counted, each once."""
+
+
+def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops:
+    """The model FLOPs of a training step.
+
+    Args:
+      step: made by `train_step`.
+      state: arrays or their abstract values.
+      batch: the global batch, arrays or their abstract values. With accumulation the loss is counted on the rows of
+        one micro-step, as often as there are micro-steps.
+    """
+    notes: dict[str, None] = {}
+    forward = step.options.accumulate * matmul_flops(traced_alone(step, state, batch).jaxpr, notes)
+    return ModelFlops(forward=forward, step=TRAINING * forward, notes=tuple(notes))
+
+
+def matmul_flops(jaxpr: core.Jaxpr, notes: dict[str, None] | None = None) -> int:
+    """FLOPs of the matrix products and convolutions of a jaxpr, those in loops, branches and calls included.
+
+    A scan counts as often as it is long, a `while` once, of a `cond` the costliest branch, and the body of a
+    `shard_map` on every device it is manual over.
+
+    Args:
+      jaxpr: to count.
+      notes: gets a key for everything that cannot be counted rightly.
+    """
+    notes = {} if notes is None else notes
+    return sum(_equation_flops(equation, notes) for equation in jaxpr.eqns)
+
+
+def _equation_flops(equation: Any, notes: dict[str, None]) -> int:
+    name, params = equation.primitive.name, equation.params
+    count = _PRODUCTS.get(name)
+    if count is not None:
+        return count(equation)
+    if "dot_product_attention" in name:  # cuDNN's: a call into a library, with nothing of it in the jaxpr
+        return _attention_flops(equation)
+    inner = [matmul_flops(one, notes) for one in _jaxprs(params)]
+    if name == "cond":
+        return max(inner, default=0)
+    if name == "while" and any(inner):
+        notes["a `while` with matrix products in it is counted once: nothing tells how often it runs"] = None
+    if name == "pallas_call":
+        return math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int)) * sum(inner)
+    if not inner and name in _OPAQUE:
+        notes[f"`{name}` cannot be seen into: its FLOPs are missing"] = None
+    return _times(name, params) * sum(inner)
+
+
+def _times(name: str, params: Mapping[str, Any]) -> int:
+    if name == "scan":
+        return int(params["length"])
+    if name == "shard_map":
+        sizes = dict(params["mesh"].shape)
+        return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
+    return 1
+
+
+def _jaxprs(params: Mapping[str, Any]) -> Iterable[core.Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, core.ClosedJaxpr):
+                yield one.jaxpr
+            elif isinstance(one, core.Jaxpr):
+                yield one
+
+
+def _dot_flops(equation: Any) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    lhs, out = equation.invars[0].aval, equation.outvars[0].aval
+    return 2 * out.size * math.prod(lhs.shape[dim] for dim in contracted)
+
+
+def _convolution_flops(equation: Any) -> int:
+    """Each output element sums over the kernel's window and input features (a group's share of them)."""
+    kernel, out = equation.invars[1].aval, equation.outvars[0].aval
+    out_features = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * out.size * kernel.size // max(out_features, 1)
+
+
+def _ragged_dot_flops(equation: Any) -> int:
+    """Rows `[M, K]`, each with the `[K, N]` of its group: a row meets the weights of one group only."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    lhs, out, group_sizes = equation.invars[0].aval, equation.outvars[0].aval, equation.invars[2].aval
+    # Where the contracted dim is ragged there is a product for each group, over its own rows: together over all rows.
+    products = group_sizes.shape[-1] if set(numbers.lhs_ragged_dimensions) <= set(contracted) else 1
+    return 2 * out.size * math.prod(lhs.shape[dim] for dim in contracted) // products
+
+
+def _attention_flops(equation: Any) -> int:
+    """Scores and their product with the values: `4 B H T S D`, the causal half that may be skipped included."""
+    query, key = (invar.aval.shape for invar in equation.invars[:2])
+    is_BTHD = equation.params["layout"] == 0  # cuDNN's numbering: 0 is [B, T, H, D], 1 is [B, H, T, D]
+    return 4 * math.prod(query) * (key[1] if is_BTHD else key[2])
+
+
+_PRODUCTS: Mapping[str, Callable[[Any], int]] = {
+    "dot_general": _dot_flops,
+    "conv_general_dilated": _convolution_flops,
+    "ragged_dot_general": _ragged_dot_flops,
+}
+_OPAQUE = frozenset({"custom_call", "ffi_call", "triton_kernel_call", "pure_callback", "io_callback"})

@@ -1,0 +1,78 @@
+"""A compiled program as data: its text, the compiler's own account of memory, and what it warned of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from meshpar.compiled import hlo, messages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What one compilation gave. Bytes are those of one device."""
+
+    target: str
+    """A cluster (`h100:8x8`) or the platform at hand (`cpu`)."""
+    text: str = dataclasses.field(repr=False)
+    """The optimized, scheduled HLO."""
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    """Outputs that take the place of donated arguments."""
+    temporary_bytes: int
+    compile_s: float
+    warnings: tuple[str, ...] = ()
+    """The compiler's warnings, each once."""
+    cost: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """XLA's own cost analysis (`flops`, `bytes accessed`, ...), which counts a loop's body once; empty for a pod."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments, outputs that are not donated arguments, and temporaries."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+    @functools.cached_property
+    def module(self) -> hlo.Module:
+        """The text, parsed."""
+        return hlo.parse(self.text)
+
+    @property
+    def rematerializations(self) -> tuple[messages.Rematerialization, ...]:
+        """Tensors the partitioner gathered whole because it knew no better way."""
+        return messages.rematerializations(self.warnings)
+
+
+def compile_here(
+    traced: jax.stages.Traced | jax.stages.Lowered, *, options: Mapping[str, Any] | None = None
+) -> Program:
+    """Compiles for the devices it was traced for, and keeps what the compiler says."""
+    lowered = traced if isinstance(traced, jax.stages.Lowered) else traced.lower()
+    with messages.catch_stderr() as caught:
+        start = time.perf_counter()
+        compiled = lowered.compile(dict(options) if options else None)
+        compile_s = time.perf_counter() - start
+    cost = compiled.cost_analysis() or {}
+    return Program(
+        target=jax.default_backend(),
+        text=compiled.as_text() or "",
+        **memory_of(compiled.memory_analysis()),
+        compile_s=compile_s,
+        warnings=messages.warnings_in(caught.text),
+        cost={key: value for key, value in cost.items() if "{" not in key},
+    )
+
+
+def memory_of(stats: Any) -> dict[str, Any]:
+    """The four sizes of jaxlib's `CompiledMemoryStats`, under the names of `Program`."""
+    return {
+        "argument_bytes": int(stats.argument_size_in_bytes),
+        "output_bytes": int(stats.output_size_in_bytes),
+        "alias_bytes": int(stats.alias_size_in_bytes),
+        "temporary_bytes": int(stats.temp_size_in_bytes),
+    }

@@ -1,0 +1,133 @@
+"""Report: what a compiled training step holds, sends and computes, as one value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from meshpar.compiled import census
+from meshpar.compiled.census import Collective, Total
+from meshpar.compiled.clock.prediction import Compute, Overlap
+from meshpar.compiled.clock.timeline import Timeline
+from meshpar.compiled.holding import Promise
+from meshpar.compiled.lint import Finding
+from meshpar.compiled.memory import Memory
+from meshpar.compiled.stages import Stages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sent:
+    """One collective of the program, with where it runs and what hides it."""
+
+    collective: Collective
+    crosses_node: bool | None
+    """Whether some group has devices of several nodes; None without a cluster."""
+    time_s: float | None
+    """On the wire, all its runs in a step; None without a timeline."""
+    hidden_fraction: float | None
+    """Of that time, while compute was at work."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        one = self.collective
+        return {
+            "kind": one.kind,
+            "axes": list(one.axes),
+            "dtype": one.dtype,
+            "payload_bytes": one.payload_bytes,
+            "bytes_sent_per_device": one.bytes_sent_per_device,
+            "count_per_step": one.count_per_step,
+            "count_by_stage": list(one.count_by_stage) or None,
+            "count_known": one.count_known,
+            "group_size": one.group_size,
+            "num_arrays": len(one.parts),
+            "module": one.module,
+            "source": one.source,
+            "op_name": one.op_name,
+            "origin": one.origin,
+            "is_backward": one.is_backward,
+            "is_async": one.is_async,
+            "in_branch": one.in_branch,
+            "spells": one.logical_kind if one.logical_kind != one.kind else None,
+            "crosses_node": self.crosses_node,
+            "time_s": self.time_s,
+            "hidden_fraction": self.hidden_fraction,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `explain` found. Prints as tables, shows as HTML in a notebook, and is plain data with `to_json`."""
+
+    devices: int
+    mesh: Mapping[str, int]
+    """Axis sizes in the mesh's order."""
+    target: str
+    """A cluster (`h100:8x8`) or the platform at hand (`cpu`)."""
+    strategy: str
+    memory: Memory
+    collectives: tuple[Sent, ...]
+    promise: Promise
+    overlap: Overlap
+    compute: Compute
+    findings: tuple[Finding, ...]
+    """What is costly and need not be."""
+    compile_s: float
+    notes: tuple[str, ...] = ()
+    """What the reader of the numbers should know about the target."""
+    stages: Stages | None = None
+    """How stages share the work; None without them."""
+    timeline: Timeline | None = dataclasses.field(default=None, repr=False)
+    """The step on a clock, to draw; not part of the JSON."""
+
+    @property
+    def totals(self) -> dict[str, dict[str, Total]]:
+        """Collectives a step by axes and kind."""
+        return census.totals(one.collective for one in self.collectives)
+
+    @property
+    def is_as_promised(self) -> bool:
+        """Whether nothing is sent that the strategy did not promise."""
+        return not self.promise.surprise
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; sizes in bytes, times in seconds."""
+        return {
+            "devices": self.devices,
+            "mesh": dict(self.mesh),
+            "target": self.target,
+            "strategy": self.strategy,
+            "memory": self.memory.to_json(),
+            "collectives": [one.to_json() for one in self.collectives],
+            "totals": {
+                axes: {kind: dataclasses.asdict(total) for kind, total in kinds.items()}
+                for axes, kinds in self.totals.items()
+            },
+            "promise": self.promise.to_json(),
+            "overlap": self.overlap.to_json(),
+            "compute": self.compute.to_json(),
+            "stages": None if self.stages is None else self.stages.to_json(),
+            "lint": [one.to_json() for one in self.findings],
+            "compile_s": self.compile_s,
+            "notes": list(self.notes),
+        }
+
+    def __rich__(self) -> Any:
+        from meshpar.compiled.render import as_rich
+
+        return as_rich(self)
+
+    def _repr_html_(self) -> str:
+        from meshpar.compiled.render import as_html
+
+        return as_html(self)
+
+    def __repr__(self) -> str:
+        verdict = "as promised" if self.is_as_promised else f"{len(self.promise.surprise)} surprises"
+        return f"<Report: {self.strategy} on {self.devices} devices, {self.target}, {verdict}>"
+
+    def __str__(self) -> str:
+        from meshpar.compiled.render import as_text
+
+        return as_text(self)

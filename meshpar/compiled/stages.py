@@ -1,0 +1,90 @@
+"""How the stages of a pipeline share a step: schedule, bubble, and the two ways to hold weights that are split."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from meshpar.compiled.clock.timeline import Timeline
+from meshpar.compiled.parts import Parts
+from meshpar.compiled.promise_stages import gathers
+from meshpar.pipeline.traffic import traffic
+from meshpar.training.state import Setup
+from meshpar.training.step import StepOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gathering:
+    """One of the choices of `pipeline_parallel(gather=...)`, for layers split over axes that split the batch."""
+
+    gather: str
+    sent_bytes: float
+    """Of weights, by each device of the busiest stage in a step: gathered, and moved to the stages that run them."""
+    held_bytes: int
+    """Of weights in the compute dtype, most at once on a device: whole for the step; or shards, and whole what one cell
+    uses."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """A pipelined step, as its schedule has it."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    parts: int
+    """Of the model, over all stages."""
+    ticks: int
+    bubble_fraction: float
+    """Makespan bubble: idle share of a step alone, stages beginning and ending together; F, B and W of equal length."""
+    span_bubble_fraction: float
+    """Span bubble: idle share between a stage's first op and its last, of the worst stage; likewise."""
+    waiting_fraction: float | None
+    """Of the predicted step, while the mean stage waits for others; None without a prediction."""
+    peak_activations: tuple[int, ...]
+    """Of each stage, most microbatches of a part whose activations it holds at once."""
+    messages: int
+    """Results that go from stage to stage in a step, all stages together."""
+    message_bytes: int
+    """Of each, from one device."""
+    gather: str
+    gathering: tuple[Gathering, ...]
+    """Both choices; empty where layers are not split over the batch's axes."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return dataclasses.asdict(self) | {
+            "peak_activations": list(self.peak_activations),
+            "gathering": [dataclasses.asdict(one) for one in self.gathering],
+        }
+
+
+def stages(
+    setup: Setup, options: StepOptions, batch: Any, parts: Parts, times: Timeline | None, *, on_cpu: bool = False
+) -> Stages:
+    """The account of a pipelined step.
+
+    Args:
+      setup, options, batch, on_cpu: as for `promise.promised`.
+      parts: how stages cut the model.
+      times: the step on a clock, or None.
+    """
+    schedule = parts.schedule
+    assert setup.strategy.pipeline is not None
+    sizes = gathers(setup, options, batch, parts, on_cpu=on_cpu)
+    return Stages(
+        schedule=schedule.name,
+        stages=schedule.stages,
+        microbatches=schedule.microbatches,
+        parts=schedule.num_parts,
+        ticks=schedule.ticks,
+        bubble_fraction=schedule.bubble_fraction,
+        span_bubble_fraction=schedule.span_bubble_fraction,
+        waiting_fraction=times.bubble_s / times.step_s if times is not None and times.step_s else None,
+        peak_activations=tuple(int(count) for count in schedule.peak_activations),
+        messages=traffic(schedule).messages,
+        message_bytes=sum(x.dtype.itemsize * math.prod(x.shape) for x in parts.handed_on),
+        gather=setup.strategy.pipeline.gather,
+        gathering=tuple(Gathering(gather=name, sent_bytes=sent, held_bytes=held) for name, sent, held in sizes),
+    )

@@ -1,0 +1,1 @@
+"""Strategies: one file for each parallelism."""

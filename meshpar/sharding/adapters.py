@@ -1,0 +1,326 @@
+"""Adapters: an NNX module, a Linen module or two plain functions, seen as one `Model`.
+
+The spine knows a model only as this: how to make its arrays, what names they carry, and how to turn arrays back into
+what a loss function calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.sharding.types import Leaf, Names, PyTree, leaf_of, near, path_str, problem, tree_leaves_with_paths
+
+
+class Variables(NamedTuple):
+    """A model's arrays, as plain nested dicts."""
+
+    params: PyTree
+    """What the optimizer updates."""
+    extra: PyTree
+    """What else the model keeps: batch statistics, the state of random streams, caches."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Model:
+    """What meshpar knows of a model. Made by `from_nnx`, `from_linen` or `from_functions`."""
+
+    kind: Literal["nnx", "linen", "functions"]
+    init: Callable[[jax.Array], Variables]
+    """From a key to the arrays; pure, so that it can be traced for shapes and jitted to be born sharded."""
+    bind: Callable[[PyTree, PyTree], Any]
+    """From (params, extra) to what a loss function is given as `model`."""
+    collect: Callable[[Any], PyTree]
+    """From that, after the forward pass, to the new `extra`."""
+    names: Callable[[], Mapping[str, Names]]
+    """Logical names by the path of the parameter; a leaf that is missing carries none. Call it after `init`."""
+    random_keys: Callable[[], frozenset[str]] = frozenset
+    """Paths in `extra` of raw random keys, from which the model draws by itself (NNX's `Rngs`)."""
+    after_update: Callable[[PyTree], PyTree] = lambda extra: extra
+    """From `extra` behind the forward passes of a training step, all its micro-steps, to that of the next step."""
+
+    def abstract(self) -> Variables:
+        """Shapes and dtypes of the arrays; nothing is computed."""
+        return jax.eval_shape(self.init, jax.ShapeDtypeStruct((2,), np.uint32))
+
+    def leaves(self) -> list[Leaf]:
+        """Every parameter, with its names."""
+        params = self.abstract().params
+        names = self.names()
+        return [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(params)]
+
+
+def _key(data: jax.Array) -> jax.Array:
+    """A typed key from raw key data; state holds raw data, which every checkpoint format knows."""
+    return jax.random.wrap_key_data(data) if data.dtype == jnp.uint32 else data
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# NNX
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def from_nnx(build: Callable[[Any], Any]) -> Model:
+    """See a Flax NNX module as a `Model`.
+
+    Args:
+      build: makes the module from an `nnx.Rngs`: `lambda rngs: Transformer(cfg, rngs=rngs)`. It is called while
+        tracing, so nothing is allocated before the shardings are known.
+
+    Names come from `nnx.with_partitioning`. The loss function is given the module itself; what the forward pass
+    changes beside parameters (batch statistics, random counts) is carried in the state. Modules with a method
+    `after_update()` get it called once a training step, behind all micro-steps, and may change such variables there.
+    """
+    from flax import nnx
+
+    if isinstance(build, nnx.Module):
+        raise problem(
+            "from_nnx",
+            f"take a {type(build).__name__} that exists already",
+            "its arrays stand whole on one device",
+            "give a function that makes it: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))",
+        )
+
+    @functools.cache
+    def structure() -> Any:
+        # NNX would place annotated arrays on the mesh of the context; here the mesh is not known yet.
+        with nnx.use_eager_sharding(False):
+            module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        return nnx.split(module, nnx.Param, ...)
+
+    def split(module: Any) -> Variables:
+        parts: Any = nnx.split(module, nnx.Param, ...)
+        return Variables(_plain(parts[1]), _raw_keys(_plain(parts[2])))
+
+    def init(key: jax.Array) -> Variables:
+        with nnx.use_eager_sharding(False):
+            module = build(nnx.Rngs(_key(key)))
+        return split(module)
+
+    def bind(params: PyTree, extra: PyTree) -> Any:
+        graph, params_like, extra_like = structure()
+        return nnx.merge(graph, _filled(params_like, params), _filled(extra_like, extra))
+
+    def collect(module: Any) -> PyTree:
+        return split(module).extra
+
+    def names() -> Mapping[str, Names]:
+        _, params, _ = structure()
+        found = {}
+        for path, variable in nnx.to_flat_state(params):
+            given = variable.get_metadata().get("out_sharding")
+            if given is not None:
+                found["/".join(str(part) for part in path)] = tuple(given)
+        return found
+
+    def random_keys() -> frozenset[str]:
+        _, _, extra = structure()
+        return frozenset(
+            "/".join(str(part) for part in path)
+            for path, variable in nnx.to_flat_state(extra)
+            if jnp.issubdtype(variable.get_value().dtype, jax.dtypes.prng_key)
+        )
+
+    def after_update(extra: PyTree) -> PyTree:
+        graph, params_like, extra_like = structure()
+        if not jax.tree.leaves(extra):
+            return extra
+        module = nnx.merge(graph, params_like, _filled(extra_like, extra))
+        for _, part in nnx.iter_modules(module):
+            update = getattr(part, "after_update", None)
+            if update is not None:
+                update()
+        return split(module).extra
+
+    return Model(
+        kind="nnx",
+        init=init,
+        bind=bind,
+        collect=collect,
+        names=names,
+        random_keys=random_keys,
+        after_update=after_update,
+    )
+
+
+def _plain(state: Any) -> PyTree:
+    """An NNX state as nested dicts of arrays, with string keys: what every pytree tool and checkpoint reads alike."""
+    from flax import nnx
+
+    return _string_keys(nnx.to_pure_dict(state))
+
+
+def _string_keys(tree: PyTree) -> PyTree:
+    if not isinstance(tree, dict):
+        return tree
+    return {str(key): _string_keys(value) for key, value in tree.items()}
+
+
+def _filled(like: Any, values: PyTree) -> Any:
+    """The state `like`, holding `values` (nested dicts with string keys)."""
+    from flax import nnx
+
+    filled = []
+    for path, variable in nnx.to_flat_state(like):
+        value = values
+        for part in path:
+            value = value[str(part)]
+        wants_key = jnp.issubdtype(variable.get_value().dtype, jax.dtypes.prng_key)
+        filled.append((path, variable.replace(_key(value) if wants_key else value)))
+    return nnx.from_flat_state(filled)
+
+
+def _raw_keys(tree: PyTree) -> PyTree:
+    def raw(x: Any) -> Any:
+        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    return jax.tree.map(raw, tree)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linen
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class BoundLinen:
+    """A Linen module together with its variables, called like the module.
+
+    Collections other than `params` are mutable and remembered, so that the step can carry them on.
+    """
+
+    def __init__(self, module: Any, params: PyTree, extra: PyTree) -> None:
+        self.module, self.params, self.extra = module, params, extra
+
+    def __call__(self, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
+        """`module.apply` on the bound variables; `rngs` as in Linen."""
+        variables = {"params": self.params, **self.extra}
+        mutable = list(self.extra)
+        out = self.module.apply(variables, *args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
+        if mutable:
+            out, changed = out
+            self.extra = {**self.extra, **changed}
+        return out
+
+
+def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
+    """See a Flax Linen module as a `Model`.
+
+    Args:
+      module: the module.
+      *example_args, **example_kwargs: what it is called with, as arrays or `jax.ShapeDtypeStruct`s: only shapes and
+        dtypes matter. The batch must be one that the mesh divides, when the module constrains its activations.
+
+    Names come from `nn.with_logical_partitioning` (or `nn.with_partitioning`). The loss function is given a callable
+    that applies the module to its variables. A method `after_update(collections) -> collections` of the module is
+    called once a training step, behind all micro-steps, with the collections beside `params`.
+    """
+    from flax import linen as nn
+
+    if not isinstance(module, nn.Module):
+        raise problem(
+            "from_linen",
+            f"take {type(module).__name__}",
+            "it is no flax.linen.Module",
+            "use from_nnx or from_functions",
+        )
+
+    def boxed(key: jax.Array) -> Any:
+        args, kwargs = jax.tree.map(_zeros, (example_args, example_kwargs))
+        params_key, other_key = jax.random.split(_key(key))
+        return module.init({"params": params_key, "dropout": other_key}, *args, **kwargs)
+
+    def init(key: jax.Array) -> Variables:
+        variables = dict(jax.tree.map(_unboxed, boxed(key), is_leaf=_is_box))
+        if "params" not in variables:
+            raise problem("from_linen", "train the module", "it has no `params` collection", "give it parameters")
+        return Variables(variables.pop("params"), variables)
+
+    def names() -> Mapping[str, Names]:
+        variables = jax.eval_shape(boxed, jax.ShapeDtypeStruct((2,), np.uint32))
+        leaves = jax.tree_util.tree_leaves_with_path(variables["params"], is_leaf=_is_box)
+        return {path_str(path): tuple(leaf.names) for path, leaf in leaves if _is_box(leaf) and hasattr(leaf, "names")}
+
+    return Model(
+        kind="linen",
+        init=init,
+        bind=functools.partial(BoundLinen, module),
+        collect=lambda bound: bound.extra,
+        names=names,
+        after_update=getattr(module, "after_update", lambda extra: extra),
+    )
+
+
+def _zeros(x: Any) -> Any:
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return x
+    # As jax would take it: NumPy's float64 and int64 are 32 bits wide unless x64 is on.
+    return jnp.zeros(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _is_box(x: Any) -> bool:
+    from flax.core import meta
+
+    return isinstance(x, meta.AxisMetadata)
+
+
+def _unboxed(x: Any) -> Any:
+    # Not `unbox()`: it would constrain the array by whatever mesh and rules Linen finds in its own context.
+    return x.value if _is_box(x) and hasattr(x, "value") else x.unbox() if _is_box(x) else x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain functions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def from_functions(
+    init: Callable[[jax.Array], PyTree],
+    apply: Callable[..., Any],
+    *,
+    names: Mapping[str, Names] | None = None,
+) -> Model:
+    """See two plain functions as a `Model`.
+
+    Args:
+      init: from a key to the parameters, any pytree of arrays.
+      apply: from (params, *inputs) to outputs. The loss function is given `apply` with the parameters filled in.
+      names: logical names by path, say {"up/kernel": ("embed", "mlp")}.
+
+    Raises:
+      ValueError: a path in `names` that the parameters do not have.
+    """
+    given = {path: _names_of(path, dims) for path, dims in (names or {}).items()}
+
+    def make(key: jax.Array) -> Variables:
+        params = init(_key(key))
+        paths = {path for path, _ in tree_leaves_with_paths(params)}
+        for path in (path for path in given if path not in paths):
+            raise problem(
+                f"from_functions(names={{{path!r}: ...}})", "name that leaf", "no leaf has this path", near(path, paths)
+            )
+        return Variables(params, {})
+
+    return Model(
+        kind="functions",
+        init=make,
+        bind=lambda params, extra: functools.partial(apply, params),
+        collect=lambda bound: {},
+        names=lambda: given,
+    )
+
+
+def _names_of(path: str, dims: Any) -> Names:
+    if isinstance(dims, tuple | list):
+        return tuple(dims)
+    raise problem(
+        f"from_functions(names={{{path!r}: {dims!r}}})",
+        "name the dims of that leaf",
+        f"it is a {type(dims).__name__}, not a tuple with one name a dim",
+        'write {"up/kernel": ("embed", "mlp")}',
+    )

@@ -1,0 +1,288 @@
+"""MeshSpec: sizes of the named mesh axes, laid over devices so that the chattiest axis stays inside a node."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from meshpar.sharding.types import near, problem
+
+AXES = ("data", "stage", "fsdp", "expert", "tensor")
+"""The standard mesh axes, slowest network first. Axes a user adds stand just outside `tensor`."""
+
+
+class MeshSpec(Mapping[str, int]):
+    """Sizes of the mesh axes; one of them may be -1 and takes what is left.
+
+    Every mesh has the five standard axes, of size 1 where nothing was asked, so that one strategy serves every mesh.
+
+    Args:
+      **sizes: size of each axis. Names beyond the standard ones are the user's own axes.
+      inside_node: axes that must not cross a node (a host with its own fast links). They are checked when devices
+        on several nodes are laid out.
+
+    Raises:
+      ValueError: a size that is not a positive integer or -1, more than one -1, or an axis of the user's own whose
+        name is a standard one mistyped.
+    """
+
+    __slots__ = ("_sizes", "inside_node")
+    _sizes: dict[str, int]
+    inside_node: tuple[str, ...]
+
+    def __init__(self, *, inside_node: Sequence[str] = ("tensor",), **sizes: int) -> None:
+        more = [_checked_name(name) for name in sizes if name not in AXES]
+        order = (*AXES[:-1], *more, AXES[-1])
+        object.__setattr__(self, "_sizes", {name: _checked_size(name, sizes.get(name, 1)) for name in order})
+        inside = _checked_inside(inside_node)
+        object.__setattr__(self, "inside_node", inside)
+        fills = [name for name, size in self._sizes.items() if size == -1]
+        if len(fills) > 1:
+            raise problem(
+                f"MeshSpec axes {', '.join(fills)}",
+                "fill what is left with each of them (-1)",
+                "only one axis can take what is left",
+                "give all but one a size",
+            )
+        for name in inside:
+            if name not in self._sizes:
+                raise problem(
+                    f"MeshSpec inside_node={inside}",
+                    f"keep `{name}` inside a node",
+                    f"the mesh has no axis `{name}`",
+                    near(name, self._sizes),
+                )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a MeshSpec does not change; use .replace(fsdp=8)")
+
+    def __getitem__(self, axis: str) -> int:
+        return self._sizes[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self._sizes.items()), self.inside_node))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MeshSpec):
+            return NotImplemented
+        # As pairs: the order of the axes is part of the mesh, and dicts compare without it.
+        return (list(self.items()), self.inside_node) == (list(other.items()), other.inside_node)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remake, (self._sizes, self.inside_node)
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={size}" for name, size in self._sizes.items() if size != 1 or name not in AXES]
+        if self.inside_node != ("tensor",):
+            parts.append(f"inside_node={self.inside_node}")
+        return f"MeshSpec({', '.join(parts)})"
+
+    def replace(self, *, inside_node: Sequence[str] | None = None, **sizes: int) -> MeshSpec:
+        """The same spec with some sizes, or `inside_node`, changed."""
+        return _remake({**self._sizes, **sizes}, self.inside_node if inside_node is None else inside_node)
+
+    @classmethod
+    def parse(cls, text: str) -> MeshSpec:
+        """Read "fsdp=64,tensor=8".
+
+        Raises:
+          ValueError: an entry that is not `axis=size`, or an axis that stands there twice.
+        """
+        sizes: dict[str, int] = {}
+        for entry in filter(None, (part.strip() for part in text.split(","))):
+            name, _, size = (part.strip() for part in entry.partition("="))
+            if not re.fullmatch("-?[0-9]+", size) or not name.isidentifier() or name in (*sizes, "inside_node"):
+                raise problem(
+                    f"mesh `{text}`",
+                    f"read `{entry}`",
+                    "each entry is one axis, once, as axis=size",
+                    "write it like fsdp=64,tensor=8",
+                )
+            sizes[name] = int(size)
+        return _remake(sizes, ("tensor",))
+
+    def resolve(self, num_devices: int) -> dict[str, int]:
+        """Sizes with -1 filled in for this many devices, in mesh order.
+
+        Raises:
+          ValueError: the axes do not multiply to the number of devices.
+        """
+        if num_devices < 1:
+            raise problem(repr(self), f"lay {num_devices} devices on it", "a mesh has at least one", "give it devices")
+        known = math.prod(size for size in self._sizes.values() if size != -1)
+        fill = next((name for name, size in self._sizes.items() if size == -1), None)
+        if (num_devices % known) if fill else (num_devices != known):
+            raise problem(
+                repr(self),
+                f"lay {num_devices} devices on it",
+                f"the sizes given multiply to {known}" + (f", which does not divide {num_devices}" if fill else ""),
+                self._advice(num_devices, known, fill),
+            )
+        return {name: num_devices // known if size == -1 else size for name, size in self._sizes.items()}
+
+    def _advice(self, num_devices: int, known: int, fill: str | None) -> str:
+        if fill is None and num_devices % known == 0:
+            return (
+                f"set one axis to -1, say data=-1, to take the remaining factor {num_devices // known}, or use "
+                f"{known} of the devices: .build(jax.devices()[:{known}])"
+            )
+        return (
+            f"choose sizes whose product {'divides' if fill else 'is'} {num_devices}, or use "
+            f"{'a multiple of ' if fill else ''}{known} devices (.abstract() plans without any)"
+        )
+
+    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """A `jax.sharding.Mesh` with Auto axes over `devices` (default: all of the process group's).
+
+        Devices are ordered node by node, so the innermost axes connect devices of one node.
+
+        Raises:
+          ValueError: sizes that do not fit the devices, or an axis of `inside_node` that would cross a node.
+        """
+        if isinstance(devices, int):
+            raise problem(
+                f"{self!r}.build({devices})",
+                f"lay {devices} devices on it",
+                "that is a number, and build takes the devices themselves",
+                f"write .build(jax.devices()[:{devices}]), or .abstract(devices={devices}) to plan without devices",
+            )
+        devices = list(jax.devices() if devices is None else devices)
+        sizes = self.resolve(len(devices))
+        axis_types = (AxisType.Auto,) * len(sizes)
+        if devices[0].platform == "tpu":  # the torus has its own best order, which jax knows
+            from jax.experimental import mesh_utils
+
+            grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices)
+            return Mesh(grid, tuple(sizes), axis_types=axis_types)
+        nodes = _by_node(devices)
+        if len(nodes) > 1:
+            self._check_inside(sizes, {len(node) for node in nodes})
+        grid = np.empty(len(devices), dtype=object)
+        grid[:] = list(itertools.chain.from_iterable(nodes))
+        return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes), axis_types=axis_types)
+
+    def abstract(self, devices: int | None = None, *, devices_per_node: int | None = None) -> AbstractMesh:
+        """The same mesh with no devices behind it, to plan with.
+
+        Args:
+          devices: how many devices to pretend; needed only where an axis is -1.
+          devices_per_node: when given, `inside_node` is checked as `build` would.
+        """
+        if devices is None:
+            if -1 in self._sizes.values():
+                raise problem(
+                    repr(self), "plan without devices", "one axis is -1", "say how many: .abstract(devices=4096)"
+                )
+            devices = math.prod(self._sizes.values())
+        sizes = self.resolve(devices)
+        if devices_per_node is not None and devices_per_node < devices:
+            self._check_inside(sizes, {devices_per_node})
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+    def _check_inside(self, sizes: dict[str, int], node_sizes: set[int]) -> None:
+        """An axis stays inside a node when it, and all axes inside it, fill a divisor of the node."""
+        names = list(sizes)
+        for axis in self.inside_node:
+            span = math.prod(sizes[name] for name in names[names.index(axis) :])
+            if sizes[axis] > 1 and any(node % span for node in node_sizes):
+                per_node = "/".join(str(n) for n in sorted(node_sizes))
+                raise problem(
+                    f"mesh axis `{axis}` ({sizes[axis]})",
+                    "keep it inside a node",
+                    f"it spans {span} neighbouring devices and a node has {per_node}",
+                    f"make it a divisor of {min(node_sizes)}, or allow it to cross with inside_node=()",
+                )
+
+
+def _remake(sizes: Mapping[str, int], inside_node: Sequence[str]) -> MeshSpec:
+    arguments: dict[str, Any] = {**sizes, "inside_node": inside_node}
+    return MeshSpec(**arguments)
+
+
+def _checked_name(name: str) -> str:
+    """An axis of the user's own. `fdsp=4` would make one that nothing is split over: four copies of the same work."""
+    near_names = difflib.get_close_matches(name.lower(), AXES, n=1, cutoff=0.75) if name.isalpha() else []
+    if near_names:
+        raise problem(
+            f"MeshSpec axis `{name}`",
+            "add an axis of your own",
+            f"it looks like the standard axis `{near_names[0]}`, mistyped; the standard axes are {', '.join(AXES)}",
+            f"write {near_names[0]}=..., or give your own axis a name less like it: my_{name}=...",
+        )
+    return name
+
+
+def _checked_inside(inside_node: Sequence[str]) -> tuple[str, ...]:
+    inside = (inside_node,) if isinstance(inside_node, str) else inside_node
+    if not isinstance(inside, Sequence) or not all(isinstance(name, str) for name in inside):
+        raise problem(
+            f"MeshSpec(inside_node={inside_node!r})",
+            "keep these axes inside a node",
+            "inside_node is a tuple of names of axes",
+            'write inside_node=("tensor",), or inside_node=() to allow all axes to cross',
+        )
+    return tuple(inside)
+
+
+def _checked_size(name: str, size: int) -> int:
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
+        raise problem(
+            f"MeshSpec axis `{name}`",
+            f"have size {size!r}",
+            "a size is a positive integer, or -1 for what is left",
+            f"write it as {name}=4, or leave {name} out where it is not used",
+        )
+    return int(size)
+
+
+def check_mesh(where: str, mesh: Any) -> None:
+    """See that this is a mesh whose axes are XLA's to split.
+
+    Raises:
+      ValueError: it is no mesh, or one with Explicit axes.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        spec = isinstance(mesh, MeshSpec)
+        raise problem(
+            where,
+            f"use {mesh!r} as a mesh",
+            "it is only the sizes of one" if spec else f"it is a {type(mesh).__name__}",
+            "write .build() behind it, or .abstract() to plan" if spec else "write mp.MeshSpec(fsdp=-1).build()",
+        )
+    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    if explicit:
+        raise problem(
+            f"{where}, axis {', '.join(f'`{name}`' for name in explicit)}",
+            "let the compiler split arrays over it",
+            "it is an Explicit axis, which asks for a sharding of every operation instead",
+            "build the mesh with mp.MeshSpec(...).build(), or give jax.make_mesh "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}",
+        )
+
+
+def node_of(device: jax.Device) -> int:
+    """The node a device belongs to: devices of one node share its fast links.
+
+    GPU backends say so themselves (`slice_index` is the host or NVLink domain); elsewhere it is the process.
+    """
+    index = getattr(device, "slice_index", None)
+    return device.process_index if index is None else index
+
+
+def _by_node(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    ordered = sorted(devices, key=lambda d: (node_of(d), d.process_index, d.id))
+    return [list(node) for _, node in itertools.groupby(ordered, key=node_of)]

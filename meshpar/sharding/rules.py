@@ -1,0 +1,707 @@
+"""Rules: from the names and the path of a leaf to its PartitionSpec, strictly.
+
+A rule maps a logical name to mesh axes, or a path pattern to a layout. `resolve` applies a `Rules` to one leaf and
+returns the `Decision`; `use` and `constrain` apply the rules for activations inside a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from meshpar.sharding.mesh import check_mesh
+from meshpar.sharding.types import (
+    AnyMesh,
+    Decision,
+    Leaf,
+    MeshLike,
+    MeshparError,
+    axis_sizes,
+    near_or,
+    num_shards,
+    problem,
+    spec_axes,
+)
+
+PARAMETER_NAMES = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert", "layers")
+ACTIVATION_NAMES = (
+    "batch", "seq", "norm_seq", "act_embed", "act_heads", "act_kv_heads", "act_head_dim", "act_mlp", "act_vocab",
+    "act_expert",
+)  # fmt: skip
+REFINES = {"norm_seq": "seq"}
+"""A name whose dim is split as another's, and then further over the axes of its own rule: the sequence of the residual
+stream is that of attention, cut finer where sequence parallelism cuts it."""
+BATCH_AXES = ("data", "fsdp", "expert")
+"""The axes over which the presets split the batch: every one that does not split a layer's own work."""
+
+LARGEST_DIM = "largest dim"
+"""Key of the rule for leaves that nobody named."""
+
+USER = "user"
+"""Origin of a rule that no preset brought."""
+
+
+class _Replicated:
+    """The value of `replicated`: whole on every device, and said so."""
+
+    def __repr__(self) -> str:
+        return "replicated"
+
+    def __reduce__(self) -> str:
+        return "replicated"
+
+
+replicated = _Replicated()
+"""Says that a leaf, or a dim, is meant to be whole on every device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class First:
+    """Alternatives for one dim, the first that fits is taken. Made by `first`."""
+
+    alternatives: tuple[str | tuple[str, ...] | None, ...]
+
+    def __repr__(self) -> str:
+        return f"first({', '.join(map(repr, self.alternatives))})"
+
+
+def first(*alternatives: str | tuple[str, ...] | None) -> First:
+    """A fallback written by the author of a rule: the first alternative whose axes are free and divide the dim.
+
+    `first("tensor", None)` splits over `tensor` where that goes and leaves the dim whole where it does not.
+    """
+    choices = tuple(tuple(choice) if isinstance(choice, list) else choice for choice in alternatives)
+    if not choices or not all(choice is None or isinstance(choice, str) or _is_axes(choice) for choice in choices):
+        raise problem(
+            f"first({', '.join(map(repr, choices))})",
+            f"choose among {'these' if choices else 'nothing'}",
+            "an alternative is a mesh axis, a tuple of different axes, or None for a whole dim",
+            'write first("tensor", None)',
+        )
+    return First(choices)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamesOf:
+    """Logical names given to a leaf by its path. Made by `names`."""
+
+    names: tuple[str | None, ...]
+
+    def __repr__(self) -> str:
+        return f"names({', '.join(map(repr, self.names))})"
+
+
+def names(*dims: str | None) -> NamesOf:
+    """Give a leaf logical names by its path, for a model that carries none.
+
+    `Rules(paths={r".*/up/kernel": names("embed", "mlp")})` lets every strategy treat the leaf as annotated.
+    """
+    if not all(name is None or isinstance(name, str) for name in dims):
+        raise problem(
+            f"names({', '.join(map(repr, dims))})",
+            "give these names to dims",
+            "a logical name is a string, or None for a dim that has none",
+            'write one for each dim: names("embed", None)',
+        )
+    return NamesOf(dims)
+
+
+DimRule: TypeAlias = str | tuple[str, ...] | First | _Replicated | None
+PathRule: TypeAlias = _Replicated | NamesOf | PartitionSpec | tuple[DimRule, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """One rule, its place of origin, and what it says."""
+
+    key: str
+    value: Any
+    origin: str = USER
+    is_path: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.key!r}: {self.value!r}" if self.is_path else f"{self.key}={self.value!r}"
+        return text if self.origin == USER else f"{self.origin}: {text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest:
+    """What to do with leaves nobody named: split the largest dim that divides, when the leaf has this many bytes."""
+
+    axes: tuple[str, ...]
+    min_bytes: int
+    origin: str
+
+
+class Rules:
+    """An immutable set of sharding rules; two join with `|`, the later one wins.
+
+    Args:
+      paths: path pattern (a regular expression that must match the whole path) to `replicated`, to `names(...)`, or to
+        one entry per dim as in a PartitionSpec. A pattern that stands later wins over one before it.
+      **by_name: logical name to a mesh axis, a tuple of axes, `first(...)`, `replicated` or None (not split).
+
+    Example:
+      >>> Rules(mlp="tensor", embed="fsdp", batch=("data", "fsdp"), paths={r".*/scale": replicated})
+    """
+
+    __slots__ = ("_by_name", "_by_path", "everything", "known", "largest", "optional_axes")
+    _by_name: dict[str, _Rule]
+    _by_path: tuple[_Rule, ...]
+    known: frozenset[str]
+    everything: str | None
+    largest: Largest | None
+    optional_axes: frozenset[str]
+
+    def __init__(self, *, paths: Mapping[str, PathRule] | None = None, **by_name: DimRule) -> None:
+        if not isinstance(paths or {}, Mapping):
+            raise problem(
+                f"Rules(paths={paths!r})",
+                "match paths",
+                f"`paths` is a {type(paths).__name__}, and must map each pattern to a layout",
+                "write paths={r'.*/scale': mp.replicated}",
+            )
+        self._fill(
+            {key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()},
+            tuple(_Rule(key, _checked_path_rule(key, value), is_path=True) for key, value in (paths or {}).items()),
+        )
+
+    def _fill(
+        self,
+        by_name: dict[str, _Rule],
+        by_path: tuple[_Rule, ...],
+        known: frozenset[str] = frozenset(),
+        everything: str | None = None,
+        largest: Largest | None = None,
+        optional_axes: frozenset[str] = frozenset(),
+    ) -> None:
+        for name, value in zip(
+            ("_by_name", "_by_path", "known", "everything", "largest", "optional_axes"),
+            (by_name, by_path, known, everything, largest, optional_axes),
+            strict=True,
+        ):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("Rules do not change; join them: rules | Rules(mlp=None)")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, tuple(getattr(self, name) for name in self._state())
+
+    @staticmethod
+    def _state() -> tuple[str, ...]:
+        return ("_by_name", "_by_path", "known", "everything", "largest", "optional_axes")
+
+    @classmethod
+    def preset(
+        cls,
+        origin: str,
+        by_name: Mapping[str, DimRule] | None = None,
+        *,
+        known: tuple[str, ...] = (),
+        everything: bool = False,
+        largest: Largest | None = None,
+        optional_axes: tuple[str, ...] = (),
+    ) -> Rules:
+        """Rules that a strategy brings: they may idle, and they know the whole vocabulary.
+
+        Args:
+          origin: name of the strategy, shown beside every rule that fires.
+          known: names that may stand on a leaf without being split.
+          everything: leaves that no rule splits are meant to be whole on every device.
+          largest: how to split big leaves that carry no names.
+          optional_axes: mesh axes that are left out where the mesh has no such axis.
+        """
+        rules = cls.__new__(cls)
+        rules._fill(
+            {key: _Rule(key, _checked_dim_rule(key, value), origin) for key, value in (by_name or {}).items()},
+            (),
+            frozenset(known),
+            origin if everything else None,
+            largest,
+            frozenset(optional_axes),
+        )
+        return rules
+
+    def __or__(self, other: Rules) -> Rules:
+        if not isinstance(other, Rules):
+            return NotImplemented
+        joined = type(self).__new__(type(self))
+        joined._fill(
+            {**self._by_name, **other._by_name},
+            # A pattern said again takes its new place, so that the later one wins.
+            tuple(r for r in self._by_path if r.key not in {o.key for o in other._by_path}) + other._by_path,
+            self.known | other.known,
+            other.everything or self.everything,
+            other.largest or self.largest,
+            self.optional_axes | other.optional_axes,
+        )
+        return joined
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rules):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self._state())
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self._by_name.values()), self._by_path, self.known, self.everything, self.largest))
+
+    def __repr__(self) -> str:
+        parts = [f"{rule.key}={rule.value!r}" for rule in self._by_name.values()]
+        if self._by_path:
+            parts.append("paths={" + ", ".join(f"{r.key!r}: {r.value!r}" for r in self._by_path) + "}")
+        return f"Rules({', '.join(parts)})"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every logical name these rules have heard of."""
+        return self.known | frozenset(self._by_name)
+
+    @property
+    def sources(self) -> Iterator[tuple[str, str]]:
+        """(origin, key) of every rule, as decisions record them."""
+        yield from ((rule.origin, rule.key) for rule in (*self._by_name.values(), *self._by_path))
+        if self.largest:
+            yield self.largest.origin, LARGEST_DIM
+
+    @property
+    def user_names(self) -> tuple[str, ...]:
+        """The logical names that a user, not a preset, wrote a rule for."""
+        return tuple(rule.key for rule in self._by_name.values() if rule.origin == USER)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The path patterns, in order; the last that matches wins."""
+        return tuple(rule.key for rule in self._by_path)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Every mesh axis that a rule names."""
+        largest = self.largest.axes if self.largest else ()
+        return frozenset(largest).union(*(_axes_in(rule.value) for rule in (*self._by_name.values(), *self._by_path)))
+
+    def without_paths(self) -> Rules:
+        """The same rules, but for those about paths."""
+        return _rebuild(self._by_name, (), *(getattr(self, name) for name in self._state()[2:]))
+
+    def path_rule(self, path: str) -> _Rule | None:
+        """The path rule that fires on a path, None when there is none."""
+        return next((rule for rule in reversed(self._by_path) if re.fullmatch(rule.key, path)), None)
+
+    def name_rule(self, name: str) -> _Rule | None:
+        """The rule for a logical name, None when the name is unknown or known and not split."""
+        return self._by_name.get(name)
+
+
+def _axes_in(value: Any) -> set[str]:
+    """Mesh axes in the value of a rule."""
+    if isinstance(value, First):
+        value = value.alternatives
+    if isinstance(value, str):
+        return {value}
+    return set().union(*map(_axes_in, value)) if isinstance(value, tuple) else set()
+
+
+def _rebuild(*state: Any) -> Rules:
+    rules = Rules.__new__(Rules)
+    rules._fill(*state)
+    return rules
+
+
+def _checked_dim_rule(key: str, value: Any, where: str = "rule for") -> DimRule:
+    if isinstance(value, list):
+        value = tuple(value)
+    if value is None or isinstance(value, First | _Replicated | str) or _is_axes(value):
+        return value
+    raise problem(
+        f"{where} {key}" if key.isdigit() else f"{where} `{key}`",
+        f"map to {value!r}",
+        "a dim maps to a mesh axis, a tuple of different axes, first(...), replicated or None",
+        f'write {key}="fsdp"' if key.isidentifier() else "name mesh axes as strings",
+    )
+
+
+def _is_axes(value: Any) -> bool:
+    named = isinstance(value, tuple) and bool(value) and all(isinstance(axis, str) for axis in value)
+    return named and len(set(value)) == len(value)
+
+
+def _checked_path_rule(pattern: str, value: Any) -> PathRule:
+    try:
+        re.compile(str(pattern))
+    except re.error as error:
+        raise problem(
+            f"path rule `{pattern}`",
+            "match paths",
+            f"it is no regular expression ({error})",
+            "write one that matches the whole path, say r'.*/kernel', with what is literal escaped",
+        ) from error
+    if not isinstance(pattern, str):
+        raise problem(
+            f"path rule {pattern!r}",
+            "match paths",
+            f"a pattern is a string, and this is of type {type(pattern).__name__}",
+            "write a regular expression for the whole path, say r'.*/kernel'",
+        )
+    if isinstance(value, _Replicated | NamesOf):
+        return value
+    if isinstance(value, PartitionSpec | tuple | list):
+        where = f"path rule `{pattern}` dim"
+        return tuple(_checked_dim_rule(str(dim), entry, where) for dim, entry in enumerate(value))
+    raise problem(
+        f"path rule `{pattern}`",
+        f"mean {value!r}",
+        "a path maps to replicated, names(...) or a tuple with one entry per dim",
+        f'write ({value!r}, None), or names("embed", "mlp")'
+        if isinstance(value, str)
+        else 'write mp.replicated to keep it whole, or split a dim: ("fsdp", None)',
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a leaf and rules to a decision
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def resolve(leaf: Leaf, rules: Rules, mesh: MeshLike) -> Decision:
+    """Decide how one leaf lies on the mesh.
+
+    Order: the last path rule that matches, else the leaf's own names, else the preset's rule for unnamed leaves.
+
+    Raises:
+      ValueError: an unknown name or mesh axis, one mesh axis on two dims, a dim that does not divide.
+    """
+    sizes = axis_sizes(mesh)
+    rule = rules.path_rule(leaf.path)
+    if rule is not None and not isinstance(rule.value, NamesOf):
+        return _by_path(leaf, rule, rules, sizes)
+    if rule is not None:
+        leaf = dataclasses.replace(leaf, names=_fitting_names(leaf, rule))
+    if leaf.names is not None:
+        return _by_names(leaf, rules, sizes, via=rule)
+    return _unnamed(leaf, rules, sizes)
+
+
+def _fitting_names(leaf: Leaf, rule: _Rule) -> tuple[str | None, ...]:
+    given = rule.value.names
+    if len(given) == len(leaf.shape):
+        return given
+    raise problem(
+        f"`{leaf.path}` of shape {leaf.shape}",
+        f"carry {rule.value!r} by the path rule `{rule.key}`",
+        f"it has {len(leaf.shape)} dims, not {len(given)}",
+        "give one name or None to each dim, or narrow the pattern",
+    )
+
+
+def _by_path(leaf: Leaf, rule: _Rule, rules: Rules, sizes: dict[str, int]) -> Decision:
+    if isinstance(rule.value, _Replicated):
+        return _decision(leaf, str(rule), [None] * len(leaf.shape), sizes, meant=True, used=[rule])
+    if len(rule.value) > len(leaf.shape):
+        raise problem(
+            f"`{leaf.path}` of shape {leaf.shape}",
+            f"lie as {rule.value!r} by the path rule `{rule.key}`",
+            f"it has {len(leaf.shape)} dims, fewer than the {len(rule.value)} of the rule",
+            "give at most one entry per dim, or narrow the pattern",
+        )
+    wanted = [*rule.value, *[None] * (len(leaf.shape) - len(rule.value))]
+    entries, meant = _fit(leaf, wanted, [str(rule)] * len(wanted), rules, sizes)
+    return _decision(leaf, str(rule), entries, sizes, meant=meant, used=[rule])
+
+
+def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], via: _Rule | None) -> Decision:
+    assert leaf.names is not None
+    wanted: list[DimRule] = []
+    labels: list[str] = []
+    used: list[_Rule] = [] if via is None else [via]
+    for dim, name in enumerate(leaf.names):
+        rule = None if name is None else _rule_for(leaf, dim, name, rules)
+        wanted.append(None if rule is None else rule.value)
+        labels.append("" if rule is None else str(rule))
+        if rule is not None:
+            used.append(rule)
+    entries, meant = _fit(leaf, wanted, labels, rules, sizes)
+    said = [label for label, value in zip(labels, wanted, strict=True) if label and value is not None]
+    if rules.everything and num_shards(entries, sizes) == 1:
+        said, meant = said or [f"{rules.everything}: replicated"], True
+    label = "; ".join(said) or "named, not split"
+    return _decision(leaf, label if via is None else f"{via} → {label}", entries, sizes, meant=meant, used=used)
+
+
+def _rule_for(leaf: Leaf, dim: int, name: str, rules: Rules) -> _Rule | None:
+    rule = _refined(name, rules)
+    if rule is None and name not in rules.known:
+        raise problem(
+            f"`{leaf.path}` dim {dim} (`{name}`, size {leaf.shape[dim]})",
+            f"split by the rule for `{name}`",
+            f"no rule knows the logical name `{name}`",
+            near_or(str(name), rules.names, f"write Rules({name}=...) with a mesh axis, or {name}=None: not split"),
+        )
+    return rule
+
+
+def _refined(name: str, rules: Rules) -> _Rule | None:
+    """The rule for a name; for one that refines another, with the axes of that one in front."""
+    own, coarser = rules.name_rule(name), rules.name_rule(REFINES.get(name, ""))
+    if own is None or coarser is None:
+        return own or coarser
+    if not (isinstance(own.value, str | tuple) and isinstance(coarser.value, str | tuple)):
+        return own
+    axes = spec_axes(coarser.value)
+    return dataclasses.replace(own, value=(*axes, *(axis for axis in spec_axes(own.value) if axis not in axes)))
+
+
+def _unnamed(leaf: Leaf, rules: Rules, sizes: dict[str, int]) -> Decision:
+    largest = rules.largest
+    whole: list[Any] = [None] * len(leaf.shape)
+    if largest is None or leaf.nbytes < largest.min_bytes:
+        origin = largest.origin if largest else rules.everything
+        label = f"{origin}: {'small, ' if largest else ''}replicated" if origin else "no names, no rule"
+        return _decision(leaf, label, whole, sizes, meant=bool(rules.everything), used=[])
+    for axis in largest.axes:
+        _size_of(axis, leaf, 0, f"{largest.origin}: largest dim", sizes)
+    count = math.prod(sizes[axis] for axis in largest.axes)
+    fits = [dim for dim, size in enumerate(leaf.shape) if size and size % count == 0]
+    rule = _Rule(LARGEST_DIM, largest.axes, largest.origin)
+    if not fits:  # the rule did nothing: where that is so of every leaf, the preset is idle
+        return _decision(leaf, f"{largest.origin}: no dim divides by {count}", whole, sizes, meant=False, used=[])
+    dim = max(fits, key=lambda d: (leaf.shape[d], -d))
+    whole[dim] = largest.axes[0] if len(largest.axes) == 1 else largest.axes
+    label = f"{largest.origin}: largest dim that divides ({dim})"
+    return _decision(leaf, label, whole, sizes, meant=False, used=[rule])
+
+
+def _fit(
+    leaf: Leaf, wanted: list[DimRule], labels: list[str], rules: Rules, sizes: dict[str, int]
+) -> tuple[list[Any], bool]:
+    """Entries of the spec, and whether a rule's author said that dims stay whole.
+
+    Dims with one choice are placed before those with alternatives, so that `first` sees which axes are free.
+    """
+    entries: list[Any] = [None] * len(wanted)
+    taken: dict[str, int] = {}
+    meant = any(isinstance(value, _Replicated) for value in wanted)
+    for dim, value in enumerate(wanted):
+        if isinstance(value, str | tuple):
+            entries[dim] = _place(leaf, dim, value, labels[dim], rules, sizes, taken)
+    for dim, value in enumerate(wanted):
+        if isinstance(value, First):
+            entries[dim] = _first_that_fits(leaf, dim, value, labels[dim], rules, sizes, taken)
+            meant = meant or (None in value.alternatives and num_shards([entries[dim]], sizes) == 1)
+    return entries, meant
+
+
+def _place(
+    leaf: Leaf,
+    dim: int,
+    value: str | tuple[str, ...],
+    label: str,
+    rules: Rules,
+    sizes: dict[str, int],
+    taken: dict[str, int],
+) -> Any:
+    axes = tuple(a for a in spec_axes(value) if a in sizes or a not in rules.optional_axes)
+    count = 1
+    for axis in axes:
+        count *= _size_of(axis, leaf, dim, label, sizes)
+        if axis in taken:
+            raise problem(
+                f"{_dim_of(leaf, dim)}",
+                f"split over mesh axis `{axis}` ({label})",
+                f"`{axis}` ({sizes[axis]}) already splits dim {taken[axis]} of the same array",
+                f"map one of the two dims to None, or to another of the mesh's {_mesh_text(sizes)}",
+            )
+        taken[axis] = dim
+    size = leaf.shape[dim]
+    if size % count:
+        over = " × ".join(f"`{axis}` ({sizes[axis]})" for axis in axes if sizes[axis] > 1)
+        what = (leaf.names or ())[dim : dim + 1]
+        keep = f"map `{what[0]}` to None" if what and what[0] else "leave this dim whole (None)"
+        raise problem(
+            _dim_of(leaf, dim),
+            f"split over mesh axis {over} ({label})",
+            f"{size} is not a multiple of {count}",
+            f"pad it to {-(-size // count) * count}, {keep}, or write the fallback first({value!r}, None)",
+        )
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _first_that_fits(
+    leaf: Leaf, dim: int, value: First, label: str, rules: Rules, sizes: dict[str, int], taken: dict[str, int]
+) -> Any:
+    for choice in value.alternatives:
+        for axis in spec_axes(choice):
+            _size_of(axis, leaf, dim, label, sizes)
+        free = not any(axis in taken for axis in spec_axes(choice))
+        if free and leaf.shape[dim] % math.prod(sizes[axis] for axis in spec_axes(choice)) == 0:
+            return None if choice is None else _place(leaf, dim, choice, label, rules, sizes, taken)
+    raise problem(
+        _dim_of(leaf, dim),
+        f"take the first that fits of {value.alternatives} ({label})",
+        f"none of them is free and divides {leaf.shape[dim]} on {_mesh_text(sizes)}",
+        f"end it with None to allow the dim to stay whole: first({', '.join(map(repr, value.alternatives))}, None)",
+    )
+
+
+def _size_of(axis: str, leaf: Leaf, dim: int, label: str, sizes: dict[str, int]) -> int:
+    if axis not in sizes:
+        raise problem(
+            _dim_of(leaf, dim),
+            f"split over mesh axis `{axis}` ({label})",
+            f"the mesh has {_mesh_text(sizes)}",
+            near_or(axis, sizes, f"name an axis of the mesh, or give it this one: MeshSpec({axis}=...)"),
+        )
+    return sizes[axis]
+
+
+def _dim_of(leaf: Leaf, dim: int) -> str:
+    if not leaf.shape:
+        return f"`{leaf.path}` (a scalar)"
+    name = leaf.names[dim] if leaf.names else None
+    return f"`{leaf.path}` dim {dim} ({f'`{name}`, ' if name else ''}size {leaf.shape[dim]})"
+
+
+def _mesh_text(sizes: dict[str, int]) -> str:
+    return "axes " + ", ".join(f"`{name}` ({size})" for name, size in sizes.items())
+
+
+def _decision(
+    leaf: Leaf, rule: str, entries: list[Any], sizes: dict[str, int], *, meant: bool, used: list[_Rule]
+) -> Decision:
+    return Decision(
+        leaf=leaf,
+        rule=rule,
+        spec=PartitionSpec(*entries),
+        shards=num_shards(entries, sizes),
+        meant=meant,
+        sources=frozenset((rule.origin, rule.key) for rule in used),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activations: the ambient mesh and rules
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Ambient:
+    """The mesh and the activation rules in force."""
+
+    mesh: AnyMesh
+    rules: Rules
+    params: Rules | None = None
+    """How parameters lie; None where only activation rules were given."""
+
+
+# A user context is part of jax's trace cache key: a function jitted under one mesh is traced again under another.
+_ambient = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def use(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
+    """Put a mesh and activation rules in force for `constrain`.
+
+    Args:
+      mesh: the mesh that activations are laid on.
+      rules: a `Rules`, or a `Strategy`, whose activation rules are taken.
+    """
+    rules, params = getattr(rules, "activations", rules), getattr(rules, "params", None)
+    if not isinstance(rules, Rules):
+        raise problem("use(mesh, rules)", f"put {rules!r} in force", "it is no Strategy and no Rules", "use mp.fsdp()")
+    check_mesh("use(mesh, rules)", mesh)
+    ambient = Ambient(mesh, rules, params)
+    with _ambient(ambient):
+        yield ambient
+
+
+def ambient() -> Ambient | None:
+    """What `use` has put in force, None outside of it."""
+    return _ambient.value
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Lay an activation on the mesh by the names of its dims.
+
+    Args:
+      x: an array of any shape.
+      *names: one logical name (or None: not split) for each dim of x.
+
+    Returns:
+      x, with a sharding constraint on the ambient mesh. Inside a `shard_map` the axes it is manual over are left out:
+      there, they are no longer XLA's to split.
+
+    Raises:
+      ValueError: outside `use`; or a name, axis or size that does not fit, as for parameters.
+    """
+    here, leaf = _ambient_leaf("constrain", x, names)
+    spec = _activation_spec(leaf, here)  # on one device too: a mistyped name is an error there as well
+    if here.mesh.size == 1:
+        return x
+    # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
+    sharding = spec if _manual_axes(here) else NamedSharding(here.mesh, spec)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
+    """How `constrain(x, *names)` lays an activation on the mesh, over the axes that are XLA's to split here.
+
+    Raises:
+      ValueError: as `constrain` does.
+    """
+    here, leaf = _ambient_leaf("spec_of", x, names)
+    return _activation_spec(leaf, here)
+
+
+def param_spec(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
+    """How a parameter with these names of its dims lies, by the strategy in force.
+
+    For kernels that gather it themselves. By names and size alone: a path rule that lays it otherwise is not seen, nor
+    are arrays of other sizes than the strategy can split, which are whole as far as this says.
+    """
+    here = _ambient.value
+    if here is None or here.params is None:
+        return PartitionSpec()
+    try:
+        return resolve(Leaf(path="", shape=x.shape, dtype=x.dtype, names=names), here.params, here.mesh).spec
+    except MeshparError:
+        return PartitionSpec()
+
+
+def _ambient_leaf(asked_by: str, x: Any, names: tuple[str | None, ...]) -> tuple[Ambient, Leaf]:
+    here = _ambient.value
+    if here is None:
+        raise problem(
+            f"{asked_by}(x of shape {x.shape}, {', '.join(map(repr, names))})",
+            "lay an activation on the mesh",
+            "no mesh and rules are in force",
+            "call the model inside `with mp.use(mesh, strategy):`; train_step and eval_step do it for you",
+        )
+    path = f"activation {'×'.join(str(n) for n in names)}"
+    return here, Leaf(path=path, shape=x.shape, dtype=x.dtype, names=names)
+
+
+def _activation_spec(leaf: Leaf, here: Ambient) -> PartitionSpec:
+    manual = _manual_axes(here)
+    if not manual:
+        return resolve(leaf, here.rules, here.mesh).spec
+    auto = {axis: 1 if axis in manual else size for axis, size in axis_sizes(here.mesh).items()}
+    spec = resolve(leaf, here.rules, auto).spec
+    kept = (tuple(a for a in spec_axes(entry) if a not in manual) for entry in spec)
+    return PartitionSpec(*((axes if len(axes) != 1 else axes[0]) or None for axes in kept))
+
+
+def _manual_axes(here: Ambient) -> frozenset[str]:
+    axes = zip(*_context_axes(), strict=True)
+    return frozenset(axis for axis, kind in axes if kind == AxisType.Manual and axis in here.mesh.axis_names)
+
+
+def _context_axes() -> tuple[tuple[str, ...], tuple[AxisType, ...]]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.axis_names, mesh.axis_types

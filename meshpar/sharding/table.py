@@ -1,0 +1,423 @@
+"""ShardingTable: the decision about every leaf of a model and its optimizer, checked as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+from meshpar.parallel.strategies import PARTS, Strategy, as_strategy
+from meshpar.sharding.adapters import Model, Variables
+from meshpar.sharding.mesh import check_mesh
+from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve, use
+from meshpar.sharding.types import (
+    AnyMesh,
+    Decision,
+    Leaf,
+    Names,
+    PyTree,
+    axis_sizes,
+    leaf_of,
+    near,
+    near_or,
+    num_shards,
+    path_str,
+    problem,
+    tree_leaves_with_paths,
+)
+from meshpar.training.precision import Precision, cast_floating
+
+
+class Totals(NamedTuple):
+    """Bytes per device of each part; `num_params` is the whole model's."""
+
+    params_bytes: int
+    grads_bytes: int
+    optimizer_bytes: int
+    state_bytes: int
+    num_params: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingTable:
+    """Every leaf's `Decision`: what is split how, by which rule, and what it costs a device. Prints as a table."""
+
+    mesh: dict[str, int]
+    strategy: str
+    params: tuple[Decision, ...]
+    grads: tuple[Decision, ...]
+    optimizer: tuple[Decision, ...]
+    """Empty when no optimizer was given."""
+    extra: tuple[Decision, ...]
+    """What the model keeps beside parameters."""
+    idle: tuple[str, ...] = ()
+    """Mesh axes above 1 that no rule names: the user's own code splits over them, or their devices repeat work."""
+
+    @property
+    def totals(self) -> Totals:
+        """What one device holds. State is what stays between steps: parameters, optimizer state, the model's extras."""
+        params, grads, optimizer, extra = (
+            sum(d.bytes_per_device for d in part) for part in (self.params, self.grads, self.optimizer, self.extra)
+        )
+        return Totals(
+            params_bytes=params,
+            grads_bytes=grads,
+            optimizer_bytes=optimizer,
+            state_bytes=params + optimizer + extra,
+            num_params=sum(d.leaf.size for d in self.params),
+        )
+
+    def __getitem__(self, path: str) -> Decision:
+        """The decision about the parameter at a path."""
+        found = next((d for d in self.params if d.path == path), None)
+        if found is None:
+            raise problem(
+                "ShardingTable", f"find `{path}`", "no leaf has it", near(path, (d.path for d in self.params))
+            )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as plain data: `mesh, strategy, leaves, totals`."""
+        return {
+            "mesh": self.mesh,
+            "strategy": self.strategy,
+            "leaves": [_decision_json(d) for d in self.params],
+            "totals": self.totals._asdict(),
+        }
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
+        totals = self.totals
+        table = Table(
+            title=f"mesh {axes} · {self.strategy}",
+            caption=f"{totals.num_params:,} parameters · per device: params {human_bytes(totals.params_bytes)}, "
+            f"grads {human_bytes(totals.grads_bytes)}, optimizer {human_bytes(totals.optimizer_bytes)}, "
+            f"state {human_bytes(totals.state_bytes)}" + "".join(map(self._idle_line, self.idle)),
+        )
+        for column in ("path", "shape", "dtype", "names", "rule", "spec"):
+            table.add_column(column, overflow="fold")
+        table.add_column("per device", justify="right", no_wrap=True)
+        for d in self.params:
+            shape = "×".join(map(str, d.leaf.shape)) or "scalar"
+            names = "" if d.leaf.names is None else ", ".join(name or "–" for name in d.leaf.names)
+            cells = (d.path, shape, d.leaf.dtype.name, names, d.rule, spec_text(d.spec))
+            table.add_row(*map(Text, cells), human_bytes(d.bytes_per_device))
+        return table
+
+    def _idle_line(self, axis: str) -> str:
+        repeat = f"its {self.mesh[axis]} devices repeat the same work"
+        return f"\nno rule names mesh axis `{axis}`: unless your own code splits over it, {repeat}"
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=160, color_system=None, force_terminal=False, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in SI units: 1.5 GB is 1.5e9 bytes."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * size:  # three digits of it would be 1000 of the unit below
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """A spec with one entry a dim, as "fsdp, –, tensor"."""
+    return ", ".join("–" if e is None else e if isinstance(e, str) else "×".join(e) for e in spec)
+
+
+def _decision_json(d: Decision) -> dict[str, Any]:
+    return {
+        "path": d.path,
+        "shape": list(d.leaf.shape),
+        "dtype": d.leaf.dtype.name,
+        "names": None if d.leaf.names is None else list(d.leaf.names),
+        "rule": d.rule,
+        "spec": [list(entry) if isinstance(entry, tuple) else entry for entry in d.spec],
+        "bytes_per_device": d.bytes_per_device,
+    }
+
+
+def shardings(
+    model: Model,
+    mesh: AnyMesh,
+    strategy: Strategy | Rules,
+    *,
+    tx: optax.GradientTransformation | None = None,
+    precision: Precision | None = None,
+) -> ShardingTable:
+    """Decide how every leaf lies on the mesh; needs no devices (`MeshSpec.abstract`).
+
+    Args:
+      model: whose parameters.
+      mesh: a mesh, or an abstract one.
+      strategy: a strategy, or bare `Rules` that serve all its parts.
+      tx: the optimizer, to decide about its state too.
+      precision: when it names a parameter dtype, leaves are counted in it.
+
+    Raises:
+      ValueError: a rule that does not fit, a user's rule that matches nothing, a preset none of whose rules match,
+        a big leaf that would be replicated by accident.
+    """
+    return lay_out(model, mesh, as_strategy(strategy), tx, precision or Precision()).table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Laying out a whole state
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The table, and for each part a tree of PartitionSpecs with the shape of that part."""
+
+    table: ShardingTable
+    params: PyTree
+    grads: PyTree
+    updates: PyTree
+    """How parameter-shaped optimizer state lies: where the update is computed."""
+    optimizer: PyTree
+    extra: PyTree
+    variables: Variables
+    """Shapes and dtypes."""
+    opt_state: PyTree
+    """Shapes and dtypes."""
+
+
+def lay_out(
+    model: Model, mesh: AnyMesh, strategy: Strategy, tx: optax.GradientTransformation | None, precision: Precision
+) -> Layout:
+    """Resolve every leaf of the state and check the decisions as a whole; errors as in `shardings`."""
+    _check_kinds(model, mesh, tx)
+    strategy.check_axes(mesh)
+    with use(mesh, strategy):
+        variables = model.abstract()
+        names = model.names()
+    if precision.params is not None:
+        cast = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
+        variables = variables._replace(params=cast)
+    leaves, extra_leaves = _leaves(variables.params, names), _leaves(variables.extra, {})
+    parts = (strategy.params, strategy.grads, strategy.optimizer)
+    decided = {rules: [resolve(leaf, rules, mesh) for leaf in leaves] for rules in dict.fromkeys(parts)}
+    params, grads, updates = (decided[rules] for rules in parts)
+    _check_rules_used(leaves, extra_leaves, [*params, *grads, *updates], strategy)
+    opt_state = None if tx is None else jax.eval_shape(tx.init, variables.params)
+    optimizer = [] if tx is None else _optimizer_decisions(tx, opt_state, updates, mesh)
+    extra = [_extra_decision(leaf, strategy.params, mesh) for leaf in extra_leaves]
+    for decision in (*params, *grads, *updates, *optimizer, *extra):
+        _check_not_replicated_by_accident(decision, strategy, mesh)
+
+    def specs(decisions: Sequence[Decision], like: PyTree) -> PyTree:
+        return jax.tree.unflatten(jax.tree.structure(like), [d.spec for d in decisions])
+
+    return Layout(
+        table=ShardingTable(
+            mesh=axis_sizes(mesh),
+            strategy=strategy.label,
+            params=tuple(params),
+            grads=tuple(grads),
+            optimizer=tuple(optimizer),
+            extra=tuple(extra),
+            idle=tuple(_idle_axes(strategy, mesh)),
+        ),
+        params=specs(params, variables.params),
+        grads=specs(grads, variables.params),
+        updates=specs(updates, variables.params),
+        optimizer=specs(optimizer, opt_state),
+        extra=specs(extra, variables.extra),
+        variables=variables,
+        opt_state=opt_state,
+    )
+
+
+def _leaves(tree: PyTree, names: Mapping[str, Names]) -> list[Leaf]:
+    return [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(tree)]
+
+
+def _extra_decision(leaf: Leaf, rules: Rules, mesh: AnyMesh) -> Decision:
+    """Extras have no names: a path rule may place them, else they are whole on every device."""
+    return resolve(leaf, rules if rules.path_rule(leaf.path) else Rules(), mesh)
+
+
+def _optimizer_decisions(
+    tx: optax.GradientTransformation, opt_state: PyTree, updates: Sequence[Decision], mesh: AnyMesh
+) -> list[Decision]:
+    """Optimizer state follows the parameter it belongs to; what belongs to none (counts) is whole everywhere."""
+    by_path = {decision.path: decision for decision in updates}
+
+    def owners_of(tree: PyTree) -> PyTree:
+        # By path, not by structure: a mask leaves some parameters out, and some optimizers keep a list for each.
+        return jax.tree_util.tree_map_with_path(lambda path, _: _owner(path_str(path), by_path), tree)
+
+    slots = optax.tree_utils.tree_map_params(
+        tx, owners_of, opt_state, transform_non_params=lambda _: _NOBODY, is_leaf=lambda _: True
+    )
+    owners = [None if owner is _NOBODY else owner for owner in jax.tree.leaves(slots)]
+    found = tree_leaves_with_paths(opt_state)
+    return [_slot_decision(path, x, owner, mesh) for (path, x), owner in zip(found, owners, strict=True)]
+
+
+_NOBODY = object()
+"""Stands for no owner in a tree, where None would be an empty subtree."""
+
+
+def _owner(path: str, by_path: Mapping[str, Decision]) -> Any:
+    while path and path not in by_path:
+        path = path.rpartition("/")[0]
+    return by_path.get(path, _NOBODY)
+
+
+def _slot_decision(path: str, x: Any, owner: Decision | None, mesh: AnyMesh) -> Decision:
+    leaf = leaf_of(f"opt_state/{path}", x)
+    kept = None if owner is None else _kept_dims(leaf.shape, owner.leaf.shape)
+    if owner is None or kept is None:
+        rule = "belongs to no parameter" if owner is None else f"shape unlike `{owner.path}`"
+        return Decision(leaf=leaf, rule=rule, spec=PartitionSpec(), shards=1, meant=False)
+    names = owner.leaf.names
+    entries = [None if dim is None or dim >= len(owner.spec) else owner.spec[dim] for dim in kept]
+    # A factored moment (Adafactor) has some of its parameter's dims, a memory of updates (L-BFGS) has one before them.
+    return dataclasses.replace(
+        owner,
+        leaf=dataclasses.replace(leaf, names=names and tuple(None if dim is None else names[dim] for dim in kept)),
+        spec=PartitionSpec(*entries),
+        shards=num_shards(PartitionSpec(*entries), mesh),
+    )
+
+
+def _kept_dims(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None, ...] | None:
+    """For each dim of an optimizer leaf, the dim of its parameter (None: a new one); None when its shape is unlike."""
+    more = len(shape) - len(of)
+    if more > 0 and shape[more:] == of:
+        return (*[None] * more, *range(len(of)))
+    for kept in itertools.combinations(range(len(of)), len(shape)):
+        if tuple(of[dim] for dim in kept) == shape:
+            return kept
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks over the whole
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_kinds(model: Any, mesh: Any, tx: Any) -> None:
+    """The likely mix-ups: the module itself, the sizes of a mesh, an optimizer that was not called."""
+    if not isinstance(model, Model):
+        raise problem(
+            "model",
+            f"shard a {type(model).__name__}",
+            "meshpar takes a Model, whose arrays do not exist yet",
+            "wrap it: mp.from_nnx(lambda rngs: ...), mp.from_linen(module, example_batch) or mp.from_functions(...)",
+        )
+    check_mesh("mesh", mesh)
+    if tx is not None and not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise problem(
+            "optimizer",
+            f"train with {getattr(tx, '__name__', repr(tx))}",
+            "it has no init and update, as an optax optimizer does",
+            "write optax.adamw(3e-4)",
+        )
+
+
+def _idle_axes(strategy: Strategy, mesh: AnyMesh) -> list[str]:
+    """Axes above 1 that no rule names."""
+    named = frozenset().union(*(getattr(strategy, part).axes for part in PARTS))
+    return [axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in named]
+
+
+def _check_rules_used(
+    leaves: Sequence[Leaf], extra: Sequence[Leaf], decisions: Sequence[Decision], strategy: Strategy
+) -> None:
+    """A user's rule must match something; a preset must be about some leaf of this model."""
+    paths = [leaf.path for leaf in (*leaves, *extra)]
+    names = {name for d in decisions for name in d.leaf.names or () if name}
+    for rules in (strategy.params, strategy.grads, strategy.optimizer):
+        for pattern in rules.patterns:
+            if not any(re.fullmatch(pattern, path) for path in paths):
+                raise problem(
+                    f"path rule `{pattern}`",
+                    "apply to the leaves it matches",
+                    f"it matches none of {len(paths)} paths",
+                    near_or(pattern, paths, "write a pattern that matches a whole path, not just a part of it"),
+                )
+        for name in rules.user_names:
+            # Names of activations are met only when the model is traced: the shipped ones may stand beside parameters.
+            if name not in names and name not in ACTIVATION_NAMES:
+                raise problem(
+                    f"rule for the name `{name}`",
+                    "split the dims that have it",
+                    "no leaf of the model has it",
+                    near_or(name, names, "write it for a name of the model; for activations, in Strategy.activations"),
+                )
+        _check_presets_used(rules, leaves, decisions, names)
+
+
+def _check_presets_used(rules: Rules, leaves: Sequence[Leaf], decisions: Sequence[Decision], names: set[str]) -> None:
+    keys: dict[str, list[str]] = {}
+    for origin, key in rules.sources:
+        keys.setdefault(origin, []).append(key)
+    at_work = {origin for d in decisions for origin, _ in d.sources}
+    for origin in sorted(keys.keys() - at_work - {USER}):
+        if keys[origin] == [LARGEST_DIM]:  # the user has replaced its rules for names, and no leaf is without names
+            continue
+        some = ", ".join(f"`{leaf.path}`" for leaf in leaves[:3]) + (", …" if len(leaves) > 3 else "")
+        by_size = LARGEST_DIM in keys[origin]
+        undivided = any(d.rule.startswith(f"{origin}: no dim divides") for d in decisions)
+        fitting = "has such a name" + (" or is big enough" + " and divides" * undivided if by_size else "")
+        raise problem(
+            f"strategy {origin}",
+            f"split leaves by {', '.join(f'`{key}`' for key in keys[origin])}",
+            f"none of the model's {len(leaves)} leaves ({some}) {fitting}; "
+            f"their names are {', '.join(f'`{name}`' for name in sorted(names)) or 'none'}",
+            "annotate the model, or join rules that name leaves by path: mp.Rules(paths={r'.*/kernel': mp.names(...)})"
+            + _other_ways(origin, by_size=by_size, undivided=undivided),
+        )
+
+
+def _other_ways(origin: str, *, by_size: bool, undivided: bool) -> str:
+    if undivided:
+        return "; or pad a dim, give the axis a size that divides one, or keep them whole on purpose: mp.ddp()"
+    return f"; or split small leaves too: mp.{origin}(min_bytes=0)" if by_size else ""
+
+
+def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, mesh: AnyMesh) -> None:
+    if decision.meant or decision.shards > 1 or mesh.size == 1:
+        return
+    leaf = decision.leaf
+    stacked = math.prod(size for size, name in zip(leaf.shape, leaf.names or (), strict=False) if name == "layers")
+    if leaf.nbytes // max(stacked, 1) < strategy.big_leaf_bytes:
+        return
+    idle = sorted({axis for axis, size in axis_sizes(mesh).items() if size == 1} & _axes_of(decision.spec))
+    why = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"the rule was: {decision.rule}"
+    dims = " × ".join(map(str, leaf.shape))
+    axes = ", ".join(f"`{name}` ({size})" for name, size in axis_sizes(mesh).items() if size > 1)
+    raise problem(
+        f"`{leaf.path}` ({dims} {leaf.dtype.name}, {human_bytes(leaf.nbytes)}, names {leaf.names})",
+        f"lie on a mesh with axes {axes}",
+        f"it would be whole on every device, and nothing says that is meant ({why})",
+        f"{_advice(leaf)}, or allow bigger ones: strategy.replace(big_leaf_bytes={leaf.nbytes + 1})",
+    )
+
+
+def _advice(leaf: Leaf) -> str:
+    if leaf.path.startswith("opt_state/"):
+        return "use an optimizer whose state has its parameters' dims, which is split as they are"
+    return f"split a dim by a rule, say that it is meant (mp.Rules(paths={{r'{re.escape(leaf.path)}': mp.replicated}}))"
+
+
+def _axes_of(spec: PartitionSpec) -> set[str]:
+    return {axis for entry in spec if entry is not None for axis in ([entry] if isinstance(entry, str) else entry)}

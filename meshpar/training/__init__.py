@@ -1,0 +1,1 @@
+"""The training step, its state, the loop around it, and its checkpoints."""

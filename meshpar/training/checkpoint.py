@@ -1,0 +1,561 @@
+"""Checkpoints: a training state on disk, written while training goes on and read back onto any mesh.
+
+A checkpoint is a folder named by its step. orbax writes it in the background under another name and renames it when it
+is whole, so a process that is killed leaves the ones before it untouched. It holds two items:
+
+    state   every array, whole and by path, however it was split; with it a fingerprint of each
+    run     JSON: format, versions, shape and dtype by path, and where the data stood
+
+Fingerprints are taken on the devices before writing and again after reading. orbax alone does not see a flipped bit in
+a data file, and casts to the dtype it is asked for; here neither goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import math
+import sys
+import time
+import types
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar.sharding.types import PyTree, path_str, problem
+from meshpar.training.state import Setup, TrainState
+
+FORMAT = 1
+"""Version of what is written; raised when an older reader would misread it."""
+SET_ASIDE = "set_aside"
+"""Folder beside the checkpoints for those a run goes on without: damaged, or later than where it restarted."""
+
+_HALF_WRITTEN = ".orbax-checkpoint-tmp"
+"""What orbax puts behind a step's name while it is written."""
+_WAIT_S = 0.25
+_MOST_WAITS = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a checkpoint held."""
+
+    state: TrainState
+    data_state: dict[str, Any] | None
+    """Where the data stood, as it was given to `save`."""
+    step: int
+    damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """Newer checkpoints that could not be read, each with the reason."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder.
+
+    Only complete checkpoints are seen. Nothing is made, cleaned or deleted before the first `save`, so that another
+    process may read the folder of a run that goes on. On several processes all call every method, and see one folder.
+
+    Args:
+      folder: where they lie: a local path, or a bucket that orbax knows. Made when it is not there.
+      keep: how many of the newest are kept.
+    """
+
+    def __init__(self, folder: Any, *, keep: int = 3) -> None:
+        from etils import epath
+
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise problem(f"Checkpoints(keep={keep!r})", "keep that many", "it is a positive integer", "use 1 or more")
+        _quiet_orbax()
+        path = epath.Path(folder)
+        self.folder = path if "://" in str(folder) else path.absolute()
+        self.keep = keep
+        self._manager: Any = None
+        self._current: int | None = None
+        self._failed = False
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints in the folder, oldest first."""
+        from orbax.checkpoint import path as ocp_path
+
+        return sorted(found.step for found in ocp_path.step.standard_name_format().find_all(self.folder))
+
+    def save(self, state: TrainState, *, data_state: Mapping[str, Any] | None = None, wait: bool = False) -> bool:
+        """Write a checkpoint of the state's step, in the background.
+
+        Returns when the arrays are copied from the devices, and so waits for the step that makes them; the state may be
+        donated afterwards. A save that is still being written is waited for first.
+
+        Args:
+          state: what to write.
+          data_state: JSON values that say where the data stands, as `Batches.get_state()` gives them.
+          wait: return when it is on disk.
+
+        Returns:
+          False when this object has just written or restored that very step, so that nothing is left to do.
+
+        Raises:
+          ValueError: it cannot be written, or the one before it could not be.
+        """
+        step = int(state.step)
+        new = step != self._current
+        if new:
+            self.wait()
+            self._set_aside([later for later in _as_process_0_sees(self.steps()) if later >= step])
+            self._write(step, state, data_state)
+            self._current = step
+        if wait:
+            self.wait()
+        return new
+
+    def restore(self, target: Setup | TrainState, step: int | None = None) -> Restored | None:
+        """Read a checkpoint into the shards of another state, whatever mesh, strategy or device count wrote it.
+
+        Args:
+          target: a state, abstract or not, or its setup: says which arrays there are, and how they lie.
+          step: which; by default the newest that is sound. Newer ones that are damaged are reported as a warning.
+
+        Returns:
+          None when there is no checkpoint at all.
+
+        Raises:
+          ValueError: the checkpoint is of another model or optimizer; it is not there, or damaged; or all are damaged.
+        """
+        setup = target if isinstance(target, Setup) else target.setup
+        _concrete(setup)
+        _quiet_stragglers()
+        self.wait()
+        steps = _as_process_0_sees(self.steps())
+        if step is not None and step not in steps:
+            raise problem(
+                f"checkpoints in {self.folder}",
+                f"restore step {step}",
+                f"there are steps {steps}",
+                "ask for one of them",
+            )
+        damaged: dict[int, str] = {}
+        for candidate in [step] if step is not None else reversed(steps):
+            try:
+                restored = self._read(candidate, setup)
+            except _DamagedError as error:
+                damaged[candidate] = str(error)
+                continue
+            for bad, reason in damaged.items():
+                warnings.warn(
+                    f"{self.folder / str(bad)} is damaged and left out: {reason}. Step {candidate} is used instead.",
+                    stacklevel=2,
+                )
+            self._current = candidate
+            return dataclasses.replace(restored, damaged=damaged)
+        if damaged:
+            raise problem(
+                f"checkpoints in {self.folder}",
+                "restore " + ("the newest sound one" if step is None else f"step {step}"),
+                "; ".join(f"step {bad} is damaged ({reason})" for bad, reason in damaged.items()),
+                "bring the files back from a copy, or move the folder away to start anew",
+            )
+        return None
+
+    def wait(self) -> None:
+        """Return when everything is on disk.
+
+        Raises:
+          ValueError: what was saved last could not be written.
+        """
+        if self._manager is not None:
+            with self._explained("finish the last save"):
+                self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait, and end the background work; errors as in `wait`. Closing again does nothing."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            with self._explained("finish the last save"):
+                manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except ValueError as late:
+            if error is None:
+                raise
+            error.add_note(str(late))  # what ended the block matters more
+
+    def _write(self, step: int, state: TrainState, data_state: Mapping[str, Any] | None) -> None:
+        from orbax.checkpoint import args
+
+        leaves = _leaves(state)
+        stored = {"leaves": _nested(leaves), "fingerprints": _fingerprints(leaves, state.setup)}
+        run = _sealed(_document(step, state, leaves, data_state))
+        if self._failed:
+            self._clear_failed()
+        with self._explained(f"save step {step}"):
+            self._opened().save(
+                step, args=args.Composite(state=args.StandardSave(stored), run=args.JsonSave(run)), force=True
+            )
+
+    def _clear_failed(self) -> None:
+        """Remove what a save that failed has left, once nothing is added to it any more.
+
+        orbax tells of the first write that fails while its others go on, in the very folder that the next save of the
+        same step would clear and use.
+        """
+        if jax.process_index() == 0:
+            found: list[str] | None = None
+            for _ in range(_MOST_WAITS):
+                time.sleep(_WAIT_S)
+                below = (self.folder.glob(f"*{_HALF_WRITTEN}*" + "/*" * depth) for depth in range(1, 5))
+                found, before = sorted(map(str, itertools.chain.from_iterable(below))), found
+                if found == before:
+                    break
+            for folder in self.folder.glob(f"*{_HALF_WRITTEN}*"):
+                folder.rmtree(missing_ok=True)
+        _barrier("meshpar: a failed save cleared")
+        self._failed = False
+
+    def _opened(self) -> Any:
+        """orbax's manager; opening it removes what a killed process has left half-written."""
+        if self._manager is None:
+            import orbax.checkpoint as ocp
+
+            if jax.process_index() == 0:  # orbax would meet it in a background thread, and take minutes to give up
+                self.folder.mkdir(parents=True, exist_ok=True)
+                probe = self.folder / "writable"
+                probe.touch()
+                probe.unlink()
+            options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, create=True, cleanup_tmp_directories=True)
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        return self._manager
+
+    def _read(self, step: int, setup: Setup) -> Restored:
+        """One checkpoint; `_DamagedError` when it is not what was written."""
+        run = _agreed(lambda: _unsealed(json.loads((self.folder / str(step) / "run" / "metadata").read_text())))
+        where = f"checkpoint {self.folder / str(step)}"
+        _check_format(run, where)
+        like = _leaves(setup.abstract)
+        _check_fits(run["leaves"], like, where)
+        stored = _agreed(lambda: self._read_arrays(step, like, setup))
+        values = _flat(stored["leaves"], like)
+        found = np.asarray(_fingerprints(values, setup))
+        wrong = [path for path, a, b in zip(values, found, np.asarray(stored["fingerprints"]), strict=True) if a != b]
+        if wrong:
+            raise _DamagedError(f"contents of {_some(wrong)} are not what was written")
+        state = jax.tree.unflatten(jax.tree.structure(setup.abstract), values.values())
+        return Restored(state=state, data_state=run["data_state"], step=step)
+
+    def _read_arrays(self, step: int, like: dict[str, Any], setup: Setup) -> PyTree:
+        # The handler and not the manager: reading needs no barrier between processes, so one that meets a damaged file
+        # leaves no other waiting.
+        import orbax.checkpoint as ocp
+
+        whole = NamedSharding(_concrete(setup), PartitionSpec())
+        fingerprints = jax.ShapeDtypeStruct((len(like),), np.uint32, sharding=whole)
+        target = {"leaves": _nested(like), "fingerprints": fingerprints}
+        handler = ocp.StandardCheckpointHandler()
+        try:
+            return handler.restore(self.folder / str(step) / "state", args=ocp.args.StandardRestore(target))
+        finally:
+            handler.close()
+
+    def _set_aside(self, steps: Sequence[int]) -> None:
+        """Move checkpoints out of the way of a run that restarted before them: they would be taken for its newest."""
+        if not steps:
+            return
+        aside = self.folder / SET_ASIDE
+        warnings.warn(
+            f"{self.folder}: a run that restarted before step {min(steps)} writes here; the checkpoints of steps "
+            f"{', '.join(map(str, steps))} are moved to {aside}.",
+            stacklevel=3,
+        )
+        if jax.process_index() == 0:
+            aside.mkdir(parents=True, exist_ok=True)
+            for step in steps:
+                number = sum(1 for old in aside.iterdir() if old.name.split(".")[0] == str(step))
+                (self.folder / str(step)).rename(aside / (f"{step}.{number}" if number else str(step)))
+        _barrier("meshpar: checkpoints set aside")
+        if self._manager is not None:
+            self._manager.reload()
+
+    @contextlib.contextmanager
+    def _explained(self, asked: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._current, self._failed = None, True
+            raise problem(
+                f"checkpoints in {self.folder}",
+                asked,
+                f"writing failed ({_reason(error)})",
+                "see that the folder can be written and has room; what was complete before is untouched",
+            ) from error
+
+
+class _DamagedError(Exception):
+    """A checkpoint is not what was written."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is stored
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _leaves(state: TrainState) -> dict[str, Any]:
+    """Every array by its path, in the order of the state's leaves; "." and "/" in a key are escaped."""
+    leaves: dict[str, Any] = {}
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        path = "/".join(_escaped(path_str((key,))) for key in key_path)
+        if path in leaves:
+            raise problem(
+                f"`{path}`",
+                "name one array of a checkpoint",
+                "two arrays have this path",
+                "rename one: 1 and '1' are the same",
+            )
+        leaves[path] = leaf
+    return leaves
+
+
+def _escaped(key: str) -> str:
+    # orbax joins keys with ".", so that {"a.b": x} and {"a": {"b": y}} would be written over each other.
+    return key.replace("%", "%25").replace(".", "%2E").replace("/", "%2F")
+
+
+def _nested(leaves: Mapping[str, Any]) -> PyTree:
+    """Leaves by path as nested dicts: arrays and nothing else, with no empty nodes and no classes of anyone's."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = leaf
+    return tree
+
+
+def _flat(tree: PyTree, paths: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of nested dicts, by path, in the order of `paths`."""
+    return {path: functools.reduce(lambda node, key: node[key], path.split("/"), tree) for path in paths}
+
+
+def _document(
+    step: int, state: TrainState, leaves: Mapping[str, Any], data_state: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    import meshpar
+
+    return {
+        "format": FORMAT,
+        "meshpar": meshpar.__version__,
+        "jax": jax.__version__,
+        "step": step,
+        "mesh": state.table.mesh,
+        "strategy": state.table.strategy,
+        "leaves": {path: {"shape": list(x.shape), "dtype": x.dtype.name} for path, x in leaves.items()},
+        "data_state": None if data_state is None else dict(data_state),
+    }
+
+
+def _sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON document with its checksum; a copy, as it is written later."""
+    text = json.dumps(document, sort_keys=True)
+    return {"crc32": zlib.crc32(text.encode()), "document": json.loads(text)}
+
+
+def _unsealed(sealed: Mapping[str, Any]) -> dict[str, Any]:
+    document = sealed["document"]
+    if zlib.crc32(json.dumps(document, sort_keys=True).encode()) != sealed["crc32"]:
+        raise _DamagedError("the checksum of run/metadata does not fit it")
+    return document
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fingerprints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _fingerprints(leaves: Mapping[str, jax.Array], setup: Setup) -> jax.Array:
+    """One uint32 for each array, the same however it is split; whole on every device, so processes agree on it."""
+    return _fingerprint_program(_concrete(setup))(list(leaves.values()))
+
+
+@functools.lru_cache(maxsize=8)
+def _fingerprint_program(mesh: Mesh) -> Any:
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda arrays: jnp.stack([_fingerprint(x) for x in arrays]), out_shardings=whole)
+
+
+def _fingerprint(x: jax.Array) -> jax.Array:
+    """Sum over the words of an array, each times an odd number of its place, modulo 2^32.
+
+    An odd factor has an inverse, so that no change of a single word leaves the sum as it was. Integer sums do not
+    depend on their order, and so not on the mesh.
+    """
+    words = _words(x)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for dim in range(words.ndim):
+        stride = np.uint32(math.prod(words.shape[dim + 1 :]) % 2**32)
+        place += lax.broadcasted_iota(jnp.uint32, words.shape, dim) * stride
+    factor = (place * np.uint32(2654435761)) | np.uint32(1)
+    return jnp.sum(words * factor, dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array as uint32; an 8-byte element becomes two words in a new last dim."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([_words(x.real), _words(x.imag)])
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    return lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_format(run: Mapping[str, Any], where: str) -> None:
+    if run["format"] > FORMAT:
+        raise problem(
+            where,
+            f"be read by a meshpar that knows format {FORMAT}",
+            f"meshpar {run['meshpar']} wrote it in format {run['format']}",
+            f"install meshpar {run['meshpar']} or newer",
+        )
+
+
+def _check_fits(stored: Mapping[str, Any], like: Mapping[str, Any], where: str) -> None:
+    """The checkpoint has the arrays that the state has, in the same shapes and dtypes."""
+    missing = [path for path in like if path not in stored]
+    unknown = [path for path in stored if path not in like]
+    unlike = [
+        f"{path} ({_shown(stored[path]['shape'], stored[path]['dtype'])} there, {_shown(x.shape, x.dtype.name)} here)"
+        for path, x in like.items()
+        if path in stored and (tuple(stored[path]["shape"]), stored[path]["dtype"]) != (tuple(x.shape), x.dtype.name)
+    ]
+    if not (missing or unknown or unlike):
+        return
+    found = [
+        f"{what} {_some(paths)}"
+        for what, paths in (("it lacks", missing), ("only it has", unknown), ("they differ in", unlike))
+        if paths
+    ]
+    parts = {path.split(" ")[0].split("/")[0] for path in (*missing, *unknown, *unlike)}
+    fix = "give the optimizer it was trained with" if parts == {"opt_state"} else "give the model it was trained with"
+    if (
+        unlike
+        and not (missing or unknown)
+        and all(tuple(stored[p]["shape"]) == tuple(x.shape) for p, x in like.items())
+    ):
+        fix = "give init_state the precision it was trained with"
+    raise problem(where, "be restored into this state", "; ".join(found), f"{fix}, or use another checkpoint folder")
+
+
+def _shown(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _some(paths: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(f"`{path}`" for path in paths[:most])
+    return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"
+
+
+def _concrete(setup: Setup) -> Mesh:
+    if not isinstance(setup.mesh, Mesh):
+        raise problem(
+            "checkpoint", "be read onto this mesh", "the mesh is abstract: it has no devices", "use MeshSpec.build()"
+        )
+    return setup.mesh
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several processes, and orbax's talk
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _agreed(read: Any) -> Any:
+    """What `read` gives; when it fails in any process, `_DamagedError` in all of them."""
+    value, failure = None, None
+    try:
+        value = read()
+    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+        raise  # says nothing about the files
+    except Exception as error:
+        failure = str(error) if isinstance(error, _DamagedError) else _reason(error)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        if multihost_utils.process_allgather(np.array(failure is not None)).any() and failure is None:
+            failure = "another process could not read it"
+    if failure is not None:
+        raise _DamagedError(failure)
+    return value
+
+
+def _as_process_0_sees(steps: list[int], most: int = 256) -> list[int]:
+    """The newest steps in the folder as one process lists it: file systems may show others an older view."""
+    if jax.process_count() == 1:
+        return steps
+    from jax.experimental import multihost_utils
+
+    padded = np.full((most,), -1, np.int32)
+    padded[: len(steps[-most:])] = steps[-most:]
+    return [step for step in multihost_utils.broadcast_one_to_all(padded).tolist() if step >= 0]
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def _reason(error: BaseException, most: int = 200) -> str:
+    """An error in one short line."""
+    text = " ".join(str(error).split("[tensorstore_spec")[0].split())
+    return f"{type(error).__name__}: {text[:most]}{'…' if len(text) > most else ''}" if text else type(error).__name__
+
+
+@functools.cache
+def _quiet_orbax() -> None:
+    """Keep orbax's own log lines back: what goes wrong is raised. absl's verbosity at DEBUG lets them through."""
+    from absl import logging as absl_logging
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname or absl_logging.get_verbosity() >= absl_logging.DEBUG
+
+    logging.getLogger("absl").addFilter(wanted)
+
+
+@functools.cache
+def _quiet_stragglers() -> None:
+    """Keep back what orbax's reads leave behind once one of them has failed.
+
+    It closes its event loop with the other reads under way. Each of these, when it ends or is collected, would print a
+    traceback of no use to anyone, long after the damage was reported.
+    """
+    unraisable, uncaught = sys.unraisablehook, sys.excepthook
+
+    def on_unraisable(args: Any) -> None:
+        code = getattr(args.object, "cr_code", None)
+        if code is None or "orbax" not in code.co_filename:
+            unraisable(args)
+
+    def on_uncaught(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            uncaught(kind, error, trace)
+
+    sys.unraisablehook, sys.excepthook = on_unraisable, on_uncaught

@@ -1,0 +1,1 @@
+"""How gradients are made, where XLA is not left to do it."""

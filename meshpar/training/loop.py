@@ -1,0 +1,798 @@
+"""fit: steps, one after another, and the hooks that watch them; nothing is compiled here.
+
+    batches ─► step ─► step ─► step (just dispatched)
+                │                └─ on_dispatched: checkpoints, validation, a wish to stop
+                └─ read back two steps late ─► on_record: progress, metrics.jsonl
+
+The loop never waits for the step it has just dispatched, nor for the one before it: devices always have work.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar.sharding.types import PyTree, problem
+from meshpar.training.checkpoint import Checkpoints
+from meshpar.training.state import Setup, TrainState
+
+STEPS_IN_FLIGHT = 2
+"""Steps that are dispatched and not waited for. Two hide the host's work. More would gain nothing, and on CPU host
+devices the threads of several programs, each waiting for its own collectives, take the cores from each other."""
+
+_RESERVED = ("step", "loss", "seconds", "tokens_per_s", "mfu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """The numbers of one finished training step."""
+
+    step: int
+    """Steps taken when it had finished; the first is 1."""
+    loss: float
+    seconds: float
+    """From the end of the step before to its own; the first one's holds the compilation."""
+    tokens_per_s: float | None
+    mfu: float | None
+    """Model FLOP utilisation: of what the devices can do at their best, the part that went into the model."""
+    metrics: dict[str, float]
+    """The step's other metrics."""
+    arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Those of the step's metrics that are no scalars: what MoE layers report, see `meshpar.training.expert_load`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validation:
+    """The numbers of one pass over the validation batches."""
+
+    step: int
+    """Steps the parameters had been trained for."""
+    metrics: dict[str, float]
+    """Means over the batches; `loss` is among them."""
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """How a run ended."""
+
+    state: TrainState
+    step: int
+    reason: str
+    """"done", "interrupted", or what a hook gave to `Run.stop`."""
+    last: Record | None
+    """The last step's numbers; None when no step was taken."""
+    validation: Validation | None
+    """The last validation."""
+    skipped: int
+    """Updates left out since step 0 because they were not finite."""
+    tokens_per_s: float | None
+    """Mean over all steps of this call but its first, which holds the compilation."""
+    seconds: float
+    """Wall-clock time of this call."""
+
+
+class Hook:
+    """What `fit` calls on the way. Derive from it and override what is needed; each method does nothing by default."""
+
+    order = 0
+    """Hooks are called by this number, then as given. Saving (1) sees what all others have done; `Preemption` is 2."""
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step; `run.step` is where it starts."""
+
+    def on_dispatched(self, run: Run) -> None:
+        """After a step was dispatched: `run.state` is its result, whose arrays the devices may still be computing.
+
+        The next step takes the arrays' memory: keep none of them.
+        """
+
+    def on_record(self, run: Run, record: Record) -> None:
+        """The numbers of a finished step: in order, each once, up to `STEPS_IN_FLIGHT` steps late."""
+
+    def on_validation(self, run: Run, validation: Validation) -> None:
+        """The numbers of a validation, after the records of all steps before it."""
+
+    def on_end(self, run: Run, reason: str) -> None:
+        """After the last record, however the run ends: "error" after an exception, "nonfinite" after bad numbers."""
+
+
+class Run:
+    """A run under way, as hooks see it."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        batches: Iterable[PyTree],
+        *,
+        steps: int,
+        hooks: Sequence[Hook],
+        tokens_per_step: float | None,
+        flops_per_step: float | None,
+        peak_flops_per_s: float | None,
+        raise_nonfinite: bool,
+    ) -> None:
+        self.state = state
+        """After the step dispatched last."""
+        self.step = int(state.step)
+        """Steps dispatched since step 0."""
+        self.first_step = self.step
+        """Where this run started."""
+        self.steps = steps
+        """Where it is to end."""
+        self.iterator = iter(batches)
+        self.batches = self.iterator if hasattr(self.iterator, "get_state") else batches
+        """What has `get_state`, where anything has."""
+        self.skipped = int(state.skipped)
+        """Updates left out so far, as far as records have come."""
+        self.last: Record | None = None
+        self.validation: Validation | None = None
+        self.training_s = 0.0
+        """Time of all recorded steps but the first."""
+        self.reason: str | None = None
+        """Why the run is to stop; None while it goes on."""
+        self.tokens_per_step = tokens_per_step
+        self._hooks = hooks
+        self._flops_per_step = flops_per_step
+        self._peak_flops_per_s = peak_flops_per_s
+        self._raise_nonfinite = raise_nonfinite
+        self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
+        self._read_at = time.perf_counter()
+
+    def stop(self, reason: str) -> None:
+        """Dispatch no further step; the first reason given is kept."""
+        self.reason = self.reason or reason
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Mean over all recorded steps but the first, which holds the compilation."""
+        steps = 0 if self.last is None else self.last.step - self.first_step - 1
+        return None if self.tokens_per_step is None or steps < 1 else steps * self.tokens_per_step / self.training_s
+
+    def drain(self) -> None:
+        """Wait for all that was dispatched, and tell the hooks. What a hook does next counts as no step's time."""
+        self._read(leave=0)
+
+    def publish(self, validation: Validation) -> None:
+        """Tell all hooks the numbers of a validation."""
+        self.validation = validation
+        for hook in self._hooks:
+            hook.on_validation(self, validation)
+
+    def data_state(self) -> dict[str, Any] | None:
+        """Where the data stands, None when it cannot say."""
+        get_state = getattr(self.batches, "get_state", None)
+        return None if get_state is None else get_state()
+
+    def advance(self, step: Any) -> None:
+        """Dispatch one step, and read back the one that has left the window."""
+        if not self._in_flight:  # the devices rest: what went before is no step's time
+            self._read_at = time.perf_counter()
+        try:
+            batch = next(self.iterator)
+        except StopIteration:
+            self.stop("exhausted")
+            return
+        self.state, metrics = step(self.state, batch)
+        self.step += 1
+        if self.step == self.first_step + 1:
+            _check_names(metrics)
+        self._in_flight.append((self.step, metrics))
+        for hook in self._hooks:
+            hook.on_dispatched(self)
+        self._read(leave=STEPS_IN_FLIGHT)
+
+    def _read(self, *, leave: int) -> None:
+        while len(self._in_flight) > leave:
+            step, metrics = self._in_flight.popleft()
+            self._tell(self._record(step, _on_host(metrics)))
+
+    def _record(self, step: int, found: _OnHost) -> Record:
+        now = time.perf_counter()
+        seconds, self._read_at = max(now - self._read_at, 1e-9), now
+        tokens, flops, peak = self.tokens_per_step, self._flops_per_step, self._peak_flops_per_s
+        return Record(
+            step=step,
+            loss=found.metrics.pop("loss"),
+            seconds=seconds,
+            tokens_per_s=None if tokens is None else tokens / seconds,
+            mfu=None if flops is None or not peak else flops / (seconds * peak),
+            metrics=found.metrics,
+            arrays=found.arrays,
+        )
+
+    def _tell(self, record: Record) -> None:
+        finite = record.metrics.get("finite", True)
+        self.training_s += 0.0 if self.last is None else record.seconds
+        self.last = record
+        self.skipped += not finite
+        for hook in self._hooks:
+            hook.on_record(self, record)
+        if not finite and self._raise_nonfinite:
+            self.reason = "nonfinite"
+            raise problem(
+                f"step {record.step}",
+                "update the parameters",
+                f"its loss is {record.loss}, its gradient norm {record.metrics.get('grad_norm')}: it was left out",
+                "look at the batch, lower the learning rate or clip gradients; or train with nonfinite='skip'",
+            )
+
+
+def fit(
+    step: Any,
+    state: TrainState,
+    batches: Iterable[PyTree],
+    *,
+    steps: int,
+    hooks: Sequence[Hook] = (),
+    tokens_per_step: float | None = None,
+    flops_per_step: float | None = None,
+    peak_flops_per_s: float | None = None,
+) -> FitResult:
+    """Train until `state.step` is `steps`; a restored state simply goes on.
+
+    Args:
+      step: from `train_step`.
+      state: donated: use the one in the result.
+      batches: gives a batch for each step. With `get_state` its position is saved in checkpoints.
+      steps: where to end, counted from step 0.
+      hooks: called on the way, ordered by `Hook.order`.
+      tokens_per_step: tokens in a global batch, for tokens per second.
+      flops_per_step: FLOPs the model needs for a global batch, for the utilisation.
+      peak_flops_per_s: what all devices of the mesh can do together at their best, for the utilisation.
+
+    Raises:
+      ValueError: batches that end too early (hooks have saved by then); a loss or gradients that are not finite, when
+        the step was made with nonfinite="raise".
+    """
+    began = time.perf_counter()
+    options = getattr(step, "options", None)
+    run = Run(
+        state,
+        batches,
+        steps=steps,
+        hooks=sorted(hooks, key=lambda hook: hook.order),
+        tokens_per_step=tokens_per_step,
+        flops_per_step=flops_per_step,
+        peak_flops_per_s=peak_flops_per_s,
+        raise_nonfinite=getattr(options, "nonfinite", None) == "raise",
+    )
+    del state  # its buffers are the run's: a reference kept here would be one to deleted arrays
+    with _hooks_told(run):
+        while run.step < run.steps and run.reason is None:
+            run.advance(step)
+        run.drain()
+        run.stop("done")
+    assert run.reason is not None
+    if run.reason == "exhausted":
+        raise problem(
+            "batches",
+            f"give the batch of step {run.step + 1} of {run.steps}",
+            f"they ended after {run.step - run.first_step}",
+            f"use batches that repeat, or steps={run.step}",
+        )
+    return FitResult(
+        state=run.state,
+        step=run.step,
+        reason=run.reason,
+        last=run.last,
+        validation=run.validation,
+        skipped=run.skipped,
+        tokens_per_s=run.tokens_per_s,
+        seconds=time.perf_counter() - began,
+    )
+
+
+@contextlib.contextmanager
+def _hooks_told(run: Run) -> Iterator[None]:
+    """Start the hooks, and end each that was started however the block ends."""
+    started: list[Hook] = []
+    try:
+        for hook in run._hooks:
+            started.append(hook)
+            hook.on_start(run)
+        yield
+    except BaseException as error:
+        for late in _ended(started, run, "nonfinite" if run.reason == "nonfinite" else "error"):
+            error.add_note(f"then, when hooks were ended: {late}")
+        raise
+    for late in _ended(started, run, run.reason or "done"):
+        raise late
+
+
+def _ended(hooks: Sequence[Hook], run: Run, reason: str) -> list[Exception]:
+    """End every hook; the errors met, for one that fails must not keep others from closing their files."""
+    errors = []
+    for hook in hooks:
+        try:
+            hook.on_end(run, reason)
+        except Exception as error:
+            errors.append(error)
+    return errors
+
+
+def restore_or_init(checkpoints: Checkpoints, setup: Setup, *, key: jax.Array | int, batches: Any = None) -> TrainState:
+    """The state to go on with: the newest sound checkpoint's, with the data moved to where it stood; else a new one.
+
+    Args:
+      checkpoints: where to look.
+      setup: what the state is made of, from `meshpar.training.state.make_setup`.
+      key: for a new state, as in `init_state`.
+      batches: the data; moved with `set_state` when the checkpoint says where it stood.
+
+    Raises:
+      ValueError: as in `Checkpoints.restore`; or the data cannot be moved to where it stood.
+    """
+    restored = checkpoints.restore(setup)
+    if restored is None:
+        return setup.init(key)
+    if batches is not None:
+        move_data(batches, restored.data_state, restored.step)
+    return restored.state
+
+
+def move_data(batches: Any, data_state: Mapping[str, Any] | None, step: int) -> None:
+    """Move batches to where a checkpoint's data stood.
+
+    Raises:
+      ValueError: the checkpoint does not say where, or the batches cannot be moved.
+    """
+    if data_state is None or not hasattr(batches, "set_state"):
+        raise problem(
+            f"data of the run restored at step {step}",
+            "go on where it stood",
+            "the checkpoint does not say where" if data_state is None else f"{type(batches).__name__} has no set_state",
+            "use batches with get_state and set_state, or pass batches=None and move them yourself",
+        )
+    batches.set_state(data_state)
+
+
+def _check_names(metrics: Mapping[str, Any]) -> None:
+    for name in metrics:
+        if name in _RESERVED and name != "loss":
+            raise problem(
+                f"metric `{name}`",
+                "be recorded",
+                f"the loop's own numbers have the names {', '.join(_RESERVED)}",
+                "give it another name in the loss function",
+            )
+
+
+class _OnHost(NamedTuple):
+    """What a step told, read back."""
+
+    metrics: dict[str, float]
+    """Scalars, as Python numbers."""
+    arrays: dict[str, np.ndarray]
+
+
+def _on_host(metrics: Mapping[str, Any]) -> _OnHost:
+    """Metrics off their devices; waits for them."""
+    read = {name: np.asarray(value) for name, value in metrics.items()}
+    scalars = {name: value.item() for name, value in read.items() if value.ndim == 0}
+    return _OnHost(scalars, {name: value for name, value in read.items() if value.ndim})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints and validation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Checkpointer(Hook):
+    """Saves every so many steps and at the end, unless the run fails.
+
+    All numbers up to the step that is saved are handed out first: what a checkpoint knows, metrics.jsonl holds too.
+
+    Args:
+      checkpoints: where to; stays open.
+      every: steps between two saves; None saves at the end only.
+    """
+
+    order = 1
+
+    def __init__(self, checkpoints: Checkpoints, *, every: int | None) -> None:
+        self._checkpoints, self._every = checkpoints, _positive("Checkpointer", every)
+
+    def on_dispatched(self, run: Run) -> None:
+        if self._every is not None and run.step % self._every == 0:
+            run.drain()
+            self._checkpoints.save(run.state, data_state=run.data_state())
+
+    def on_end(self, run: Run, reason: str) -> None:
+        if reason not in ("error", "nonfinite"):
+            self._checkpoints.save(run.state, data_state=run.data_state(), wait=True)
+
+
+class Validator(Hook):
+    """Means of an evaluation step's metrics over the validation batches, every so many steps and after the last.
+
+    Args:
+      step: from `eval_step`.
+      batches: a list, or what can be iterated again and again and gives the same batches each time.
+      every: steps between two validations; None validates after the last step only.
+
+    Raises:
+      ValueError: an iterator, which would be empty the second time.
+    """
+
+    def __init__(self, step: Any, batches: Iterable[PyTree], *, every: int | None) -> None:
+        if iter(batches) is batches:
+            raise problem(
+                "Validator(batches=...)",
+                "validate again and again",
+                "an iterator is spent after one pass",
+                "give a list, or an object whose __iter__ starts anew",
+            )
+        self._step, self._batches, self._every = step, batches, _positive("Validator", every)
+
+    def on_dispatched(self, run: Run) -> None:
+        if run.step == run.steps or (self._every is not None and run.step % self._every == 0):
+            run.drain()
+            began = time.perf_counter()
+            metrics = self._means(run.state)
+            run.publish(Validation(step=run.step, metrics=metrics, seconds=time.perf_counter() - began))
+
+    def _means(self, state: TrainState) -> dict[str, float]:
+        """Of what is a scalar."""
+        found: list[dict[str, float]] = []
+        in_flight: collections.deque[Mapping[str, Any]] = collections.deque()
+        for batch in self._batches:
+            in_flight.append(self._step(state, batch))
+            if len(in_flight) > STEPS_IN_FLIGHT:
+                found.append(_on_host(in_flight.popleft()).metrics)
+        found += [_on_host(metrics).metrics for metrics in in_flight]
+        if not found:
+            raise problem("Validator", "take the mean over batches", "there are none", "give at least one batch")
+        return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
+
+
+def _positive(what: str, every: int | None) -> int | None:
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise problem(
+            f"{what}(every={every!r})", "act every so many steps", "it is a positive integer, or None", "use 1 or more"
+        )
+    return every
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# metrics.jsonl
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class JsonlWriter(Hook):
+    """One JSON line a step, and one a validation, in a file that a killed run leaves whole but for its last line.
+
+    A step: `step, loss, tokens_per_s, mfu, seconds` and its other metrics. A validation: `step`, each metric with
+    `val_` before it, `seconds`. JSON knows no NaN: such a number is null, and `nonfinite` says by name what it was.
+    When a run starts at a step, the lines of later steps, which it will write again, are dropped. Process 0 writes.
+
+    Args:
+      path: the file; its folder is made when it is not there.
+      also: record -> more for the line of a step, by name: numbers, or lists and dicts of them.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, also: Callable[[Record], Mapping[str, Any]] | None = None
+    ) -> None:
+        self._path, self._also = Path(path), also
+        self._file: IO[str] | None = None
+
+    def on_start(self, run: Run) -> None:
+        if jax.process_index() != 0:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            _keep_lines(self._path, last_step=run.first_step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def on_record(self, run: Run, record: Record) -> None:
+        self._write(
+            {
+                "step": record.step,
+                "loss": record.loss,
+                "tokens_per_s": record.tokens_per_s,
+                "mfu": record.mfu,
+                "seconds": record.seconds,
+                **record.metrics,
+                **({} if self._also is None else self._also(record)),
+            }
+        )
+
+    def on_validation(self, run: Run, validation: Validation) -> None:
+        named = {f"val_{name}": value for name, value in validation.metrics.items()}
+        self._write({"step": validation.step, **named, "seconds": validation.seconds})
+
+    def on_end(self, run: Run, reason: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json_line(values))
+            self._file.flush()  # then the kernel has it, and a killed process loses nothing
+
+
+def json_line(values: Mapping[str, Any]) -> str:
+    """Numbers as one line of strict JSON, ended by a newline."""
+    odd = {name: str(x) for name, x in values.items() if isinstance(x, float) and not math.isfinite(x)}
+    line: dict[str, Any] = {name: None if name in odd else x for name, x in values.items()}
+    if odd:
+        line["nonfinite"] = odd
+    return json.dumps(line, allow_nan=False) + "\n"
+
+
+def _keep_lines(path: Path, *, last_step: int) -> None:
+    """Drop the lines of later steps, and a last line that was cut off."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if _is_up_to(line, last_step)]
+    if kept != lines:
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text("".join(kept), encoding="utf-8")
+        fresh.replace(path)
+
+
+def _is_up_to(line: str, last_step: int) -> bool:
+    try:
+        return line.endswith("\n") and json.loads(line)["step"] <= last_step
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Progress
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class ProgressBar(Hook):
+    """How far it is: a bar in a terminal, plain lines elsewhere. Process 0 shows it.
+
+    Args:
+      stream: where to; standard output by default.
+      every_s: seconds between two plain lines.
+      also: the last record -> more to say about it.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: IO[str] | None = None,
+        every_s: float = 10.0,
+        also: Callable[[Record], Sequence[str]] | None = None,
+    ) -> None:
+        self._stream, self._every_s, self._also = stream, every_s, also
+        self._bar: Any = None
+        self._task: Any = None
+        self._out: IO[str] | None = None
+        self._shown_at, self._shown_step = -math.inf, -1
+        self._first: tuple[int, float] | None = None
+        self._pace_s: float | None = None
+
+    def on_start(self, run: Run) -> None:
+        if jax.process_index() != 0:
+            return
+        self._out = self._stream or sys.stdout
+        if _is_terminal(self._out):
+            self._bar = _rich_bar(self._out)
+            self._task = self._bar.add_task("train", total=run.steps, completed=run.step, numbers="compiling")
+            self._bar.start()
+
+    def on_record(self, run: Run, record: Record) -> None:
+        now = time.monotonic()
+        self._first = self._first or (record.step, now)
+        # Paces differ from step to step; the mean of about the last ten is steady and still follows.
+        if record.step > self._first[0]:
+            self._pace_s = record.seconds if self._pace_s is None else 0.9 * self._pace_s + 0.1 * record.seconds
+        if self._bar is not None or now - self._shown_at >= self._every_s:
+            self._show(run)
+
+    def on_validation(self, run: Run, validation: Validation) -> None:
+        self._show(run)
+
+    def on_end(self, run: Run, reason: str) -> None:
+        if run.last is not None and run.last.step != self._shown_step:
+            self._show(run)
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if reason != "done" and self._out is not None:
+            print(f"stopped at step {run.step} of {run.steps}: {reason}", file=self._out, flush=True)
+        self._out = None
+
+    def _show(self, run: Run) -> None:
+        if self._out is None or run.last is None:
+            return
+        self._shown_at, self._shown_step = time.monotonic(), run.last.step
+        numbers = self._numbers(run, run.last)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=run.last.step, numbers=numbers)
+        else:
+            print(f"step {run.last.step}/{run.steps}  {numbers}", file=self._out, flush=True)
+
+    def _numbers(self, run: Run, last: Record) -> str:
+        parts = [f"loss {last.loss:.4g}"]
+        if run.validation is not None:
+            parts += [f"val {run.validation.metrics['loss']:.4g}"] if "loss" in run.validation.metrics else []
+        if last.tokens_per_s is not None:
+            pace = self._pace_s or last.seconds
+            parts.append(f"{_short(last.tokens_per_s * last.seconds / pace)} tokens/s")
+        parts += [] if self._also is None else self._also(last)
+        if run.skipped:
+            parts.append(f"{run.skipped} skipped")
+        left = self._left_s(run, last)
+        return "  ".join([*parts, *([] if left is None else [f"{_clock(left)} left"])])
+
+    def _left_s(self, run: Run, last: Record) -> float | None:
+        """From the wall clock since the first step, so that validations and saves are counted, and compiling is not."""
+        if self._first is None or last.step <= self._first[0] or last.step >= run.steps:
+            return None
+        per_step = (time.monotonic() - self._first[1]) / (last.step - self._first[0])
+        return per_step * (run.steps - last.step)
+
+
+def _is_terminal(stream: IO[str]) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _rich_bar(stream: IO[str]) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}", markup=False),
+    )
+    return Progress(*columns, console=Console(file=stream, force_terminal=True), refresh_per_second=4, expand=True)
+
+
+def _short(count: float) -> str:
+    """A count in three digits: 41.2k."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    """Seconds as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Preemption
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Preemption(Hook):
+    """SIGINT (Ctrl-C) or SIGTERM: the step in flight is finished, `Checkpointer` saves, `fit` returns "interrupted".
+
+    A second signal ends the process at once, also while it compiles or waits for a device; one within `grace_s` of the
+    first is taken for the same wish, as schedulers often send two. On several processes, whichever is told, all stop at
+    the same step. Handlers are put back at the end. Only where `fit` runs in the main thread, as Python asks.
+
+    Args:
+      grace_s: seconds after the first signal in which another counts as the same.
+    """
+
+    order = 2  # saving is still under its protection
+
+    def __init__(self, *, grace_s: float = 0.5) -> None:
+        self._grace_s = grace_s
+        self._watch: _SignalWatch | None = None
+        self._agreement: _Agreement | None = None
+
+    def on_start(self, run: Run) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise problem(
+                "Preemption",
+                "watch for signals",
+                "Python allows it in the main thread only",
+                "call fit there, or leave the hook out",
+            )
+        self._watch = _SignalWatch(self._grace_s)
+        if jax.process_count() > 1:
+            self._agreement = _Agreement(run.state.step.sharding.mesh)
+
+    def on_dispatched(self, run: Run) -> None:
+        assert self._watch is not None
+        told = self._watch.told
+        if told if self._agreement is None else self._agreement.any(told):
+            run.stop("interrupted")
+
+    def on_end(self, run: Run, reason: str) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+class _SignalWatch:
+    """Notes the first signal and obeys the second, in a thread of its own.
+
+    Python runs signal handlers between two bytecodes of the main thread: never, while that waits inside a compilation.
+    The number of the signal, however, is written to the wakeup descriptor at once.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, grace_s: float) -> None:
+        self.told = False
+        self._grace_s = grace_s
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._handlers_before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        self._thread = threading.Thread(target=self._listen, name="meshpar-signals", daemon=True)
+        self._thread.start()
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.told = True
+
+    def _listen(self) -> None:
+        first_at = None
+        while numbers := os.read(self._read_fd, 64):
+            for number in numbers:
+                if number not in self.SIGNALS:
+                    continue
+                if first_at is None:
+                    first_at, self.told = time.monotonic(), True
+                    _say(f"{signal.Signals(number).name}: stopping after this step; once more to exit at once")
+                elif time.monotonic() - first_at > self._grace_s:
+                    _say(f"{signal.Signals(number).name}: exiting at once")
+                    os._exit(128 + number)
+
+    def close(self) -> None:
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._write_fd)
+        self._thread.join()
+        os.close(self._read_fd)
+
+
+def _say(text: str) -> None:
+    """One line on standard error, past Python's buffers; a progress bar may have hidden the cursor."""
+    show_cursor = "\x1b[?25h" if os.isatty(2) else ""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{show_cursor}\nmeshpar: {text}\n".encode())
+
+
+class _Agreement:
+    """Whether any process was told to stop, known to all after the same step.
+
+    Each step's answer is read some steps later, when it is there without waiting. As every process reads the same
+    answers in the same order, they stop together.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        flat = Mesh(mesh.devices.reshape(-1), ("all",))
+        self._each, whole = NamedSharding(flat, PartitionSpec("all")), NamedSharding(flat, PartitionSpec())
+        self._any = jax.jit(jnp.any, out_shardings=whole)
+        self._num_devices = flat.size
+        self._asked: collections.deque[jax.Array] = collections.deque()
+
+    def any(self, told: bool) -> bool:
+        """Ask whether anyone is told by now; the answer to a question asked a few steps ago."""
+        mine = np.full((self._num_devices,), told)
+        self._asked.append(self._any(jax.make_array_from_callback(mine.shape, self._each, lambda index: mine[index])))
+        # One more than the loop's window: the step before the question has been waited for.
+        return len(self._asked) > STEPS_IN_FLIGHT + 1 and bool(self._asked.popleft())

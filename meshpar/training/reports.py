@@ -1,0 +1,91 @@
+"""What a model tells the step beside its output: auxiliary losses, metrics, and what its layers were asked to do."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.sharding.types import problem
+
+
+@dataclasses.dataclass(eq=False)
+class Reports:
+    """What was told while a loss was traced. Compared by identity: every trace is its own."""
+
+    losses: list[jax.Array] = dataclasses.field(default_factory=list)
+    metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    layers: list[Any] = dataclasses.field(default_factory=list)
+    """What layers were asked to do."""
+
+    @property
+    def loss(self) -> jax.Array | None:
+        """The sum of the losses; None: there is none."""
+        return sum(self.losses[1:], self.losses[0]) if self.losses else None
+
+
+_reports = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Reports]:
+    """Put in force that what models tell is kept."""
+    reports = Reports()
+    with _reports(reports):
+        yield reports
+
+
+def is_listening() -> bool:
+    """Whether anybody keeps what is told."""
+    return _reports.value is not None
+
+
+def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | None = None) -> None:
+    """Tell the step something beside the model's output; outside of a step nobody listens.
+
+    To be called by a model where its output is made, outside of its scan over layers: what stands inside a transformed
+    function cannot leave it. `train_step` adds the losses to the loss, `eval_step` does not; both add the metrics to
+    theirs. When a loss function runs its model several times, losses add up, and of a metric the last one counts.
+
+    Args:
+      loss: a scalar, a mean over the batch.
+      metrics: arrays of any shape, means over the batch or, as whole numbers, counts; no gradient passes through them.
+
+    Raises:
+      ValueError: a loss that is not one number; metrics that are not numbers by name. Whether anybody listens or not.
+    """
+    if loss is not None:
+        loss = _numbers("report(loss=...)", loss)
+        if loss.shape:
+            exists = f"it has shape {loss.shape}"
+            raise problem("report(loss=...)", "be added to the loss", exists, "take its mean over the batch")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        exists = "every metric has a name"
+        raise problem("report(metrics=...)", f"be a {type(metrics).__name__}", exists, 'give {"my/metric": array}')
+    found = {name: _numbers(f"report(metrics=...), `{name}`", x) for name, x in (metrics or {}).items()}
+    here = _reports.value
+    if here is None:
+        return
+    if loss is not None:
+        here.losses.append(loss)
+    here.metrics.update({name: jax.lax.stop_gradient(x) for name, x in found.items()})
+
+
+def _numbers(where: str, x: Any) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):  # whichever of them jax has for the kind of thing
+        raise problem(where, f"be {x!r}", "it is numbers", "give an array, or leave it out") from None
+
+
+def describe(layer: Any) -> None:
+    """Tell whoever listens what a layer was asked to do, so that it can be held to that.
+
+    To be called anywhere, inside transformed functions too: `layer` is a plain value and holds no arrays.
+    """
+    if _reports.value is not None:
+        _reports.value.layers.append(layer)

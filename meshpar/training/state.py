@@ -1,0 +1,202 @@
+"""TrainState: everything held between steps, born sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar.parallel.strategies import Strategy, as_strategy
+from meshpar.sharding.adapters import Model
+from meshpar.sharding.rules import Rules, use
+from meshpar.sharding.table import Layout, ShardingTable, lay_out
+from meshpar.sharding.types import AnyMesh, PyTree, is_spec, problem
+from meshpar.training.precision import Precision, cast_floating
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Setup:
+    """What a state was made of and how it lies. Compared by identity, as it is part of a compiled program's key."""
+
+    model: Model
+    tx: optax.GradientTransformation
+    mesh: AnyMesh
+    strategy: Strategy
+    precision: Precision
+    layout: Layout
+
+    @property
+    def table(self) -> ShardingTable:
+        """Every leaf's decision."""
+        return self.layout.table
+
+    def named(self, specs: PyTree) -> PyTree:
+        """A tree of PartitionSpecs as NamedShardings on this mesh."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """A NamedSharding for every array of the state."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return TrainState(
+            step=whole,
+            params=self.named(self.layout.params),
+            opt_state=self.named(self.layout.optimizer),
+            extra=self.named(self.layout.extra),
+            key=whole,
+            skipped=whole,
+            setup=self,
+        )
+
+    @functools.cached_property
+    def abstract(self) -> TrainState:
+        """Shape, dtype and sharding of every array of the state."""
+        like = TrainState(
+            step=jax.ShapeDtypeStruct((), np.int32),
+            params=self.layout.variables.params,
+            opt_state=self.layout.opt_state,
+            extra=self.layout.variables.extra,
+            key=jax.ShapeDtypeStruct((2,), np.uint32),
+            skipped=jax.ShapeDtypeStruct((), np.int32),
+            setup=self,
+        )
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, self.shardings
+        )
+
+    def init(self, key: jax.Array | int) -> TrainState:
+        """Make the state; every array is born in its shards."""
+        return self._jitted_init(_key_data(key))
+
+    def lower_init(self) -> Any:
+        """The lowered program that makes the state, to look at."""
+        return self._jitted_init.lower(jax.ShapeDtypeStruct((2,), np.uint32))
+
+    @functools.cached_property
+    def _jitted_init(self) -> Any:
+        def make(key_data: jax.Array) -> TrainState:
+            init_key, step_key = jax.random.split(jax.random.wrap_key_data(key_data))
+            with use(self.mesh, self.strategy):
+                params, extra = self.model.init(jax.random.key_data(init_key))
+            params = cast_floating(params, self.precision.params)
+            return TrainState(
+                step=jnp.zeros((), jnp.int32),
+                params=params,
+                opt_state=self.tx.init(params),
+                extra=extra,
+                key=jax.random.key_data(step_key),
+                skipped=jnp.zeros((), jnp.int32),
+                setup=self,
+            )
+
+        return jax.jit(make, out_shardings=self.shardings)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything held between steps; a pytree."""
+
+    step: Any
+    """Steps taken, int32."""
+    params: PyTree
+    """Parameters, nested dicts of arrays."""
+    opt_state: PyTree
+    """The optimizer's own."""
+    extra: PyTree
+    """What the model keeps beside parameters."""
+    key: Any
+    """Raw data of the random key, uint32[2]; every step folds its number in."""
+    skipped: Any
+    """Updates left out because loss or gradients were not finite, int32."""
+    setup: Setup = dataclasses.field(metadata={"static": True})
+    """What it was made of."""
+
+    def replace(self, **changes: Any) -> TrainState:
+        """The same state with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def table(self) -> ShardingTable:
+        """Every leaf's decision."""
+        return self.setup.table
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model."""
+        return self.table.totals.num_params
+
+    def bound(self) -> Any:
+        """The model with these parameters, as a loss function is given it."""
+        return self.setup.model.bind(self.params, self.extra)
+
+
+def make_setup(
+    model: Model,
+    tx: optax.GradientTransformation,
+    *,
+    mesh: AnyMesh,
+    strategy: Strategy | Rules,
+    precision: Precision | None = None,
+) -> Setup:
+    """Resolve every leaf of a state without making it; errors as in `shardings`."""
+    strategy, precision = as_strategy(strategy), precision or Precision()
+    layout = lay_out(model, mesh, strategy, tx, precision)
+    return Setup(model=model, tx=tx, mesh=mesh, strategy=strategy, precision=precision, layout=layout)
+
+
+def abstract_state(
+    model: Model,
+    tx: optax.GradientTransformation,
+    *,
+    mesh: AnyMesh,
+    strategy: Strategy | Rules,
+    precision: Precision | None = None,
+) -> TrainState:
+    """The state's shapes, dtypes and shardings, with no arrays behind them: to lower, plan and restore with."""
+    return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision).abstract
+
+
+def init_state(
+    model: Model,
+    tx: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    strategy: Strategy | Rules,
+    key: jax.Array | int,
+    precision: Precision | None = None,
+) -> TrainState:
+    """Make a training state, every array born in its shards: no device ever holds a whole copy of a split array.
+
+    Args:
+      model: from an adapter.
+      tx: an optax optimizer.
+      mesh: the devices, by axis.
+      strategy: a strategy, or bare `Rules`.
+      key: a jax random key, or a seed.
+      precision: when it names a parameter dtype, parameters are made in it.
+
+    Raises:
+      ValueError: as in `shardings`; or an abstract mesh.
+    """
+    if not isinstance(mesh, Mesh):
+        raise problem(
+            "init_state",
+            "make arrays",
+            "the mesh is abstract: it has no devices",
+            "use MeshSpec.build(), or abstract_state",
+        )
+    return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision).init(key)
+
+
+def _key_data(key: jax.Array | int) -> np.ndarray:
+    """Raw data of a key or a seed, on the host so that it belongs to no device yet."""
+    key = jax.random.key(key) if isinstance(key, int | np.integer) else key
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(key) if typed else key)

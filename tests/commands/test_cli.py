@@ -1,0 +1,314 @@
+"""The commands, as a person types them: what they print, write, resume and refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshpar.commands import cli
+
+RECIPE = """
+from __future__ import annotations
+from pathlib import Path
+import meshpar as mp
+from meshpar.data import TextData
+from meshpar.models import TransformerConfig, next_token_loss
+
+def recipe(devices: int = 8) -> mp.Recipe:
+    model = TransformerConfig(
+        vocab_size=256, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+    )
+    return mp.Recipe(
+        name="tiny", mesh=mp.MeshSpec(fsdp=devices // 2, tensor=2), strategy=mp.fsdp() | mp.tensor_parallel(),
+        model=model, loss=next_token_loss, data=TextData(files=(str(Path(__file__).parent / "text"),), seq_len=16,
+        valid_fraction=0.3, valid_batches=2), optimizer=mp.AdamW(schedule="constant"), steps=3, batch_size=8,
+        sample=mp.Sample(prompt="the", num_tokens=4),
+    )
+"""
+
+
+@pytest.fixture(autouse=True)
+def _same_environment(monkeypatch):
+    """What a command sets for its own process is taken back."""
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+def write_recipe(folder: Path) -> Path:
+    (folder / "text").mkdir()
+    for number in range(8):
+        (folder / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog. " * (20 + number))
+    recipe = folder / "tiny.py"
+    recipe.write_text(RECIPE)
+    return recipe
+
+
+@pytest.fixture
+def meshpar(capsys):
+    """Run a command line; gives (exit code, standard output, standard error)."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        assert "\x1b" not in out + err, "control codes in a pipe"
+        return int(end.value.code or 0), out, err
+
+    return run
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+# train ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_from_start_to_resumed_end(meshpar, tmp_path):
+    recipe, out = write_recipe(tmp_path), tmp_path / "runs"
+    code, text, _ = meshpar("train", recipe, "--out", out)
+    assert code == 0
+    folder = out / "tiny"
+    wrote = {"recipe.json", "sharding.txt", "sharding.json", "metrics.jsonl", "checkpoints", "loss.png", "summary.json"}
+    assert {path.name for path in folder.iterdir()} == wrote
+    for said in ("mesh: fsdp=4, tensor=2", "fsdp() | tensor_parallel()", "per device: params", "training 3 steps"):
+        assert said in text
+    for said in ("held-out loss", "bits per byte", "bigram model", "sample:", "  | the"):
+        assert said in text
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["step"] == summary["steps_taken"] == 3
+    # 1,2: bits per byte is the held-out loss in other units, and the baseline is about the same tokens.
+    assert summary["bits_per_byte"] == pytest.approx(summary["validation"]["loss"] / math.log(2))
+    assert summary["held_out_tokens"] == 2 * 8 * 16
+    assert summary["below_bigram_bits_per_byte"] == pytest.approx(
+        summary["bigram_bits_per_byte"] - summary["bits_per_byte"]
+    )
+    assert summary["sample"].startswith("the")
+    assert json.loads((folder / "recipe.json").read_text())["steps"] == 3
+
+    code, text, _ = meshpar("train", recipe, "--out", out)
+    assert code == 0
+    assert "step 3 of 3 is done already" in text
+    assert json.loads((folder / "summary.json").read_text())["validation"] == summary["validation"]
+
+    code, text, _ = meshpar("train", recipe, "--out", out, "--steps", 6, "--set", "sample=none")
+    assert code == 0
+    assert "resuming at step 3 of 6" in text
+    assert "steps was 3 and is 6" in text
+
+    code, _, _ = meshpar(
+        "train", recipe, "--out", out, "--name", "straight", "--set", "steps=6", "--set", "sample=none"
+    )
+    assert code == 0
+    assert losses(folder) == losses(out / "straight")  # to the bit
+    assert [step for step, _ in losses(folder)] == [1, 2, 3, 4, 5, 6]
+
+    code, _, error = meshpar("train", recipe, "--out", out, "--set", "optimizer.lr=1", "--set", "model.mlp_dim=64")
+    assert code == 2
+    assert "optimizer.lr was 0.0003 and is 1.0" in error
+    assert "model.mlp_dim was 32 and is 64" in error
+    assert "--fresh" in error
+    assert "--name" in error
+
+
+def test_fresh_keeps_the_earlier_run_aside_and_json_is_all_of_standard_output(meshpar, tmp_path):
+    recipe, out = write_recipe(tmp_path), tmp_path / "runs"
+    (out / "tiny").mkdir(parents=True)
+    (out / "tiny" / "recipe.json").write_text('{"steps": 1, "batch_size": 4}')
+    more = ("--steps", 1, "--set", "sample=none", "--devices", 4, "--json")
+    code, text, error = meshpar("train", recipe, "--out", out, "--fresh", *more)
+    assert code == 0
+    assert (out / "tiny.old1" / "recipe.json").exists()
+    assert json.loads(text)["step"] == 1
+    assert "mesh: fsdp=2, tensor=2" in error
+
+
+def test_your_own_text_and_tokenizer(meshpar, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = ["</s>", "a", "b", ".", "the", "[UNK]"]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "mine").mkdir()
+    for number in range(6):
+        (tmp_path / "mine" / f"{number}.md").write_text("a b the . " * (60 + number))
+    recipe = write_recipe(tmp_path)
+    own = ("--text", tmp_path / "mine", "--tokenizer", tmp_path / "tokenizer.json")
+    code, _, _ = meshpar("train", recipe, "--out", tmp_path, "--steps", 1, "--set", "data.valid_batches=1", *own)
+    assert code == 0
+    written = json.loads((tmp_path / "tiny" / "recipe.json").read_text())
+    assert written["model"]["vocab_size"] == 128  # six words, rounded up to what any mesh divides
+    assert written["data"]["files"] == [str(tmp_path / "mine")]
+
+    code, _, error = meshpar("train", recipe, "--out", tmp_path, "--name", "x", "--set", "model.vocab_size=2", *own)
+    assert code == 2
+    assert "--set model.vocab_size=128" in error
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
+    recipe = write_recipe(tmp_path)
+    args = ["train", str(recipe), "--out", str(tmp_path / "runs"), "--steps", "100000", "--set", "sample=none"]
+    code = "from meshpar.commands.cli import main; main()"
+    root = str(Path(cli.__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith("step "):
+                break
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    last = rest.strip().splitlines()[-1]
+    assert last.startswith("interrupted at step ")
+    assert "goes on from there" in last
+    step = int(last.split()[3])
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / str(step)).is_dir()
+    assert [number for number, _ in losses(tmp_path / "runs" / "tiny")] == list(range(1, step + 1))
+    assert json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())["reason"] == "interrupted"
+
+
+# shard ---------------------------------------------------------------------------------------------------------------
+
+
+def test_shard_as_json(meshpar, tmp_path):
+    code, text, _ = meshpar("shard", write_recipe(tmp_path), "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert found["mesh"] == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 2}
+    assert set(found["totals"]) == {"params_bytes", "grads_bytes", "optimizer_bytes", "state_bytes", "num_params"}
+    for leaf in found["leaves"]:
+        assert set(leaf) == {"path", "shape", "dtype", "names", "rule", "spec", "bytes_per_device"}
+    (up,) = (leaf for leaf in found["leaves"] if leaf["path"] == "layers/mlp/up/kernel")
+    assert up["shape"] == [1, 16, 32]
+    assert up["names"] == ["layers", "embed", "mlp"]
+    assert up["spec"] == [None, "fsdp", "tensor"]
+    assert up["bytes_per_device"] == 16 * 32 * 4 // 8
+    assert found["totals"]["params_bytes"] == sum(leaf["bytes_per_device"] for leaf in found["leaves"])
+
+
+def test_shard_on_a_mesh_of_thousands_that_is_not_there(meshpar, tmp_path):
+    recipe = write_recipe(tmp_path)
+    wide = ("--set", "model.embed_dim=4096", "--set", "model.mlp_dim=64", "--strategy", "fsdp()")
+    code, text, _ = meshpar("shard", recipe, "--mesh", "data=-1,fsdp=1024", "--devices", 4096, "--json", *wide)
+    assert code == 0
+    found = json.loads(text)
+    assert found["mesh"]["data"] == 4
+    assert found["strategy"] == "fsdp()"
+    assert len(jax.devices()) == 8
+    code, text, _ = meshpar("shard", recipe, "--mesh", "fsdp=2,tensor=2")
+    assert code == 0
+    assert "layers/mlp/up/kernel" in text
+    assert "fsdp: embed='fsdp'" in text
+
+
+def test_shard_says_what_does_not_fit(meshpar, tmp_path):
+    code, _, error = meshpar("shard", write_recipe(tmp_path), "--mesh", "fsdp=3")
+    assert code == 2
+    assert error.startswith("meshpar: ")
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_shard_of_a_mesh_that_takes_what_is_left_asks_for_the_devices(meshpar, tmp_path):
+    code, _, error = meshpar("shard", write_recipe(tmp_path), "--mesh", "fsdp=-1")
+    assert code == 2
+    assert "--devices 4096" in error
+    assert ".abstract(" not in error
+
+
+# The command itself --------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom meshpar.commands.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'jax', 'numpy', 'flax', 'rich', 'matplotlib'} & set(sys.modules)))"
+    )
+    root = str(Path(cli.__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert "train" in done.stdout
+    assert "shard" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["trian"], "did you mean `train`"),
+        (["train"], "Missing argument 'RECIPE'"),
+        (["train", "x.py", "--stepps", "3"], "--steps"),
+        (["train", "x.py", "--steps", "many"], "not a valid integer"),
+        (["train", "x.py", "--devices", "0"], "x>=1"),
+        (["train", "gpt_stdlib.py"], "did you mean `recipes/gpt_stdlib.py`"),
+    ],
+)
+def test_mistakes_are_one_paragraph(meshpar, monkeypatch, args, says):
+    monkeypatch.chdir(Path(cli.__file__).parents[2])
+    code, out, error = meshpar(*args)
+    assert code == 2
+    assert says in error
+    assert not out
+    assert "Traceback" not in error
+
+
+def test_traceback_is_shown_when_asked(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["shard", str(tmp_path / "none.py"), "--traceback"])
+    assert end.value.code == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "no such file" in shown
+
+
+# Devices -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "flags", "platforms", "accelerator", "expected"),
+    [
+        (None, "", None, False, ("cpu", "8")),
+        (3, "", None, True, ("cpu", "3")),
+        (3, f"{cli._COUNT_FLAG}=5", "cpu", False, ("cpu", "3")),
+        (None, f"{cli._COUNT_FLAG}=5", None, False, ("cpu", "5")),
+        (None, "", None, True, (None, None)),
+        (None, "", "cuda", False, ("cuda", None)),
+        (None, "", "", False, ("cpu", "8")),
+    ],
+)
+def test_devices_are_chosen_before_jax_starts(monkeypatch, count, flags, platforms, accelerator, expected):
+    monkeypatch.setattr(cli, "_has_accelerator", lambda: accelerator)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    if platforms is not None:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    cli.prepare_devices(count)
+    found = dict(flag.split("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+    assert (os.environ.get("JAX_PLATFORMS"), found.get(cli._COUNT_FLAG)) == expected
+
+
+def test_more_devices_than_jax_was_started_with(meshpar, tmp_path):
+    code, _, error = meshpar("train", write_recipe(tmp_path), "--devices", 64)
+    assert code == 2
+    assert "jax was started with 8 before" in error

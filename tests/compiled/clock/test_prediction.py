@@ -1,0 +1,99 @@
+"""Overlap and compute as a report shows them: numbers where there is a timeline, a reason where there is none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshpar.compiled.census import census
+from meshpar.compiled.clock import prediction, work
+from meshpar.compiled.clock.timeline import timeline
+from meshpar.compiled.model_flops import ModelFlops
+from meshpar.planner.hardware import parse_cluster
+
+CLUSTER = parse_cluster("h100:1x8")
+ASKED = ModelFlops(forward=8000, step=24000, notes=("a note of the model",))
+
+
+@pytest.fixture(params=["0.10", "0.12"])
+def scan(saved, programs, request):
+    return saved["scan", "cuda", f"jax{request.param}"], programs.MESHES["scan"]
+
+
+@pytest.fixture
+def timed(scan):
+    module, mesh = scan
+    return timeline(module, census(module, mesh), CLUSTER)
+
+
+def test_overlap_sums_over_axes(timed):
+    found = prediction.overlap(timed)
+    assert set(found.per_axis) == {"fsdp", "tensor"}
+    sent = timed.network_s
+    total = sum(found.per_axis[label] * sent[label] for label in sent)
+    assert found.hidden_fraction == pytest.approx(total / sum(sent.values()))
+    assert 0 <= found.hidden_fraction <= 1
+    assert found.reason == ""
+
+
+def test_what_has_nothing_to_hide_behind_is_listed_longest_wait_first(timed):
+    found = prediction.overlap(timed)
+    waits = [one.exposed_s for one in found.exposed]
+    assert waits == sorted(waits, reverse=True)
+    assert len(waits) > 0
+    gathers = [one.collective for one in found.exposed if one.collective.kind == "all-gather"]
+    assert [one.is_backward for one in gathers] == [False]  # the backward one spans a product
+
+
+def test_without_a_timeline_no_number_is_made_up(scan):
+    module, _ = scan
+    reason = prediction.why_not_timed("cpu", None)
+    assert "name a cluster" in reason
+    found = prediction.overlap(None, reason)
+    assert (found.hidden_fraction, found.per_axis, found.exposed, found.reason) == (None, {}, (), reason)
+    computed = prediction.compute(module, num_devices=8, model_flops=ASKED, reason=reason)
+    assert computed.predicted_step_s is computed.utilisation is computed.bound is None
+    assert computed.compute_s is computed.memory_s is None
+    assert (computed.network_s, computed.exposed_s) == ({}, {})
+    assert computed.notes == (reason, "a note of the model")
+    assert computed.flops_per_device == work.flops_per_step(module)
+
+
+def test_which_programs_can_be_timed():
+    assert prediction.why_not_timed("h100:1x8", CLUSTER) == ""
+    assert "GPU compiler's schedule" in prediction.why_not_timed("cpu", CLUSTER)
+    assert "`gpu`" in prediction.why_not_timed("gpu", None)
+
+
+def test_a_program_that_sends_nothing_has_no_fraction(scan):
+    module, _ = scan
+    found = prediction.overlap(timeline(module, (), CLUSTER))
+    assert (found.hidden_fraction, found.reason) == (None, "nothing is sent")
+
+
+def test_compute_against_the_model(scan, timed):
+    module, _ = scan
+    found = prediction.compute(module, num_devices=8, model_flops=ASKED, timeline=timed)
+    assert found.model_flops_per_device == 3000
+    assert found.ratio == found.flops_per_device / 3000
+    assert found.predicted_step_s == timed.step_s
+    assert found.utilisation == pytest.approx(3000 / (timed.step_s * 989.4e12))
+    assert found.bound == timed.bound == "network:fsdp"
+    assert found.exposed_s == timed.exposed_s
+    assert found.notes == ASKED.notes
+
+
+def test_without_model_flops_there_is_no_ratio(scan, timed):
+    found = prediction.compute(scan[0], num_devices=8, timeline=timed)
+    assert found.model_flops_per_device is found.ratio is found.utilisation is None
+    assert found.predicted_step_s == timed.step_s
+
+
+def test_both_are_plain_data(scan, timed):
+    found = prediction.compute(scan[0], num_devices=8, model_flops=ASKED, timeline=timed).to_json()
+    assert json.loads(json.dumps(found)) == found
+    assert {"flops_per_device", "model_flops_per_device", "predicted_step_s", "bound"} <= found.keys()
+    hidden = prediction.overlap(timed).to_json()
+    assert json.loads(json.dumps(hidden)) == hidden
+    assert hidden["exposed"][0]["time_s"] > 0

@@ -1,0 +1,84 @@
+"""The compiler's log: caught whole, warnings told apart, involuntary rematerializations read."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshpar.compiled.messages import catch_stderr, rematerializations, warnings_in
+from meshpar.compiled.program import compile_here
+
+LOG = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795231662.247063    4687 cudart_stub.cc:31] Could not find cuda drivers on your machine
+W1121 03:55:25.127147   20418 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler cannot \
+go from sharding {devices=[2,1,4]<=[4,2]T(1,0)} to {devices=[1,8,1]<=[8]} efficiently for HLO operation %add.2 = \
+f32[8,16,4]{2,1,0} add(%param, %param), sharding={devices=[2,1,4]<=[4,2]T(1,0)}, metadata={op_name="jit(f)/blk/add" \
+stack_frame_id=2}. As the last resort, SPMD will replicate the tensor.
+W1121 03:55:26.127147   20418 other.cc:1] something else
+W1121 03:55:27.000000   20418 other.cc:1] something else
+2025-04-14 17:55:24.092274: E external/xla/xla/service/spmd/spmd_partitioner.cc:621] [spmd] Involuntary full \
+rematerialization. The compiler was not able to go from sharding {devices=[1,2]<=[4] last_tile_dim_replicate} to \
+{replicated} without doing a full rematerialization of the tensor for HLO operation: %pad = f64[96]{0} pad(%b, %c)
+"""
+
+
+def hard_to_reshard(mesh):
+    """A resharding that the partitioner of both supported jax versions cannot do piecewise, on `x=4, y=2`."""
+    before, after = NamedSharding(mesh, P("y", None, "x")), NamedSharding(mesh, P(None, ("x", "y"), None))
+
+    def function(a, b):
+        with jax.named_scope("block"):
+            doubled = jax.lax.with_sharding_constraint(a + a, after)
+        return b + doubled
+
+    shape = (16, 16, 16)
+    args = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s) for s in (before, after))
+    return jax.jit(function, out_shardings=after).trace(*args)
+
+
+def test_warnings_are_kept_once_without_time_and_thread():
+    first, second, third = warnings_in(LOG)
+    assert first.startswith("spmd_partitioner.cc:656: [SPMD] Involuntary")
+    assert second == "other.cc:1: something else"
+    assert third.startswith("external/xla/xla/service/spmd/spmd_partitioner.cc:621: [spmd] Involuntary")
+
+
+def test_rematerializations_are_read_in_both_wordings():
+    new, old = rematerializations(warnings_in(LOG))
+    assert (new.op_name, new.module, new.shape) == ("jit(f)/blk/add", "blk", "f32[8,16,4]{2,1,0}")
+    assert (new.before, new.after) == ("{devices=[2,1,4]<=[4,2]T(1,0)}", "{devices=[1,8,1]<=[8]}")
+    assert (old.op_name, old.module, old.shape) == ("", "", "f64[96]{0}")
+    assert (old.before, old.after) == ("{devices=[1,2]<=[4] last_tile_dim_replicate}", "{replicated}")
+
+
+def test_the_compiler_of_this_process_is_heard(capfd):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    program = compile_here(hard_to_reshard(mesh))
+    (found,) = program.rematerializations
+    assert (found.module, found.shape) == ("block", "f32[8,16,4]{2,1,0}")
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_written_to_standard_error_is_caught(capfd):
+    with catch_stderr() as caught:
+        os.write(2, b"from below\n")
+    assert caught.text == "from below\n"
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "after\n"
+
+
+def test_what_was_caught_is_shown_when_the_block_fails(capfd):
+    def fail():
+        with catch_stderr():
+            os.write(2, b"the reason\n")
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        fail()
+    assert capfd.readouterr().err == "the reason\n"

@@ -1,0 +1,475 @@
+"""What layers of experts send, in closed form, against programs for CPU devices and for a pod of 64 H100s."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.compiled.alone import asked_of
+from meshpar.compiled.census import census
+from meshpar.compiled.holding import hold
+from meshpar.compiled.program import compile_here
+from meshpar.compiled.promise import promised
+from meshpar.compiled.promise_moe import BACK, CHOSEN, COUNTS, THERE
+from meshpar.compiled.target import missing_aot
+from meshpar.compiled.terms import with_layers
+from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
+from meshpar.moe import MoEConfig, Payload, Routing, Weights, exchange, layer, moe_layer
+from meshpar.planner import cost
+from meshpar.training.precision import remat_layer
+
+L, D, F, E, K, T = 2, 64, 96, 16, 2, 32
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options of a compilation that is read and never run."""
+
+NARROW = LatentAttention(q_rank=48, kv_rank=40, nope_dim=32, rope_dim=16, v_dim=32)
+MLA = {"latent": NARROW, "head_dim": 48}
+BUFFERS = {"capacity_factor": 1.25}
+TENSOR = (("fsdp", 2), ("expert", 2), ("tensor", 2))
+LEVELS = ("data", "expert")
+TWO_LEVELS = {
+    "axes": (("data", 2), ("expert", 4)),
+    "experts": LEVELS,
+    "strategy": mp.ddp() | mp.expert_parallel(axis=LEVELS),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """The shipped decoder with experts, on a mesh of host devices (`cpu`) or a pod."""
+
+    axes: tuple[tuple[str, int], ...] = (("fsdp", 2), ("expert", 4))
+    target: str = "cpu"
+    strategy: mp.Strategy = mp.fsdp() | mp.expert_parallel()
+    experts: tuple[str, ...] = ("expert",)
+    """The axes that split them."""
+    routing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    moe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    step: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def sizes(self):
+        return dict(self.axes)
+
+    @property
+    def ranks(self):
+        return math.prod(self.sizes[axis] for axis in self.experts)
+
+    @property
+    def chunks(self):
+        return self.moe.get("chunks", 1)
+
+    @property
+    def tokens(self):
+        """Of one device in one micro-step, of one chunk."""
+        return 2 * T // self.chunks
+
+    @property
+    def micro_steps(self):
+        return self.step.get("accumulate", 1)
+
+    @property
+    def forwards(self):
+        """How often each chunk goes forward through a layer."""
+        return 2 if self.step.get("remat") else 1
+
+    @property
+    def batch(self):
+        split = math.prod(size for axis, size in self.axes if axis != "tensor")
+        return {
+            name: jax.ShapeDtypeStruct((2 * self.micro_steps * split, T), np.int32) for name in ("inputs", "targets")
+        }
+
+    @functools.cached_property
+    def state_and_step(self):
+        routing = Routing(num_experts=E, top_k=K, **self.routing)
+        layer = MoEConfig(routing=routing, mlp_dim=F, auxiliary_weight=0.01, **self.moe)
+        sizes = {"vocab_size": 128, "num_layers": L, "embed_dim": D, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32}
+        config = TransformerConfig(**{**sizes, "mlp_dim": F, "moe": layer, **self.model})
+        spec = mp.MeshSpec(**self.sizes)
+        mesh = spec.build() if self.target == "cpu" else spec.abstract(math.prod(self.sizes.values()))
+        state = mp.abstract_state(config.build(), optax.sgd(0.1), mesh=mesh, strategy=self.strategy)
+        return state, mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), **self.step)
+
+    def promises(self):
+        state, step = self.state_and_step
+        asked = asked_of(step, state, self.batch)
+        return promised(state.setup, step.options, self.batch, experts=asked, on_cpu=self.target == "cpu")
+
+
+CASES = {
+    "dropless": Case(),
+    "buffers, alike over data": Case(
+        axes=(("data", 2), ("expert", 4)), strategy=mp.ddp() | mp.expert_parallel(), routing=BUFFERS
+    ),
+    "pod": Case(axes=(("fsdp", 8), ("expert", 8)), target="h100:8x8"),
+}
+MORE = {
+    "much at once": Case(
+        routing={"score": "sigmoid", "groups": 4, "top_groups": 2},
+        moe={
+            "chunks": 2,
+            "payload": Payload(dispatch="fp8"),
+            "shared_experts": 1,
+            "bias_rate": 1e-3,
+            "bound_factor": 2,
+        },
+        model={**MLA, "num_layers": L + 3, "num_dense_layers": 3, "mlp_dim": 128},
+        step={"remat": "full", "accumulate": 2},
+    ),
+    "chunks": Case(moe={"chunks": 2}),
+    "chunks of buffers": Case(moe={"chunks": 2}, routing=BUFFERS),
+    "int8": Case(moe={"payload": Payload(dispatch="int8", combine="int8", grad="int8")}),
+    "dots kept": Case(step={"remat": "dots"}),
+    "buffers, recomputed": Case(routing=BUFFERS, step={"remat": "full"}),
+    "micro-steps": Case(step={"accumulate": 2}),
+    "latent": Case(model=MLA),
+    "experts choose": Case(routing={"choice": "expert", "normalize": False, "force": True}),
+    "two levels": Case(**TWO_LEVELS, routing=BUFFERS),
+    "two levels, dropless": Case(**TWO_LEVELS, moe={"implementation": "hierarchical"}),
+    "tensor": Case(axes=TENSOR, strategy=mp.fsdp() | mp.tensor_parallel() | mp.expert_parallel()),
+    "tensor, buffers": Case(
+        axes=TENSOR, strategy=mp.fsdp() | mp.tensor_parallel() | mp.expert_parallel(), routing=BUFFERS
+    ),
+    "sequence": Case(axes=TENSOR, strategy=mp.fsdp() | mp.tensor_parallel(sequence=True) | mp.expert_parallel()),
+    "pod, much at once": Case(
+        axes=(("fsdp", 2), ("expert", 8)),
+        target="h100:2x8",
+        moe={"chunks": 2, "payload": Payload(dispatch="fp8"), "shared_experts": 1},
+        model=MLA,
+        step={"remat": "full", "accumulate": 2},
+    ),
+    "pod, tensor": Case(
+        axes=(("expert", 4), ("tensor", 2)), target="h100:1x8", strategy=mp.tensor_parallel() | mp.expert_parallel()
+    ),
+}
+ALL = CASES | MORE
+
+
+def marks(name):
+    found = [pytest.mark.pod] * (ALL[name].target != "cpu")
+    return found + [pytest.mark.matrix] * (name in MORE)
+
+
+EVERY = [pytest.param(name, marks=marks(name)) for name in ALL]
+
+
+@pytest.fixture(scope="module")
+def found(request):
+    """A case's promise and census, compiled once."""
+
+    @functools.cache
+    def one(name):
+        case = ALL[name]
+        state, step = case.state_and_step
+        traced = step.trace(state, case.batch)
+        if case.target == "cpu":
+            program = compile_here(traced, options=QUICK)
+        elif missing_aot():
+            pytest.skip(missing_aot())
+        else:
+            program = request.getfixturevalue("pod").compile(traced, case.target)
+        return case.promises(), census(program.module, state.setup.mesh)
+
+    return one
+
+
+def verdict_of(found, name):
+    return hold(*found(name), micro_steps=ALL[name].micro_steps)
+
+
+def payload_bytes(case, dtype):
+    """Of one all-to-all, as the closed form has it: b s k d / N (N-1)/N numbers, and what is padded."""
+    row_bytes = cost.quantized_bytes(D) if dtype == "u8" else D * (4 if case.target == "cpu" else 2)
+    k = 1 if case.routing.get("choice") == "expert" else K
+    factor = case.routing.get("capacity_factor")
+    if factor is not None or "choice" in case.routing:
+        padding = E * -(-case.tokens * K * (factor or 1) // E) / (case.tokens * k)
+    elif case.target == "cpu":  # in parts of one size, for any routing
+        rows = cost.dropless_rows(case.tokens, K, E, case.ranks, case.moe.get("bound_factor"))
+        padding = rows / (case.tokens * K)
+    else:
+        padding = 1.0
+    sizes = [case.sizes[axis] for axis in case.experts]  # in each of two levels the whole payload travels
+    return sum(cost.moe_all_to_all(row_bytes, case.tokens, k, ranks, padding=padding).bytes_sent for ranks in sizes)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_two_all_to_alls_each_way_a_layer_and_nothing_that_was_not_promised(found, name):
+    case = ALL[name]
+    verdict = verdict_of(found, name)
+    assert verdict.missing == ()
+    assert verdict.surprise == ()
+    assert verdict.written == ()
+    kind, messages = "all-to-all" if case.target == "cpu" else "ragged-all-to-all", 1
+    if len(case.experts) > 1:  # over one axis and then over the other, rank by rank
+        kind, messages = "collective-permute", sum(case.sizes[axis] - 1 for axis in case.experts)
+    payload = case.moe.get("payload") or Payload()
+    formats = {THERE: (payload.dispatch, payload.combine), BACK: (payload.grad, payload.grad)}
+    runs = L * case.chunks * case.micro_steps
+    for role, coded in formats.items():
+        lines = [line for line in verdict.kept if line.role == role]
+        assert {line.kind for line in lines} == {kind}
+        assert {axis for line in lines for axis in line.axes} == set(case.experts)
+        times = runs * (case.forwards if role == THERE else 1)
+        assert sum(line.found_count for line in lines) == 2 * times * messages
+        expected = times * sum(payload_bytes(case, None if one is None else "u8") for one in coded)
+        assert sum(line.found_bytes for line in lines) == sum(line.bytes_sent_per_device for line in lines) == expected
+    counts = [line for line in verdict.kept if line.role == COUNTS]
+    if "capacity_factor" in case.routing or "choice" in case.routing:
+        assert counts == []  # a buffer holds what it holds, and nobody asks for more
+    else:
+        (line,) = counts
+        assert line.found_count == runs * case.forwards
+        assert line.found_bytes == runs * case.forwards * (case.ranks - 1) * E * 4
+    sent = [one for one in found(name)[1] if one.kind == kind]
+    assert sum(one.count_per_step for one in sent) == 2 * runs * (1 + case.forwards) * messages
+
+
+@pytest.mark.parametrize("name", ["dropless", "buffers, alike over data", pytest.param("pod", marks=pytest.mark.pod)])
+def test_gradients_of_experts_are_summed_over_other_axes_and_the_routers_over_all(found, name):
+    case = CASES[name]
+    verdict = verdict_of(found, name)
+    others = tuple(axis for axis in case.sizes if axis != "expert")
+    of = {}
+    for line in verdict.kept:
+        if line.role == "gradients":
+            for tensor in line.tensors:
+                of.setdefault(tensor, []).append(line)
+    for weight in ("gate", "up", "down"):
+        assert {line.axes for line in of[f"layers/mlp/{weight}"]} == {others}
+        kind = "reduce-scatter" if "fsdp" in case.sizes else "all-reduce"
+        assert {line.kind for line in of[f"layers/mlp/{weight}"]} == {kind}
+    assert {axis for line in of["layers/mlp/router"] for axis in line.axes} == set(case.sizes)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["tensor", pytest.param("pod, tensor", marks=pytest.mark.pod)])
+def test_with_the_width_split_gradients_are_summed_where_there_are_tokens(found, name):
+    """Not where there is room for all rows that any routing may send."""
+    case = ALL[name]
+    kept = {(line.role, line.tensors): line for line in verdict_of(found, name).kept}
+    ((_, line),) = [(key, line) for key, line in kept.items() if key[0] == CHOSEN]
+    assert (line.axes, line.found_count) == (("tensor",), L)
+    assert line.found_bytes == L * 2 * (1 / 2) * case.tokens * K * 4
+    over_tensor = [one for one in found(name)[1] if one.axes == ("tensor",)]
+    rows = {max(array.size for array in one.arrays) // D for one in over_tensor if "moe" in one.module.split("/")}
+    assert max(rows) == case.tokens
+
+
+@pytest.mark.matrix
+def test_whole_weights_on_every_device_send_no_tokens(found):
+    """Gradients reduced once after all micro-steps: experts are gathered over all axes, and tokens stay."""
+    case = Case(step={"accumulate": 2, "accumulate_mode": "once"})
+    state, step = case.state_and_step
+    promises = case.promises()
+    assert not {THERE, BACK, COUNTS} & {one.role for one in promises}
+    program = compile_here(step.trace(state, case.batch), options=QUICK)
+    verdict = hold(promises, census(program.module, state.setup.mesh), micro_steps=2)
+    assert verdict.missing == verdict.surprise == verdict.written == ()
+    gathered = {axis for line in verdict.kept if "layers/mlp/gate" in line.tensors for axis in line.axes}
+    assert gathered == {"fsdp", "expert"}
+
+
+def test_experts_are_gathered_forward_and_again_backward(found):
+    """Each rank its own, from the shards of `fsdp`; gradients summed whole instead are not what was promised."""
+    promises, collectives = found("dropless")
+    whole = E // CASES["dropless"].ranks * D * F
+    over_fsdp = [one for one in collectives if one.axes == ("fsdp",)]
+    gathers = [one for one in over_fsdp if one.kind == "all-gather" and one.payload_bytes == 4 * whole]
+    assert sum(one.count_per_step for one in gathers) == 2 * 3 * L
+    summed = [
+        dataclasses.replace(one, kind="all-reduce") if one.kind == "reduce-scatter" and one in over_fsdp else one
+        for one in collectives
+    ]
+    missing = {tensor for line in hold(promises, summed).missing for tensor in line.tensors}
+    assert {"layers/mlp/gate", "layers/mlp/up", "layers/mlp/down"} <= missing
+
+
+def test_experts_that_are_sent_nothing_and_gradients_over_the_wrong_axis_are_missing(found):
+    """What is promised is not kept by a program without it."""
+    promises, collectives = found("dropless")
+    without = [one for one in collectives if one.kind != "all-to-all"]
+    assert {line.role for line in hold(promises, without).missing} == {THERE, BACK}
+    elsewhere = [dataclasses.replace(one, axes=("fsdp",)) if one.kind == "all-to-all" else one for one in collectives]
+    assert {line.role for line in hold(promises, elsewhere).missing} == {THERE, BACK}
+
+
+def test_no_experts_promise_nothing_and_whole_ones_neither():
+    case = CASES["dropless"]
+    state, step = case.state_and_step
+    assert {THERE, BACK, COUNTS} <= {one.role for one in case.promises()}
+    whole = mp.abstract_state(state.setup.model, optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp())
+    asked = asked_of(step, state, case.batch)
+    assert asked == asked_of(step, whole, case.batch)
+    roles = {one.role for one in promised(whole.setup, step.options, case.batch, experts=asked)}
+    assert not {THERE, BACK, COUNTS} & roles
+
+
+def test_layers_whose_dim_is_unnamed_are_promised_one_by_one():
+    """Dense ones before those with experts are nothing that stages share; a table with an unnamed dim is no stack."""
+    case = Case(model={"num_layers": L + 3, "num_dense_layers": 3})
+    of = {one.path: one for one in with_layers(case.state_and_step[0].setup.table.params)}
+    assert of["dense_layers/mlp/up/kernel"].leaf.names == ("layers", "embed", "mlp")
+    assert of["dense_layers/mlp_norm/scale"].leaf.names[0] == "layers"
+    (up,) = [one for one in case.promises() if one.role == "gradients" and "dense_layers/mlp/up/kernel" in one.tensors]
+    assert up.stack == 3
+    assert up.count == (3 * len(up.tensors), 3 * len(up.tensors))
+    table = of["embed/embedding"]
+    unnamed = dataclasses.replace(table, leaf=dataclasses.replace(table.leaf, names=(None, "embed")))
+    assert with_layers([unnamed]) == (unnamed,)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers and little else, and faults in them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def small_step(*, factor=None, remat=None, accumulate=1, **moe):
+    """(step, state, batch) of two layers of four experts on four devices, and little else."""
+    config = MoEConfig(routing=Routing(num_experts=4, top_k=2, capacity_factor=factor), mlp_dim=48, **moe)
+    shapes = {"router": (D, 4), "gate": (4, D, 48), "up": (4, D, 48), "down": (4, 48, D)}
+    names = {"router": ("embed", "expert"), "down": ("expert", "mlp", "embed")}
+    names |= dict.fromkeys(("gate", "up"), ("expert", "embed", "mlp"))
+
+    def init(key):
+        layers = {name: jax.random.normal(key, (L, *shape)) / 8 for name, shape in shapes.items()}
+        return {"gain": jax.numpy.ones(D), "layers": layers}
+
+    def apply(params, x):
+        def one(x, weights):
+            return x + moe_layer(x, Weights(**weights), config)[0], None
+
+        x = mp.constrain(x, "batch", None, None) * params["gain"]
+        return jax.lax.scan(remat_layer(one), x, params["layers"])[0]
+
+    named = {"gain": ("embed",)} | {f"layers/{name}": ("layers", *own) for name, own in names.items()}
+    mesh = mp.MeshSpec(expert=4).build(jax.devices()[:4])
+    model = mp.from_functions(init, apply, names=named)
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.expert_parallel())
+
+    def squares(model, batch, key):
+        return (model(batch["x"]) ** 2).mean(), {}
+
+    step = mp.train_step(squares, remat=remat, accumulate=accumulate)
+    return step, state, {"x": jax.ShapeDtypeStruct((8 * accumulate, T, D), np.float32)}
+
+
+def promised_of(made, experts=None):
+    step, state, batch = made
+    experts = asked_of(*made) if experts is None else experts
+    return promised(state.setup, step.options, batch, experts=experts, on_cpu=True)
+
+
+def held(made, experts=None):
+    step, state, batch = made
+    program = compile_here(step.trace(state, batch), options=QUICK)
+    collectives = census(program.module, state.setup.mesh)
+    return hold(promised_of(made, experts), collectives, micro_steps=step.options.accumulate)
+
+
+ROWS, ROW_BYTES = 2 * T * 2, D * 4
+"""Choices of one device's tokens, and what one is on the wire."""
+
+
+@pytest.mark.parametrize(
+    ("options", "there", "back"),
+    [
+        # Any routing: a token's two choices are of two ranks, so each of four may get it.
+        pytest.param({}, 2 * 2 * ROWS * ROW_BYTES, 2 * 2 * ROWS * ROW_BYTES, id="dropless"),
+        pytest.param({"factor": 1.0}, 2 * ROWS * ROW_BYTES, 2 * ROWS * ROW_BYTES, id="buffers"),
+        pytest.param(
+            {"factor": 1.0, "chunks": 2, "remat": "full", "accumulate": 2, "payload": Payload(dispatch="int8")},
+            2 * 2 * ROWS * (ROW_BYTES + D + 4),
+            2 * 2 * ROWS * ROW_BYTES,
+            id="chunks of buffers in bytes, recomputed, in micro-steps",
+        ),
+    ],
+)
+def test_layers_in_a_model_of_plain_functions_are_known_by_what_they_say(options, there, back):
+    """Its batch is no tokens, so that nothing but a layer knows how many it has."""
+    verdict = held(small_step(**options))
+    assert verdict.missing == verdict.surprise == verdict.written == ()
+    for role, payload in ((THERE, there), (BACK, back)):
+        lines = [line for line in verdict.kept if line.role == role]
+        assert sum(line.found_bytes for line in lines) == L * 3 / 4 * payload
+        assert sum(line.bytes_sent_per_device for line in lines) == L * 3 / 4 * payload
+
+
+def test_a_layer_that_says_nothing_sends_whole_rows():
+    verdict = held(small_step(factor=1.0), experts=())
+    assert verdict.missing == verdict.surprise == ()
+    assert [line.found_count for line in verdict.kept if line.role in (THERE, BACK)] == [2 * L, 2 * L]
+
+
+def test_buffers_of_twice_the_size_are_reported(monkeypatch):
+    room = layer.capacity
+    monkeypatch.setattr(layer, "capacity", lambda *args: 2 * room(*args))
+    verdict = held(small_step(factor=1.0))
+    assert {line.role for line in verdict.missing} == {THERE, BACK}
+    assert {(one.kind, one.axes) for one in verdict.surprise} == {("all-to-all", ("expert",))}
+    assert sum(one.count_per_step for one in verdict.surprise) == 4 * L
+    asked = sum(line.bytes_sent_per_device for line in verdict.missing)
+    assert sum(one.bytes_sent_per_device for one in verdict.surprise) == 2 * asked
+
+
+def test_a_third_all_to_all_is_reported(monkeypatch):
+    """Two more undo each other, so that the numbers stay right and nothing but the count tells."""
+    once = exchange.all_to_all
+
+    def thrice(link, parts):
+        for _ in range(3):
+            parts = jax.lax.optimization_barrier(once(link, parts))
+        return parts
+
+    monkeypatch.setattr(exchange, "all_to_all", thrice)
+    verdict = held(small_step())
+    assert verdict.missing == ()
+    assert {(one.kind, one.axes) for one in verdict.surprise} == {("all-to-all", ("expert",))}
+    assert sum(one.count_per_step for one in verdict.surprise) == 8 * L
+
+
+def test_gradients_of_experts_summed_over_their_own_axis_are_reported(monkeypatch):
+    """What is wrong silently elsewhere: every rank gets the sum of the gradients of other ranks' experts too."""
+
+    @jax.custom_vjp
+    def mixed(weight):
+        return weight
+
+    def backward(_, grad):
+        return (jax.lax.pcast(jax.lax.psum(grad, "expert"), "expert", to="varying"),)
+
+    mixed.defvjp(lambda weight: (weight, None), backward)
+    whole = layer.whole
+    monkeypatch.setattr(layer, "whole", lambda dims, dtype, shard: mixed(whole(dims, dtype, shard)))
+    verdict = held(small_step())
+    assert verdict.missing == ()
+    assert {(one.kind, one.axes) for one in verdict.surprise} == {("all-reduce", ("expert",))}
+    assert sum(one.count_per_step for one in verdict.surprise) == 3 * L
+
+
+def test_layers_of_one_size_that_are_asked_differently_send_whole_rows():
+    """Nothing tells which of the weights is whose."""
+    made = small_step()
+    (asked,) = asked_of(*made)
+    routing = dataclasses.replace(asked.config.routing, top_k=3)
+    other = asked._replace(config=dataclasses.replace(asked.config, routing=routing))
+    legs = [
+        leg
+        for one in promised_of(made, (asked, other))
+        if one.role in (THERE, BACK)
+        for spelling in one.spellings
+        for leg in spelling
+    ]
+    assert legs
+    assert all(leg.multiple for leg in legs)

@@ -1,0 +1,294 @@
+"""Context parallelism: the decoders with a split sequence train as on one device, and send what the ring says."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.compiled import hlo
+from meshpar.compiled.census import census
+from meshpar.compiled.clock.timeline import timeline
+from meshpar.compiled.pod import PodProcess
+from meshpar.compiled.target import missing_aot
+from meshpar.models import LinenTransformer, TransformerConfig, context, generate, next_token_loss
+from meshpar.planner import cost
+from meshpar.planner.hardware import parse_cluster
+from meshpar.sharding.rules import spec_of
+from meshpar.sharding.types import tree_leaves_with_paths
+
+ROWS, SEQ, VOCAB, STEPS, LAYERS = 4, 16, 32, 3, 2
+BOTH = ("fsdp", "context")
+matrix = pytest.mark.matrix
+
+
+def config(**changes):
+    sizes = {"vocab_size": VOCAB, "num_layers": LAYERS, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2}
+    return TransformerConfig(**{**sizes, "head_dim": 4, "mlp_dim": 32, **changes})
+
+
+def model_of(framework, dtype):
+    cfg = config(param_dtype=dtype)
+    if framework == "nnx":
+        return cfg.build()
+    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((ROWS, SEQ), np.int32))
+
+
+def build(spec):
+    return spec.build(jax.devices()[: math.prod(spec.values())])
+
+
+def run(framework, dtype, spec, strategy, **options):
+    """Losses of a few steps, and the parameters after them, on the host."""
+    tx = optax.adam(1e-2, eps=1e-6)  # a smaller epsilon would divide rounding noise by rounding noise
+    state = mp.init_state(model_of(framework, dtype), tx, mesh=build(spec), strategy=strategy, key=0)
+    step, rng, losses = mp.train_step(next_token_loss, **options), np.random.default_rng(0), []
+    for _ in range(STEPS):
+        tokens = rng.integers(0, VOCAB, (ROWS, SEQ + 1), dtype=np.int32)
+        state, metrics = step(state, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
+        losses.append(float(metrics["loss"]))
+    return losses, dict(tree_leaves_with_paths(jax.device_get(state.params)))
+
+
+@functools.cache
+def on_one_device(framework, dtype):
+    return run(framework, dtype, mp.MeshSpec(), mp.ddp())
+
+
+KEYS_WHOLE = mp.Rules(kv_heads=None, act_kv_heads=None)
+ONCE = {"accumulate": 2, "accumulate_mode": "once"}
+CP, TP, TP_SEQ = mp.context_parallel(), mp.tensor_parallel(), mp.tensor_parallel(sequence=True)
+CASES = {
+    "context 2": (mp.MeshSpec(context=2), mp.ddp() | CP, {}),
+    "context 4": (mp.MeshSpec(context=4), mp.ddp() | CP, {}),
+    "context 8": (mp.MeshSpec(context=8), mp.ddp() | CP, {}),
+    "fsdp": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | CP, {}),
+    "fsdp over both": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | CP, {}),
+    "tensor": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | CP | TP, {}),
+    "tensor, sequence": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | TP_SEQ | CP, {}),
+    "all": (mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp(axis=BOTH) | CP | TP_SEQ, {"remat": "full"}),
+    "heads of keys whole": (mp.MeshSpec(context=2, tensor=4), mp.ddp() | CP | TP | KEYS_WHOLE, {}),
+    "accumulate each": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp() | CP, {"accumulate": 2}),
+    "accumulate once": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | CP, {**ONCE, "remat": "all_dots"}),
+}  # fmt: skip
+QUICK = [
+    ("nnx", "context 4"),
+    ("nnx", "all"),
+    ("nnx", "accumulate once"),
+    ("nnx", "heads of keys whole"),
+    ("linen", "fsdp over both"),
+]
+
+
+@pytest.mark.parametrize(
+    ("framework", "case"),
+    [
+        pytest.param(framework, case, marks=() if (framework, case) in QUICK else matrix)
+        for framework in ("nnx", "linen")
+        for case in CASES
+    ],
+)
+def test_float64_losses_and_parameters_are_those_of_one_device(framework, case):
+    spec, strategy, options = CASES[case]
+    with jax.enable_x64(True):
+        losses, params = run(framework, "float64", spec, strategy, **options)
+        expected_losses, expected = on_one_device(framework, "float64")
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
+    for path, x in params.items():
+        np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-9, err_msg=path)
+
+
+def test_once_with_a_vocabulary_that_is_split_too_is_an_error_where_the_compiler_would_abort():
+    spec, strategy = mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp() | CP | TP
+    if jax.__version_info__ < (0, 12):
+        losses, _ = run("nnx", "float32", spec, strategy, **ONCE)
+        np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-5)
+        return
+    with pytest.raises(mp.MeshparError, match="accumulate_mode='each'"):
+        run("nnx", "float32", spec, strategy, **ONCE)
+    losses, _ = run("nnx", "float32", spec, strategy | mp.Rules(vocab=None, act_vocab=None), **ONCE)
+    np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["fsdp", *(pytest.param(c, marks=matrix) for c in ("context 8", "all"))])
+def test_float32_losses(case):
+    spec, strategy, options = CASES[case]
+    losses, _ = run("nnx", "float32", spec, strategy, **options)
+    np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-5)
+
+
+def test_bfloat16_compute_follows_float32():
+    """Eight bits of mantissa, three steps: the losses agree to a percent."""
+    spec, strategy, options = CASES["tensor, sequence"]
+    losses, _ = run("nnx", "float32", spec, strategy, precision=mp.Precision(compute="bfloat16"), **options)
+    np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sent
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sent():
+    """Collectives of a compiled step on fsdp=2, context=4."""
+    mesh = build(mp.MeshSpec(fsdp=2, context=4))
+    state = mp.abstract_state(config().build(), optax.adam(1e-2), mesh=mesh, strategy=mp.fsdp() | CP)
+    batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), np.int32) for name in ("inputs", "targets")}
+    compiled = mp.train_step(next_token_loss).lower(state, batch).compile()
+    return census(hlo.parse(compiled.as_text()), mesh)
+
+
+def test_attention_sends_keys_and_values_round_the_ring_and_nothing_else(sent):
+    kv_bytes = 4 * 2 * (ROWS // 2) * (SEQ // 4) * 2 * 4  # float32, two of them, rows, positions, heads, width
+    inside = [c for c in sent if "ring_attention" in c.op_name]
+    assert {(c.kind, c.axes) for c in inside} == {("collective-permute", ("context",))}
+    forward, backward = cost.ring_attention(kv_bytes, 4), cost.ring_attention_backward(kv_bytes, kv_bytes, 4)
+    for is_backward, expected in ((False, forward), (True, backward)):
+        found = [c for c in inside if c.is_backward == is_backward]
+        assert sum(c.count_per_step for c in found) == LAYERS * expected.steps
+        assert sum(c.bytes_sent_per_step for c in found) == LAYERS * expected.bytes_sent
+
+
+def test_the_sequence_is_gathered_nowhere_and_put_in_order_once(sent):
+    others = [c for c in sent if "context" in c.axes and "ring_attention" not in c.op_name]
+    # Gradients, and metrics, are summed over it.
+    assert {c.kind for c in others} == {"all-reduce", "collective-permute"}
+    reordered = [c for c in others if c.kind == "collective-permute"]
+    assert {"from_zigzag" in c.op_name for c in reordered} == {True}
+    hidden_bytes = 4 * (ROWS // 2) * (SEQ // 4) * 16
+    closed = cost.zigzag_order(hidden_bytes, 4)
+    assert sum(c.count_per_step for c in reordered) == 2 * closed.steps  # forward and backward
+    assert sum(c.bytes_sent_per_step for c in reordered) == 2 * closed.bytes_sent
+
+
+@pytest.mark.pod
+def test_every_message_of_the_ring_is_hidden_behind_matmuls_on_gpus():
+    """The step compiled for eight H100s, in bfloat16, with layers recomputed: the ring runs twice forward."""
+    if missing_aot():
+        pytest.skip(missing_aot())
+    mesh = mp.MeshSpec(fsdp=2, context=4).abstract()
+    cfg = config(vocab_size=512, embed_dim=256, num_heads=8, head_dim=64, mlp_dim=512)
+    state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=mp.fsdp(axis=BOTH) | CP)
+    batch = {name: jax.ShapeDtypeStruct((ROWS, 8192), np.int32) for name in ("inputs", "targets")}
+    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
+    with PodProcess() as pod:
+        program = pod.compile(step.trace(state, batch), "h100:1x8")
+    times = timeline(program.module, census(program.module, mesh), parse_cluster("h100:1x8"))
+    ring = [timed for timed in times.collectives if "ring_attention" in timed.collective.op_name]
+    kv_bytes = 2 * 2 * (ROWS // 2) * (8192 // 4) * 2 * 64
+    forward, backward = cost.ring_attention(kv_bytes, 4), cost.ring_attention_backward(kv_bytes, 2 * kv_bytes, 4)
+    # The forward pass that is made again and the backward pass begin with the same message, which XLA sends once.
+    layer_bytes = 2 * forward.bytes_sent + backward.bytes_sent - kv_bytes
+    assert sum(timed.collective.bytes_sent_per_step for timed in ring) == LAYERS * layer_bytes
+    assert {timed.collective.is_async for timed in ring} == {True}
+    assert {timed.cover for timed in ring} == {"matmul"}
+    assert sum(timed.exposed_s for timed in ring) == 0
+
+
+def test_a_policy_that_keeps_matmuls_keeps_no_scores():
+    """Scores of a layer are 268 MB here, on one of two devices; what all matmuls with weights make is 2 MB."""
+    state = mp.abstract_state(
+        config().build(), optax.sgd(0.1), mesh=build(mp.MeshSpec(context=2)), strategy=mp.ddp() | CP
+    )
+    batch = {name: jax.ShapeDtypeStruct((1, 8192), np.int32) for name in ("inputs", "targets")}
+    compiled = mp.train_step(next_token_loss, remat="all_dots").lower(state, batch).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 4 * 4096 * 8192 / 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules and the model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [CP | TP_SEQ, TP_SEQ | CP, mp.Rules(seq="context") | TP_SEQ], ids=str)
+def test_the_residual_stream_is_split_over_both_axes_in_either_order(strategy):
+    x = jax.ShapeDtypeStruct((8, 16, 4), np.float32)
+    with mp.use(mp.MeshSpec(context=2, tensor=2).abstract(), strategy):
+        assert spec_of(x, None, "norm_seq", None)[1] == ("context", "tensor")
+        assert spec_of(x, None, "seq", None)[1] == "context"
+
+
+def test_a_rule_of_the_users_for_the_residual_stream_counts():
+    x = jax.ShapeDtypeStruct((8, 16, 4), np.float32)
+    with mp.use(mp.MeshSpec(context=2, tensor=2).abstract(), CP | mp.Rules(norm_seq=None)):
+        assert spec_of(x, None, "norm_seq", None)[1] is None
+    with mp.use(mp.MeshSpec(context=2, tensor=2).abstract(), CP):
+        assert spec_of(x, None, "norm_seq", None)[1] == "context"
+
+
+def test_it_reads_back_and_needs_its_axis():
+    for strategy in (CP, mp.fsdp(axis=BOTH) | mp.context_parallel(axis="ring")):
+        assert mp.strategies.parse_strategy(strategy.label) == strategy
+    with pytest.raises(mp.MeshparError, match="context_parallel.*mesh axis `context`.*MeshSpec\\(context=2"):
+        mp.shardings(config().build(), mp.MeshSpec(fsdp=8).abstract(), mp.fsdp() | CP)
+
+
+def traced(cfg, seq=SEQ, spec=None):
+    mesh = (spec or mp.MeshSpec(context=4)).abstract()
+    state = mp.abstract_state(cfg.build(), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp() | CP)
+    batch = {name: jax.ShapeDtypeStruct((ROWS, seq), np.int32) for name in ("inputs", "targets")}
+    return mp.train_step(next_token_loss).trace(state, batch)
+
+
+def test_sequences_are_two_chunks_for_each_rank():
+    with pytest.raises(mp.MeshparError, match="split over `context` \\(4\\).*12 positions are not a multiple of 8.*16"):
+        traced(config(), seq=12)
+
+
+def test_cudnn_takes_whole_sequences():
+    with pytest.raises(mp.MeshparError, match="attention='cudnn'.*split over `context`.*attention=\"xla\""):
+        traced(config(attention="cudnn"))
+
+
+@pytest.fixture(scope="module")
+def bound():
+    """A decoder on context=2, tensor=2: (mesh, strategy, a function of it and arguments, under jit)."""
+    mesh, strategy = build(mp.MeshSpec(context=2, tensor=2)), mp.ddp() | CP | TP_SEQ
+    state = mp.init_state(config().build(), optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+
+    def call(f, *args):
+        def run(state, *args):
+            with mp.use(mesh, strategy):
+                return f(state.bound(), *args)
+
+        whole = mp.init_state(config().build(), optax.sgd(0.1), mesh=build(mp.MeshSpec()), strategy=mp.ddp(), key=0)
+
+        def on_one(state, *args):
+            with mp.use(build(mp.MeshSpec()), mp.ddp()):
+                return f(state.bound(), *args)
+
+        return jax.jit(run)(state, *args), jax.jit(on_one)(whole, *args)
+
+    return call
+
+
+def test_logits_are_in_the_order_of_the_tokens_and_positions_go_with_them(bound):
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 8), dtype=np.int32)
+    positions = np.array([[0, 1, 2, 3, 0, 1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12]], np.int32)
+    for given in (None, jnp.asarray(positions)):
+        found, expected = bound(lambda model, t, given=given: model(t, positions=given), tokens)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_decoding_with_a_cache_does_not_split_the_sequence(bound):
+    """Prompts of any length: here of 3 tokens on 2 ranks."""
+    prompt = np.random.default_rng(0).integers(0, VOCAB, (2, 3), dtype=np.int32)
+    continued = functools.partial(generate, config=config(), num_tokens=4, key=jax.random.key(0), temperature=0)
+    found, expected = bound(lambda model, p: continued(model, p), prompt)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_axes_of_one_rank_split_nothing():
+    x = jnp.zeros((2, 8), jnp.int32)
+    assert context.sequence_axes(x) == ()
+    with mp.use(mp.MeshSpec(context=1, fsdp=2).abstract(), mp.fsdp() | CP):
+        assert context.sequence_axes(x) == ()
+    with mp.use(mp.MeshSpec(context=2).abstract(), CP):
+        assert context.sequence_axes(x) == ("context",)

@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.sharding.types import tree_leaves_with_paths
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models as a stranger writes them: no names anywhere
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class StrangersCNN(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(3, 16, kernel_size=(3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.hidden = nnx.Linear(16 * 4 * 4, 64, rngs=rngs)
+        self.out = nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.conv(x)))
+        x = nnx.avg_pool(x, (2, 2), strides=(2, 2)).reshape(x.shape[0], -1)
+        return self.out(self.dropout(nnx.relu(self.hidden(x))))
+
+
+class StrangersAttention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(num_heads=4, in_features=32, decode=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.attention(self.norm(x))
+
+
+class StrangersLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        x = nn.relu(nn.Dense(64, name="hidden")(x))
+        x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
+        return nn.Dense(10, name="out")(x)
+
+
+def cnn() -> mp.Model:
+    return mp.from_nnx(StrangersCNN)
+
+
+def attention() -> mp.Model:
+    return mp.from_nnx(lambda rngs: StrangersAttention(rngs))
+
+
+def linen() -> mp.Model:
+    return mp.from_linen(StrangersLinen(), jax.ShapeDtypeStruct((8, 16), jnp.float32))
+
+
+def shard_shapes(state: mp.TrainState) -> dict[str, tuple[int, ...]]:
+    """The shape of the piece that a device really holds of every parameter, the same on all of them."""
+    found = {}
+    for path, x in tree_leaves_with_paths(state.params):
+        (found[path],) = {shard.data.shape for shard in x.addressable_shards}
+        assert len(x.addressable_shards) == 8
+    return found
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return mp.MeshSpec(fsdp=4, tensor=2).build()
+
+
+WHOLE = {
+    "cnn": {
+        "conv/bias": (16,),
+        "conv/kernel": (3, 3, 3, 16),
+        "hidden/bias": (64,),
+        "hidden/kernel": (256, 64),
+        "norm/bias": (16,),
+        "norm/scale": (16,),
+        "out/bias": (10,),
+        "out/kernel": (64, 10),
+    },
+    "linen": {
+        "hidden/bias": (64,),
+        "hidden/kernel": (16, 64),
+        "norm/bias": (64,),
+        "norm/scale": (64,),
+        "out/bias": (10,),
+        "out/kernel": (64, 10),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "rules", "split"),
+    [
+        (
+            cnn,
+            mp.Rules(
+                paths={
+                    r".*": mp.replicated,
+                    r"conv/kernel": (None, None, None, "tensor"),
+                    r"hidden/kernel": ("fsdp", "tensor"),
+                    r"hidden/bias": ("tensor",),
+                    r"out/kernel": (("fsdp", "tensor"),),
+                }
+            ),
+            {
+                "conv/kernel": (3, 3, 3, 8),
+                "hidden/kernel": (64, 32),
+                "hidden/bias": (32,),
+                "out/kernel": (8, 10),
+            },
+        ),
+        (
+            linen,
+            mp.Rules(
+                embed="fsdp",
+                mlp="tensor",
+                classes=None,
+                paths={
+                    r"hidden/kernel": mp.names("embed", "mlp"),
+                    r"out/kernel": mp.names("mlp", "classes"),
+                    r"(norm|hidden)/(bias|scale)": mp.names("mlp"),
+                },
+            ),
+            {
+                "hidden/kernel": (4, 32),
+                "out/kernel": (32, 10),
+                "hidden/bias": (32,),
+                "norm/bias": (32,),
+                "norm/scale": (32,),
+            },
+        ),
+    ],
+    ids=["cnn", "linen"],
+)
+def test_a_strangers_model_is_sharded_by_path_rules_alone(mesh, model, rules, split):
+    state = mp.init_state(model(), optax.sgd(0.1, momentum=0.9), mesh=mesh, strategy=rules, key=0)
+    whole = WHOLE[model.__name__]
+    assert {path: x.shape for path, x in tree_leaves_with_paths(state.params)} == whole
+    assert shard_shapes(state) == {**whole, **split}
+    trace = state.opt_state[0].trace
+    for (_, p), (_, t) in zip(tree_leaves_with_paths(state.params), tree_leaves_with_paths(trace), strict=True):
+        assert p.sharding.is_equivalent_to(t.sharding, p.ndim)
+
+
+def test_flax_attention_is_sharded_by_names_given_by_path(mesh):
+    rules = mp.Rules(
+        paths={
+            r"blocks/\d+/attention/(query|key|value)/kernel": mp.names("embed", "heads", "head_dim"),
+            r"blocks/\d+/attention/(query|key|value)/bias": mp.names("heads", "head_dim"),
+            r"blocks/\d+/attention/out/kernel": mp.names("heads", "head_dim", "embed"),
+            r"blocks/\d+/attention/out/bias": mp.names("embed"),
+            r"blocks/\d+/norm/.*": mp.replicated,
+        }
+    )
+    strategy = mp.fsdp() | mp.tensor_parallel() | rules
+    state = mp.init_state(attention(), optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+    found = shard_shapes(state)
+    for i in range(2):
+        at = f"blocks/{i}/attention"
+        assert found[f"{at}/query/kernel"] == found[f"{at}/value/kernel"] == (32 // 4, 4 // 2, 8)
+        assert found[f"{at}/key/bias"] == (2, 8)
+        assert found[f"{at}/out/kernel"] == (2, 8, 32 // 4)
+        assert found[f"blocks/{i}/norm/scale"] == (32,)
+    assert state.table["blocks/0/attention/query/kernel"].leaf.names == ("embed", "heads", "head_dim")
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        (
+            cnn,
+            {
+                "conv/kernel": (3, 3, 3, 4),
+                "hidden/bias": (16,),
+                "hidden/kernel": (64, 64),
+                "out/kernel": (16, 10),
+            },
+        ),
+        (
+            linen,
+            {
+                "hidden/bias": (16,),
+                "hidden/kernel": (16, 16),
+                "norm/bias": (16,),
+                "norm/scale": (16,),
+                "out/kernel": (16, 10),
+            },
+        ),
+    ],
+    ids=["cnn", "linen"],
+)
+def test_bare_fsdp_splits_the_largest_dim_that_divides_and_says_so(model, split):
+    mesh = mp.MeshSpec(data=2, fsdp=4).build()
+    state = mp.init_state(model(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(min_bytes=256), key=0)
+    whole = WHOLE[model.__name__]
+    assert shard_shapes(state) == {**whole, **split}
+    text = str(state.table)
+    for path, shape in whole.items():
+        row = next(line for line in text.splitlines() if f" {path} " in line)
+        dims = [dim for dim, size in enumerate(shape) if path in split and split[path][dim] != size]
+        assert (f"fsdp: largest dim that divides ({dims[0]})" if dims else "fsdp: small, replicated") in row
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names that models carry
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class NamedNNX(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal()
+        self.up = nnx.Linear(
+            8, 16, kernel_init=nnx.with_partitioning(init, ("embed", "mlp")), use_bias=False, rngs=rngs
+        )
+        self.down = nnx.Linear(16, 8, kernel_init=nnx.with_partitioning(init, ("mlp", None)), rngs=rngs)
+
+
+class NamedLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        up = nn.Dense(16, use_bias=False, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp")), name="up")
+        down = nn.Dense(8, kernel_init=nn.with_partitioning(init, ("mlp", None)), name="down")
+        return down(up(x))
+
+
+class ScannedLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        layers = nn.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        return layers(nn.Dense(8, use_bias=False, kernel_init=init, name="up"), x, None)[0]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [mp.from_nnx(lambda rngs: NamedNNX(rngs)), mp.from_linen(NamedLinen(), jnp.ones((2, 8)))],
+    ids=["nnx", "linen"],
+)
+def test_names_come_from_flax_metadata(model):
+    leaves = {leaf.path: (leaf.shape, leaf.names) for leaf in model.leaves()}
+    assert leaves == {
+        "up/kernel": ((8, 16), ("embed", "mlp")),
+        "down/kernel": ((16, 8), ("mlp", None)),
+        "down/bias": ((8,), None),
+    }
+    table = mp.shardings(model, mp.MeshSpec(fsdp=2, tensor=2).abstract(), mp.fsdp() | mp.tensor_parallel())
+    assert table["up/kernel"].spec == P("fsdp", "tensor")
+    assert table["down/kernel"].spec == P("tensor", None)
+
+
+def test_names_of_scanned_linen_layers():
+    (leaf,) = mp.from_linen(ScannedLinen(), jnp.ones((2, 8))).leaves()
+    assert (leaf.shape, leaf.names) == ((3, 8, 8), ("layers", "embed", "mlp"))
+
+
+def test_names_of_scanned_nnx_layers():
+    def build(rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def make(rngs):
+            return NamedNNX(rngs)
+
+        return make(rngs)
+
+    leaves = {leaf.path: (leaf.shape, leaf.names) for leaf in mp.from_nnx(build).leaves()}
+    assert leaves["up/kernel"] == ((3, 8, 16), ("layers", "embed", "mlp"))
+    assert leaves["down/bias"] == ((3, 8), None)
+
+
+def test_names_given_beside_plain_functions():
+    model = mp.from_functions(
+        lambda key: {"up": [jnp.zeros((8, 16)), jnp.zeros(16)]}, lambda p, x: x, names={"up/0": ["embed", "mlp"]}
+    )
+    assert [(leaf.path, leaf.names) for leaf in model.leaves()] == [("up/0", ("embed", "mlp")), ("up/1", None)]
+
+
+def test_annotated_arrays_are_born_in_their_shards_with_no_mesh_in_context(mesh):
+    # NNX places annotated arrays eagerly and would ask for the mesh axes `embed` and `mlp`.
+    model = mp.from_nnx(lambda rngs: NamedNNX(rngs))
+    state = mp.init_state(model, optax.adam(0.1), mesh=mesh, strategy=mp.fsdp() | mp.tensor_parallel(), key=0)
+    assert shard_shapes(state) == {"up/kernel": (2, 8), "down/kernel": (8, 8), "down/bias": (8,)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arrays out of a model, and back into it
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [cnn, linen, attention])
+def test_looking_at_a_model_computes_nothing(model):
+    params, extra = model().abstract()
+    for x in jax.tree.leaves((params, extra)):
+        assert isinstance(x, jax.ShapeDtypeStruct)
+    assert model().leaves()
+
+
+def test_params_and_extras_are_plain_dicts():
+    params, extra = cnn().abstract()
+    assert {path for path, _ in tree_leaves_with_paths(params)} == set(WHOLE["cnn"])
+    assert {path for path, _ in tree_leaves_with_paths(extra)} >= {"norm/mean", "norm/var", "dropout/rngs/count"}
+    _, extra = linen().abstract()
+    assert {path for path, _ in tree_leaves_with_paths(extra)} == {"batch_stats/norm/mean", "batch_stats/norm/var"}
+    for x in jax.tree.leaves((params, extra)):
+        assert not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def test_an_nnx_module_comes_back_as_itself():
+    key = jax.random.key(3)
+    model = cnn()
+    bound = model.bind(*model.init(key))
+    direct = StrangersCNN(nnx.Rngs(key))
+    x = jnp.ones((2, 8, 8, 3))
+    np.testing.assert_array_equal(bound.conv(x), direct.conv(x))
+    assert isinstance(bound, StrangersCNN)
+
+
+def test_what_a_forward_pass_changes_is_collected():
+    for model, x in ((cnn(), jnp.ones((2, 8, 8, 3))), (linen(), jnp.ones((2, 16)))):
+        params, extra = model.init(jax.random.key(0))
+        bound = model.bind(params, extra)
+        bound(x)
+        after = model.collect(bound)
+        assert jax.tree.structure(after) == jax.tree.structure(extra)
+        moved = {
+            path
+            for (path, a), (_, b) in zip(tree_leaves_with_paths(extra), tree_leaves_with_paths(after), strict=True)
+            if not np.array_equal(a, b)
+        }
+        assert {path.rpartition("norm/")[2] for path in moved} >= {"mean", "var"}
+
+
+def test_plain_functions_are_applied_with_their_parameters():
+    model = mp.from_functions(lambda key: jax.random.normal(key, (3,)), lambda w, x, scale=1: scale * (x @ w))
+    params, extra = model.init(jax.random.key(0))
+    assert extra == {}
+    np.testing.assert_allclose(model.bind(params, extra)(jnp.ones(3), scale=2), 2 * params.sum(), rtol=1e-6)
+    assert model.leaves()[0].path == ""
+
+
+def test_init_takes_typed_keys_and_raw_ones():
+    for model in (cnn(), linen(), mp.from_functions(lambda key: jax.random.normal(key, (3,)), lambda w: w)):
+        typed = model.init(jax.random.key(5))
+        raw = model.init(jax.random.key_data(jax.random.key(5)))
+        jax.tree.map(np.testing.assert_array_equal, typed, raw)
+
+
+def test_a_linen_module_takes_its_methods_and_arguments():
+    class Two(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(4)
+
+        def __call__(self, x, *, double: bool = False):
+            return self.dense(x) * (2 if double else 1)
+
+        def half(self, x):
+            return self.dense(x) / 2
+
+    model = mp.from_linen(Two(), jnp.ones((1, 3)), double=True)
+    bound = model.bind(*model.init(jax.random.key(0)))
+    x = jnp.ones((2, 3))
+    np.testing.assert_allclose(bound(x, double=True), bound(x) * 2)
+    np.testing.assert_allclose(bound(x, method="half") * 2, bound(x))

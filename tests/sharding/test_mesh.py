@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import meshpar as mp
+from meshpar.sharding.mesh import AXES, check_mesh, node_of
+from meshpar.sharding.types import axis_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    id: int
+    process_index: int
+    slice_index: int | None
+    platform: str = "gpu"
+
+
+def fake_devices(nodes: int, per_node: int, *, slices: bool = False, shuffle: bool = True) -> list[FakeDevice]:
+    """Devices of a pod, in no particular order. With `slices` each has a process of its own."""
+    found = [
+        FakeDevice(id=i, process_index=i if slices else i // per_node, slice_index=i // per_node if slices else None)
+        for i in range(nodes * per_node)
+    ]
+    if shuffle:
+        np.random.default_rng(0).shuffle(found)
+    return found
+
+
+def nodes_of_rows(mesh: Mesh, axis: str) -> list[set[int]]:
+    """For each group of devices along an axis, the nodes it touches."""
+    moved = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
+    return [{node_of(d) for d in row} for row in moved.reshape(-1, moved.shape[-1])]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sizes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_mesh_has_the_standard_axes_and_tensor_is_innermost():
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
+    assert mesh.axis_names == AXES == ("data", "stage", "fsdp", "expert", "tensor")
+    assert axis_sizes(mesh) == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 2}
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert [d.id for d in mesh.devices.flat] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices", "expected"),
+    [
+        (mp.MeshSpec(data=-1, tensor=2), 8, {"data": 4, "tensor": 2}),
+        (mp.MeshSpec(fsdp=-1), 8, {"fsdp": 8}),
+        (mp.MeshSpec(fsdp=-1, data=8), 8, {"data": 8}),
+        (mp.MeshSpec(data=-1, fsdp=64, tensor=8), 4096, {"data": 8, "fsdp": 64, "tensor": 8}),
+        (mp.MeshSpec(), 1, {}),
+        (mp.MeshSpec(fsdp=np.int64(8)), 8, {"fsdp": 8}),
+    ],
+)
+def test_minus_one_takes_what_is_left(spec, devices, expected):
+    assert spec.resolve(devices) == {**dict.fromkeys(AXES, 1), **expected}
+    assert axis_sizes(spec.abstract(devices)) == spec.resolve(devices)
+
+
+def test_axes_of_the_user_stand_between_expert_and_tensor():
+    spec = mp.MeshSpec(tensor=2, context=2, fsdp=2, ring=1)
+    assert tuple(spec) == ("data", "stage", "fsdp", "expert", "context", "ring", "tensor")
+    assert spec.build().axis_names == tuple(spec)
+    assert spec.build().devices.shape == (1, 1, 2, 1, 2, 1, 2)
+
+
+def test_a_spec_is_a_mapping():
+    spec = mp.MeshSpec(fsdp=4, tensor=2)
+    assert (spec["fsdp"], spec["data"], len(spec), "context" in spec) == (4, 1, 5, False)
+    assert dict(spec) == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("fsdp=64,tensor=8", mp.MeshSpec(fsdp=64, tensor=8)),
+        (" data = -1 , tensor=2 ", mp.MeshSpec(data=-1, tensor=2)),
+        ("context=4", mp.MeshSpec(context=4)),
+        ("fsdp=2,", mp.MeshSpec(fsdp=2)),
+        ("", mp.MeshSpec()),
+    ],
+)
+def test_parse(text, spec):
+    assert mp.MeshSpec.parse(text) == spec
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A value
+# ---------------------------------------------------------------------------------------------------------------------
+
+SPECS = [
+    mp.MeshSpec(),
+    mp.MeshSpec(data=-1, fsdp=4, tensor=2),
+    mp.MeshSpec(context=2, ring=3, inside_node=("tensor", "context")),
+    mp.MeshSpec(inside_node=()),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_a_spec_survives_pickle_copy_and_repr(spec):
+    for again in (pickle.loads(pickle.dumps(spec)), copy.copy(spec), copy.deepcopy(spec), eval(f"mp.{spec!r}")):
+        assert again == spec
+        assert hash(again) == hash(spec)
+        assert again.inside_node == spec.inside_node
+        assert tuple(again) == tuple(spec)
+
+
+def test_specs_differ_by_size_order_of_axes_and_inside_node():
+    assert len(set(SPECS)) == len(SPECS)
+    # Another order of the user's axes is another mesh.
+    assert mp.MeshSpec(context=2, ring=2) != mp.MeshSpec(ring=2, context=2)
+    assert mp.MeshSpec(fsdp=2, data=4) == mp.MeshSpec(data=4, fsdp=2)
+    assert mp.MeshSpec() != {"data": 1}
+
+
+def test_a_spec_does_not_change():
+    spec = mp.MeshSpec(fsdp=4)
+    with pytest.raises(AttributeError, match="replace"):
+        spec.inside_node = ()
+    assert spec.replace(fsdp=8, tensor=2) == mp.MeshSpec(fsdp=8, tensor=2)
+    assert spec.replace(inside_node=()) == mp.MeshSpec(fsdp=4, inside_node=())
+    assert spec == mp.MeshSpec(fsdp=4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order of devices
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slices", [False, True], ids=["by process", "by slice"])
+def test_tensor_stays_inside_a_node(slices):
+    mesh = mp.MeshSpec(data=2, fsdp=4, tensor=4).build(fake_devices(4, 8, slices=slices))
+    assert mesh.shape["tensor"] == 4
+    assert all(len(nodes) == 1 for nodes in nodes_of_rows(mesh, "tensor"))
+    # Two tensor groups fit in a node, so fsdp pairs share one; data, outermost, always crosses.
+    assert all(len(nodes) == 2 for nodes in nodes_of_rows(mesh, "fsdp"))
+    assert all(len(nodes) == 2 for nodes in nodes_of_rows(mesh, "data"))
+
+
+def test_several_processes_on_one_node_are_one_node():
+    mesh = mp.MeshSpec(data=2, tensor=8).build(fake_devices(2, 8, slices=True))
+    assert all(len(nodes) == 1 for nodes in nodes_of_rows(mesh, "tensor"))
+
+
+def test_devices_numbered_across_nodes_are_put_together_again():
+    devices = [FakeDevice(id=i, process_index=i % 4, slice_index=None) for i in range(32)]
+    mesh = mp.MeshSpec(data=4, tensor=8).build(devices)
+    assert nodes_of_rows(mesh, "tensor") == [{0}, {1}, {2}, {3}]
+
+
+def test_the_order_of_devices_does_not_depend_on_how_they_are_given():
+    spec = mp.MeshSpec(fsdp=4, tensor=4)
+    ids = [
+        [d.id for d in spec.build(devices).devices.flat]
+        for devices in (fake_devices(2, 8), fake_devices(2, 8, shuffle=False))
+    ]
+    assert ids[0] == ids[1] == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("spec", "axis"),
+    [
+        (mp.MeshSpec(tensor=16), "tensor"),
+        (mp.MeshSpec(data=2, fsdp=4, tensor=4, inside_node=("tensor", "fsdp")), "fsdp"),
+        (mp.MeshSpec(expert=16, inside_node="expert"), "expert"),
+        (mp.MeshSpec(context=4, tensor=8, inside_node=("tensor", "context")), "context"),
+    ],
+)
+def test_an_axis_that_would_leave_its_node_is_an_error(spec, axis):
+    devices = fake_devices(math.prod(spec.values()) // 8, 8)
+    with pytest.raises(mp.MeshparError, match="inside a node") as caught:
+        spec.build(devices)
+    assert f"`{axis}` ({spec[axis]})" in caught.value.where
+    assert "a node has 8" in caught.value.exists
+    assert "inside_node=()" in caught.value.fix
+    with pytest.raises(mp.MeshparError, match="inside a node"):
+        spec.abstract(devices_per_node=8)
+    # Said to be allowed, it is laid out.
+    assert spec.replace(inside_node=()).build(devices).shape[axis] == spec[axis]
+
+
+def test_a_size_that_does_not_divide_a_node_crosses_it():
+    with pytest.raises(mp.MeshparError, match="spans 3 neighbouring devices and a node has 8"):
+        mp.MeshSpec(data=8, tensor=3).build(fake_devices(3, 8))
+
+
+def test_one_node_holds_any_axis():
+    assert mp.MeshSpec(tensor=8).build(fake_devices(1, 8)).shape["tensor"] == 8
+    assert mp.MeshSpec(tensor=8).abstract(devices_per_node=8).shape["tensor"] == 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Abstract meshes, and other people's
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_abstract_mesh_needs_no_devices():
+    mesh = mp.MeshSpec(data=-1, fsdp=64, tensor=8).abstract(devices=4096)
+    assert isinstance(mesh, AbstractMesh)
+    assert mesh.size == 4096
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert mp.MeshSpec(fsdp=64, tensor=8).abstract().size == 512
+
+
+def test_build_on_some_of_the_devices():
+    mesh = mp.MeshSpec(fsdp=2).build(jax.devices()[4:6])
+    assert [d.id for d in mesh.devices.flat] == [4, 5]
+
+
+def test_meshes_of_plain_jax_are_taken_when_their_axes_are_auto(mesh8):
+    check_mesh("here", mesh8)
+    check_mesh("here", Mesh(np.array(jax.devices()), ("fsdp",)))
+    check_mesh("here", AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,)))
+    with pytest.raises(mp.MeshparError, match=r"`fsdp`.*Explicit axis.*AxisType.Auto,\) \* 1"):
+        check_mesh("here", jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,)))

@@ -1,0 +1,429 @@
+"""Training by stages equals training on one device: Adam steps of the decoders, NNX and Linen, every schedule."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshpar as mp
+from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.sharding.types import tree_leaves_with_paths
+
+SEQ, VOCAB, STEPS = 8, 32, 2
+
+
+def config(dtype: str = "float64", *, num_layers: int = 8, tied: bool = False) -> TransformerConfig:
+    return TransformerConfig(
+        vocab_size=VOCAB, num_layers=num_layers, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=32,
+        param_dtype=dtype, tied_embeddings=tied,
+    )  # fmt: skip
+
+
+def batches(rows: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, VOCAB, (rows, SEQ + 1), dtype=np.int32) for _ in range(STEPS)]
+    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
+
+
+def make_model(framework: str, cfg: TransformerConfig, rows: int) -> mp.Model:
+    if framework == "nnx":
+        return cfg.build()
+    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((rows, SEQ), np.int32))
+
+
+def train(framework, cfg, rows, spec, strategy, **options):
+    devices = jax.devices()[: int(np.prod(list(spec.values())))]
+    tx = optax.adam(1e-2, eps=1e-6)
+    state = mp.init_state(
+        make_model(framework, cfg, rows), tx, mesh=spec.build(devices), strategy=strategy, key=0
+    )  # fmt: skip
+    step = mp.train_step(next_token_loss, **options)
+    told = []
+    for batch in batches(rows):
+        state, metrics = step(state, batch)
+        told.append({name: float(x) for name, x in metrics.items()})
+    return told, dict(tree_leaves_with_paths(jax.device_get(state.params)))
+
+
+@functools.cache
+def alone(framework, cfg, rows):
+    return train(framework, cfg, rows, mp.MeshSpec(), mp.ddp())
+
+
+def check(framework, cfg, rows, spec, strategy, atol, **options):
+    told, params = train(framework, cfg, rows, spec, strategy, **options)
+    wanted, wanted_params = alone(framework, cfg, rows)
+    for ours, theirs in zip(told, wanted, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, rel=atol), name
+    assert params.keys() == wanted_params.keys()
+    for path, x in params.items():
+        np.testing.assert_allclose(x, wanted_params[path], rtol=0, atol=atol * 100, err_msg=path)
+
+
+CASES = {
+    "1f1b": (mp.MeshSpec(stage=4), {"stages": 4, "microbatches": 4}, mp.ddp()),
+    "gpipe, one microbatch": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 1, "schedule": "gpipe"}, mp.ddp()),
+    "zb-h1 | fsdp": (
+        mp.MeshSpec(stage=4, fsdp=2), {"stages": 4, "microbatches": 8, "schedule": "zb-h1"}, mp.fsdp()
+    ),
+    "zb-v | tensor": (
+        mp.MeshSpec(stage=4, tensor=2), {"stages": 4, "microbatches": 8, "schedule": "zb-v"}, mp.tensor_parallel()
+    ),
+    "interleaved | fsdp | tensor": (
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2),
+        {"stages": 2, "microbatches": 4, "schedule": "interleaved-1f1b"},
+        mp.fsdp() | mp.tensor_parallel(),
+    ),
+    "dualpipe | data": (
+        mp.MeshSpec(stage=4, data=2), {"stages": 4, "microbatches": 8, "schedule": "dualpipe"}, mp.ddp()
+    ),
+    "zb-h2 | expert": (
+        mp.MeshSpec(stage=4, expert=2), {"stages": 4, "microbatches": 8, "schedule": "zb-h2"}, mp.ddp()
+    ),
+    "1f1b | fsdp in every microbatch": (
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2),
+        {"stages": 2, "microbatches": 2, "gather": "microbatch"},
+        mp.fsdp() | mp.tensor_parallel(),
+    ),
+    "1f1b | zero1": (mp.MeshSpec(stage=2, fsdp=4), {"stages": 2, "microbatches": 2}, mp.zero1()),
+    "zb-h1 | sequence": (
+        mp.MeshSpec(stage=2, tensor=2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"},
+        mp.tensor_parallel(sequence=True),
+    ),
+    "1f1b | sequence": (
+        mp.MeshSpec(stage=2, tensor=2), {"stages": 2, "microbatches": 4}, mp.tensor_parallel(sequence=True)
+    ),
+    "zb-v | fsdp | sequence": (
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"},
+        mp.fsdp() | mp.tensor_parallel(sequence=True),
+    ),
+}  # fmt: skip
+RARE = {
+    "1f1b", "gpipe, one microbatch", "zb-v | tensor", "dualpipe | data", "1f1b | zero1", "1f1b | sequence",
+    "zb-v | fsdp | sequence",
+}  # fmt: skip
+"""What is there in other tests, or in others of these cases."""
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("name", [pytest.param(c, marks=pytest.mark.matrix) if c in RARE else c for c in CASES])
+def test_nnx_as_on_one_device(name, x64):
+    spec, asked, inside = CASES[name]
+    check("nnx", config(), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved | fsdp | tensor", marks=pytest.mark.matrix)])
+def test_linen_as_on_one_device(name, x64):
+    spec, asked, inside = CASES[name]
+    check("linen", config(), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
+
+
+def test_tied_embeddings_and_recomputation(x64):
+    strategy = mp.pipeline_parallel(stages=4, microbatches=4, schedule="zb-h1") | mp.tensor_parallel()
+    check("nnx", config(tied=True), 8, mp.MeshSpec(stage=4, tensor=2), strategy, 1e-12, remat="full")
+
+
+CUTS = {
+    "whole": (mp.MeshSpec(), mp.ddp(), {}),
+    "micro-steps": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4}),
+    "each device by itself": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4, "accumulate_mode": "once"}),
+    "stages": (mp.MeshSpec(stage=2, fsdp=2), mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp(), {}),
+}
+
+
+@pytest.mark.parametrize("weight", [None, "tokens"])
+def test_counts_are_summed_and_all_else_averaged_however_a_batch_is_cut(weight):
+    names = {"layers/w": ("layers", "embed", None)}
+    model = mp.from_functions(lambda key: {"layers": {"w": jnp.full((2, 4, 4), 0.5)}}, run_layers, names=names)
+
+    def loss(model, batch, key):
+        y = model(batch["x"])
+        return (y**2).mean(), {"tokens": batch["ids"].sum(), "big": (y > 2).mean(), "is_big": (y > 2).any()}
+
+    batch = {"x": np.arange(64, dtype=np.float32).reshape(16, 4) / 16, "ids": np.arange(16, dtype=np.int32)}
+    told = {}
+    for name, (spec, strategy, options) in CUTS.items():
+        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+        _, metrics = mp.train_step(loss, weight=weight, **options)(state, batch)
+        assert metrics["tokens"].dtype == jnp.int32
+        told[name] = jax.tree.map(float, metrics)
+    assert {one["tokens"] for one in told.values()} == {batch["ids"].sum()}
+    if weight is None:  # else a mean over unequal weights, which cuts differ in
+        assert len({one["big"] for one in told.values()}) == 1
+    # Of microbatches, or of devices' shares of them.
+    for name in ("loss", "big", "is_big"):
+        assert told["each device by itself"][name] == pytest.approx(told["stages"][name], rel=1e-6), name
+
+
+def run_layers(params, x):
+    return mp.pipeline.scan_layers(lambda x, one: jnp.tanh(x @ one["w"]) + x, x, params["layers"])
+
+
+@pytest.mark.parametrize("strategy", [mp.ddp(), mp.pipeline_parallel(stages=2, microbatches=2)], ids=str)
+@pytest.mark.parametrize("metric", [None, "big", np.ones(2)], ids=str)
+def test_a_metric_is_one_number(strategy, metric):
+    spec = mp.MeshSpec() if strategy.pipeline is None else mp.MeshSpec(stage=2)
+    names = {"layers/w": ("layers", "embed", None)}
+    model = mp.from_functions(lambda key: {"layers": {"w": jnp.ones((2, 4, 4))}}, run_layers, names=names)
+    mesh = spec.build(jax.devices()[: spec["stage"]])
+    state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {"odd": metric}))
+    with pytest.raises(mp.MeshparError, match="metric `odd`: asked to be one number.*(a NoneType|a str|of shape)"):
+        step(state, {"x": np.ones((4, 4), np.float32)})
+
+
+def test_float32():
+    strategy = mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp()
+    check("nnx", config("float32"), 16, mp.MeshSpec(stage=2, fsdp=2), strategy, 1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers that give an Aux, and variables beside parameters
+# ---------------------------------------------------------------------------------------------------------------------
+
+WIDTH, EXPERTS, DEPTH = 8, 4, 4
+
+
+class Chosen(nnx.Module):
+    """A layer whose tokens choose one of several gates, with a bias on the choice that no gradient reaches."""
+
+    def __init__(self, rngs):
+        def weight(*shape):
+            return nnx.Param(nnx.with_partitioning(nnx.initializers.normal(0.5), (None, None))(rngs.params(), shape))
+
+        self.up, self.router = weight(WIDTH, WIDTH), weight(WIDTH, EXPERTS)
+        self.bias = nnx.Variable(jnp.zeros(EXPERTS))
+
+    def __call__(self, x):
+        scores = jax.nn.sigmoid(x @ self.router[...])
+        chosen = jax.nn.one_hot(jnp.argmax(scores + self.bias[...], -1), EXPERTS, dtype=jnp.int32)
+        y = x + (scores * chosen).sum(-1, keepdims=True) * jnp.tanh(x @ self.up[...])
+        return y, mp.pipeline.Aux((scores**2).mean(), {"load": chosen.sum(0, dtype=jnp.int32), "score": scores.mean()})
+
+
+class Balanced(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(Chosen, in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        self.layers = nnx.split_rngs(splits=DEPTH)(make)(rngs)
+        self.load = nnx.Variable(jnp.zeros((DEPTH, EXPERTS), jnp.int32))
+        self.losses = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        graph, state = nnx.split(self.layers)
+        x, aux = mp.pipeline.scan_layers(lambda x, one: nnx.merge(graph, one)(x), x, state)
+        self.load[...], self.losses[...] = aux.metrics["load"], aux.loss
+        above = jnp.sign(aux.metrics["load"] - 4)
+        self.layers.bias[...] = self.layers.bias[...] - 0.05 * above
+        return x, aux
+
+
+def balanced_loss(model, batch, key):
+    y, aux = model(batch["x"])
+    error = ((y - batch["t"]) ** 2).mean()
+    told = {"error": error, "busiest": model.load[...].max() / 4, "score": aux.metrics["score"].mean()}
+    return error + 0.5 * model.losses[...], told
+
+
+def train_balanced(spec, strategy, loss=balanced_loss, build=Balanced, **options):
+    state = mp.init_state(
+        mp.from_nnx(lambda rngs: build(rngs)), optax.adam(1e-2), strategy=strategy, key=0,
+        mesh=spec.build(jax.devices()[: int(np.prod(list(spec.values())))]),
+    )  # fmt: skip
+    step, rng, told = mp.train_step(loss, **options), np.random.default_rng(0), []
+    for _ in range(STEPS):
+        state, metrics = step(state, {name: rng.normal(size=(16, WIDTH)) for name in "xt"})
+        told.append({name: float(x) for name, x in metrics.items()})
+    return told, dict(tree_leaves_with_paths(jax.device_get((state.params, state.extra))))
+
+
+@pytest.mark.parametrize(
+    ("spec", "schedule"),
+    [
+        (mp.MeshSpec(stage=2, fsdp=2), "zb-v"),
+        pytest.param(mp.MeshSpec(stage=4), "1f1b", marks=pytest.mark.matrix),
+        pytest.param(mp.MeshSpec(stage=2, data=2), "dualpipe", marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_what_layers_give_beside_their_output(spec, schedule, x64):
+    told, kept = train_balanced(spec, mp.pipeline_parallel(stages=spec["stage"], microbatches=4, schedule=schedule))
+    wanted, wanted_kept = train_balanced(mp.MeshSpec(), mp.ddp())
+    for ours, theirs in zip(told, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+    assert kept.keys() == wanted_kept.keys()
+    for path, x in kept.items():
+        assert x.dtype == wanted_kept[path].dtype
+        np.testing.assert_allclose(x, wanted_kept[path], rtol=0, atol=1e-12, err_msg=path)
+    # It did move, and differs by layer.
+    assert len(np.unique(kept["1/layers/bias"], axis=0)) > 1
+    assert (kept["1/load"].sum(-1) == 16).all()
+
+
+class Drops(Balanced):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+class Sums(Balanced):
+    def __call__(self, x):
+        y, aux = super().__call__(x)
+        self.losses[...] = x.mean()
+        return y, aux
+
+
+def loss_of_aux(change):
+    def loss(model, batch, key):
+        y, aux = model(batch["x"])
+        return change((y**2).mean(), aux)
+
+    return loss
+
+
+MIXED = {
+    "a slope of the loss": (loss_of_aux(lambda error, aux: (error * aux.loss, {})), Balanced, {}, "is no constant"),
+    "a loss of metrics": (
+        loss_of_aux(lambda error, aux: (error + aux.metrics["score"].mean(), {})), Balanced, {}, "to Aux.loss",
+    ),
+    "a metric of both": (
+        loss_of_aux(lambda error, aux: (error, {"both": aux.loss + error})), Balanced, {}, "metric `both`",
+    ),
+    "a variable of rows": (balanced_loss, Sums, {}, "`losses` of the model"),
+    "a stream of its own": (balanced_loss, Drops, {}, "`drop/rngs/key` of the model"),
+    "weights": (balanced_loss, Balanced, {"weight": "error"}, "leave out weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_no_stage_has_in_time_is_told(name):
+    loss, build, options, told = MIXED[name]
+    strategy = mp.pipeline_parallel(stages=2, microbatches=4)
+    with pytest.raises(mp.MeshparError, match=told):
+        train_balanced(mp.MeshSpec(stage=2), strategy, loss, build, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes, checkpoints, and what explain says
+# ---------------------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "mesh": (mp.MeshSpec(stage=4), {"stages": 2, "microbatches": 4}, mp.ddp(), {}, "run 2 stages over mesh axis"),
+    "layers": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"}, mp.ddp(), {}, "4 or 8"),
+    "rows": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "use a batch of 21"),
+    "axis": (mp.MeshSpec(data=2), {"stages": 2, "microbatches": 2, "axis": "data"}, mp.ddp(), {}, "splits the batch"),
+    "no file": (
+        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2, "schedule": "no.csv"}, mp.ddp(), {}, "no such file",
+    ),
+    "accumulate": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2}, mp.ddp(), {"accumulate": 2}, "microbatches"),
+    "ring": (
+        mp.MeshSpec(stage=2, context=2), {"stages": 2, "microbatches": 2}, mp.context_parallel(), {},
+        "`ppermute` over `context` inside a stage",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told_before_anything_is_traced(name):
+    spec, asked, inside, options, told = MISTAKES[name]
+    cfg = config("float32", num_layers=6 if name == "layers" else 4)
+    with pytest.raises(mp.MeshparError, match=told):
+        train("nnx", cfg, 16, spec, mp.pipeline_parallel(**asked) | inside, **options)
+
+
+def test_no_such_schedule():
+    with pytest.raises(mp.MeshparError, match="zb-h1"):
+        mp.pipeline_parallel(stages=2, microbatches=2, schedule="zb-h")
+    with pytest.raises(mp.MeshparError, match="whole number"):
+        mp.pipeline_parallel(stages=0, microbatches=2)
+    with pytest.raises(mp.MeshparError, match="leave chunks out"):
+        mp.pipeline_parallel(stages=2, microbatches=2, schedule="file.csv", chunks=2)
+
+
+def test_a_file_of_other_microbatches(tmp_path):
+    path = str(tmp_path / "four.csv")
+    mp.pipeline.make("1f1b", 2, 4).to_csv(path)
+    with pytest.raises(mp.MeshparError, match="asked to cut the batch into 2 microbatches, but schedule .* runs 4"):
+        train(
+            "nnx", config("float32", num_layers=4), 16, mp.MeshSpec(stage=2),
+            mp.pipeline_parallel(stages=2, microbatches=2, schedule=path),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [lambda x: x.astype(jnp.bfloat16), lambda x: x[:, :2], lambda x: (x, 1)])
+def test_layers_that_give_something_else(change):
+    with pytest.raises(mp.MeshparError, match="a layer: asked to give its result"):
+        mp.pipeline.scan_layers(lambda x, w: change(x * w), jnp.ones((2, 4)), jnp.ones((3, 4)))
+    assert mp.pipeline.scan_layers(lambda x, w: x + w, 0, jnp.ones(3)) == 3
+
+
+def test_layers_that_use_outer_parameters_are_refused():
+    def init(key):
+        return {"layers": {"w": jnp.ones((2, 4, 4))}, "outer": jnp.ones((4, 4))}
+
+    def apply(params, x):
+        return mp.pipeline.scan_layers(lambda x, one: x @ one["w"] @ params["outer"], x, params["layers"])
+
+    model = mp.from_functions(init, apply, names={"layers/w": ("layers", None, None), "outer": (None, None)})
+    state = mp.init_state(
+        model, optax.sgd(0.1), mesh=mp.MeshSpec(stage=2).build(jax.devices()[:2]),
+        strategy=mp.pipeline_parallel(stages=2, microbatches=2), key=0,
+    )  # fmt: skip
+    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
+    with pytest.raises(mp.MeshparError, match="stands outside of the stacked layers"):
+        step(state, {"x": np.ones((4, 4), np.float32)})
+
+
+def test_split_activations_are_to_be_told_before_the_layers():
+    def init(key):
+        return {"layers": {"up": jnp.ones((2, 4, 8)), "down": jnp.ones((2, 8, 4))}}
+
+    def apply(params, x):
+        return mp.pipeline.scan_layers(lambda x, one: x @ one["up"] @ one["down"], x, params["layers"])
+
+    names = {"layers/up": ("layers", "embed", "mlp"), "layers/down": ("layers", "mlp", "embed")}
+    state = mp.init_state(
+        mp.from_functions(init, apply, names=names), optax.sgd(0.1), key=0,
+        mesh=mp.MeshSpec(stage=2, tensor=2).build(jax.devices()[:4]),
+        strategy=mp.pipeline_parallel(stages=2, microbatches=2) | mp.tensor_parallel(sequence=True),
+    )  # fmt: skip
+    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
+    with pytest.raises(mp.MeshparError, match='is no meshpar.constrain(.|\n)*"norm_seq"'):
+        step(state, {"x": np.ones((4, 4, 4), np.float32)})
+
+
+def test_a_checkpoint_moves_to_a_mesh_without_stages_and_back(tmp_path):
+    def state_of(spec, strategy, key):
+        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+        return mp.init_state(
+            config("float32", num_layers=4).build(), optax.adam(1e-2), mesh=mesh, strategy=strategy, key=key
+        )
+
+    staged = state_of(mp.MeshSpec(stage=2, fsdp=2), mp.pipeline_parallel(stages=2, microbatches=2) | mp.fsdp(), 0)
+    step = mp.train_step(next_token_loss)
+    staged, _ = step(staged, batches(8)[0])
+    wanted = dict(tree_leaves_with_paths(jax.device_get(staged.params)))
+    plain = state_of(mp.MeshSpec(fsdp=4), mp.fsdp(), 1)
+    with mp.Checkpoints(tmp_path / "a") as there, mp.Checkpoints(tmp_path / "b") as back:
+        there.save(staged, wait=True)
+        moved = there.restore(plain).state
+        back.save(moved, wait=True)
+        again = back.restore(staged).state
+    for state in (moved, again):
+        for path, x in tree_leaves_with_paths(jax.device_get(state.params)):
+            np.testing.assert_array_equal(x, wanted[path], err_msg=path)
+    one, other = (step(state, batches(8)[1])[1] for state in (moved, again))
+    assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-5)

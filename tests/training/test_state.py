@@ -1,0 +1,135 @@
+"""A training state is born sharded, and costs what the closed forms say."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+
+import meshpar as mp
+from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.state import make_setup
+
+EMBED, MLP, LAYERS = 64, 256, 4
+NUM_PARAMS = LAYERS * (2 * EMBED * MLP + EMBED)
+
+
+def make_model() -> mp.Model:
+    def init(key):
+        up, down = jax.random.split(key)
+        return {
+            "up": jax.random.normal(up, (LAYERS, EMBED, MLP)),
+            "down": jax.random.normal(down, (LAYERS, MLP, EMBED)),
+            "scale": jnp.ones((LAYERS, EMBED)),
+        }
+
+    names = {
+        "up": ("layers", "embed", "mlp"),
+        "down": ("layers", "mlp", "embed"),
+        "scale": ("layers", "embed"),
+    }
+    return mp.from_functions(init, lambda params, x: x, names=names)
+
+
+def loss(model, batch, key):
+    return (model(batch["x"]) ** 2).mean() + model.args[0]["up"].sum(), {}
+
+
+@pytest.mark.parametrize("seed", [0, np.int64(0), jax.random.key(0), jax.random.key_data(jax.random.key(0))], ids=str)
+def test_any_spelling_of_a_seed_gives_the_same_state(seed):
+    mesh = mp.MeshSpec(fsdp=8).build()
+    state = mp.init_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=mp.fsdp(), key=seed)
+    other = mp.init_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=mp.fsdp(), key=0)
+    np.testing.assert_array_equal(state.params["up"], other.params["up"])
+
+
+def test_every_array_lies_as_its_decision_says():
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
+    strategy = mp.fsdp() | mp.tensor_parallel()
+    state = mp.init_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=strategy, key=0)
+    for decision in state.table.params:
+        array = state.params[decision.path]
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, decision.spec), array.ndim)
+        shard = array.addressable_shards[0].data
+        assert shard.nbytes == decision.bytes_per_device
+        assert decision.shards > 1
+    for moments in (state.opt_state[0].mu, state.opt_state[0].nu):
+        for path, array in moments.items():
+            assert array.sharding.is_equivalent_to(state.params[path].sharding, array.ndim)
+
+
+def test_values_do_not_depend_on_the_mesh():
+    """Random numbers are drawn by position, so a state is the same wherever it is born."""
+    one = mp.init_state(
+        make_model(), optax.sgd(1.0), mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), key=3
+    )
+    for spec, strategy in [
+        (mp.MeshSpec(fsdp=8), mp.fsdp()),
+        (mp.MeshSpec(fsdp=2, tensor=4), mp.fsdp() | mp.tensor_parallel()),
+    ]:
+        split = mp.init_state(make_model(), optax.sgd(1.0), mesh=spec.build(), strategy=strategy, key=3)
+        for path, array in tree_leaves_with_paths(split.params):
+            np.testing.assert_array_equal(array, one.params[path])
+
+
+def test_nothing_is_ever_whole_on_a_device_while_the_state_is_made():
+    """The compiled program that makes a state split 8 ways needs less than one whole leaf beside its outputs."""
+    mesh = mp.MeshSpec(fsdp=8).build()
+    setup = make_setup(make_model(), optax.adam(1e-3), mesh=mesh, strategy=mp.fsdp())
+    memory = setup.lower_init().compile().memory_analysis()
+    assert memory.output_size_in_bytes == pytest.approx(setup.table.totals.state_bytes, rel=1e-2)
+    assert memory.temp_size_in_bytes < LAYERS * EMBED * MLP * 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "strategy", "bytes_per_param"),
+    [
+        (mp.MeshSpec(data=8), mp.ddp(), 12),
+        (mp.MeshSpec(fsdp=8), mp.zero1(), 4 + 8 / 8),
+        (mp.MeshSpec(fsdp=8), mp.zero2(), 4 + 8 / 8),
+        (mp.MeshSpec(fsdp=8), mp.zero3(), 12 / 8),
+        (mp.MeshSpec(data=2, fsdp=4), mp.hsdp(), 12 / 4),
+    ],
+    ids=lambda x: str(x),
+)
+def test_arguments_of_the_compiled_step_equal_the_closed_form_to_the_byte(spec, strategy, bytes_per_param):
+    """Float32 parameters 4 + Adam's moments 8 bytes a parameter, each part split as its stage says.
+
+    Beside it: step, skipped and Adam's count (4 bytes each), the key (8), and this device's rows of the batch.
+    """
+    rows, width = 16, 3
+    state = mp.abstract_state(make_model(), optax.adam(1e-3), mesh=spec.build(), strategy=strategy)
+    step = mp.train_step(loss)
+    batch = {"x": jax.ShapeDtypeStruct((rows, width), np.float32)}
+    argument_bytes = step.lower(state, batch).compile().memory_analysis().argument_size_in_bytes
+    assert argument_bytes == NUM_PARAMS * bytes_per_param + 3 * 4 + 8 + rows * width * 4 // 8
+    assert state.table.totals.state_bytes == NUM_PARAMS * bytes_per_param + 4
+
+
+def test_a_state_in_another_parameter_dtype():
+    mesh = mp.MeshSpec(fsdp=8).build()
+    precision = mp.Precision(params="bfloat16")
+    state = mp.init_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=mp.fsdp(), key=0, precision=precision)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
+    assert state.table.totals.params_bytes == NUM_PARAMS * 2 // 8
+    with pytest.raises(mp.MeshparError, match="give the same precision to init_state"):
+        mp.train_step(loss, precision=mp.Precision(params="float32")).lower(state, {"x": jnp.ones((8, 3))})
+
+
+def test_an_abstract_mesh_can_be_planned_on_but_not_filled():
+    mesh = mp.MeshSpec(fsdp=64, tensor=8).abstract()
+    strategy = mp.fsdp() | mp.tensor_parallel()
+    state = mp.abstract_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=strategy)
+    assert state.params["up"].sharding.shard_shape(state.params["up"].shape) == (LAYERS, EMBED // 64, MLP // 8)
+    with pytest.raises(mp.MeshparError, match="abstract"):
+        mp.init_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=strategy, key=0)
+
+
+def test_a_state_is_a_pytree_whose_setup_is_not_a_leaf():
+    state = mp.abstract_state(make_model(), optax.adam(1e-3), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp())
+    assert len(jax.tree.leaves(state)) == 3 + (3 + 3 + 1) + 3
+    assert jax.tree.map(lambda x: x, state).setup is state.setup
+    assert state.num_params == NUM_PARAMS

@@ -1,0 +1,426 @@
+"""The training step: options, batches, accumulation, non-finite updates, and what the compiled program holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshpar as mp
+from meshpar.compiled import census, hlo
+from meshpar.sharding.types import tree_leaves_with_paths
+
+EMBED, MLP, LAYERS, ROWS, SEQ = 16, 32, 3, 16, 4
+NAMES = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed"), "scale": ("layers", "embed")}
+
+
+def init(key):
+    up, down = jax.random.split(key)
+    return {
+        "up": jax.random.normal(up, (LAYERS, EMBED, MLP)) * 0.1,
+        "down": jax.random.normal(down, (LAYERS, MLP, EMBED)) * 0.1,
+        "scale": jnp.ones((LAYERS, EMBED)),
+    }
+
+
+def apply(params, x):
+    """A stack of residual MLPs, constrained as a transformer's."""
+    x = mp.constrain(x, "batch", "norm_seq", "act_embed")
+
+    def layer(x, p):
+        h = mp.constrain(x * p["scale"], "batch", "seq", "act_embed")
+        h = mp.constrain(jnp.tanh(h @ p["up"]), "batch", "seq", "act_mlp")
+        return mp.constrain(x + h @ p["down"], "batch", "norm_seq", "act_embed"), None
+
+    return jax.lax.scan(layer, x, params)[0]
+
+
+def loss_fn(model, batch, key):
+    out = model(batch["x"])
+    return ((out - batch["y"]) ** 2).mean(), {"mean_out": out.mean(), "noise": jax.random.uniform(key)}
+
+
+def make_batch(seed, rows=ROWS):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=(rows, SEQ, EMBED)).astype(np.float32) for name in ("x", "y")}
+
+
+MODEL = mp.from_functions(init, apply, names=NAMES)
+ADAM = optax.adam(1e-2)
+
+
+def make_state(spec, strategy, tx=ADAM, model=MODEL, **kwargs):
+    devices = jax.devices()[: int(np.prod(list(spec.values())))]
+    return mp.init_state(model, tx, mesh=spec.build(devices), strategy=strategy, key=0, **kwargs)
+
+
+def run(step, state, batches):
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def collectives(step, state, batch):
+    module = hlo.parse(step.lower(state, batch).compile().as_text())
+    return census.census(module, state.setup.mesh)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accumulation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["each", "once"])
+@pytest.mark.parametrize(
+    ("spec", "strategy"),
+    [
+        (mp.MeshSpec(data=8), mp.ddp()),
+        (mp.MeshSpec(fsdp=8), mp.zero2()),
+        (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True)),
+        (mp.MeshSpec(tensor=8), mp.tensor_parallel()),
+    ],
+    ids=str,
+)
+def test_micro_steps_add_up_to_the_whole_batch(spec, strategy, mode):
+    batches = [make_batch(i) for i in range(3)]
+    whole, whole_losses = run(mp.train_step(loss_fn), make_state(mp.MeshSpec(), mp.ddp()), batches)
+    step = mp.train_step(loss_fn, accumulate=2, accumulate_mode=mode)
+    split, losses = run(step, make_state(spec, strategy), batches)
+    np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
+    for path, x in tree_leaves_with_paths(split.params):
+        # Adam divides by the root of a squared gradient: float32 rounding of small gradients shows at this size.
+        np.testing.assert_allclose(x, whole.params[path], atol=2e-5)
+
+
+def test_each_reduces_inside_the_loop_and_once_after_it():
+    spec, strategy = mp.MeshSpec(fsdp=8), mp.fsdp()
+    state = make_state(spec, strategy)
+
+    def in_micro_steps(mode):
+        """Gradient reductions by how many loops they stand in; scalars (loss, norm) are not gradients."""
+        step = mp.train_step(loss_fn, accumulate=4, accumulate_mode=mode)
+        found = [c for c in collectives(step, state, make_batch(0, rows=32)) if c.payload_bytes > 64]
+        return [(c.kind, c.count_per_step) for c in found]
+
+    each = in_micro_steps("each")
+    # 4 micro-steps x 3 layers: weights gathered forward and backward, gradients reduced (CPU spells the scatter so).
+    assert {count for kind, count in each if kind in ("all-reduce", "reduce-scatter")} == {4 * LAYERS}
+    assert {count for kind, count in each if kind == "all-gather"} == {4 * LAYERS}
+    once = in_micro_steps("once")
+    assert {kind for kind, _ in once} == {"all-gather", "all-reduce"}
+    assert {count for _, count in once} == {1}
+
+
+def test_reduced_once_every_device_keeps_its_part_of_what_other_axes_split():
+    state = make_state(mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel())
+    step = mp.train_step(loss_fn, accumulate=2, accumulate_mode="once")
+    found = [c for c in collectives(step, state, make_batch(0)) if c.payload_bytes > 64]
+    assert not [c for c in found if c.axes == ("tensor",) and not c.in_loop]
+
+
+def test_splitting_the_batch_moves_no_rows():
+    """Micro-batches are cut so that every device keeps its own rows: nothing but gradients and scalars travels."""
+    state = make_state(mp.MeshSpec(data=8), mp.ddp())
+    step = mp.train_step(loss_fn, accumulate=2)
+    kinds = {c.kind for c in collectives(step, state, make_batch(0, rows=32))}
+    assert kinds == {"all-reduce"}
+
+
+@pytest.mark.parametrize("mode", ["each", "once"])
+def test_micro_steps_are_weighed_by_a_metric(mode):
+    """With unequal numbers of real tokens a mean of means is wrong; weighed by the tokens it is the mean."""
+
+    def masked(model, batch, key):
+        tokens = batch["mask"].sum()
+        error = ((model(batch["x"]) - batch["y"]) ** 2).mean((1, 2))
+        return (error * batch["mask"]).sum() / tokens, {"tokens": tokens}
+
+    batch = make_batch(0)
+    batch["mask"] = (np.arange(ROWS) % 5 != 0).astype(np.float32)
+    whole, losses = run(mp.train_step(masked), make_state(mp.MeshSpec(), mp.ddp()), [batch])
+    step = mp.train_step(masked, accumulate=2, accumulate_mode=mode, weight="tokens")
+    split, split_losses = run(step, make_state(mp.MeshSpec(data=8), mp.ddp()), [batch])
+    np.testing.assert_allclose(split_losses, losses, rtol=1e-6)
+    np.testing.assert_allclose(split.params["up"], whole.params["up"], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("accumulate", "mode"), [(1, "each"), (2, "each"), (2, "once")])
+def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
+    """Times a number of tokens, a gradient is beyond float16; alone it is not."""
+
+    def weighed(model, batch, key):
+        loss, _ = loss_fn(model, batch, key)
+        return loss * 100, {"tokens": 1_000_000 + 1000 * batch["x"].shape[0] * jnp.ones(())}
+
+    def trained(**options):
+        state = make_state(mp.MeshSpec(fsdp=8), mp.zero1(), optax.sgd(1e-3))
+        return mp.train_step(weighed, **options)(state, make_batch(0))
+
+    wide, expected = trained()
+    state, metrics = trained(
+        accumulate=accumulate, accumulate_mode=mode, weight="tokens", precision=mp.Precision(reduce=dtype)
+    )
+    assert bool(metrics["finite"])
+    assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
+    # Each of a few rounded additions is off by at most half a unit in the last place: 2^-11, or 2^-8.
+    assert float(metrics["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=0.01)
+    change = {"float16": 2e-5, "bfloat16": 2e-4}[dtype]
+    np.testing.assert_allclose(state.params["up"], wide.params["up"], atol=change)
+
+
+def test_a_weighed_reduction_is_as_narrow_as_asked():
+    step = mp.train_step(
+        masked_rows, accumulate=2, accumulate_mode="once", weight="rows", precision=mp.Precision(reduce="float16")
+    )
+    state = make_state(mp.MeshSpec(data=8), mp.ddp())
+    text = step.lower(state, make_batch(0)).as_text()
+    sums = [line for line in text.splitlines() if "stablehlo.reduce(" in line and "xf16>, tensor<f16>" in line]
+    assert len(sums) == len(jax.tree.leaves(state.params))
+
+
+def masked_rows(model, batch, key):
+    return loss_fn(model, batch, key)[0], {"rows": jnp.float32(len(batch["x"]))}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_counts_and_flags_may_be_metrics(accumulate):
+    def counting(model, batch, key):
+        loss, _ = loss_fn(model, batch, key)
+        return loss.astype(jnp.float16), {"rows": jnp.int32(40_000), "flag": loss > 0}
+
+    step = mp.train_step(counting, accumulate=accumulate, weight="rows")
+    _, metrics = step(make_state(mp.MeshSpec(data=8), mp.ddp()), make_batch(0))
+    assert float(metrics["rows"]) == 40_000 * accumulate
+    assert float(metrics["flag"]) == 1
+    assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_model_whose_extras_change_their_structure_is_told(accumulate):
+    """As NNX's `sow` does: an array that is not there when the model is made."""
+    growing = dataclasses.replace(MODEL, collect=lambda bound: {"sown": jnp.zeros(())})
+    step = mp.train_step(loss_fn, accumulate=accumulate)
+    with pytest.raises(mp.MeshparError, match="`sown` of the model"):
+        step(make_state(mp.MeshSpec(data=8), mp.ddp(), model=growing), make_batch(0))
+
+
+def test_random_keys_differ_between_steps_and_micro_steps():
+    step = mp.train_step(loss_fn, accumulate=2)
+    state, first = step(make_state(mp.MeshSpec(data=8), mp.ddp()), make_batch(0))
+    _, second = step(state, make_batch(0))
+    assert float(first["noise"]) != float(second["noise"])
+
+
+class Dropping(nnx.Module):
+    """A layer with a random stream of its own, and noise from a key that it replaces by itself."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(ROWS, EMBED, use_bias=False, rngs=rngs)
+        self.noisy = nnx.Linear(ROWS, 1, use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.moving = nnx.Variable(rngs.noise())
+
+    def __call__(self, x):
+        ours, following = jax.random.split(self.moving.get_value())
+        self.moving.set_value(following)
+        return self.dropout(self.linear(x)), self.noisy(x)[:, 0] * jax.random.uniform(ours, (len(x),))
+
+
+@pytest.mark.parametrize("mode", ["each", "once"])
+@pytest.mark.parametrize(
+    ("spec", "strategy"),
+    [(mp.MeshSpec(), mp.ddp()), (mp.MeshSpec(data=8), mp.ddp()), (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0))],
+    ids=str,
+)
+def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, strategy, mode):
+    """No two rows are dropped alike, and all devices keep the same keys and counts from step to step."""
+
+    def linear(model, batch, key):
+        dropped, noisy = model(batch["row"])  # one-hot, so that a row's mask is its row of the gradient
+        return dropped.sum() + noisy.sum(), {}
+
+    model = mp.from_nnx(Dropping)
+    assert model.random_keys() >= {"dropout/rngs/key", "moving"}
+    state = make_state(spec, strategy, tx=optax.sgd(1.0), model=model)
+    step = mp.train_step(linear, accumulate=2, accumulate_mode=mode)
+    masks, noises = set(), set()
+    for _ in range(2):
+        before = jax.device_get((state.params, state.extra))
+        state, _ = step(state, {"row": np.eye(ROWS, dtype=np.float32)})
+        for x in jax.tree.leaves(state.extra):
+            assert all(np.array_equal(shard.data, x) for shard in x.addressable_shards)
+        params, extra = jax.device_get((state.params, state.extra))
+        masks |= {row.tobytes() for row in before[0]["linear"]["kernel"] - params["linear"]["kernel"] > 0.1}
+        noises |= set((before[0]["noisy"]["kernel"] - params["noisy"]["kernel"]).round(6).ravel().tolist())
+        own = [tree["dropout"]["rngs"] for tree in (before[1], extra)]
+        np.testing.assert_array_equal(own[0]["key"], own[1]["key"])
+        assert own[1]["count"] == own[0]["count"] + 2  # one for each micro-step
+        assert not np.array_equal(before[1]["moving"], extra["moving"])
+    assert len(masks) == len(noises) == 2 * ROWS
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Updates that are not finite
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_an_update_that_is_not_finite_is_left_out_and_counted(nonfinite):
+    state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
+    before = jax.device_get(state.params)
+    step = mp.train_step(loss_fn, nonfinite=nonfinite)
+    bad = make_batch(0)
+    bad["y"][3, 0, 0] = np.nan
+    state, metrics = step(state, bad)
+    assert not bool(metrics["finite"])
+    assert int(state.skipped) == 1
+    assert int(state.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+    state, metrics = step(state, make_batch(1))
+    assert bool(metrics["finite"])
+    assert int(state.skipped) == 1
+    assert not np.array_equal(state.params["up"], before["up"])
+
+
+def test_the_norm_of_gradients_is_taken_in_float32():
+    """float16 ends at 65,504: the squares of gradients of a few hundred are beyond it."""
+
+    def steep(model, batch, key):
+        return (model(batch["x"]).astype(jnp.float32) * 300).sum(), {}
+
+    model = mp.from_functions(lambda key: {"w": jnp.ones((EMBED,))}, lambda p, x: x * p["w"], names={"w": ("embed",)})
+    precision = mp.Precision(params="float16")
+    state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp(), optax.sgd(1e-4), model, precision=precision)
+    state, metrics = mp.train_step(steep, precision=precision)(state, {"x": np.eye(EMBED, dtype=np.float32)})
+    assert metrics["grad_norm"].dtype == jnp.float32
+    assert float(metrics["grad_norm"]) == 300 * EMBED**0.5
+    assert bool(metrics["finite"])
+    np.testing.assert_allclose(state.params["w"], 0.97, rtol=1e-3)  # float16 has 11 bits
+
+
+def test_ignore_does_not_look():
+    state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
+    bad = make_batch(0)
+    bad["y"][0] = np.inf
+    state, metrics = mp.train_step(loss_fn, nonfinite="ignore")(state, bad)
+    assert "finite" not in metrics
+    assert not np.isfinite(state.params["up"]).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State, batches, options
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_given_is_donated():
+    state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
+    mp.train_step(loss_fn)(state, make_batch(0))
+    assert state.params["up"].is_deleted()
+
+
+def test_one_step_serves_two_setups_and_two_batch_sizes():
+    step = mp.train_step(loss_fn)
+    losses = [
+        float(step(make_state(spec, strategy), make_batch(0, rows))[1]["loss"])
+        for spec, strategy in [(mp.MeshSpec(fsdp=8), mp.fsdp()), (mp.MeshSpec(data=8), mp.ddp())]
+        for rows in (8, 16)
+    ]
+    assert losses[0] == pytest.approx(losses[2], rel=1e-6)
+    assert losses[1] == pytest.approx(losses[3], rel=1e-6)
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"accumulate": 0}, "positive integer"),
+        ({"accumulate": True}, "positive integer"),
+        ({"accumulate_mode": "all"}, "('each', 'once')"),
+        ({"nonfinite": "warn"}, "('raise', 'skip', 'ignore')"),
+        ({"remat": "ful"}, "`full`"),
+        ({"precision": mp.Precision(params="float32", compute="bfloat16"), "accumulate": -1}, "positive integer"),
+    ],
+)
+def test_options_that_do_not_exist(options, says):
+    with pytest.raises(mp.MeshparError) as error:
+        mp.train_step(loss_fn, **options)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda b: {**b, "x": b["x"][:12]}, "another leaf has 16"),
+        (lambda b: {k: v[:12] for k, v in b.items()}, "use a batch of 16"),
+        (lambda b: {k: v[:0] for k, v in b.items()}, "use a batch of 8"),
+        (lambda b: {**b, "n": np.float32(1)}, "batch leaf `n`"),
+        (lambda b: {}, "holds no arrays"),
+        (lambda b: {**b, "text": np.array(["a"] * ROWS)}, "batch leaf `text` of dtype <U1"),
+        (lambda b: {**b, "any": np.array([None] * ROWS)}, "batch leaf `any` of dtype object"),
+        (lambda b: {**b, "day": np.zeros(ROWS, "datetime64[D]")}, "batch leaf `day` of dtype datetime64[D]"),
+    ],
+)
+def test_batches_that_do_not_divide_are_refused_before_tracing(change, says):
+    def never(model, batch, key):
+        raise AssertionError("traced")
+
+    with pytest.raises(mp.MeshparError) as error:
+        mp.train_step(never)(make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), change(make_batch(0)))
+    assert says in str(error.value)
+
+
+def test_a_batch_may_hold_any_numbers_and_keys_and_later_ones_are_checked_too():
+    def looks(model, batch, key):
+        return loss_fn(model, batch, key)[0], {"some": batch["narrow"].astype(jnp.float32).sum()}
+
+    more = {
+        "narrow": jnp.ones(ROWS, jnp.bfloat16), "flag": np.ones(ROWS, bool), "tiny": np.ones(ROWS, np.int8),
+        "keys": jax.random.split(jax.random.key(0), ROWS),
+    }  # fmt: skip
+    step = mp.train_step(looks)
+    state, metrics = step(make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_batch(0) | more)
+    assert float(metrics["some"]) == ROWS
+    with pytest.raises(mp.MeshparError, match="batch leaf `tiny` of dtype object"):
+        step(state, make_batch(0) | more | {"tiny": np.array([None] * ROWS)})
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda m, b, k: m(b["x"]).mean(), "return (loss, metrics)"),
+        (lambda m, b, k: (m(b["x"]), {}), "metric `loss`"),
+        (lambda m, b, k: (m(b["x"]).mean(), {"out": m(b["x"])}), "metric `out`"),
+    ],
+)
+def test_losses_of_the_wrong_shape(loss, says):
+    with pytest.raises(mp.MeshparError) as error:
+        mp.train_step(loss)(make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_batch(0))
+    assert says in str(error.value)
+
+
+def test_a_weight_that_is_no_metric():
+    with pytest.raises(mp.MeshparError, match="add it to the metrics"):
+        mp.train_step(loss_fn, weight="tokens")(make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_batch(0))
+
+
+def test_remat_of_a_model_that_marks_no_layer_is_an_error():
+    with pytest.raises(mp.MeshparError, match="marks no layer"):
+        mp.train_step(loss_fn, remat="full")(make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_batch(0))
+
+
+def test_eval_step_gives_the_loss_and_keeps_the_state():
+    state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
+    evaluate = mp.eval_step(loss_fn)
+    metrics = evaluate(state, make_batch(0))
+    again = evaluate(state, make_batch(0))
+    _, trained = mp.train_step(loss_fn)(state, make_batch(0))
+    assert float(metrics["loss"]) == pytest.approx(float(trained["loss"]), rel=1e-6)
+    assert float(again["loss"]) == float(metrics["loss"])
