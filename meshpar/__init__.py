@@ -23,18 +23,19 @@ if TYPE_CHECKING:
     from meshpar.commands.recipe import Recipe as Recipe
     from meshpar.compiled.explain import explain as explain
     from meshpar.compiled.report import Report as Report
-    from meshpar.parallel.strategies import Quantize as Quantize
-    from meshpar.parallel.strategies import Strategy as Strategy
-    from meshpar.parallel.strategies import context_parallel as context_parallel
-    from meshpar.parallel.strategies import ddp as ddp
-    from meshpar.parallel.strategies import expert_parallel as expert_parallel
-    from meshpar.parallel.strategies import fsdp as fsdp
-    from meshpar.parallel.strategies import hsdp as hsdp
-    from meshpar.parallel.strategies import pipeline_parallel as pipeline_parallel
-    from meshpar.parallel.strategies import tensor_parallel as tensor_parallel
-    from meshpar.parallel.strategies import zero1 as zero1
-    from meshpar.parallel.strategies import zero2 as zero2
-    from meshpar.parallel.strategies import zero3 as zero3
+    from meshpar.parallel import Quantize as Quantize
+    from meshpar.parallel import Strategy as Strategy
+    from meshpar.parallel import context_parallel as context_parallel
+    from meshpar.parallel import custom as custom
+    from meshpar.parallel import ddp as ddp
+    from meshpar.parallel import expert_parallel as expert_parallel
+    from meshpar.parallel import fsdp as fsdp
+    from meshpar.parallel import hsdp as hsdp
+    from meshpar.parallel import pipeline_parallel as pipeline_parallel
+    from meshpar.parallel import tensor_parallel as tensor_parallel
+    from meshpar.parallel import zero1 as zero1
+    from meshpar.parallel import zero2 as zero2
+    from meshpar.parallel import zero3 as zero3
     from meshpar.sharding.adapters import Model as Model
     from meshpar.sharding.adapters import from_functions as from_functions
     from meshpar.sharding.adapters import from_linen as from_linen
@@ -69,9 +70,9 @@ _HOMES = {
     "sharding.rules": ("Rules", "constrain", "first", "names", "replicated", "use"),
     "sharding.adapters": ("Model", "from_nnx", "from_linen", "from_functions"),
     "sharding.table": ("ShardingTable", "shardings"),
-    "parallel.strategies": (
-        "Quantize", "Strategy", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor_parallel", "expert_parallel",
-        "context_parallel", "pipeline_parallel",
+    "parallel": (
+        "custom", "Quantize", "Strategy", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor_parallel",
+        "expert_parallel", "context_parallel", "pipeline_parallel",
     ),
     "training.precision": ("Precision",),
     "training.state": ("TrainState", "init_state", "abstract_state"),

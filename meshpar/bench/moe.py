@@ -29,7 +29,7 @@ from meshpar.moe.config import MoEConfig
 from meshpar.moe.dispatch_combine import Payload
 from meshpar.moe.layer import Weights, moe_layer
 from meshpar.moe.routing import Routing, capacity, count, route
-from meshpar.parallel.strategies import expert_parallel
+from meshpar.parallel import expert_parallel
 from meshpar.planner.cost import matmul_flops
 from meshpar.planner.units import si
 from meshpar.sharding.rules import Rules, use

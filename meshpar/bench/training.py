@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar.bench.report import Measure, Report, paired_ratios, seconds_of
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.parallel.strategies import Strategy, fsdp, tensor_parallel
+from meshpar.parallel import Strategy, fsdp, tensor_parallel
 from meshpar.sharding.adapters import Model, from_functions
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules, resolve, use

@@ -25,7 +25,7 @@ import jax
 import optax
 
 from meshpar.data.source import Data
-from meshpar.parallel.strategies import Strategy, as_strategy, fsdp, parse_strategy
+from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 
 # Not for type checkers only: overrides read the annotations at run time.
 from meshpar.sharding.adapters import Model
@@ -542,7 +542,7 @@ def _with(value: Any, tree: _Tree, path: tuple[str, ...]) -> Any:
     """`value` with the branches of `tree` set; `path` is where it stands in the recipe."""
     if isinstance(value, MeshSpec):
         return _with_axes(value, tree, path)
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    if not dataclasses.is_dataclass(value) or isinstance(value, type | Strategy):
         name = next(iter(tree))
         raise problem(
             f"`{_dotted(path, name)}`",

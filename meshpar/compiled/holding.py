@@ -12,7 +12,7 @@ from typing import Any
 
 from meshpar.compiled.census import Collective, per_array
 from meshpar.compiled.terms import Leg, Promised
-from meshpar.parallel.strategies import MIN_SHARDED_BYTES
+from meshpar.parallel.part import MIN_SHARDED_BYTES
 
 SMALL = 64
 """Arrays of up to so many numbers are bookkeeping: losses, metrics, norms."""

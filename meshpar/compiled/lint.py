@@ -36,7 +36,7 @@ from meshpar.compiled.program import Program
 from meshpar.compiled.scan import HloSyntaxError, Scanner
 from meshpar.compiled.shapes import dtype_bits, scan_shape
 from meshpar.compiled.walk import executed
-from meshpar.parallel.strategies import BIG_LEAF_BYTES
+from meshpar.parallel.strategy import BIG_LEAF_BYTES
 from meshpar.planner.hardware import Cluster
 from meshpar.sharding.rules import ACTIVATION_NAMES, USER, First
 from meshpar.sharding.table import human_bytes

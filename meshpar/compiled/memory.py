@@ -22,7 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.compiled.clock import work
 from meshpar.compiled.program import Program
-from meshpar.parallel.strategies import Strategy, parse_strategy
+from meshpar.parallel.data import Data
+from meshpar.parallel.part import Facts
+from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.planner.hardware import Cluster, gpu_of_kind
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import Decision, MeshparError, PyTree, axis_sizes, is_spec, num_shards, spec_axes
@@ -356,7 +358,7 @@ def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Cha
     ZeRO's first stages send what data parallelism sends; micro-steps make smaller matmuls; recomputation adds a third
     of the compute; ZeRO's last stage sends half as much again.
     """
-    stages = _next_stages(setup, options)
+    stages = _smaller(setup, options, state=True)
     early, last = stages[:-1], (stages[-1] if stages else None)
     pipelined = setup.strategy.pipeline
     rows = _batch_rows(setup, batch) // (options.accumulate if pipelined is None else pipelined.microbatches)
@@ -367,7 +369,7 @@ def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Cha
     changes = [
         *(_Change(strategy=strategy) for strategy in early),
         *(_Change(accumulate=count, can_wait=2 * at) for at, count in enumerate(steps)),
-        *(_Change(strategy=_microbatched(setup.strategy, times)) for times in more if pipelined is not None),
+        *(_Change(strategy=strategy) for strategy in _smaller(setup, options, state=False)[: len(more)]),
         *(_Change(remat=policy, can_wait=0 if policy == "full" else 3) for policy in policies),
         _Change(strategy=last),
         *(_Change(strategy=strategy, remat=remat, can_wait=1) for strategy in early),
@@ -375,15 +377,6 @@ def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Cha
         *(_Change(strategy=last, remat=remat, accumulate=count, can_wait=count != steps[-1]) for count in steps),
     ]
     return tuple({change.parts: change for change in changes[::-1] if change.parts}.values())[::-1]
-
-
-def _microbatched(strategy: Strategy, times: int) -> Strategy:
-    """The same stages with so many times as many microbatches, each as much smaller."""
-    pipelined = strategy.pipeline
-    assert pipelined is not None
-    count = pipelined.microbatches * times
-    label = strategy.label.replace(f"microbatches={pipelined.microbatches}", f"microbatches={count}")
-    return strategy.replace(pipeline=dataclasses.replace(pipelined, microbatches=count), label=label)
 
 
 def _sorted_out(
@@ -429,38 +422,21 @@ def _batch_rows(setup: Setup, batch: PyTree) -> int:
     return rows // num_shards(batch_sharding(setup.mesh, setup.strategy).spec, setup.mesh)
 
 
-def _next_stages(setup: Setup, options: StepOptions) -> list[Strategy]:
-    """The same strategy with more of the state split, the mildest first; empty when there is nothing to split over."""
-    sizes = axis_sizes(setup.mesh)
-    over = [axis for axis in ("fsdp", "data") if sizes.get(axis, 1) > 1]
-    if not over:
-        return []
-    strategy = setup.strategy
-    name, others = _data_parallel_part(strategy)
-    wider = f"fsdp(axis={tuple(reversed(over))!r})"
-    if name in ("zero3", "fsdp", "hsdp"):
-        texts = [wider] if len(over) > 1 else []
-    else:
-        axis = "" if over[0] == "fsdp" else "axis='data'"
-        first = "zero2" if options.accumulate > 1 else "zero1"  # with one micro-step they are the same program
-        texts = [f"{stage}({axis})" for stage in (first, "zero3") if (name or "ddp") < stage]
-    if name is not None:
-        return [parse_strategy(" | ".join([text, *others])) for text in texts]
-    return [(strategy | parse_strategy(text)).replace(activations=strategy.activations) for text in texts]
+def _smaller(setup: Setup, options: StepOptions, *, state: bool) -> list[Strategy]:
+    """The strategy with a smaller part in a part's place, the mildest first.
 
-
-def _data_parallel_part(strategy: Strategy) -> tuple[str | None, list[str]]:
-    """The preset that says how data parallelism splits the state, and the labels of the others; None for rules made by
-    hand."""
-    parts = strategy.label.split(" | ")
-    known = [part for part in parts if part.partition("(")[0] in _DATA_PARALLEL]
-    try:
-        is_made_of_presets = len(known) == 1 and parse_strategy(strategy.label) == strategy
-    except MeshparError:
-        is_made_of_presets = False
-    if not is_made_of_presets:
-        return None, []
-    return known[0].partition("(")[0], [part for part in parts if part != known[0]]
-
-
-_DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
+    Args:
+      setup, options: of the state and the step.
+      state: more of the state split, as by ZeRO's next stages; else what other parts propose.
+    """
+    strategy, facts = setup.strategy, Facts(sizes=axis_sizes(setup.mesh), accumulate=options.accumulate)
+    parts = [part for part in strategy.parts if part.splits_state == state]
+    if parts or not state:
+        return [smaller for part in parts for smaller in strategy.smaller(part, facts)]
+    found = []
+    for part in Data().smaller(facts):  # rules by hand: ZeRO's own beside them, and the batch as they have it
+        params, grads, optimizer, _ = strategy.rules & part.rules()
+        label = f"{strategy} | {part}"
+        hand = Custom(params=params, grads=grads, optimizer=optimizer, activations=strategy.activations, label=label)
+        found.append(Strategy((hand,), strategy.big_leaf_bytes))
+    return found

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from meshpar.compiled.terms import Facts, Leg, Promised, split_axes, stack_of
-from meshpar.parallel.strategies import Quantize
+from meshpar.parallel import Quantize
 from meshpar.planner.cost import quantized_bytes
 from meshpar.sharding.types import Decision, spec_axes
 

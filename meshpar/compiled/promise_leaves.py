@@ -19,7 +19,7 @@ from meshpar.compiled.terms import (
     split_axes,
     stack_of,
 )
-from meshpar.parallel.strategies import MIN_SHARDED_BYTES
+from meshpar.parallel.part import MIN_SHARDED_BYTES
 from meshpar.sharding.types import Decision
 
 

@@ -36,7 +36,7 @@ from meshpar.compiled.parts import Parts
 from meshpar.compiled.promise_leaves import gathered, reduced, renewed
 from meshpar.compiled.promise_matmul import VOCABULARY
 from meshpar.compiled.terms import ITEMSIZE, Facts, Leg, Promised, facts_of, owned_axes, split_axes
-from meshpar.parallel.strategies import Pipelined
+from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.pipeline.schedules.ops import F, W
 from meshpar.pipeline.traffic import Traffic, gathers_in_cells, traffic
 from meshpar.sharding.types import Decision, is_spec, without_axes
@@ -125,7 +125,7 @@ class _Promise:
     facts: Facts
     """With microbatches for micro-steps, gathered and reduced once."""
     parts: Parts
-    pipelined: Pipelined
+    pipelined: PipelinePart
     traffic: Traffic
     leaves: tuple[_Leaf, ...]
 
@@ -343,7 +343,7 @@ class _Promise:
         return Promised(role=role, tensors=(decision.path,), count=(count, count), spellings=((leg,),))
 
 
-def _leaf(decision: Decision, grads: PartitionSpec, update: PartitionSpec, pipelined: Pipelined) -> _Leaf:
+def _leaf(decision: Decision, grads: PartitionSpec, update: PartitionSpec, pipelined: PipelinePart) -> _Leaf:
     leaf, stages = decision.leaf, pipelined.stages
     is_layer = (leaf.names or ())[:1] == ("layers",)
     specs = (without_axes(spec, (pipelined.axis,)) for spec in (decision.spec, grads, update))

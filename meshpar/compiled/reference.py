@@ -21,7 +21,7 @@ from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.report import Report
 from meshpar.compiled.target import require_aot
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.parallel.strategies import parse_strategy
+from meshpar.parallel import parse_strategy
 from meshpar.planner.hardware import parse_cluster
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.table import human_bytes

@@ -259,6 +259,17 @@ class Rules:
             parts.append("paths={" + ", ".join(f"{r.key!r}: {r.value!r}" for r in self._by_path) + "}")
         return f"Rules({', '.join(parts)})"
 
+    def to_json(self) -> dict[str, Any]:
+        """Names and paths as plain data, which `from_json` reads as rules of a user's."""
+        by_name = {rule.key: _to_plain(rule.value) for rule in self._by_name.values()}
+        return {"by_name": by_name, "paths": {rule.key: _to_plain(rule.value) for rule in self._by_path}}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Rules:
+        """The rules that `to_json` gave."""
+        by_name, paths = ({key: _from_plain(x) for key, x in data[of].items()} for of in ("by_name", "paths"))
+        return Rules(paths=paths, **by_name)
+
     @property
     def names(self) -> frozenset[str]:
         """Every logical name these rules have heard of."""
@@ -307,6 +318,25 @@ def _axes_in(value: Any) -> set[str]:
     if isinstance(value, str):
         return {value}
     return set().union(*map(_axes_in, value)) if isinstance(value, tuple) else set()
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, First):
+        return {"first": [_to_plain(one) for one in value.alternatives]}
+    if isinstance(value, NamesOf):
+        return {"names": list(value.names)}
+    if isinstance(value, tuple | PartitionSpec):
+        return [_to_plain(one) for one in value]
+    return {"replicated": True} if value is replicated else value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        ((kind, given),) = value.items()
+        if kind == "replicated":
+            return replicated
+        return first(*map(_from_plain, given)) if kind == "first" else names(*given)
+    return tuple(map(_from_plain, value)) if isinstance(value, list) else value
 
 
 def _rebuild(*state: Any) -> Rules:

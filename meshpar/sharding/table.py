@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from meshpar.parallel.strategies import PARTS, Strategy, as_strategy
+from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.adapters import Model, Variables
 from meshpar.sharding.mesh import check_mesh
 from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve, use
@@ -335,7 +335,7 @@ def _check_kinds(model: Any, mesh: Any, tx: Any) -> None:
 
 def _idle_axes(strategy: Strategy, mesh: AnyMesh) -> list[str]:
     """Axes above 1 that no rule names."""
-    named = frozenset().union(*(getattr(strategy, part).axes for part in PARTS))
+    named = frozenset().union(*(rules.axes for rules in strategy.rules))
     return [axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in named]
 
 

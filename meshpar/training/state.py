@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.parallel.strategies import Strategy, as_strategy
+from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.rules import Rules, use
 from meshpar.sharding.table import Layout, ShardingTable, lay_out

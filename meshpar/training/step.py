@@ -20,7 +20,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.parallel.strategies import Strategy, as_strategy
+from meshpar.parallel import Strategy, as_strategy
 from meshpar.pipeline.gradients import means
 from meshpar.pipeline.layers import check_numbers, is_counted
 from meshpar.sharding.rules import Rules, resolve, use

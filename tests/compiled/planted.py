@@ -209,7 +209,7 @@ def float32_weights() -> Plant:
 def replicated_embedding() -> Plant:
     """A path rule leaves the embedding whole on every device."""
     rules = mp.Rules(paths={"embed": mp.replicated})
-    strategy = mp.fsdp() | mp.Strategy(params=rules, grads=rules, optimizer=rules)
+    strategy = mp.fsdp() | mp.custom(params=rules, grads=rules, optimizer=rules)
     return plant("replicated", "embed", strategy=strategy.replace(big_leaf_bytes=2**18))
 
 

@@ -284,8 +284,15 @@ def test_what_cannot_be_done_keeps_its_reason(planted):
     assert not any(" + " in change for change in found)  # of parts that cannot be done
 
 
-def test_a_strategy_of_hand_made_rules_gets_the_stages_joined_on(planted):
-    rules = mp.ddp() | mp.Rules(mlp="tensor")
-    state, batch = decoder(rules, planted, data=4, tensor=2)
+@pytest.mark.parametrize(
+    ("strategy", "smaller"),
+    [
+        (mp.ddp() | mp.Rules(mlp="tensor"), "zero1(axis='data') | Rules(mlp='tensor')"),
+        (mp.tensor_parallel(), "tensor_parallel() | zero1(axis='data')"),
+    ],
+    ids=str,
+)
+def test_a_stage_takes_the_place_of_what_splits_the_state_or_joins_the_rest(planted, strategy, smaller):
+    state, batch = decoder(strategy, planted, data=4, tensor=2)
     found = remedies(mp.train_step(loss_of), state.setup, batch, Compiler(1), 10**11)
-    assert found[0].change == f"{rules} | zero1(axis='data')"
+    assert found[0].change == smaller

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.parallel.strategies import parse_strategy
+from meshpar.parallel import parse_strategy
 
 MESH = mp.MeshSpec(fsdp=4, tensor=2).abstract()
 
@@ -392,8 +392,8 @@ VALUES = {
         lambda: mp.fsdp(min_bytes="64k"), where="fsdp(min_bytes='64k')", exists="not a number", fix="min_bytes=2**16"
     ),
     "a strategy made of a dict": Mistake(
-        lambda: mp.Strategy(params={"embed": "fsdp"}, grads=mp.Rules(), optimizer=mp.Rules()),
-        where="Strategy(params=...)",
+        lambda: mp.custom(params={"embed": "fsdp"}, grads=mp.Rules(), optimizer=mp.Rules()),
+        where="custom(params=...)",
         exists="a Rules",
         fix='params=mp.Rules(embed="fsdp")',
     ),

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, event, given, reject, settings
 from jax.sharding import Mesh, NamedSharding
 
 import meshpar as mp
-from meshpar.parallel.strategies import as_strategy
+from meshpar.parallel import as_strategy
 from meshpar.sharding.mesh import node_of
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import axis_sizes, spec_axes

@@ -19,7 +19,7 @@ from meshpar.compiled import census
 from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.target import require_aot
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
-from meshpar.parallel.strategies import Quantize, parse_strategy
+from meshpar.parallel import Quantize, parse_strategy
 from meshpar.planner import cost
 from meshpar.training.precision import layer_weights, remat_layer
 
@@ -436,11 +436,6 @@ def test_a_recipe_takes_it_as_text():
 def test_what_cannot_be_is_told(given, message):
     with pytest.raises(mp.MeshparError, match=message):
         mp.fsdp(quantize=given)
-
-
-def test_a_strategy_holds_a_quantize():
-    with pytest.raises(mp.MeshparError, match="it is a Quantize or None"):
-        mp.fsdp().replace(quantize="int8")
 
 
 def test_nothing_to_quantize_is_told():

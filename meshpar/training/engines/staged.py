@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshpar.parallel.strategies import Pipelined
+from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.pipeline.executor import Functions, Micro, split_stage
 from meshpar.pipeline.gradients import Params, Pipeline, check_rows, means
 from meshpar.pipeline.layers import Aux, Layer, Run, running, scanned, with_aux
@@ -56,7 +56,7 @@ class Means(NamedTuple):
     """What the model keeps beside parameters, after the step."""
 
 
-def schedule_of(pipelined: Pipelined) -> Schedule:
+def schedule_of(pipelined: PipelinePart) -> Schedule:
     """The table that a strategy names."""
     if pipelined.schedule.endswith(".csv"):
         return Schedule.from_csv(pipelined.schedule)
@@ -166,7 +166,7 @@ class _Cut:
     axis: str
 
     @staticmethod
-    def of(setup: Setup, schedule: Schedule, pipelined: Pipelined) -> _Cut:
+    def of(setup: Setup, schedule: Schedule, pipelined: PipelinePart) -> _Cut:
         leaves = [decision.leaf for decision in setup.table.params]
         is_layer = tuple((leaf.names or ())[:1] == ("layers",) for leaf in leaves)
         stacked = [leaf for leaf, stack in zip(leaves, is_layer, strict=True) if stack]
@@ -481,7 +481,7 @@ def _check_once(calls: int) -> None:
         )
 
 
-def _check(setup: Setup, schedule: Schedule, pipelined: Pipelined, batch_axes: tuple[str, ...]) -> None:
+def _check(setup: Setup, schedule: Schedule, pipelined: PipelinePart, batch_axes: tuple[str, ...]) -> None:
     where, sizes = f"strategy {setup.strategy.label}", axis_sizes(setup.mesh)
     if pipelined.axis in batch_axes:
         raise problem(

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import quantized_all_reduce
 from meshpar.collectives.quantized import decoded, encoded, gathered_bytes, scattered_sum
-from meshpar.parallel.strategies import Quantize
+from meshpar.parallel import Quantize
 from meshpar.sharding.types import Decision, PyTree, axis_sizes, near_or, path_str, problem, spec_axes
 from meshpar.training.precision import SECOND_SHARD, Precision
 from meshpar.training.state import Setup

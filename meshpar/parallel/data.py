@@ -1,0 +1,37 @@
+"""Data parallelism: everything replicated, the batch split."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshpar.parallel.part import Facts, Part, RuleSets, activations, replicated_all
+from meshpar.parallel.strategy import Strategy, preset
+from meshpar.parallel.zero import stages_above
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Data(Part):
+    """See `ddp`."""
+
+    name = "ddp"
+    splits_state = True
+
+    def rules(self) -> RuleSets:
+        whole = replicated_all("ddp")
+        return RuleSets(whole, whole, whole, activations("ddp"))
+
+    def smaller(self, facts: Facts) -> tuple[Part, ...]:
+        return stages_above("ddp", facts)
+
+
+@preset
+def ddp() -> Strategy:
+    """Data parallel: everything replicated on every device, the batch split; gradients are all-reduced.
+
+    Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
+
+    Example:
+      >>> print(ddp())
+      ddp()
+    """
+    return Strategy((Data(),))

@@ -1,0 +1,47 @@
+"""Tensor parallelism: weight matrices split inside a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshpar.parallel.part import Part, RuleSets, activations, axes_of, split
+from meshpar.parallel.strategy import Strategy, preset
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Tensor(Part):
+    """See `tensor_parallel`."""
+
+    sequence: bool = False
+    axis: str = "tensor"
+
+    name = "tensor_parallel"
+
+    def __post_init__(self) -> None:
+        axes_of(self.name, self.axis)
+
+    def rules(self) -> RuleSets:
+        rules = split(self.name, dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), self.axis))
+        inner = dict.fromkeys(("act_heads", "act_kv_heads", "act_mlp", "act_vocab"), self.axis)
+        between = {"norm_seq": self.axis} if self.sequence else {}
+        return RuleSets(rules, rules, rules, activations(self.name, {**inner, **between}))
+
+
+@preset
+def tensor_parallel(*, sequence: bool = False, axis: str = "tensor") -> Strategy:
+    """Tensor parallel: heads, MLP width and vocabulary split over `axis`, inside every layer.
+
+    Column-parallel then row-parallel matmuls leave one all-reduce per block and direction (Shoeybi et al. 2019,
+    "Megatron-LM").
+
+    Args:
+      sequence: also split the residual stream's sequence between blocks, which turns each all-reduce into a
+        reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022, "Reducing Activation
+        Recomputation in Large Transformer Models").
+      axis: the mesh axis to split over.
+
+    Example:
+      >>> tensor_parallel(sequence=True).activations.name_rule("norm_seq").value
+      'tensor'
+    """
+    return Strategy((Tensor(sequence, axis),))

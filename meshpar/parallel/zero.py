@@ -1,0 +1,185 @@
+"""ZeRO: optimizer state, gradients and parameters split over the devices that split the batch.
+
+ZeRO-1, ZeRO-2 and ZeRO-3 differ in nothing but what is split: the optimizer state, the gradients too, the parameters
+too (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from meshpar.parallel.part import (
+    MIN_SHARDED_BYTES,
+    Axes,
+    Facts,
+    Need,
+    Part,
+    RuleSets,
+    activations,
+    axes_of,
+    replicated_all,
+    split,
+)
+from meshpar.parallel.quantized import ENGINE, Quantize, quantize_of
+from meshpar.parallel.strategy import Strategy, preset
+from meshpar.sharding.rules import Largest
+from meshpar.sharding.types import problem
+
+Stage = Literal["zero1", "zero2", "zero3", "fsdp", "hsdp"]
+_SPLIT_BY = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
+"""Of optimizer state, gradients and parameters, how many are split."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Zero(Part):
+    """See `zero1`, `zero2`, `zero3`, `fsdp` and `hsdp`."""
+
+    stage: Stage
+    axis: Axes = "fsdp"
+    min_bytes: int = MIN_SHARDED_BYTES
+    quantize: Quantize | None = None
+
+    splits_state = True
+
+    def __post_init__(self) -> None:
+        axes_of(self.stage, self.axis)
+        if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
+            raise problem(
+                f"{self.stage}(min_bytes={self.min_bytes!r})",
+                "leave smaller leaves whole",
+                "it is not a number of bytes",
+                "write one, say min_bytes=2**16",
+            )
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Of the function that makes it."""
+        return self.stage
+
+    def rules(self) -> RuleSets:
+        axes = axes_of(self.stage, self.axis)
+        by_embed = {"embed": axes[0] if len(axes) == 1 else axes}
+        sharded = split(self.stage, by_embed, largest=Largest(axes, self.min_bytes, self.stage))
+        whole, count = replicated_all(self.stage), _SPLIT_BY[self.stage]
+        return RuleSets(
+            sharded if count > 2 else whole, sharded if count > 1 else whole, sharded, activations(self.stage)
+        )
+
+    def needs(self) -> tuple[Need, ...]:
+        why = "use fsdp(), which it is with nothing to replicate over"
+        return (Need(axis="data", strategy="hsdp()", why=why),) if self.stage == "hsdp" else ()
+
+    def engine(self) -> str | None:
+        return None if self.quantize is None else ENGINE
+
+    def smaller(self, facts: Facts) -> tuple[Part, ...]:
+        return stages_above(self.stage, facts)
+
+    def arguments(self) -> dict[str, Any]:
+        return {key: value for key, value in super().arguments().items() if key != "stage"}
+
+
+def stages_above(stage: str, facts: Facts) -> tuple[Part, ...]:
+    """The ZeRO stages that split more of the state than a preset, the mildest first."""
+    over = [axis for axis in ("fsdp", "data") if facts.sizes.get(axis, 1) > 1]
+    if not over:
+        return ()
+    if _SPLIT_BY.get(stage, 0) == 3:
+        return (Zero("fsdp", axis=tuple(reversed(over))),) if len(over) > 1 else ()
+    first: Stage = "zero2" if facts.accumulate > 1 else "zero1"  # with one micro-step they are the same program
+    higher: tuple[Stage, ...] = tuple(one for one in (first, "zero3") if _SPLIT_BY[one] > _SPLIT_BY.get(stage, 0))
+    return tuple(Zero(one, axis=over[0]) for one in higher)
+
+
+@preset
+def zero1(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strategy:
+    """ZeRO-1: optimizer state split over `axis`; the new parameters are gathered after the update.
+
+    The compiler scatters the gradients as soon as it sees that only shards are used, so the program is ZeRO-2's.
+
+    Args:
+      axis: the mesh axis, or axes, to split over.
+      min_bytes: unnamed leaves smaller than this stay whole.
+    """
+    return Strategy((Zero("zero1", axis, min_bytes),))
+
+
+@preset
+def zero2(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strategy:
+    """ZeRO-2: optimizer state and gradients split over `axis`; no device ever holds a whole gradient.
+
+    Args:
+      axis: the mesh axis, or axes, to split over.
+      min_bytes: unnamed leaves smaller than this stay whole.
+    """
+    return Strategy((Zero("zero2", axis, min_bytes),))
+
+
+@preset
+def zero3(
+    *,
+    axis: Axes = "fsdp",
+    min_bytes: int = MIN_SHARDED_BYTES,
+    quantize: str | Mapping[str, object] | Quantize | None = None,
+) -> Strategy:
+    """ZeRO-3: parameters, gradients and optimizer state split over `axis`; weights are gathered where they are used.
+
+    Args:
+      axis: the mesh axis, or axes, to split over.
+      min_bytes: unnamed leaves smaller than this stay whole.
+      quantize: as for `fsdp`.
+    """
+    return _fully_sharded("zero3", axis, min_bytes, quantize)
+
+
+@preset
+def fsdp(
+    *,
+    axis: Axes = "fsdp",
+    min_bytes: int = MIN_SHARDED_BYTES,
+    quantize: str | Mapping[str, object] | Quantize | None = None,
+) -> Strategy:
+    """Fully sharded data parallel: another name for ZeRO-3 (Zhao et al. 2023, "PyTorch FSDP").
+
+    On a model with no names at all every leaf of at least `min_bytes` is split on its largest dim that divides, and
+    the table says so.
+
+    With `quantize` it is ZeRO++ (Wang et al. 2023): weights of two dims or more are gathered, and their gradients
+    exchanged, in a byte an element. The loss is then given a device's own rows only, as in `train_step` with
+    `accumulate_mode="once"`; `eval_step` gathers weights as they are.
+
+    Args:
+      axis: the mesh axis, or axes, to split over.
+      min_bytes: unnamed leaves smaller than this stay whole.
+      quantize: "int8" or "fp8" for weights and gradients; or fields of `Quantize`, as a dict or as such.
+
+    Example:
+      >>> fsdp(axis="data", quantize="int8")
+      fsdp(axis='data', quantize='int8')
+    """
+    return _fully_sharded("fsdp", axis, min_bytes, quantize)
+
+
+@preset
+def hsdp(
+    *,
+    axis: Axes = "fsdp",
+    min_bytes: int = MIN_SHARDED_BYTES,
+    quantize: str | Mapping[str, object] | Quantize | None = None,
+) -> Strategy:
+    """Hybrid sharding: ZeRO-3 inside a group of `axis`, replicated over `data`.
+
+    Gathers and scatters stay in the group; only 1/size of the gradients is all-reduced across groups.
+
+    Args:
+      axis: the mesh axis, or axes, to split over.
+      min_bytes: unnamed leaves smaller than this stay whole.
+      quantize: as for `fsdp`; the all-reduce across groups is quantized too.
+    """
+    return _fully_sharded("hsdp", axis, min_bytes, quantize)
+
+
+def _fully_sharded(stage: Stage, axis: Axes, min_bytes: int, quantize: Any) -> Strategy:
+    return Strategy((Zero(stage, axis, min_bytes, quantize_of(stage, axes_of(stage, axis), quantize)),))
