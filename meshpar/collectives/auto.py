@@ -1,25 +1,23 @@
 """`algorithm="auto"`: the quickest algorithm by the alpha-beta model, decided while the program is traced.
 
 The links are those of `cluster=`, else of the profile or cluster that the environment variable MESHPAR_CLUSTER names,
-else, on GPUs that the catalogue knows, those of its data sheets. Anything else is an error. There is no ambient context
-for it: compiled programs are found again by their arguments, and would outlive such a context.
+else, on GPUs that the catalogue knows, those of its data sheets, and on CPU host devices a measured default. Anything
+else is an error. There is no ambient context for it: compiled programs are found again by their arguments, and would
+outlive such a context.
 """
 
 from __future__ import annotations
-
-import os
 
 import jax
 
 from meshpar.collectives.check import Axis
 from meshpar.planner.choice import Choice, choose
-from meshpar.planner.hardware import Profile, cluster_of, gpu_of_kind, parse_profile
+from meshpar.planner.hardware import Profile
 from meshpar.sharding.types import axis_sizes, problem
 
 __all__ = ["AUTO", "Choice", "choose", "picked"]
 
 AUTO = "auto"
-VARIABLE = "MESHPAR_CLUSTER"
 
 
 def picked(
@@ -43,25 +41,4 @@ def picked(
         return "ring"  # whatever the links, there is nothing to send
     axes = (axis,) if isinstance(axis, str) else axis
     mesh = axis_sizes(jax.sharding.get_abstract_mesh())
-    profile = parse_profile(cluster) if cluster is not None else _profile_here(kernel)
-    return choose(kernel, payload_bytes, num_ranks, cluster=profile, axes=axes, mesh=mesh).algorithm
-
-
-def _profile_here(kernel: str) -> Profile:
-    named = os.environ.get(VARIABLE)
-    if named:
-        return parse_profile(named)
-    mesh = jax.sharding.get_abstract_mesh()
-    kind = mesh.abstract_device.device_kind if mesh.abstract_device is not None else jax.devices()[0].device_kind
-    gpu = gpu_of_kind(kind)
-    # Devices that are only compiled for do not tell how they stand in nodes.
-    if gpu is None or jax.devices()[0].device_kind != kind:
-        raise problem(
-            kernel,
-            f"use algorithm={AUTO!r}",
-            f"nothing says how the `{kind}` devices of this mesh are linked",
-            f'name their cluster, cluster="h100:8x8" or {VARIABLE}=h100:8x8; or measure them with '
-            'meshpar bench collectives --save my.json, and give cluster="my.json"',
-        )
-    per_node = min(jax.local_device_count(), mesh.size)
-    return cluster_of(gpu, nodes=-(-mesh.size // per_node), gpus_per_node=per_node)
+    return choose(kernel, payload_bytes, num_ranks, cluster=cluster, axes=axes, mesh=mesh).algorithm

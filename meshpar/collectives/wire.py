@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshpar.collectives.check import Axis, check_cut, check_tiled, checked_dim
@@ -36,8 +38,16 @@ def varying_alike(axis: Axis, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def send(x: jax.Array, axis: Axis, pairs: Iterable[tuple[int, int]]) -> jax.Array:
-    """`x` of the source, at the target of each (source, target) pair; zeros at ranks that are nobody's target."""
-    return lax.ppermute(x, axis, list(pairs))
+    """`x` of the source, at the target of each (source, target) pair; zeros at ranks that are nobody's target.
+
+    Ranks count as `axis` names its axes, the first varying slowest: as for `axis_index`, XLA's own collectives and a
+    PartitionSpec. `lax.ppermute` counts in the order of the mesh, or refuses any other.
+    """
+    names = (axis,) if isinstance(axis, str) else axis
+    ordered = tuple(sorted(names, key=jax.sharding.get_abstract_mesh().axis_names.index))
+    sizes = [lax.axis_size(name) for name in ordered]
+    in_mesh = np.arange(math.prod(sizes)).reshape(sizes).transpose([ordered.index(name) for name in names]).reshape(-1)
+    return lax.ppermute(x, ordered, in_mesh[np.array(list(pairs), int).reshape(-1, 2)].tolist())
 
 
 def pass_on(x: jax.Array, axis: Axis, by: int, num_ranks: int) -> jax.Array:

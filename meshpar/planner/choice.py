@@ -7,13 +7,19 @@ where the profile has it.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from meshpar.planner.accounts import Account, Comparison, account, printed
-from meshpar.planner.hardware import Link, Profile, parse_profile
+from meshpar.planner.hardware import HOST_DEVICES, Link, Profile, cluster_of, gpu_of_kind, parse_profile
 from meshpar.planner.units import si
 from meshpar.sharding.types import MeshLike, near, problem
+
+VARIABLE = "MESHPAR_CLUSTER"
+"""The environment variable that names a cluster, or a profile's file."""
 
 # The kernel's word for it, and the account's. Ties go to the first.
 KERNELS: Mapping[str, Mapping[str, str]] = {
@@ -67,7 +73,7 @@ def choose(
     payload_bytes: float,
     num_ranks: int,
     *,
-    cluster: str | Profile | Link,
+    cluster: str | Profile | Link | None = None,
     axes: Sequence[str] = (),
     mesh: MeshLike | None = None,
 ) -> Choice:
@@ -79,21 +85,23 @@ def choose(
       kernel: `all_reduce`, `all_gather` or `reduce_scatter`.
       payload_bytes: of an all-gather the gathered array, else the array before.
       num_ranks: ranks that take part together.
-      cluster: `h100:8x8`, a profile's file, a `Cluster`, measured `Links`, or a single `Link`.
+      cluster: `h100:8x8`, a profile's file, a `Cluster`, measured `Links`, or a single `Link`. None: `links_here`, of
+        the devices here, and `why` says which.
       axes: the mesh axes that the ranks differ along. Of several, all but the last may be taken across groups and the
         last inside: an all-reduce is then priced in two levels, too.
       mesh: the mesh that has these axes, in the order of the cluster's devices; without it the ranks stand one after
         the other.
 
     Raises:
-      ValueError: no such kernel; no such cluster, or one that is too small; a profile that has not measured the axes.
+      ValueError: no such kernel; no such cluster, or one that is too small; a profile that has not measured the axes;
+        no cluster, and devices whose links nobody knows.
     """
     if kernel not in KERNELS:
         exists = "no algorithm is chosen for it"
         raise problem(f"kernel `{kernel}`", "choose an algorithm", exists, near(kernel, KERNELS))
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
         raise problem(f"kernel `{kernel}`", f"run on {num_ranks!r} ranks", "it is a whole number", "give 1 or more")
-    over = cluster if isinstance(cluster, Link) else parse_profile(cluster)
+    over = links_here(kernel) if cluster is None else cluster if isinstance(cluster, Link) else parse_profile(cluster)
     names = dict(KERNELS[kernel])
     if num_ranks & (num_ranks - 1):
         names = {name: priced for name, priced in names.items() if priced not in POWERS_OF_TWO}
@@ -103,7 +111,43 @@ def choose(
     accounts = {name: account(priced, payload_bytes, num_ranks, over, **how) for name, priced in names.items()}
     ranked = dict(sorted(accounts.items(), key=lambda item: item[1].time_s))
     (first, best), *rest = ranked.items()
-    return Choice(kernel=kernel, algorithm=first, time_s=best.time_s, alternatives=ranked, why=_why(first, best, rest))
+    why = _why(first, best, rest)
+    if cluster is None and not isinstance(over, Link):
+        why += f"; links: {over.source or over.name}"
+    return Choice(kernel=kernel, algorithm=first, time_s=best.time_s, alternatives=ranked, why=why)
+
+
+def links_here(kernel: str) -> Profile:
+    """What links the devices of the mesh in force, or else of this process.
+
+    The profile or cluster that MESHPAR_CLUSTER names; else, of GPUs that the catalogue knows, their data sheets, and of
+    CPU host devices `HOST_DEVICES`.
+
+    Raises:
+      ValueError: nobody knows.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        return parse_profile(named)
+    mesh, kind = jax.sharding.get_abstract_mesh(), jax.devices()[0].device_kind
+    if mesh.abstract_device is not None:
+        kind = mesh.abstract_device.device_kind
+    num_devices = jax.device_count() if mesh.empty else mesh.size
+    gpu = gpu_of_kind(kind)
+    # Devices that are only compiled for do not tell how they stand in nodes.
+    if gpu is not None and jax.devices()[0].device_kind == kind:
+        per_node = min(jax.local_device_count(), num_devices)
+        return cluster_of(gpu, nodes=-(-num_devices // per_node), gpus_per_node=per_node)
+    # A mesh without devices may be of anything, and several processes talk over a network.
+    if kind == "cpu" and (mesh.empty or mesh.abstract_device is not None) and jax.process_count() == 1:
+        return HOST_DEVICES
+    raise problem(
+        kernel,
+        'use algorithm="auto"',
+        f"nothing says how the `{kind}` devices of this mesh are linked",
+        f'name their cluster, cluster="h100:8x8" or {VARIABLE}=h100:8x8; or measure them with '
+        'meshpar bench collectives --save my.json, and give cluster="my.json"',
+    )
 
 
 def _why(first: str, best: Account, rest: Sequence[tuple[str, Account]]) -> str:

@@ -39,8 +39,8 @@ def arrays(count, *, B=2, t=6, H=4, K=2, D=3, dtype="float64"):
     return tuple(qkv), weights
 
 
-def kernel(**options):
-    return lambda qkv: mc.ring_attention(*qkv, axis="x", **options)
+def kernel(axis="x", **options):
+    return lambda qkv: mc.ring_attention(*qkv, axis=axis, **options)
 
 
 def plain(**options):
@@ -56,7 +56,7 @@ def with_gradients(f, qkv, weights):
 def both(row, cases, dtype, apply=with_gradients, **sizes):
     """(kernel's, reference's) results of some cases, each side in one program."""
     qkv, weights = arrays(row.count, dtype=dtype, **sizes)
-    found = jax.jit(lambda: {n: apply(row.view(kernel(**CASES[n])), qkv, weights) for n in cases})()
+    found = jax.jit(lambda: {n: apply(row.view(kernel(row.axis, **CASES[n])), qkv, weights) for n in cases})()
     return found, jax.jit(lambda: {n: apply(plain(**CASES[n]), qkv, weights) for n in cases})()
 
 
@@ -73,6 +73,10 @@ def test_values_and_gradients_are_those_of_attention_over_the_whole_sequence(ran
     cases = CASES if count < 8 else ["zigzag, small tiles", "contiguous", "all to all"]
     with jax.enable_x64(True):
         close(*both(ranks(count), cases, "float64"), 1e-12)
+
+
+def test_axes_out_of_the_order_of_the_mesh(out_of_order):
+    close(*both(out_of_order, ["zigzag"], "float32", B=1, t=2), 1e-5)
 
 
 def test_float32_and_bfloat16(ranks):
@@ -212,6 +216,14 @@ def test_chunks_from_both_ends_meet():
     np.testing.assert_array_equal(mc.zigzag(x, 2), [[0, 1, 6, 7, 2, 3, 4, 5], [8, 9, 14, 15, 10, 11, 12, 13]])
     np.testing.assert_array_equal(mc.zigzag(jnp.arange(8), 4, dim=0), [0, 7, 1, 6, 2, 5, 3, 4])
     np.testing.assert_array_equal(mc.unzigzag(mc.zigzag(x, 4, dim=-1), 4, dim=-1), x)
+
+
+def test_there_and_back_over_axes_out_of_the_order_of_the_mesh(out_of_order):
+    row, x = out_of_order, jnp.arange(out_of_order.count * 2 * 6.0).reshape(-1, 2, 6)
+    for name in ("to_zigzag", "from_zigzag"):
+        move = functools.partial(getattr(mc, name), axis=row.axis)
+        found = jax.jit(functools.partial(with_gradients, row.view(move)))(x, jnp.cos(x))
+        jax.tree.map(np.testing.assert_array_equal, found, with_gradients(getattr(reference, name), x, jnp.cos(x)))
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
-from meshpar.collectives import auto, reference
-from meshpar.planner import cost
+from meshpar.collectives import reference
+from meshpar.planner import choice, cost
 from meshpar.planner.hardware import Link, Links, parse_cluster
 from meshpar.sharding.types import MeshparError
 
@@ -34,7 +35,7 @@ def steps_of(ranks, count, kernel, size=24):
 
 @pytest.fixture(autouse=True)
 def _no_cluster_named(monkeypatch):
-    monkeypatch.delenv(auto.VARIABLE, raising=False)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
 
 
 # The choice ----------------------------------------------------------------------------------------------------------
@@ -46,10 +47,10 @@ def test_short_messages_take_few_steps_and_long_ones_few_bytes():
     short = mc.choose("all_reduce", crossover * 0.5, 6, cluster=link)
     long = mc.choose("all_reduce", crossover * 100, 6, cluster=link)
     assert (short.algorithm, long.algorithm) == ("recursive_doubling", "ring")
-    for choice in (short, long):
-        times = [one.time_s for one in choice.alternatives.values()]
+    for found in (short, long):
+        times = [one.time_s for one in found.alternatives.values()]
         assert times == sorted(times)
-        assert choice.time_s == times[0] == choice.alternatives[choice.algorithm].time_s
+        assert found.time_s == times[0] == found.alternatives[found.algorithm].time_s
 
 
 def test_with_a_power_of_two_of_ranks_halving_has_the_rings_bytes_in_fewer_steps():
@@ -218,19 +219,42 @@ def trace(ranks, **options):
     return jax.eval_shape(ranks(2).view(kernel), rows(2))
 
 
-def test_links_that_nobody_knows_are_an_error(ranks):
+def test_host_devices_take_the_measured_default_and_the_choice_says_so(ranks):
+    """`.why` names what was measured, where and when; what runs is what `choose` says."""
+    num_bytes = {"short": 96, "long": 4_000_000}
+    found = {name: mc.choose("all_reduce", n, 6, axes=("x",), mesh={"x": 6}) for name, n in num_bytes.items()}
+    assert (found["short"].algorithm, found["long"].algorithm) == ("recursive_doubling", "ring")
+    for one in found.values():
+        assert "links: default for CPU host devices: meshpar bench collectives" in one.why
+        assert "-core" in one.why
+        assert one.alternatives["ring"].legs[0].where == "measured, for any axis"
+    assert "default for CPU" not in mc.choose("all_reduce", 96, 6, cluster="h100:1x8").why
+    kernel = functools.partial(mc.all_reduce, axis="x", algorithm="auto")
+    assert steps_of(ranks, 6, kernel) == found["short"].alternatives["recursive_doubling"].steps
+    both = functools.partial(mc.all_reduce, axis=("outer", "inner"), algorithm="auto")
+    parts = rows(6)
+    found = jax.jit(ranks(outer=2, inner=3).view(both))(parts)
+    np.testing.assert_array_equal(found, reference.all_reduce(parts))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_links_that_nobody_knows_are_an_error(monkeypatch, processes, ranks):
+    """Of a mesh that has no devices, and between processes."""
+    mesh = ranks(2).mesh if processes == 2 else jax.sharding.AbstractMesh((2,), ("x",))
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    kernel = functools.partial(mc.all_reduce, axis="x", algorithm="auto")
     with pytest.raises(MeshparError, match="nothing says how the `cpu` devices of this mesh are linked") as raised:
-        trace(ranks, algorithm="auto")
+        jax.eval_shape(jax.shard_map(kernel, mesh=mesh, in_specs=P("x"), out_specs=P("x")), rows(2))
     assert 'cluster="h100:8x8" or MESHPAR_CLUSTER=h100:8x8' in raised.value.fix
 
 
 def test_the_environment_names_a_cluster_or_a_profile(ranks, monkeypatch, tmp_path):
-    monkeypatch.setenv(auto.VARIABLE, "h100:1x8")
+    monkeypatch.setenv(choice.VARIABLE, "h100:1x8")
     assert trace(ranks, algorithm="auto").shape == (2, 24)
     SLOW_START.save(tmp_path / "mine.json")
-    monkeypatch.setenv(auto.VARIABLE, str(tmp_path / "mine.json"))
+    monkeypatch.setenv(choice.VARIABLE, str(tmp_path / "mine.json"))
     assert trace(ranks, algorithm="auto").shape == (2, 24)
-    monkeypatch.setenv(auto.VARIABLE, "h1000:1x8")
+    monkeypatch.setenv(choice.VARIABLE, "h1000:1x8")
     with pytest.raises(MeshparError, match="did you mean `h100`"):
         trace(ranks, algorithm="auto")
     trace(ranks, algorithm="auto", cluster=SLOW_START)  # the argument comes first
@@ -238,12 +262,12 @@ def test_the_environment_names_a_cluster_or_a_profile(ranks, monkeypatch, tmp_pa
 
 def test_devices_of_the_catalogue_need_no_name(ranks, monkeypatch):
     gpu = dataclasses.replace(parse_cluster("h100:1x8").gpu, device_kinds=("cpu",))
-    monkeypatch.setattr(auto, "gpu_of_kind", lambda kind: gpu if kind == "cpu" else None)
+    monkeypatch.setattr(choice, "gpu_of_kind", lambda kind: gpu if kind == "cpu" else None)
     assert trace(ranks, algorithm="auto").shape == (2, 24)
-    seen = []
-    monkeypatch.setattr(auto, "choose", lambda *args, **kw: seen.append(kw["cluster"]) or mc.choose(*args, **kw))
-    trace(ranks, algorithm="auto")
-    assert (seen[0].gpu, seen[0].nodes, seen[0].gpus_per_node) == (gpu, 1, 2)
+    with jax.set_mesh(ranks(2).mesh):
+        found = choice.links_here("all_reduce")
+    assert (found.gpu, found.nodes, found.gpus_per_node) == (gpu, 1, 2)
+    assert mc.choose("all_reduce", 1e6, 8).why.endswith("links: h100:1x8")
 
 
 def test_one_rank_needs_no_links(ranks):

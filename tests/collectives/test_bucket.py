@@ -62,6 +62,12 @@ def test_the_tree_is_reduced_array_by_array(ranks, bucket_bytes):
     jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(reference.all_reduce, tree))
 
 
+def test_axes_out_of_the_order_of_the_mesh(out_of_order):
+    tree = gradients(out_of_order.count)
+    found = jax.jit(out_of_order.view(functools.partial(mc.bucketed_all_reduce, axis=out_of_order.axis)))(tree)
+    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(reference.all_reduce, tree))
+
+
 def test_gradients_pass_through(ranks):
     tree = jax.tree.map(lambda x: x.astype("float32"), gradients(3))
 

@@ -72,6 +72,26 @@ def test_value_and_gradient_are_those_of_one_level(outcomes, groups, name):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("inside", [1, 2])
+@pytest.mark.parametrize("order", ["cba", *(pytest.param(o, marks=pytest.mark.matrix) for o in ("acb", "bca", "cab"))])
+def test_several_axes_inside_or_across_in_any_order(ranks, order, inside):
+    """Ranks count as over all axes, those across first, each level as it names its own."""
+    row = ranks(order=tuple(order), a=2, b=2, c=2)
+    levels = {"outer": row.axis[:-inside], "inner": row.axis[-inside:]}
+    reduce_in, exchange_in = rows(8, 5, 3), rows(8, 2, 8)
+    how = {"split_dim": 1, "concat_dim": 0}
+
+    def both(reduce, exchange):
+        return jax.jit(lambda: (with_gradient(reduce, reduce_in), with_gradient(exchange, exchange_in)))()
+
+    found = both(
+        row.view(functools.partial(mc.hierarchical_all_reduce, **levels)),
+        row.view(functools.partial(mc.hierarchical_all_to_all, **levels, **how)),
+    )
+    expected = both(reference.all_reduce, functools.partial(reference.all_to_all, **how))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
+
+
 @pytest.mark.parametrize(("outer", "inner"), [(2, 2), (2, 3), (3, 2), (2, 4), (4, 2)])
 def test_each_kind_of_link_carries_what_the_closed_form_says(ranks, outer, inner):
     found = by_axis(ranks(outer=outer, inner=inner).sent(REDUCE, (ELEMENTS,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from meshpar import collectives as mc
 from meshpar.collectives import reference, ring
@@ -77,7 +79,19 @@ CASES = {
     "all_reduce tree min": case("all_reduce", whole, algorithm="tree", op="min"),
     "all_reduce, servers": case("all_reduce", whole, algorithm="parameter_server", num_servers=1),
 }
-ROOTED = [name for name in CASES if name.split()[0] in ("broadcast", "reduce", "scatter", "gather")]
+POWER_OF_TWO = {
+    "all_gather doubling": case("all_gather", whole, algorithm="recursive_doubling"),
+    "reduce_scatter halving": case("reduce_scatter", divisible, dim=1, algorithm="recursive_halving"),
+}
+EACH_MOTION = (
+    "shift back",
+    "reduce max",
+    "gather",
+    "all_gather, rings",
+    "reduce_scatter",
+    "all_to_all",
+    "all_reduce tree",
+)
 
 
 def parts_of(shape, dtype="float32", seed=0):
@@ -167,6 +181,42 @@ def test_several_axes_count_as_one(ranks):
     row, parts = ranks(outer=2, inner=3), parts_of((6, 4))
     both = functools.partial(mc.all_gather, axis=("outer", "inner"))
     np.testing.assert_array_equal(jax.jit(row.view(both))(parts), reference.all_gather(parts))
+
+
+@pytest.mark.parametrize(
+    "names", [EACH_MOTION, pytest.param((*CASES, *POWER_OF_TWO), marks=pytest.mark.matrix)], ids=["few", "all"]
+)
+def test_axes_out_of_the_order_of_the_mesh(out_of_order, names):
+    row = out_of_order
+    known = {**CASES, **(POWER_OF_TWO if row.count & (row.count - 1) == 0 else {})}
+    cases = {name: known[name] for name in names if name in known}
+    arrays = {name: parts_of((row.count, *one.shape(row.count))) for name, one in cases.items()}
+
+    def all_of(use):
+        return jax.jit(lambda: {name: with_gradient(use(one), arrays[name]) for name, one in cases.items()})()
+
+    found = all_of(lambda one: row.view(functools.partial(one.kernel, axis=row.axis)))
+    expected = all_of(lambda one: one.reference)
+    for name in cases:
+        np.testing.assert_array_equal(found[name][0], expected[name][0], err_msg=name)
+        np.testing.assert_allclose(found[name][1], expected[name][1], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_ranks_count_in_any_order_of_two_or_three_axes(ranks):
+    """A message goes to the rank of that number as PartitionSpecs, `axis_index` and XLA's own collectives have it."""
+    sizes = {"a": 2, "b": 2, "c": 2}
+    orders = [order for number in (2, 3) for order in itertools.permutations(sizes, number)]
+
+    def kernel(axis, x):
+        return mc.shift(x, axis=axis), mc.all_gather(x, axis=axis) - lax.all_gather(x, axis, tiled=True)
+
+    def run(order):
+        return ranks(order=order, **sizes).view(functools.partial(kernel, order))(parts_of((2 ** len(order), 2)))
+
+    found = jax.jit(lambda: [run(order) for order in orders])()
+    for order, (shifted, differs) in zip(orders, found, strict=True):
+        np.testing.assert_array_equal(shifted, reference.shift(parts_of(shifted.shape)), err_msg=str(order))
+        assert not differs.any(), order
 
 
 def test_other_axes_keep_apart(ranks):

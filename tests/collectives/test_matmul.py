@@ -86,6 +86,17 @@ def test_value_and_gradient_are_the_references(ranks, cases, count):
 
 
 @pytest.mark.parametrize("cases", [gathers, scatters])
+def test_axes_out_of_the_order_of_the_mesh(out_of_order, cases):
+    row = out_of_order
+    _, operands, kernel, plain = next(iter(cases(row.count)))
+    view = on(row, functools.partial(kernel, axis=row.axis))
+    found = jax.jit(functools.partial(with_gradient, view))(operands)
+    expected = jax.jit(functools.partial(with_gradient, lambda operands: plain(*operands)))(operands)
+    np.testing.assert_array_equal(found[0], expected[0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), found[1], expected[1])
+
+
+@pytest.mark.parametrize("cases", [gathers, scatters])
 def test_integers_and_bfloat16_stay_what_they_are(ranks, cases):
     pairs = [(kernel, plain, operands) for _, operands, kernel, plain in cases(3)]
     ints, halves = (

@@ -212,6 +212,25 @@ def test_any_number_of_ranks(outcomes, name, counts):
     check(outcomes(*counts), name, counts)
 
 
+@pytest.mark.parametrize("num_outer", [0, 1])
+def test_axes_out_of_the_order_of_the_mesh(out_of_order, num_outer):
+    """Nothing is sent by permutes: XLA's own collectives count ranks as the axes are named."""
+    row = out_of_order
+    inner, outer = row.axis[num_outer:], row.axis[:num_outer]
+    names = ("gather", "scatter", "reduce")
+    arrays = {name: normal(row.count, *CASES[name][1](row.count)) for name in names}
+    pairs = {name: case(name, axis=inner, outer=outer or None) for name in names}
+    outcome = (
+        jax.jit(lambda: {n: with_gradient(row.view(pairs[n][0]), x) for n, x in arrays.items()})(),
+        jax.jit(lambda: {n: with_gradient(pairs[n][1], x) for n, x in arrays.items()})(),
+        arrays,
+    )
+    sizes = dict(row.mesh.shape)
+    num_nodes = int(np.prod([sizes[axis] for axis in outer], dtype=int))
+    for name in names:
+        check(outcome, name, (num_nodes, row.count // num_nodes))
+
+
 def check(outcome, name, counts):
     found, expected, arrays = outcome
     num_ranks, num_nodes = int(np.prod(counts)), counts[0] if len(counts) == 2 else 1

@@ -31,6 +31,8 @@ class Case:
     """A layer on a mesh of host devices. Tokens are cut over all axes but `tensor`, each expert's width over that."""
 
     axes: tuple[tuple[str, int], ...]
+    mesh_order: tuple[str, ...] = ()
+    """Of the mesh's axes; by default as they are above, where specs and kernels name them."""
     tokens: int = 8
     """Of one rank."""
     k: int = 2
@@ -63,7 +65,8 @@ class Case:
 
     @property
     def mesh(self):
-        names, sizes = zip(*self.axes, strict=True)
+        names = self.mesh_order or tuple(dict(self.axes))
+        sizes = [dict(self.axes)[name] for name in names]
         devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
         return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
@@ -224,6 +227,23 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equal_to_the_dense_reference(case):
+    assert_equal(case)
+
+
+SWAPPED = {"mesh_order": ("inner", "outer"), "num_experts": 12}
+OUT_OF_ORDER = {
+    "dropless": Case(on(outer=2, inner=3), **SWAPPED),
+    "two levels": Case(on(outer=2, inner=3), implementation="hierarchical", **SWAPPED),
+    "buffers": Case(on(outer=2, inner=3), capacity=2, **SWAPPED),
+    "rows cut, too": Case(on(outer=2, data=2, inner=2), mesh_order=("inner", "data", "outer")),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=n, marks=() if n == "two levels" else pytest.mark.matrix) for n, c in OUT_OF_ORDER.items()],
+)
+def test_axes_out_of_the_order_of_the_mesh(case):
     assert_equal(case)
 
 

@@ -64,7 +64,9 @@ def on_one_device(framework, dtype):
 KEYS_WHOLE = mp.Rules(kv_heads=None, act_kv_heads=None)
 ONCE = {"accumulate": 2, "accumulate_mode": "once"}
 CP, TP, TP_SEQ = mp.context_parallel(), mp.tensor_parallel(), mp.tensor_parallel(sequence=True)
+OTHER_WAY_ROUND = mp.Rules(seq=("tensor", "context"), norm_seq=("tensor", "context"))
 CASES = {
+    "tensor before context": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | CP | OTHER_WAY_ROUND, {}),
     "context 2": (mp.MeshSpec(context=2), mp.ddp() | CP, {}),
     "context 4": (mp.MeshSpec(context=4), mp.ddp() | CP, {}),
     "context 8": (mp.MeshSpec(context=8), mp.ddp() | CP, {}),
@@ -78,6 +80,7 @@ CASES = {
     "accumulate once": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | CP, {**ONCE, "remat": "all_dots"}),
 }  # fmt: skip
 QUICK = [
+    ("nnx", "tensor before context"),
     ("nnx", "context 4"),
     ("nnx", "all"),
     ("nnx", "accumulate once"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -234,6 +235,16 @@ def test_a_profile_of_other_devices_holds_links_only(tmp_path):
     for asked in (path, links):
         with pytest.raises(MeshparError, match="measured on `cpu` devices: it holds links, and nothing about a GPU"):
             parse_cluster(asked)
+
+
+def test_the_default_of_host_devices_holds_for_any_axis_and_says_where_it_is_from():
+    default = hardware.HOST_DEVICES
+    assert default.measured(["data"], permute=True) == default.measured(["a", "b"], permute=True)
+    assert hardware.Links.from_json(default.to_json()) == default
+    assert re.search(r"meshpar bench collectives .*\d{4}-\d\d-\d\d", default.source)
+    own = hardware.Links(devices="cpu", axes={"data": SLOW, hardware.ANY: FAST})
+    assert (own.measured(["data"]), own.measured(["tensor"])) == (SLOW, FAST)
+    assert own.name == "cpu links of data, any axis"
 
 
 @pytest.mark.parametrize(
