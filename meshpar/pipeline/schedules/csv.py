@@ -18,9 +18,7 @@ _KINDS = {"F": "F", "B": "BW", "I": "B", "W": "W"}
 _LETTERS = {kinds: letter for letter, kinds in _KINDS.items()}
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
-_IMPLIED = re.compile(
-    r"([0-9]{1,9})(?:(?:WAIT_)?REDUCE_GRAD|UNSHARD|RESHARD|(?:(?:WAIT_)?SEND|RECV)_[FB]([0-9]{1,9}))"
-)
+_IMPLIED = re.compile(r"([0-9]{1,9})(?:(?:WAIT_)?REDUCE_GRAD|UNSHARD|RESHARD|(?:(?:WAIT_)?SEND|RECV)_[FB]([0-9]{1,9}))")
 """What a table of torch's may say beside compute, and what a schedule implies here: gradients are summed behind the
 loop, the strategy says when weights are gathered, and results go to the neighbours as soon as they are made."""
 
@@ -36,7 +34,11 @@ def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     if not any(map(any, cells)):
         raise problem(str(path), "read a schedule", "it has no cell", "write a row for each rank, as `0F0,0B0`")
     found = [
-        [_actions(cell, f"{path}, row {r}, column {c}") for c, cell in enumerate(row) if cell and not _IMPLIED.fullmatch(cell)]
+        [
+            _actions(cell, f"{path}, row {r}, column {c}")
+            for c, cell in enumerate(row)
+            if cell and not _IMPLIED.fullmatch(cell)
+        ]
         for r, row in enumerate(cells)
     ]
     parts = _parts(str(path), found)
@@ -61,8 +63,8 @@ def _actions(cell: str, where: str) -> list[tuple[int, str, int]]:
         raise problem(
             where,
             f"read `{cell}`",
-            "a cell is global stage, op (F, B, I or W) and microbatch, or an overlapped F and B or I; beside these, the "
-            "messages, UNSHARD, RESHARD and REDUCE_GRAD of torch's compute_comms format are read, as implied",
+            "a cell is global stage, op (F, B, I or W) and microbatch, an overlapped F and B or I, or what a schedule "
+            "implies: SEND_F, RECV_B, UNSHARD and the like, as torch writes them",
             "write it as `3F1`, or `(5F9;5B5)OVERLAP_F_B`; leave it empty for an idle tick",
         )
     return found
