@@ -27,6 +27,8 @@ from meshpar.collectives.check import Axis, check_choice, checked_count, checked
 from meshpar.collectives.wire import cut, flat_parts, join, unflat, varying
 from meshpar.sharding.types import problem
 
+_SMALLEST = 2.0**-126
+"""The smallest normal float32: XLA computes with zero for what is below."""
 BLOCK = 256
 """Elements that share a scale: its four bytes are 1.6 % of them."""
 
@@ -69,12 +71,13 @@ def error_bound(largest: Any, *, dtype: str = "int8", stochastic: bool = False) 
     """How far one quantization moves an element of a block whose largest absolute value is `largest`, at the most.
 
     Half a step of the format where it is coarsest, a whole one with stochastic rounding: `largest` / 254 or / 127 for
-    int8, / 28 or / 14 for fp8. For fp8 that is for the largest elements; smaller ones of size a move a / 16 at the
-    most, or `largest` / 2^19 where that is more. Arithmetic in float32 adds `largest` / 2^21.
+    int8, / 28 or / 14 for fp8. For fp8 that is for the largest elements; smaller ones of size a move a / 16 (a / 8) at
+    the most, or `largest` / 2^18 (/ 2^17) where that is more. Arithmetic in float32 adds `largest` / 2^21, and 2^-126:
+    no number below that, the smallest normal one, is kept.
     """
     known = _format("error_bound", dtype)
     gap = known.largest_gap / known.limit
-    return largest * ((gap if stochastic else gap / 2) + 2.0**-21)
+    return largest * ((gap if stochastic else gap / 2) + 2.0**-21) + _SMALLEST
 
 
 def quantize(
@@ -83,8 +86,9 @@ def quantize(
     """Symmetric quantization, one scale for each run of at most `block` elements of the flattened array.
 
     The runs are as equal as can be, with zeros at the end of the last. A block of zeros stays zeros. A block that holds
-    an infinity or a NaN becomes NaN throughout: nothing that is not finite is clipped to something that is. A block
-    with nothing above 2^-119 becomes zeros, because its scale is no normal float32.
+    an infinity or a NaN becomes NaN throughout: nothing that is not finite is clipped to something that is. No scale is
+    below 2^-126, the smallest normal float32, and nothing below that is kept: that is a block of largest element under
+    127 · 2^-126 with int8, 448 · 2^-126 with fp8, in steps of 2^-126.
 
     Args:
       x: computed with in float32.
@@ -134,7 +138,8 @@ def _quantized(blocks: jax.Array, known: _Format, key: jax.Array | None) -> tupl
     """float32 numbers that the format has, and the scales."""
     blocks = blocks.astype(jnp.float32)
     largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0.0)
-    scales = jnp.where(jnp.isfinite(largest), largest / known.limit, jnp.nan)
+    # A smaller scale would be flushed to zero, and the block with it.
+    scales = jnp.where(jnp.isfinite(largest), jnp.maximum(largest / known.limit, _SMALLEST), jnp.nan)
     wide = scales[..., None]
     in_steps = jnp.where(wide > 0, blocks / wide, 0.0)  # NaN is not above 0: those blocks are zeros times NaN
     step = _gap(in_steps) if known.dtype == jnp.float8_e4m3fn else 1.0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from meshpar.parallel.part import Facts, Need, Part, RuleSets, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.types import near, problem
+
+if TYPE_CHECKING:
+    from meshpar.pipeline.schedules import Schedule
 
 Gather: TypeAlias = Literal["step", "microbatch"]
 
@@ -29,10 +32,22 @@ class Pipeline(Part):
     forward and backward of a microbatch and held as shards."""
     axis: str = "stage"
 
+    fewer_layers: tuple[int, int] = (0, 0)
+    """How many layers fewer than those between the first and the last part of the model have, beside embedding and head."""
+
     name = "pipeline_parallel"
 
     def __post_init__(self) -> None:
         axes_of(self.name, self.axis)
+        fewer = self.fewer_layers
+        whole = isinstance(fewer, tuple) and all(type(count) is int and count >= 0 for count in fewer)
+        if not whole or len(fewer) != 2:
+            where, fix = (
+                f"pipeline_parallel(fewer_layers={fewer!r})",
+                "write fewer_layers=(0, 1) for a lighter last part",
+            )
+            exists = "it is two whole numbers, of the first part and of the last"
+            raise problem(where, "make parts that much lighter", exists, fix)
         for field in ("stages", "microbatches", *(() if self.chunks is None else ("chunks",))):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -50,14 +65,40 @@ class Pipeline(Part):
                 where, exists = f"pipeline_parallel(chunks={self.chunks})", "a file says which parts a stage holds"
                 raise problem(where, f"run `{self.schedule}` with so many", exists, "leave chunks out")
         else:
-            from meshpar.pipeline.schedules import make
+            self.table()
 
-            make(
-                self.schedule,
-                self.stages,
-                self.microbatches,
-                **({} if self.chunks is None else {"chunks": self.chunks}),
+    def table(self) -> Schedule:
+        """The schedule that is named."""
+        from meshpar.pipeline.schedules import Schedule, make
+
+        if self.schedule.endswith(".csv"):
+            return Schedule.from_csv(self.schedule)
+        options = {} if self.chunks is None else {"chunks": self.chunks}
+        return make(self.schedule, self.stages, self.microbatches, **options)
+
+    def layers_of_parts(self, num_layers: int, num_parts: int) -> tuple[int, ...]:
+        """How many layers each part of the model runs: as even as they go, what is over to the parts between the ends.
+
+        Raises:
+          ValueError: a part would have none.
+        """
+        first, last = self.fewer_layers
+        level, over = divmod(num_layers + first + last, num_parts)
+        counts = [level] * num_parts
+        for part in [*range(1, num_parts - 1), 0, num_parts - 1][:over]:
+            counts[part] += 1
+        counts[0] -= first
+        counts[-1] -= last
+        if min(counts) < 1:
+            lighter = any(self.fewer_layers)
+            least = num_parts * (1 + max(first, last)) - first - last
+            raise problem(
+                f"{num_layers} stacked layers under pipeline_parallel(schedule={self.schedule!r})",
+                f"be cut into {num_parts} parts" + f" with fewer_layers={self.fewer_layers}" * lighter,
+                "every part of the model has one layer at the least",
+                f"use {least} layers or more, or fewer stages (times chunks)" + ", or leave fewer_layers out" * lighter,
             )
+        return tuple(counts)
 
     def rules(self) -> RuleSets:
         rules = split(self.name, {"layers": self.axis})
@@ -83,6 +124,7 @@ def pipeline_parallel(
     schedule: str = "1f1b",
     chunks: int | None = None,
     gather: Gather = "step",
+    fewer_layers: tuple[int, int] = (0, 0),
     axis: str = "stage",
 ) -> Strategy:
     """Pipeline parallel: the stacked layers split over `axis`, and every batch run through them in microbatches.
@@ -94,6 +136,11 @@ def pipeline_parallel(
     every stage; their gradients are sent from the stage that makes them, or summed where two do. The stages meet at the
     end of a step, for the gradient norm and the metrics.
 
+    Layers need not divide: parts have as many as they go evenly, those between the ends what is over, 10 layers on 4
+    stages 2, 3, 3 and 2. Between steps such layers are split over `axis` along another dim (the largest that divides,
+    not split otherwise where there is one), and go to their stages once a step; a leaf with no such dim is whole on
+    every stage. `Setup.table` tells.
+
     Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters
     Using Megatron-LM"; Qi et al. 2024, "Zero Bubble Pipeline Parallelism".
 
@@ -103,6 +150,8 @@ def pipeline_parallel(
       schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file.
       chunks: shares of the layers on one stage, for the interleaved schedule.
       gather: with `fsdp()`, weights are gathered once a "step" and held, or for every "microbatch" and dropped again.
+      fewer_layers: how many layers fewer than those between the first and the last part of the model have, to make up
+        for embedding and head.
       axis: the mesh axis of the stages.
 
     Raises:
@@ -112,10 +161,13 @@ def pipeline_parallel(
       >>> pipeline_parallel(stages=4, microbatches=16, schedule="zb-h1")
       pipeline_parallel(stages=4, microbatches=16, schedule='zb-h1')
     """
-    return Strategy(
-        (
-            Pipeline(
-                stages=stages, microbatches=microbatches, schedule=schedule, chunks=chunks, gather=gather, axis=axis
-            ),
-        )
+    part = Pipeline(
+        stages=stages,
+        microbatches=microbatches,
+        schedule=schedule,
+        chunks=chunks,
+        gather=gather,
+        axis=axis,
+        fewer_layers=fewer_layers,
     )
+    return Strategy((part,))

@@ -470,7 +470,8 @@ class _Trace:
             if self.functions.weight is not None:
                 # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
                 d_ends, dy = jax.tree.map(
-                    lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(weight > 0, g, 0), (d_ends, dy)
+                    lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(weight > 0, g, jnp.zeros_like(g)),
+                    (d_ends, dy),
                 )
             added = {name: sums.metrics[name] + x for name, x in metrics.items()}
             return self._laid(dy), dataclasses.replace(

@@ -103,7 +103,7 @@ class Pipeline:
         at_entry = self._entering(specs, own)
         auto = jax.tree.map(lambda spec: without_axes(spec, manual), specs, is_leaf=is_spec)
         sharded = jax.tree.map(lambda spec: _only(spec, manual), at_entry, is_leaf=is_spec)
-        params = self._laid(params, at_entry)
+        params = self.laid(params, at_entry)
         executor = Executor(
             plan=plan,
             functions=self.functions,
@@ -167,7 +167,7 @@ class Pipeline:
         with jax.named_scope("gradients_meet"):
             parts = jax.tree.map(lambda g: _summed(g, 0), grads.parts)
             ends = jax.tree.map(lambda g: _summed(g, 1), grads.ends)
-            grads = self._laid(Params(parts, self._over_stages(ends, grad_specs.ends, owners)), grad_specs)
+            grads = self.laid(Params(parts, self._over_stages(ends, grad_specs.ends, owners)), grad_specs)
         return told, grads
 
     def _entering(self, specs: Params, own: PyTree) -> Params:
@@ -179,7 +179,7 @@ class Pipeline:
         parts = specs.parts if self.gather == "microbatch" else _each(whole, specs.parts, own)
         return Params(parts, _each(lambda spec: without_axes(spec, self.batch_axes), specs.ends))
 
-    def _laid(self, tree: PyTree, specs: PyTree) -> PyTree:
+    def laid(self, tree: PyTree, specs: PyTree) -> PyTree:
         return jax.tree.map(
             lambda spec, x: lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)), specs, tree,
             is_leaf=is_spec,

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
+from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.sharding.adapters import Model, Variables
 from meshpar.sharding.mesh import check_mesh
 from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve, use
@@ -30,6 +31,7 @@ from meshpar.sharding.types import (
     num_shards,
     path_str,
     problem,
+    spec_axes,
     tree_leaves_with_paths,
 )
 from meshpar.training.precision import Precision, cast_floating
@@ -212,7 +214,8 @@ def lay_out(
         variables = variables._replace(params=cast)
     leaves, extra_leaves = _leaves(variables.params, names), _leaves(variables.extra, {})
     parts = (strategy.params, strategy.grads, strategy.optimizer)
-    decided = {rules: [resolve(leaf, rules, mesh) for leaf in leaves] for rules in dict.fromkeys(parts)}
+    by_stage = _ByStage.of(strategy, mesh)
+    decided = {rules: [by_stage.resolve(leaf, rules) for leaf in leaves] for rules in dict.fromkeys(parts)}
     params, grads, updates = (decided[rules] for rules in parts)
     _check_rules_used(leaves, extra_leaves, [*params, *grads, *updates], strategy)
     opt_state = None if tx is None else jax.eval_shape(tx.init, variables.params)
@@ -242,6 +245,57 @@ def lay_out(
         variables=variables,
         opt_state=opt_state,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ByStage:
+    """Decisions about leaves, where stages may run unequal numbers of layers."""
+
+    mesh: AnyMesh
+    pipelined: PipelinePart | None
+    num_parts: int
+
+    @staticmethod
+    def of(strategy: Strategy, mesh: AnyMesh) -> _ByStage:
+        pipelined = strategy.pipeline
+        return _ByStage(
+            mesh=mesh, pipelined=pipelined, num_parts=1 if pipelined is None else pipelined.table().num_parts
+        )
+
+    def resolve(self, leaf: Leaf, rules: Rules) -> Decision:
+        """As `rules.resolve`. A stack of layers that parts share unequally is split over the stages along another dim.
+
+        Devices hold equal shards, so those cannot be layers; the step takes the layers to their stages.
+        """
+        rule = rules.name_rule("layers")
+        if self.pipelined is None or rule is None or rule.value != self.pipelined.axis:
+            return resolve(leaf, rules, self.mesh)
+        axis, sizes = self.pipelined.axis, axis_sizes(self.mesh)
+        found = resolve(leaf, rules | Rules(layers=None), self.mesh)
+        if (found.leaf.names or ())[:1] != ("layers",) or axis in _axes_of(found.spec):
+            return resolve(leaf, rules, self.mesh)
+        counts = self.pipelined.layers_of_parts(leaf.shape[0], self.num_parts)
+        if len(set(counts)) == 1:
+            return resolve(leaf, rules, self.mesh)
+        entries = [spec_axes(entry) for entry in found.spec]
+        fits = [
+            dim
+            for dim, (size, axes) in enumerate(zip(leaf.shape, entries, strict=True))
+            if dim and size and size % math.prod(sizes[a] for a in (*axes, axis)) == 0
+        ]
+        where = "whole on every stage between steps"
+        if fits:
+            dim = max(fits, key=lambda dim: (not entries[dim], leaf.shape[dim], -dim))
+            entries[dim] = (*entries[dim], axis)
+            where = f"dim {dim} split over `{axis}` between steps"
+        spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+        return dataclasses.replace(
+            found,
+            rule=f"{rule}, {'+'.join(map(str, counts))} layers: {where}" + f"; {found.rule}" * any(found.spec),
+            spec=spec,
+            shards=num_shards(spec, self.mesh),
+            sources=found.sources - {(USER, "layers")} | {(rule.origin, rule.key)},
+        )
 
 
 def _leaves(tree: PyTree, names: Mapping[str, Names]) -> list[Leaf]:

@@ -55,9 +55,36 @@ def test_every_element_is_within_the_bound(dtype, block, stochastic):
         width = -(-x.size // -(-x.size // block))
         blocks = np.pad(np.abs(np.asarray(x, "float64")), (0, -x.size % width)).reshape(-1, width)
         largest = np.repeat(blocks.max(1), width)[: x.size]
-        # Below 2^-119 a scale is no normal number, and the block is zeros.
-        bound = np.maximum(error_bound(largest, dtype=dtype, stochastic=stochastic), (largest < 2.0**-117) * largest)
+        bound = error_bound(largest, dtype=dtype, stochastic=stochastic)
         assert (np.abs(found - np.asarray(x, "float64")) <= bound).all(), name
+
+
+EDGES = [2.0**-e for e in range(110, 128)] + [
+    limit * 2.0**-126 * (1 + off) for limit in (127.0, 448.0) for off in (-(2.0**-20), 0.0, 2.0**-20)
+]
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_smallest_blocks_are_within_the_bound(dtype, stochastic):
+    key = jax.random.key(2) if stochastic else None
+    shape = np.concatenate([[1.0, -1.0, 0.0], np.geomspace(2.0**-20, 1.0, 61)])
+    for largest in EDGES:
+        x = (largest * shape).astype("float32")
+        found = np.asarray(there_and_back(jnp.asarray(x), dtype=dtype, block=64, key=key), "float64")
+        bound = error_bound(largest, dtype=dtype, stochastic=stochastic)
+        assert (np.abs(found - x.astype("float64")) <= bound).all(), largest
+        if largest >= 2.0**-123:  # not one that is zeros throughout
+            assert found.max() >= largest / 2, largest
+    assert error_bound(2.0**-126, dtype=dtype) < 2.0**-125
+
+
+@pytest.mark.parametrize(("stochastic", "relative", "least"), [(False, 1 / 16, 2.0**-18), (True, 1 / 8, 2.0**-17)])
+def test_fp8_moves_small_elements_no_further_than_it_says(stochastic, relative, least):
+    x = jnp.asarray([448.0, 2.0**-10, 3 * 2.0**-10, *np.geomspace(2.0**-12, 448.0, 997)], "float32")
+    key = jax.random.key(3) if stochastic else None
+    error = jnp.abs(there_and_back(x, dtype="fp8", block=1000, key=key) - x)
+    assert (error <= jnp.maximum(x * relative, 448 * least) + 448 * 2.0**-21).all()
 
 
 def test_fp8_keeps_small_elements_beside_a_large_one():

@@ -198,11 +198,43 @@ def test_only_neighbours_send():
 
 
 def test_a_deadlock_names_both_sides():
-    rows = [[(Op("F", 0),), (Op("B", 0),), (Op("W", 0),)], [(Op("B", 0),), (Op("F", 0),), (Op("W", 0),)]]
-    with pytest.raises(MeshparError, match="stage [01].*waits for [FB] of microbatch 0 on part 1.*a deadlock"):
-        Schedule.from_order("stuck", rows)
-    with pytest.raises(MeshparError, match="waits for B of microbatch 0 on part 1.*no stage runs that op"):
-        Schedule.from_order("stuck", [rows[0], [(Op("F", 0),)]])
+    message = r"stage 1, block 0 \(F1.0\): asked to wait for F .* of microbatch 1 on part 0 .*stage 0, .* a deadlock"
+    with pytest.raises(MeshparError, match=message):
+        Schedule.from_order("stuck", [ops("F0 B0 W0 F1 B1 W1"), ops("F1 F0 B0 W0 B1 W1")])
+    # A stage that only waits for a cycle of others is not blamed.
+    middle = [ops("F0 F1 B0 W0 B1 W1"), ops("F0 B0 W0 F1 B1 W1"), ops("F1 F0 B0 W0 B1 W1")]
+    with pytest.raises(MeshparError, match=r"stage [12], block .*a deadlock"):
+        Schedule.from_order("stuck", middle)
+
+
+def ops(text: str) -> list:
+    return [(Op(one[0], int(one[1:])),) for one in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            ["F0 B0 W0", "B0 W0"],
+            r"stage 1, block 0 \(B0.0\): asked to use what F \(forward\) of microbatch 0 on part 1 of the model makes, "
+            r"but no stage runs that op. To fix it: add F of microbatch 0 to the row of the stage that holds part 1",
+        ),
+        (["B0 W0", "F0 B0 W0"], r"stage 1, block 0 \(F0.0\): asked to use what F .* microbatch 0 on part 0 .*no stage"),
+        (["F0 B0 W0", "F0 W0"], r"stage [01], block 1 .*: asked to use what B .* microbatch 0 on part 1 .*no stage"),
+        (
+            ["F0 W0 B0", "F0 B0 W0"],
+            r"stage 0, block 1 \(W0.0\): asked to run W \(weight gradient\) of microbatch 0 on part 0 .* before "
+            r"B \(input gradient\) .*W uses what B .* block 2 .* move B of microbatch 0 in front of its W",
+        ),
+        (["B0 F0 W0", "F0 B0 W0"], r"stage 0, block 0 \(B0.0\): asked to run B .* before F .* move F of"),
+        (["F0 B0 W0", "B0 F0 W0"], r"stage 1, block 0 \(B0.0\): asked to run B .* before F .* move F of"),
+        (["F0 B0 W0 F1 B1 W1", "F0 F1 B0 W0 W1 B1"], "stage 1, block 4 .* asked to run W .* microbatch 1 .* before B"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_too_early_is_no_deadlock(rows, message):
+    with pytest.raises(MeshparError, match=message) as caught:
+        Schedule.from_order("odd", [ops(row) for row in rows])
+    assert "deadlock" not in str(caught.value)
 
 
 def test_blocks_begin_and_end_as_one():

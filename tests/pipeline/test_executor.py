@@ -839,6 +839,31 @@ def test_a_microbatch_of_no_weight_has_no_part_in_the_mean():
     np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [bool, "int8"])
+def test_what_has_no_gradient_goes_along_under_a_weight(dtype):
+    rows = {"x": jnp.arange(12.0).reshape(4, 3), "weight": jnp.asarray([0.0, 0.0, 1.0, 3.0])}
+
+    def first(ends, micro):
+        return micro.rows["x"], (micro.rows["x"] > 4).astype(dtype)
+
+    def stage(w, given, micro):
+        x, big = given
+        return jnp.tanh(x * w) + big, big
+
+    def last(ends, given, micro):
+        weight = micro.rows["weight"].sum()
+        return ((given[0] ** 2).mean(-1) * micro.rows["weight"]).sum() / weight, {"weight": weight}
+
+    def whole(w):
+        micro = Micro(rows, None, 0)
+        return last(None, stage(w[1], stage(w[0], first(None, micro), micro), micro), micro)[0]
+
+    result, grads = of_two(stage, last, first, rows, weight="weight")
+    loss, wanted = jax.value_and_grad(whole)(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]]))
+    np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_it_runs_outside_of_jit_too():
     case = Case(dtype="float32")
     run = value_and_grad(case.stage, case.last, schedule=case.table, mesh=case.mesh, first_fn=case.first)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 
 import pytest
 
@@ -59,16 +61,79 @@ def test_a_file_of_others(tmp_path):
     schedule.slots().validate(schedule)
 
 
+# As torch's 1F1B and GPipe are written, and the compute_comms table that it makes of an interleaved zero-bubble one.
+REDUCED = """\
+0F0,0F1,0B0,0F2,0B1,0B2,0REDUCE_GRAD,0WAIT_REDUCE_GRAD
+1F0,1B0,1F1,1B1,1F2,1B2,1REDUCE_GRAD
+"""
+WITH_MESSAGES = """\
+0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0I0,0WAIT_SEND_F0,0W0,0RECV_B1,0I1,0W1,0REDUCE_GRAD,0RESHARD
+1UNSHARD,1RECV_F0,1F0,1RECV_F1,1I0,1SEND_B0,1F1,1I1,1SEND_B1,1W0,1W1,1REDUCE_GRAD,1RESHARD,1WAIT_SEND_B0
+"""
+
+
+def test_what_a_schedule_implies_is_read_as_that(tmp_path):
+    (tmp_path / "1f1b.csv").write_text(REDUCED)
+    assert Schedule.from_csv(tmp_path / "1f1b.csv") == make("1f1b", 2, 3)
+    (tmp_path / "zb-h1.csv").write_text(WITH_MESSAGES)
+    compute = re.compile(r"[0-9]+[FBIW][0-9]+")
+    rows = [[cell for cell in row.split(",") if compute.fullmatch(cell)] for row in WITH_MESSAGES.splitlines()]
+    (tmp_path / "compute.csv").write_text("\n".join(map(",".join, rows)))
+    found = Schedule.from_csv(tmp_path / "zb-h1.csv", name="compute")
+    assert found == Schedule.from_csv(tmp_path / "compute.csv")
+    assert [op.text(chunked=False) for block in found.order()[1] for op in block] == [
+        "F0", "B0", "F1", "B1", "W0", "W1"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dualpipe"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 5)])
+def test_what_is_written_is_what_torch_reads(name, p, m, tmp_path):
+    # torch's rules for a compute_only table: one action a cell, forward before backward, input before weights, every
+    # global stage on one rank, each with so many forwards and whole or split backwards as there are microbatches.
+    make(name, p, m).to_csv(tmp_path / "schedule.csv")
+    action = re.compile(r"(\d+)(F|I|B|W)(\d+)")
+    ranks: dict[int, int] = {}
+    done: Counter[tuple[str, str]] = Counter()
+    rows = (tmp_path / "schedule.csv").read_text().splitlines()
+    assert len(rows) == p
+    for rank, row in enumerate(rows):
+        before = set()
+        for cell in filter(None, row.split(",")):
+            pair = re.fullmatch(r"\((.*);(.*)\)OVERLAP_F_B", cell)
+            for one in pair.groups() if pair else (cell,):
+                stage, kind, microbatch = action.fullmatch(one).groups()
+                assert ranks.setdefault(int(stage), rank) == rank
+                needed = {"F": None, "B": "F", "I": "F", "W": "I"}[kind]
+                assert needed is None or (stage, needed, microbatch) in before
+                before.add((stage, kind, microbatch))
+                done[stage, kind] += 1
+    assert sorted(ranks) == [*range(len(ranks))]
+    for stage in map(str, ranks):
+        assert done[stage, "F"] == m
+        assert done[stage, "I"] == done[stage, "W"]
+        assert done[stage, "B"] + done[stage, "I"] == m
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("0F0,0X0\n", "row 0, column 1: asked to read `0X0`"),
-        ("0F0,0UNSHARD\n", "`0UNSHARD`"),
+        ("0F0,0B0,1UNSHARD\n", "column 2: asked to read `1UNSHARD`, but that row computes for global stages \\[0\\]"),
+        ("0F0,0B0,0SEND_F1\n", "read `0SEND_F1`, but .*for 1 microbatches"),
+        ("0UNSHARD,0RESHARD\n", "run global stages \\[\\] on that rank"),
+        ("0F0,0UNSHARD0\n", "asked to read `0UNSHARD0`"),
+        ("0F0,0SEND_F\n", "asked to read `0SEND_F`"),
         ("0F0,(0B0;0F1)OVERLAP_F_B\n", r"`\(0B0;0F1\)OVERLAP_F_B`"),
         ("0F0,(0F1)OVERLAP_F_B\n", "overlapped F and B or I"),
         ("0F0,0B0\n1F0,1B0,2F0,2B0\n", "row 1: asked to run global stages \\[1, 2\\]"),
         ("0F0,0I0\n", "no tick runs W"),
-        ("0F0,0B0\n1F0\n", "no stage runs that op"),
+        ("0F0,0B0\n1F0\n", r"stage 0, block 1 \(B0.0&W0.0\): asked to use what B .* part 1 .* no stage runs that op"),
+        # As torch 2.15 prints 1F1B: its last rank counts its forwards from 1.
+        (
+            "0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F1,1B0,1F2,1B1,1REDUCE_GRAD\n",
+            r"stage 1, block 1 .* use what F \(forward\) of microbatch 0 on part 1 .* no stage .* add F of",
+        ),
         ("", "it has no cell"),
         ("0F99999999999,0B99999999999\n", "asked to read `0F99999999999`"),
         ("0F\u0663,0B\u0663\n", "a cell is global stage"),

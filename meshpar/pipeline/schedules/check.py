@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, B, Block, F, W, is_count, problem
+from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, W, is_count, problem
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.schedule import Schedule
-
-_LONG = {"F": "forward", "B": "input gradient", "W": "weight gradient"}
 
 
 def check(schedule: Schedule) -> None:
@@ -138,7 +136,7 @@ def _check_once(schedule: Schedule, ops: _Ops) -> None:
         raise problem(
             f"schedule `{schedule.name}`, stage {' or '.join(map(str, holders))}, microbatch {microbatch}",
             f"train part {part} of the model on microbatch {microbatch}",
-            f"no tick runs {KINDS[kind]} ({_LONG[KINDS[kind]]}) of it",
+            f"no tick runs {KINDS[kind]} ({LONG[KINDS[kind]]}) of it",
             f"add {KINDS[kind]} of microbatch {microbatch} to a tick of that stage",
         )
 

@@ -1,4 +1,4 @@
-"""Schedules as files: the compute-only format of torch.distributed.pipelining."""
+"""Schedules as files: the formats of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ _KINDS = {"F": "F", "B": "BW", "I": "B", "W": "W"}
 _LETTERS = {kinds: letter for letter, kinds in _KINDS.items()}
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+_IMPLIED = re.compile(r"([0-9]{1,9})(?:(?:WAIT_)?REDUCE_GRAD|UNSHARD|RESHARD|(?:(?:WAIT_)?SEND|RECV)_[FB]([0-9]{1,9}))")
+"""What a table of torch's may say beside compute, and what a schedule implies here: gradients are summed behind the
+loop, the strategy says when weights are gathered, and results go to the neighbours as soon as they are made."""
 
 
 def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
@@ -31,10 +34,15 @@ def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     if not any(map(any, cells)):
         raise problem(str(path), "read a schedule", "it has no cell", "write a row for each rank, as `0F0,0B0`")
     found = [
-        [_actions(cell, f"{path}, row {r}, column {c}") for c, cell in enumerate(row) if cell]
+        [
+            _actions(cell, f"{path}, row {r}, column {c}")
+            for c, cell in enumerate(row)
+            if cell and not _IMPLIED.fullmatch(cell)
+        ]
         for r, row in enumerate(cells)
     ]
     parts = _parts(str(path), found)
+    _check_implied(str(path), cells, found, parts)
     rows = [
         [
             tuple(Op(kind, i, held.index(part)) for part, letter, i in block for kind in _KINDS[letter])
@@ -55,7 +63,8 @@ def _actions(cell: str, where: str) -> list[tuple[int, str, int]]:
         raise problem(
             where,
             f"read `{cell}`",
-            "a cell is global stage, op (F, B, I or W) and microbatch, or an overlapped F and B or I",
+            "a cell is global stage, op (F, B, I or W) and microbatch, an overlapped F and B or I, or what a schedule "
+            "implies: SEND_F, RECV_B, UNSHARD and the like, as torch writes them",
             "write it as `3F1`, or `(5F9;5B5)OVERLAP_F_B`; leave it empty for an idle tick",
         )
     return found
@@ -73,6 +82,24 @@ def _parts(path: str, rows: Sequence[Sequence[list[tuple[int, str, int]]]]) -> l
                 "give each rank a row, with the same number of global stages in each",
             )
     return held
+
+
+def _check_implied(
+    path: str, cells: Sequence[Sequence[str]], rows: Sequence[Sequence[list[tuple[int, str, int]]]],
+    parts: Sequence[Sequence[int]],
+) -> None:  # fmt: skip
+    """What is implied is of a global stage of its row, and of a microbatch that the table runs."""
+    microbatches = {i for row in rows for block in row for _, _, i in block}
+    for r, (row, held) in enumerate(zip(cells, parts, strict=True)):
+        for c, cell in enumerate(row):
+            match = _IMPLIED.fullmatch(cell)
+            if match and (int(match[1]) not in held or (match[2] and int(match[2]) not in microbatches)):
+                raise problem(
+                    f"{path}, row {r}, column {c}",
+                    f"read `{cell}`",
+                    f"that row computes for global stages {held}, and the table for {len(microbatches)} microbatches",
+                    "name one of them, or leave the cell out: it is implied",
+                )
 
 
 def text(schedule: Schedule) -> str:

@@ -12,7 +12,8 @@ from meshpar.pipeline.schedules.order import filled
 from meshpar.pipeline.schedules.schedule import Schedule
 
 # Below, p is the number of stages, m of microbatches, v of chunks; F, B and W the time of one stage's forward, gradient
-# of the input and gradient of the weights; M a microbatch's activations on one stage. Bubbles are span bubbles.
+# of the input and gradient of the weights; M a microbatch's activations on one stage. Bubbles are span bubbles, exact
+# in the range that is told with each; for anything else `Schedule.simulate` has the number.
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -29,7 +30,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """As few forwards ahead as keep the last stage busy, then one backward for each forward.
 
-    Bubble (p−1)(F+B+W), activations p·M. Narayanan et al., PipeDream-Flush, arXiv 2006.09503.
+    Bubble (p−1)(F+B+W), activations min(p, m)·M. Narayanan et al., PipeDream-Flush, arXiv 2006.09503.
     """
     _check("1f1b", stages, microbatches)
     rows = [
@@ -42,9 +43,9 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """1F1B with `chunks` parts of the model on each stage, every p-th: shorter fill and drain, more messages.
 
-    Bubble (p−1)(F+B+W)/v, activations p·M·(1 + (p−1)/(p·v)) where p divides m. Microbatches pass chunk after chunk in
-    groups of p or more, as equal as m allows; a group of g > p keeps the bubble and adds (v−1)(g−p)/v · M.
-    Narayanan et al., arXiv 2104.04473.
+    Bubble (p−1)(F+B+W)/v, and (p−m)(v−1)(F+B+W)/v more where m < p; activations p·M·(1 + (p−1)/(p·v)) where p divides m
+    and is less. Microbatches pass chunk after chunk in groups of p or more, as equal as m allows; a group of g > p
+    keeps the bubble and adds (v−1)(g−p)/v · M. Narayanan et al., arXiv 2104.04473.
     """
     _check("interleaved-1f1b", stages, microbatches, chunks)
     groups = np.array_split(np.arange(microbatches), max(1, microbatches // stages))
@@ -61,7 +62,8 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """1F1B with the weight gradients put off into what would be idle time, within 1F1B's memory.
 
-    Bubble (p−1)(F+B−W), activations p·M. Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
+    Bubble (p−1)(F+B−W) where W ≤ F, and (p−m)W more where m < p; activations min(p, m)·M. Qi et al., Zero Bubble
+    Pipeline Parallelism, arXiv 2401.10241.
     """
     _check("zb-h1", stages, microbatches)
     return Schedule.from_order("zb-h1", _zero_bubble(stages, microbatches, stages))
@@ -70,13 +72,15 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedule:
     """Enough forwards ahead that no stage waits between its first op and its last.
 
-    Bubble (p−1)(F+B−2W), activations (2p−1)·M, where m ≥ 2p−1. With less memory, or fewer microbatches, k of either,
-    F = B = W leaves a bubble of (2p−1−k)·F. Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
+    Bubble (p−1)(F+B−2W), activations (2p−1)·M, where W ≤ F, W ≤ B and m ≥ 2p−1. With memory for fewer, or fewer
+    microbatches, k of either, (2p−1−k)W more, and activations k·M. Qi et al., Zero Bubble Pipeline Parallelism,
+    arXiv 2401.10241.
 
     Args:
       stages: p.
       microbatches: m.
-      limit: microbatches whose activations a stage may hold; default 2p−1, from which on there is no bubble.
+      limit: microbatches whose activations a stage may hold; default 2p−1, from which on F = B = W leaves no bubble.
+        The form above is for p or more; with fewer, stages wait for memory.
     """
     _check("zb-h2", stages, microbatches)
     if limit is not None and not is_count(limit):
@@ -91,8 +95,8 @@ def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedu
 def zb_v(stages: int, microbatches: int) -> Schedule:
     """Two chunks a stage, down the stages and back up: no bubble within 1F1B's memory.
 
-    Bubble 0 when F = B = W and m ≥ 2p−1, with fewer microbatches (2p−1−m)·F/2; activations p·M. Qi et al., Pipeline
-    Parallelism with Controllable Memory, arXiv 2405.15362.
+    With F = B = W, bubble 0 where m ≥ 2p−1, (2p−1−m)·F/2 with fewer microbatches and (4p−1−4m)·F/2 with fewer than
+    2p/3; activations min(p, m)·M. Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
     """
     _check("zb-v", stages, microbatches)
     parts = _folded(stages)
@@ -104,8 +108,10 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 def dualpipe(stages: int, microbatches: int) -> Schedule:
     """Two streams in opposite directions, each through a copy of the model, so that F of one overlaps B of the other.
 
-    Microbatches 0 to m/2−1 go up the stages, the others down. p is even. Bubble (p/2−1)(F&B + B − 3W) where m ≥ 2p, B
-    a whole backward; activations (p+1)·M; parameters twice. DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437.
+    Microbatches 0 to ⌈m/2⌉−1 go up the stages, the others down. p is even. Bubble (p/2−1)(F&B + B − 3W), B a whole
+    backward and F&B = F + B an overlapped pair, for even m ≥ 2p where F takes as long as the gradient of the input and
+    W no longer; F + B more for odd m ≥ 2p. A longer gradient of the input, or a shorter pair, leaves less than the form
+    says; a longer F or W more. Activations (p+1)·M; parameters twice. DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437.
     """
     _check("dualpipe", stages, microbatches)
     if stages % 2:
@@ -128,8 +134,9 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     """DualPipe folded in the middle: two chunks a stage, one stream that goes down them and back up.
 
-    On p stages it is DualPipe's schedule of 2p, each op half as long: bubble (p−1)(F&B + B − 3W)/2 where m ≥ 2p,
-    activations (2p+1)·M/2. Qi et al., https://hackmd.io/@ufotalent/r1lVXsa9Jg; DeepSeek-AI, DualPipe.
+    On p stages it is DualPipe's schedule of 2p, each op half as long: bubble (p−1)(F&B + B − 3W)/2 for any m ≥ 2p, with
+    F, B and W as there; activations (2p+1)·M/2. Qi et al., https://hackmd.io/@ufotalent/r1lVXsa9Jg; DeepSeek-AI,
+    DualPipe.
     """
     _check("dualpipe-v", stages, microbatches)
     stream = [*range(microbatches)]

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 KINDS = "FBW"
 """Forward, backward to the input, backward to the weights; a kind's place in this string is its number in tables."""
 F, B, W = range(3)
+LONG = {"F": "forward", "B": "input gradient", "W": "weight gradient"}
+"""A kind in words."""
 
 
 class Op(NamedTuple):

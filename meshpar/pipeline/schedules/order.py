@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, B, Block, F, Op, problem
+from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, Op, problem
 
 Event = tuple[str, int, int]
 """(kind, microbatch, part of the model): done once in a step, wherever that is."""
@@ -26,7 +26,7 @@ def starts(name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray) -> lis
     """When each block begins if every stage starts each as soon as it can; every op takes one tick, messages none.
 
     Raises:
-      ValueError: the stages wait for each other, or for an op that is in no row.
+      ValueError: an op waits for one that is in no row, or later in its own, or the stages wait for each other.
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, int] = {}
@@ -50,9 +50,8 @@ def starts(name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray) -> lis
                 event = (op.kind, op.microbatch, int(parts[stage, op.chunk]))
                 done[event] = free[stage]
                 ready += waiting.pop(event, [])
-    for stage, row in enumerate(rows):
-        if len(begun[stage]) < len(row):
-            raise _deadlock(name, stage, row[len(begun[stage])], rows, parts)
+    if any(len(at) < len(row) for at, row in zip(begun, rows, strict=True)):
+        raise _stuck(name, begun, rows, parts)
     return begun
 
 
@@ -65,18 +64,61 @@ def _inputs(block: Block, parts: np.ndarray, num_parts: int) -> Iterator[Event]:
             yield event
 
 
-def _deadlock(name: str, stage: int, block: Block, rows: Sequence[Sequence[Block]], parts: np.ndarray) -> Exception:
-    have = {(op.kind, op.microbatch, int(parts[s, op.chunk])) for s, row in enumerate(rows) for b in row for op in b}
-    awaited = list(_inputs(block, parts[stage], int(parts.max()) + 1))
-    absent = [event for event in awaited if event not in have]
-    kind, microbatch, part = (absent or awaited)[0]
-    what = f"{kind} of microbatch {microbatch} on part {part} of the model"
+def _stuck(name: str, begun: Sequence[Sequence[int]], rows: Sequence[Sequence[Block]], parts: np.ndarray) -> Exception:
+    """Why some stages never get to the end of their rows: an op that is nowhere, or too late in its row, or a cycle."""
+    num_parts = int(parts.max()) + 1
+    at = {
+        (op.kind, op.microbatch, int(parts[stage, op.chunk])): (stage, number)
+        for stage, row in enumerate(rows)
+        for number, block in enumerate(row)
+        for op in block
+    }
+
+    def where(stage: int, number: int) -> str:
+        return f"schedule `{name}`, stage {stage}, block {number} ({'&'.join(op.text() for op in rows[stage][number])})"
+
+    waiting = [
+        (stage, number, event)
+        for stage, row in enumerate(rows)
+        for number, block in enumerate(row[len(begun[stage]) :], len(begun[stage]))
+        for event in _inputs(block, parts[stage], num_parts)
+    ]
+    for stage, number, event in waiting:
+        if event not in at:
+            return problem(
+                where(stage, number),
+                f"use what {_words(event)} makes",
+                "no stage runs that op",
+                f"add {event[0]} of microbatch {event[1]} to the row of the stage that holds part {event[2]}",
+            )
+    for (kind, microbatch, part), (stage, number) in at.items():
+        before = {"F": None, "B": "F", "W": "B"}[kind]
+        source = at.get((before, microbatch, part)) if before else None
+        if before and source and source[0] == stage and source[1] > number:
+            return problem(
+                where(stage, number),
+                f"run {_words((kind, microbatch, part))} before {_words((before, microbatch, part))}",
+                f"{kind} uses what {before} of the same microbatch leaves, and block {source[1]} of that row runs it",
+                f"move {before} of microbatch {microbatch} in front of its {kind}",
+            )
+    # Each stage that is stuck waits for another that is: following them ends in a cycle.
+    first = {stage: (number, event) for stage, number, event in reversed(waiting) if number == len(begun[stage])}
+    stage, seen = next(iter(first)), set[int]()
+    while stage not in seen:
+        seen.add(stage)
+        stage = at[first[stage][1]][0]
+    number, event = first[stage]
     return problem(
-        f"schedule `{name}`, stage {stage}",
-        f"run {'&'.join(op.text() for op in block)}, which waits for {what}",
-        "no stage runs that op" if absent else "the stage that runs it waits, in the end, for this one: a deadlock",
-        f"add it to the row of the stage that holds part {part}" if absent else "change the order of one of their rows",
+        where(stage, number),
+        f"wait for {_words(event)}",
+        f"stage {at[event][0]}, which runs it, waits in the end for this one: a deadlock",
+        "change the order of one of their rows",
     )
+
+
+def _words(event: Event) -> str:
+    kind, microbatch, part = event
+    return f"{kind} ({LONG[kind]}) of microbatch {microbatch} on part {part} of the model"
 
 
 def placed(rows: Sequence[Sequence[Block]], begun: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

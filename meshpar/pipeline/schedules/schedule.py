@@ -146,11 +146,13 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, path: str | PathLike[str], *, name: str | None = None) -> Schedule:
-        """A schedule from a file in torch.distributed.pipelining's compute-only format.
+        """A schedule from a file in one of torch.distributed.pipelining's formats, compute_only or compute_comms.
 
         A row for each rank, cells in order: global stage, op, microbatch, as `3F1`. F forward, B whole backward, I
         gradient of the input, W of the weights; `(5F9;5B5)OVERLAP_F_B` an overlapped pair; empty: idle. The rows say
-        what follows what; ticks are derived.
+        what follows what; ticks are derived. What compute_comms adds is implied here, and only checked to name stages
+        and microbatches of the table: `0SEND_F1`, `1RECV_F1`, `0WAIT_SEND_F1` (and `_B`), `0UNSHARD`, `0RESHARD`,
+        `0REDUCE_GRAD`, `0WAIT_REDUCE_GRAD`.
 
         Raises:
           ValueError: a cell that cannot be read, or an order that cannot be run.
@@ -333,7 +335,11 @@ class Schedule:
         return picture(self, width=width)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write it as `from_csv` reads it, blocks at their first tick."""
+        """Write it in torch.distributed.pipelining's compute_only format, blocks at their first tick.
+
+        `from_csv` reads it, and so does torch, unless the schedule holds a part on two stages, as DualPipe does: there
+        torch wants one rank for each.
+        """
         from meshpar.pipeline.schedules import csv
 
         Path(path).write_text(csv.text(self), encoding="utf-8")

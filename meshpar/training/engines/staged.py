@@ -24,7 +24,7 @@ from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.pipeline.executor import Functions, Micro, split_stage
 from meshpar.pipeline.gradients import Params, Pipeline, check_rows, means
 from meshpar.pipeline.layers import Aux, Layer, Run, running, scanned, with_aux
-from meshpar.pipeline.schedules import Schedule, make
+from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, depends, flat_jaxpr
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import (
@@ -37,6 +37,7 @@ from meshpar.sharding.types import (
     scores_experts,
     spec_axes,
     tree_leaves_with_paths,
+    without_axes,
 )
 from meshpar.training.precision import Precision
 from meshpar.training.state import Setup, TrainState
@@ -58,10 +59,7 @@ class Means(NamedTuple):
 
 def schedule_of(pipelined: PipelinePart) -> Schedule:
     """The table that a strategy names."""
-    if pipelined.schedule.endswith(".csv"):
-        return Schedule.from_csv(pipelined.schedule)
-    options = {} if pipelined.chunks is None else {"chunks": pipelined.chunks}
-    return make(pipelined.schedule, pipelined.stages, pipelined.microbatches, **options)
+    return pipelined.table()
 
 
 def staged_gradients(
@@ -89,8 +87,8 @@ def staged_gradients(
       weight: metric by which microbatches are weighed.
 
     Raises:
-      ValueError: a model whose layers are not stacked, or not run by `meshpar.pipeline.scan_layers`; layers that the
-        schedule's parts do not divide; rows that the microbatches do not; uses of an Aux that `scan_layers` has none
+      ValueError: a model whose layers are not stacked, or not run by `meshpar.pipeline.scan_layers`; fewer layers
+        than the schedule has parts; rows that the microbatches do not; uses of an Aux that `scan_layers` has none
         for.
     """
     setup, pipelined = state.setup, state.setup.strategy.pipeline
@@ -111,14 +109,18 @@ def staged_gradients(
         own=cut.own(setup.layout.params, batch_axes),
         split_inside=_split_inside(setup),
     )
-    specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs)
+    specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs, at_rest=True)
     late = jnp.zeros((schedule.stages, 0), jnp.float32)
-    sums, grads = pipe.sums(cut.parted(params), specs, out, batch, key, late, state.extra)
+    parted = cut.parted(params)
+    if not cut.is_even:
+        # Else XLA would gather whole stacks on every stage, to pick layers out of them.
+        parted = pipe.laid(parted, cut.specs(setup.layout.params, at_rest=True))
+    sums, grads = pipe.sums(parted, specs, out, batch, key, late, state.extra)
     shards = math.prod(axis_sizes(setup.mesh)[axis] for axis in batch_axes)
     count = schedule.microbatches * shards
     total = sums.weight if weight is not None else jnp.asarray(count, sums.weight.dtype)
     loss_mean, grads = jax.tree.map(lambda x: x / total.astype(x.dtype), (sums.loss, grads))
-    aux = {name: x.reshape(-1, *x.shape[2:]) for name, x in means(sums.aux, count).items()}
+    aux = {name: cut.by_layer(x) for name, x in means(sums.aux, count).items()}
     metrics, extra = behind(state.extra, aux)
     return Means(loss_mean, {**means(sums.metrics, total), **metrics}, cut.joined(grads), extra)
 
@@ -161,8 +163,8 @@ class _Cut:
     """Of each leaf."""
     is_layer: tuple[bool, ...]
     """Likewise."""
-    num_layers: int
-    num_parts: int
+    counts: tuple[int, ...]
+    """Layers of each part."""
     axis: str
 
     @staticmethod
@@ -180,39 +182,52 @@ class _Cut:
                 "stack the layers' parameters along a first dim named `layers` and run them by "
                 "meshpar.pipeline.scan_layers",
             )
-        num_layers, parts = counts.pop(), schedule.num_parts
-        if num_layers % parts:
-            near = [n for n in (num_layers // parts * parts, -(-num_layers // parts) * parts) if n]
-            raise problem(
-                f"{where}, `{stacked[0].path}` dim 0 (`layers`, size {num_layers})",
-                f"be cut into {parts} equal parts by schedule `{schedule.name}`",
-                f"{num_layers} is not a multiple of {parts}",
-                f"use {' or '.join(str(n) for n in near)} layers, or stages (times chunks) that divide {num_layers}",
-            )
         return _Cut(
             structure=jax.tree.structure(setup.layout.variables.params),
             names=tuple(leaf.names or () for leaf in leaves),
             is_layer=is_layer,
-            num_layers=num_layers,
-            num_parts=parts,
+            counts=pipelined.layers_of_parts(counts.pop(), schedule.num_parts),
             axis=pipelined.axis,
         )
 
     # -- Trees --------------------------------------------------------------------------------------------------------
 
     def parted(self, params: PyTree) -> Params:
-        """Lists of leaves; stacks as `[part, layers of a part, ...]`."""
+        """Lists of leaves; stacks as `[part, most layers of a part, ...]`."""
         stacks, ends = self._sorted(jax.tree.leaves(params))
-        return Params([x.reshape(self.num_parts, -1, *x.shape[1:]) for x in stacks], ends)
+        if self.is_even:
+            return Params([x.reshape(len(self.counts), -1, *x.shape[1:]) for x in stacks], ends)
+        return Params([x[self.rows] for x in stacks], ends)
 
     def joined(self, params: Params) -> PyTree:
         """`parted` undone."""
-        return self._tree([x.reshape(self.num_layers, *x.shape[2:]) for x in params.parts], params.ends)
+        return self._tree([self.by_layer(x) for x in params.parts], params.ends)
 
-    def specs(self, specs: PyTree) -> Params:
-        """Of the same lists."""
+    def by_layer(self, x: jax.Array) -> jax.Array:
+        """`[part, most layers of a part, ...] -> [layers, ...]`, without the rows that fill up; `[part, 1, ...]` stays."""
+        flat = x.reshape(-1, *x.shape[2:])
+        if self.is_even or x.shape[1] != max(self.counts):
+            return flat
+        return flat[np.flatnonzero(np.arange(max(self.counts)) < np.asarray(self.counts)[:, None])]
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.counts)) == 1
+
+    @property
+    def rows(self) -> np.ndarray:
+        """`[part, most layers of a part]`: which layer that is. A shorter part is filled up with its last one, which is
+        not run."""
+        counts = np.asarray(self.counts)[:, None]
+        return np.minimum(np.arange(counts.max()), counts - 1) + counts.cumsum()[:, None] - counts
+
+    def specs(self, specs: PyTree, *, at_rest: bool = False) -> Params:
+        """Of the same lists, by stage; or, of parts that are not equal, as between steps."""
         stacks, ends = self._sorted(jax.tree.leaves(specs, is_leaf=is_spec))
-        return Params([PartitionSpec(self.axis, None, *spec[1:]) for spec in stacks], ends)
+        if self.is_even:
+            return Params([PartitionSpec(self.axis, None, *spec[1:]) for spec in stacks], ends)
+        first, gone = (None, ()) if at_rest else (self.axis, (self.axis,))
+        return Params([PartitionSpec(first, None, *without_axes(spec, gone)[1:]) for spec in stacks], ends)
 
     def own(self, specs: PyTree, batch_axes: tuple[str, ...]) -> list[PartitionSpec]:
         """Of the stacks, over which axes of the batch a rank has experts of its own: tokens travel to them.
@@ -242,13 +257,39 @@ class _Cut:
 
     def rows_of(self, params: PyTree, part: jax.Array) -> PyTree:
         """Of what has a row for every layer of the model, those of a part; the part's parameters are that already."""
-        count = self.num_layers // self.num_parts
 
         def cut(x: jax.Array) -> jax.Array:
-            whole = x.shape[:1] == (self.num_layers,)
-            return jax.lax.dynamic_slice_in_dim(x, part * count, count) if whole and self.num_parts > 1 else x
+            if x.shape[:1] != (sum(self.counts),) or len(self.counts) == 1:
+                return x
+            if self.is_even:
+                return jax.lax.dynamic_slice_in_dim(x, part * self.counts[0], self.counts[0])
+            return x[jnp.asarray(self.rows)[part]]
 
         return jax.tree.map(cut, params)
+
+    def run(self, layer: Layer, x: PyTree, params: PyTree, part: jax.Array) -> Any:
+        """The layers of a part. Those that only some parts have are chosen at run time, where it is one of these."""
+        own = self.rows_of(params, part)
+        if self.is_even:
+            return scanned(layer, x, own)
+        least, most = min(self.counts), max(self.counts)
+        count = jnp.asarray(self.counts)[part]
+        x, aux = with_aux(scanned(layer, x, jax.tree.map(lambda p: p[:least], own)))
+
+        def chosen(x: PyTree, given: tuple[jax.Array, PyTree]) -> Any:
+            number, one = given
+
+            def left_out(x: PyTree, one: PyTree) -> Any:
+                _, aux = jax.eval_shape(lambda: with_aux(layer(x, one)))
+                return x, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), aux)
+
+            return jax.lax.cond(number < count, lambda x, one: with_aux(layer(x, one)), left_out, x, one)
+
+        x, more = jax.lax.scan(chosen, x, (jnp.arange(least, most), jax.tree.map(lambda p: p[least:], own)))
+        if aux is None:
+            return x
+        metrics = jax.tree.map(lambda *both: jnp.concatenate(both), aux.metrics, more.metrics)
+        return x, Aux(aux.loss + more.loss.sum(0), metrics)
 
     # -- Functions ----------------------------------------------------------------------------------------------------
 
@@ -283,7 +324,7 @@ class _Cut:
             got: list[Any] = []
 
             def run(layer: Layer, before: Any, params: PyTree) -> Any:
-                got.append(scanned(layer, x, self.rows_of(params, micro.part)))
+                got.append(self.run(layer, x, params, micro.part))
                 return behind.zeros(x)
 
             traced(parts, ends, micro, run)
