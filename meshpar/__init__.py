@@ -20,12 +20,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshpar import bench as bench
+    from meshpar import collectives as collectives
+    from meshpar import data as data
+    from meshpar import ledger as ledger
+    from meshpar import models as models
+    from meshpar import moe as moe
+    from meshpar import pipeline as pipeline
+    from meshpar import planner as planner
+    from meshpar import plots as plots
     from meshpar.adapters import Model as Model
     from meshpar.adapters import from_functions as from_functions
     from meshpar.adapters import from_linen as from_linen
     from meshpar.adapters import from_nnx as from_nnx
     from meshpar.checkpoint import Checkpoints as Checkpoints
+    from meshpar.config import AdamW as AdamW
+    from meshpar.config import Optax as Optax
     from meshpar.config import Recipe as Recipe
+    from meshpar.config import Sample as Sample
     from meshpar.ledger.explain import explain as explain
     from meshpar.ledger.report import Report as Report
     from meshpar.loop import fit as fit
@@ -83,7 +95,7 @@ _HOMES = {
     "config": ("AdamW", "Optax", "Recipe", "Sample"),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("bench", "collectives", "data", "ledger", "models", "pipeline", "planner", "plots")
+_MODULES = ("bench", "collectives", "data", "ledger", "models", "moe", "pipeline", "planner", "plots")
 
 __all__ = [
     "__version__",
