@@ -20,7 +20,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshpar import bench as bench
+    from meshpar import collectives as collectives
+    from meshpar import compiled as compiled
+    from meshpar import data as data
+    from meshpar import models as models
+    from meshpar import moe as moe
+    from meshpar import pipeline as pipeline
+    from meshpar import planner as planner
+    from meshpar.commands import plots as plots
+    from meshpar.commands.recipe import AdamW as AdamW
+    from meshpar.commands.recipe import Optax as Optax
     from meshpar.commands.recipe import Recipe as Recipe
+    from meshpar.commands.recipe import Sample as Sample
     from meshpar.compiled.explain import explain as explain
     from meshpar.compiled.report import Report as Report
     from meshpar.parallel import Quantize as Quantize

@@ -28,8 +28,9 @@ def recipe(devices: int = 4096) -> mp.Recipe:
     # Model: the real sizes.
     model = llama3_405b(attention="cudnn")
 
-    # Strategy: between the groups only gradients travel, and each GPU's are 1/512 of the whole.
-    strategy = mp.hsdp() | mp.tensor_parallel(sequence=True)
+    # Strategy: copies over data, so between the groups only gradients travel, and each GPU's are 1/512 of the whole.
+    # mp.hsdp() is the same rules, but insists on several groups; this serves --mesh fsdp=512,tensor=8, too.
+    strategy = mp.fsdp() | mp.tensor_parallel(sequence=True)
 
     # Data: your own text and tokenizer, from the command line.
     data = TextData(seq_len=8192, valid_batches=2, cache="runs/tokens")

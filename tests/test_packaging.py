@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -63,6 +64,26 @@ def test_no_pin_says_where_it_was_fetched() -> None:
 def test_every_public_name_is_there() -> None:
     missing = [name for name in dir(meshpar) if not hasattr(meshpar, name)]
     assert not missing
+
+
+def test_a_type_checker_sees_every_public_name() -> None:
+    tree = ast.parse((ROOT / "meshpar" / "__init__.py").read_text())
+    checked = next(
+        node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    # `import x as x` is what counts as given out, also under --strict.
+    seen = {alias.asname for node in checked if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen | {"__version__"} == set(dir(meshpar))
+    assert (ROOT / "meshpar" / "py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("moe", "MoE"), ("pipeline", "scan_layers"), ("collectives", "all_reduce")]
+)
+def test_the_packages_the_readme_names_are_attributes(module: str, name: str) -> None:
+    code = f"import meshpar as mp, sys; assert 'meshpar.{module}' not in sys.modules; mp.{module}.{name}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def make(*arguments: str) -> str:

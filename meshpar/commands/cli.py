@@ -8,10 +8,9 @@ import json
 import os
 import re
 import sys
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -28,6 +27,8 @@ PIPE_WIDTH = 160
 BROKEN_PIPE = 141
 """Exit code when standard output is closed: 128 and the number of the signal, as of other commands in a pipe."""
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
+_NO_DRIVER = "Could not find cuda drivers on your machine"
+_NO_LOG = "WARNING: All log messages before absl::InitializeLog() is called"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -35,12 +36,14 @@ _COUNT_FLAG = "--xla_force_host_platform_device_count"
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def prepare_devices(count: int | None) -> None:
+def prepare_devices(count: int | None, *, start: Literal["devices", "jax", "nothing"] = "devices") -> None:
     """Decide on which devices jax will run; must come before anything asks jax for devices.
 
     Args:
       count: that many XLA host devices. None: accelerators where there are any that jax can use, else 8 host devices.
         What the environment says already (`JAX_PLATFORMS`, `XLA_FLAGS`) stays, where `count` does not speak against it.
+      start: what is started of host devices: jax alone where processes have to join first, nothing where jax may not be
+        needed.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, not its chat
     if count is None and ((os.environ.get("JAX_PLATFORMS") or "cpu") != "cpu" or _has_accelerator()):
@@ -54,22 +57,27 @@ def prepare_devices(count: int | None) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags.values())
     if "jax" in sys.modules:  # it has read the environment; flags are read later, with the first device
         sys.modules["jax"].config.update("jax_platforms", "cpu")
-    else:
-        _leave_out_cuda()
+    if start != "nothing":
+        _start(with_devices=start == "devices")
 
 
-def _leave_out_cuda() -> None:
-    """Keep jax from loading a CUDA plugin into a process that runs on host devices.
+def _start(*, with_devices: bool) -> None:
+    """Import jax, and have it find its devices, without what its CUDA plugin says where there is no driver.
 
-    Loading costs time, and where there is no driver the plugin says so on standard error, whatever the log level.
+    jax 0.10's plugin writes that to standard error as it is loaded, whatever the log level and the platform asked for.
+    Everything else passes.
     """
-    for version in ("12", "13"):
-        sys.modules.setdefault(f"jax_cuda{version}_plugin", None)  # type: ignore[arg-type]
-        silent = types.ModuleType(f"jax_plugins.xla_cuda{version}")
-        silent.initialize = lambda: None  # type: ignore[attr-defined]
-        # Whether it is installed must still be seen: another process may compile for GPUs with it.
-        silent.__spec__ = importlib.util.find_spec(silent.__name__) if _importable("jax_plugins") else None
-        sys.modules.setdefault(silent.__name__, silent)
+    from meshpar.compiled.messages import catch_stderr
+
+    with catch_stderr() as caught:
+        import jax
+
+        if with_devices:
+            jax.devices()
+    told = caught.text.splitlines(keepends=True)
+    if any(_NO_DRIVER in line for line in told):
+        told = [line for line in told if _NO_DRIVER not in line and not line.startswith(_NO_LOG)]
+    sys.stderr.write("".join(told))
 
 
 def _has_accelerator() -> bool:
@@ -251,10 +259,11 @@ def train(
 
     The same command again goes on where the run stopped.
     """
-    prepare_devices(devices)
+    prepare_devices(devices, start="jax")
     from meshpar.commands import launch
 
     launch.join()
+    prepare_devices(devices)
     here = _devices(devices)
     from meshpar.commands.recipe import load_recipe
     from meshpar.commands.train import train as run

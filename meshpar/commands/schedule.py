@@ -46,7 +46,7 @@ def schedule(
     torch.distributed.pipelining's compute-only format, or a .json that this command printed. Without it: all side by
     side.
     """
-    prepare_devices(1)  # for what imports jax without using it: pictures and errors
+    prepare_devices(1, start="nothing")  # for what imports jax without using it: pictures and errors
     if png is not None and Path(png).suffix.lower() not in ("", ".png"):
         raise problem(
             f"--png {png}",

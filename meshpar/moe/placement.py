@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -17,7 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.moe.check import check_whole
+from meshpar.moe.config import MoEConfig
+from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import (
+    Leaf,
     Names,
     PyTree,
     axis_sizes,
@@ -27,7 +31,7 @@ from meshpar.sharding.types import (
     spec_axes,
     tree_leaves_with_paths,
 )
-from meshpar.training.state import TrainState
+from meshpar.training.state import Setup, TrainState
 
 Method = Literal["auto", "greedy", "optimal"]
 
@@ -126,9 +130,21 @@ def rebalance(
 ) -> Rebalanced:
     """The same model with its experts placed anew: every dim named `expert` permuted, in experts, router and bias.
 
-    The function of the model stays the same to the bit, because weights of `route` do not depend on how the experts are
-    numbered: tokens whose scores tie exactly excepted, since a tie goes to the lowest number. Arrays keep their dtype
-    and sharding; experts travel between ranks once. Not to be called inside `jax.jit`: the loads have to be known.
+    Outputs stay the same to the bit where each rank sends its own tokens to the experts, with a capacity or dropless:
+    neither the weights of `route`, nor what has no room at an expert, nor the order in which a token's choices are
+    summed depends on how the experts are numbered. Excepted are tokens whose scores tie exactly, since a tie goes to
+    the lowest number. There are three cases in which outputs change, and a warning where the state shows one:
+
+    - `bound_factor`: what is over the bound between two ranks is dropped, so it depends on which experts share a rank.
+      Outputs of a batch of which nothing is dropped, before and after, stay the same to the bit.
+    - Tokens replicated over the axes of the experts: each rank sums over its own experts, and then ranks are summed, so
+      outputs are equal up to rounding.
+    - `Routing(choice="expert")`: a token's experts are summed in the order of their numbers; up to rounding.
+
+    The state shows the config of a layer when it is an attribute of a module, at any depth: in NNX always, in Linen
+    unless it is made inside a compact method. Auxiliary losses and gradients are sums over experts: equal up to
+    rounding. Arrays keep their dtype and sharding; experts travel between ranks once. Not to be called inside
+    `jax.jit`: the loads have to be known.
 
     Of a TrainState the optimizer's moments are permuted like the parameters they belong to, and so are vectors of E
     numbers that the model keeps beside its parameters in the module of a router (the balancing bias, the loads it
@@ -144,9 +160,13 @@ def rebalance(
       num_ranks: of the mesh axes that experts are split over; a TrainState knows it.
       groups, method: as for `place`. A router that chooses among groups needs them, or it would choose otherwise.
 
+    Warns:
+      UserWarning: experts move, and outputs will not be the same to the bit.
+
     Raises:
       ValueError: as for `place`; no leaf named so, no router among them, or one of another size; parameters without
-        names or number of ranks.
+        names or number of ranks; other groups than those of the state's routers; stacked layers with an optimizer that
+        keeps one number for an expert of all layers.
     """
     _check_given(loads)
     is_state = isinstance(state, TrainState)
@@ -161,6 +181,8 @@ def rebalance(
     parts = {"params": state.params, "opt_state": state.opt_state, "extra": state.extra} if is_state else {"": state}
     known = _known(state, names or {}) if is_state else {"": _own_names(state, names or {})}
     ranks = num_ranks if num_ranks is not None else _ranks_of_experts(state)
+    configs = _configs(state.bound()) if is_state else []
+    _check_groups(configs, groups)
     of_params = {path: named for path, (named, _) in known["params" if is_state else ""].items()}
     by_scope = dict(loads) if isinstance(loads, Mapping) else {"": loads}
     placements = {}
@@ -173,8 +195,11 @@ def rebalance(
         order = order if layers.ndim == 2 else order[0]
         for part, leaves in known.items():
             inside = {path: named for path, (named, home) in leaves.items() if _below(home, scope)}
-            parts[part] = _permuted_tree(parts[part], order, inside)
+            parts[part] = _permuted_tree(parts[part], order, inside, part)
         placements[scope] = placed
+    if is_state and any(one.moved for each in placements.values() for one in each):
+        for reason in _inexact(state.setup, configs, ranks):
+            warnings.warn(f"rebalance: {reason}", stacklevel=2)
     return Rebalanced(state.replace(**parts) if is_state else parts[""], placements)
 
 
@@ -266,11 +291,70 @@ def _ranks_of_experts(state: TrainState) -> int:
     return ranks
 
 
-def _permuted_tree(tree: PyTree, order: np.ndarray | Sequence[int], inside: Mapping[str, Names]) -> PyTree:
+# ---------------------------------------------------------------------------------------------------------------------
+# What would not be the same to the bit
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _configs(model: Any) -> list[MoEConfig]:
+    """Configs of MoE layers in the attributes of a model, at any depth."""
+    found: dict[MoEConfig, None] = {}
+    waiting: list[Any] = [model]
+    seen: set[int] = set()
+    while waiting:
+        x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, MoEConfig):
+            found[x] = None
+        elif isinstance(x, Mapping | list | tuple):
+            waiting += x.values() if isinstance(x, Mapping) else x
+        elif type(x).__module__.partition(".")[0] not in ("builtins", "jax", "jaxlib", "numpy"):
+            waiting += getattr(x, "__dict__", {}).values()
+    return list(found)
+
+
+def _inexact(setup: Setup, configs: Sequence[MoEConfig], num_ranks: int) -> list[str]:
+    """Why outputs change when experts move."""
+    reasons = []
+    experts, tokens = (_axes(setup, *names) for names in (("act_expert",), ("batch", "seq")))
+    travels = experts <= tokens
+    for config in configs:
+        routing, factor = config.routing, config.bound_factor
+        most = num_ranks * min(1, routing.num_experts / num_ranks / routing.top_k)
+        if travels and factor is not None and factor < most:
+            reasons.append(
+                f"with bound_factor={factor} a token may be dropped now that was not before, and the other way round: "
+                "what is over the bound depends on which experts share a rank; outputs stay the same to the bit where "
+                f"nothing is dropped, as without a bound or from bound_factor={most:g} on"
+            )
+        if routing.choice == "expert":
+            reasons.append("experts that choose are summed in the order of their numbers: outputs change by rounding")
+    if not travels:
+        shown = " × ".join(f"`{axis}`" for axis in sorted(experts - tokens))
+        reasons.append(
+            f"tokens are replicated over {shown}, so a token's experts are summed rank by rank: outputs change by "
+            "rounding; they stay the same to the bit where the rule for `batch` names the axes of the experts"
+        )
+    return reasons
+
+
+def _axes(setup: Setup, *names: str) -> set[str]:
+    """Mesh axes above 1 that split activations of these names."""
+    like = Leaf(path="x", shape=(setup.mesh.size,) * len(names), dtype=np.dtype(np.int32), names=names)
+    sizes = axis_sizes(setup.mesh)
+    spec = resolve(like, setup.strategy.activations, setup.mesh).spec
+    return {axis for entry in spec for axis in spec_axes(entry) if sizes[axis] > 1}
+
+
+def _permuted_tree(
+    tree: PyTree, order: np.ndarray | Sequence[int], inside: Mapping[str, Names], part: str = ""
+) -> PyTree:
     order = np.asarray(order)
     for path, x in tree_leaves_with_paths(tree):
         if path in inside:
-            _check_leaf(path, x, inside[path], order)
+            _check_leaf(path, x, inside[path], order, part)
 
     def one(key_path: tuple[Any, ...], x: Any) -> Any:
         path = path_str(key_path)
@@ -454,12 +538,31 @@ def _check_router(named: Mapping[str, Names], scope: str) -> None:
         )
 
 
-def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray) -> None:
+def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray, part: str) -> None:
     sizes = dict(zip(names, x.shape, strict=True))
+    asked = f"place {order.shape[-1]} experts anew" + f" in {len(order)} layers" * (order.ndim == 2)
+    exists, where = f"its shape is {x.shape}, with the names {names}", f"`{path}`"
+    if part == "opt_state" and order.ndim == 2 and "layers" not in sizes and sizes["expert"] == order.shape[-1]:
+        raise problem(
+            f"`{part}/{path}`",
+            f"{asked}, each by itself",
+            f"{exists}: the optimizer keeps one number for an expert of all layers",
+            "place the experts of all layers alike, by loads.sum(0); or use an optimizer whose state has the shapes of "
+            "the parameters, as optax.adamw",
+        )
     if sizes["expert"] != order.shape[-1] or (order.ndim == 2 and sizes.get("layers") != len(order)):
-        asked = f"place {order.shape[-1]} experts anew" + f" in {len(order)} layers" * (order.ndim == 2)
-        exists = f"its shape is {x.shape}, with the names {names}"
-        raise problem(f"`{path}`", asked, exists, "give the loads of these experts, one row for each stacked layer")
+        raise problem(where, asked, exists, "give the loads of these experts, one row for each stacked layer")
+
+
+def _check_groups(configs: Sequence[MoEConfig], groups: int) -> None:
+    known = {config.routing.groups for config in configs}
+    if known and groups not in known:
+        raise problem(
+            f"rebalance(groups={groups})",
+            "place experts as if routers chose among so many groups",
+            f"the model's have {' or '.join(str(one) for one in sorted(known))}, and would choose other experts",
+            f"write groups={max(known)}",
+        )
 
 
 def _is_router(names: Names) -> bool:

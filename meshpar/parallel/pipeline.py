@@ -33,7 +33,7 @@ class Pipeline(Part):
     axis: str = "stage"
 
     fewer_layers: tuple[int, int] = (0, 0)
-    """How many layers fewer than those between the first and the last part of the model have, beside embedding and head."""
+    """How many layers fewer than the parts between them the first and the last part of the model have."""
 
     name = "pipeline_parallel"
 

@@ -466,11 +466,11 @@ def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) 
         is_default = label not in known and not known.issuperset(axes)
         return measured, "measured, for any axis" if is_default else f"measured along `{label}`"
     if isinstance(over, Links):
-        known = ", ".join(f"`{axis}`" for axis in dict.fromkeys((*over.axes, *over.permutes)))
+        names = ", ".join(f"`{axis}`" for axis in dict.fromkeys((*over.axes, *over.permutes)))
         raise problem(
             f"profile `{over.name}`",
             f"price messages along mesh axis `{label}`",
-            f"it was measured along {known}",
+            f"it was measured along {names}",
             f"name one of them, or measure it: meshpar bench collectives --mesh {axes[0]}=8 --save my.json",
         )
     nodes, per_node = over.layout(axes, mesh)

@@ -312,3 +312,22 @@ def test_more_devices_than_jax_was_started_with(meshpar, tmp_path):
     code, _, error = meshpar("train", write_recipe(tmp_path), "--devices", 64)
     assert code == 2
     assert "jax was started with 8 before" in error
+
+
+def test_cuda_plugins_stay_importable_and_say_nothing():
+    """No stand-in is put in their place: what traces cuDNN's attention reads its version from the plugin."""
+    code = """
+import importlib, importlib.util, sys
+from meshpar.commands.cli import prepare_devices
+names = [name for v in (12, 13) for name in (f"jax_cuda{v}_plugin", f"jax_plugins.xla_cuda{v}")]
+there = [name for name in names if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(name)]
+prepare_devices(3)
+import jax
+assert all(importlib.import_module(name).__file__ for name in there), there
+assert not (set(names) - set(there)) & set(sys.modules), "a module that is not installed"
+print(jax.device_count(), jax.default_backend())
+"""
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "3 cpu", "")

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar import moe
+from meshpar.models import LinenTransformer, TransformerConfig
 from meshpar.moe import MoEConfig, Routing
 from meshpar.moe.linen import LinenMoE
 from meshpar.moe.nnx import MoE
@@ -427,3 +428,91 @@ def test_loads_that_are_not_there():
         jax.jit(lambda loads: moe.rebalance(model(), loads, names=NAMES, num_ranks=4))(zipf(16))
     with pytest.raises(MeshparError, match="none negative or infinite"):
         moe.place([[1, 2], [3]], 2)
+
+
+# What stays the same to the bit, and what does not -----------------------------------------------------------------
+
+
+def decoder(tx=None, strategy=None, kind="nnx", rows=8, routing=None, **config):
+    """(a state of a decoder with two MoE layers, what computes its logits, loads by layer that make experts move)."""
+    routing = routing or Routing(num_experts=NUM_EXPERTS, top_k=2)
+    cfg = TransformerConfig(
+        vocab_size=64, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32,
+        moe=MoEConfig(routing=routing, mlp_dim=32, **config),
+    )  # fmt: skip
+    words = np.random.default_rng(0).integers(0, 64, (rows, 32)).astype(np.int32)
+    model = cfg.build() if kind == "nnx" else mp.from_linen(LinenTransformer(cfg), words)
+    mesh = mp.MeshSpec(fsdp=2, expert=4).build()
+    strategy = mp.fsdp() | mp.expert_parallel() if strategy is None else strategy
+    state = mp.init_state(model, tx or optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+
+    @jax.jit
+    def logits(state):
+        with mp.use(state.setup.mesh, state.setup.strategy):
+            return state.bound()(words)
+
+    return state, logits, np.stack([zipf(NUM_EXPERTS, seed=seed) for seed in range(2)])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bound_factor": 4.0},  # two of a token's choices may both go to one of four ranks: no routing is over it
+        {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, capacity_factor=0.5)},
+        pytest.param({"routing": Routing(num_experts=NUM_EXPERTS, top_k=3)}, marks=pytest.mark.matrix),
+    ],
+    ids=["a bound that none is over", "capacity", "three choices"],
+)
+def test_logits_have_the_same_bits_where_tokens_travel(config):
+    state, logits, loads = decoder(**config)
+    done = moe.rebalance(state, loads)
+    assert all(placed.moved for placed in done.placements[""])
+    np.testing.assert_array_equal(logits(done.state), logits(state))
+
+
+@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
+def test_a_bound_between_ranks_drops_others_and_rebalance_says_so(kind):
+    state, logits, loads = decoder(bound_factor=1.0, kind=kind)
+    with pytest.warns(UserWarning, match=r"bound_factor=1\.0 .*from bound_factor=4 on"):
+        done = moe.rebalance(state, loads)
+    assert np.abs(logits(done.state) - logits(state)).max() > 0.1
+
+
+@pytest.mark.parametrize("what", ["tokens replicated", "experts choose"])
+def test_another_order_of_sums_is_told_and_changes_by_rounding(what):
+    if what == "tokens replicated":
+        own = {"strategy": mp.fsdp() | mp.expert_parallel() | mp.Rules(batch=("fsdp",))}
+        told = "replicated over `expert`.*by rounding"
+    else:
+        chosen = {"choice": "expert", "force": True, "normalize": False}
+        own, told = {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, **chosen)}, "that choose.*by rounding"
+    state, logits, loads = decoder(**own)
+    with pytest.warns(UserWarning, match=told):
+        done = moe.rebalance(state, loads)
+    np.testing.assert_allclose(logits(done.state), logits(state), atol=1e-5)  # logits of up to 3, sums of float32
+
+
+def test_nothing_is_told_where_nothing_moves():
+    state, _, _ = decoder(bound_factor=1.0)
+    even = np.full((2, NUM_EXPERTS), 7)
+    assert not any(placed.moved for placed in moe.rebalance(state, even).placements[""])
+
+
+def test_groups_of_the_models_own_routers_are_asked_for():
+    routing = Routing(num_experts=NUM_EXPERTS, top_k=2, groups=8, top_groups=2)
+    state, logits, loads = decoder(routing=routing)
+    with pytest.raises(MeshparError, match=r"rebalance\(groups=1\).*model's have 8.*write groups=8"):
+        moe.rebalance(state, loads)
+    done = moe.rebalance(state, loads, groups=8)
+    assert all(placed.moved for placed in done.placements[""])
+    np.testing.assert_array_equal(logits(done.state), logits(state))
+
+
+def test_an_optimizer_that_keeps_one_number_for_all_layers():
+    state, logits, loads = decoder(tx=optax.sm3(0.1))
+    told = r"`opt_state/\S+`.*each by itself.*one number for an expert of all layers.*loads\.sum\(0\)"
+    with pytest.raises(MeshparError, match=told):
+        moe.rebalance(state, loads)
+    done = moe.rebalance(state, loads.sum(0))  # what the message says to do
+    np.testing.assert_array_equal(logits(done.state), logits(state))
+    assert done.gain > 1

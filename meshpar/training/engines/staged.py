@@ -204,7 +204,7 @@ class _Cut:
         return self._tree([self.by_layer(x) for x in params.parts], params.ends)
 
     def by_layer(self, x: jax.Array) -> jax.Array:
-        """`[part, most layers of a part, ...] -> [layers, ...]`, without the rows that fill up; `[part, 1, ...]` stays."""
+        """`[part, most layers of a part, ...] -> [layers, ...]`, without padding; `[part, 1, ...]` stays."""
         flat = x.reshape(-1, *x.shape[2:])
         if self.is_even or x.shape[1] != max(self.counts):
             return flat
