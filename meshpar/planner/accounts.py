@@ -462,8 +462,8 @@ def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) 
     label = "*".join(axes)
     measured = over.measured(axes, permute=kind == "collective-permute")
     if measured is not None:
-        known = {*over.axes, *over.permutes}
-        is_default = label not in known and not known.issuperset(axes)
+        named = {*over.axes, *over.permutes}
+        is_default = label not in named and not named.issuperset(axes)
         return measured, "measured, for any axis" if is_default else f"measured along `{label}`"
     if isinstance(over, Links):
         names = ", ".join(f"`{axis}`" for axis in dict.fromkeys((*over.axes, *over.permutes)))

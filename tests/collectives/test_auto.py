@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
@@ -240,7 +241,7 @@ def test_host_devices_take_the_measured_default_and_the_choice_says_so(ranks):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_links_that_nobody_knows_are_an_error(monkeypatch, processes, ranks):
     """Of a mesh that has no devices, and between processes."""
-    mesh = ranks(2).mesh if processes == 2 else jax.sharding.AbstractMesh((2,), ("x",))
+    mesh = ranks(2).mesh if processes == 2 else AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     kernel = functools.partial(mc.all_reduce, axis="x", algorithm="auto")
     with pytest.raises(MeshparError, match="nothing says how the `cpu` devices of this mesh are linked") as raised:
