@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from meshpar.sharding.types import Decision as Decision
     from meshpar.sharding.types import Leaf as Leaf
     from meshpar.sharding.types import MeshparError as MeshparError
+    from meshpar.training.batch import shard_batch as shard_batch
     from meshpar.training.checkpoint import Checkpoints as Checkpoints
     from meshpar.training.loop import fit as fit
     from meshpar.training.precision import Precision as Precision
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
     from meshpar.training.state import abstract_state as abstract_state
     from meshpar.training.state import init_state as init_state
     from meshpar.training.step import eval_step as eval_step
-    from meshpar.training.step import shard_batch as shard_batch
     from meshpar.training.step import train_step as train_step
 
 __version__ = "0.1.0"
@@ -88,7 +88,8 @@ _HOMES = {
     ),
     "training.precision": ("Precision",),
     "training.state": ("TrainState", "init_state", "abstract_state"),
-    "training.step": ("train_step", "eval_step", "shard_batch"),
+    "training.batch": ("shard_batch",),
+    "training.step": ("train_step", "eval_step"),
     "training.checkpoint": ("Checkpoints",),
     "training.loop": ("fit",),
     "compiled.explain": ("explain",),

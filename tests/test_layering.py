@@ -30,7 +30,9 @@ HOUSE: dict[str, list[str] | str] = {
     "pipeline.schedules": ["sharding.types"],
     "parallel": ["sharding.rules", "pipeline.schedules"],
     "sharding.table": ["parallel", "sharding.adapters", "training.precision"],
-    "training.state": ["sharding.table"],
+    "training.batch": ["parallel"],
+    "training.state": ["sharding.table", "training.batch"],
+    "training.options": ["training.precision"],
     # Arithmetic that kernels use, too: algorithm="auto" asks it, while a program is traced, what a message would take.
     "planner.catalogue": [],
     "planner.units": ["sharding.types"],
@@ -39,9 +41,10 @@ HOUSE: dict[str, list[str] | str] = {
     "planner.accounts": ["planner.cost", "planner.units"],
     "planner.choice": ["planner.accounts"],
     "collectives": ["sharding.types", "sharding.mesh", "planner.choice"],
-    "pipeline": ["collectives", "sharding.rules", "training.precision", "pipeline.schedules"],
-    "training.engines": ["training.state", "collectives", "pipeline"],
-    "training.step": ["training.state", "training.engines", "training.reports"],
+    "pipeline": ["collectives", "sharding.rules", "training.precision", "training.reports", "pipeline.schedules"],
+    "training.sums": ["training.state", "training.options", "training.reports"],
+    "training.engines": ["training.sums", "collectives", "pipeline"],
+    "training.step": ["training.sums", "training.reports"],
     "data": ["sharding.types"],
     "training.checkpoint": ["training.state"],
     "training.loop": ["training.step", "data", "training.checkpoint"],
@@ -171,3 +174,10 @@ def test_importing_costs_no_more_than_it_must(statement: str, without: list[str]
     done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+def test_a_plain_step_loads_nothing_of_pipelines_experts_or_compiled_programs() -> None:
+    code = "import sys, meshpar as mp; mp.ddp(); mp.train_step(lambda model, batch, key: (0, {})); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    packages = {".".join(name.split(".")[:2]) for name in done.stdout.split() if name.startswith("meshpar.")}
+    assert packages == {"meshpar.sharding", "meshpar.parallel", "meshpar.training"}

@@ -161,8 +161,8 @@ def train(
     import meshpar as mp
     from meshpar.data import ArrayData
     from meshpar.training import loop
+    from meshpar.training.batch import batch_sharding
     from meshpar.training.state import make_setup
-    from meshpar.training.step import batch_sharding
 
     if compiled is not None:
         jax.config.update("jax_compilation_cache_dir", compiled)

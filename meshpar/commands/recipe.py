@@ -32,8 +32,9 @@ from meshpar.sharding.adapters import Model
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules, use
 from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, near, path_str, problem
+from meshpar.training.options import StepOptions
 from meshpar.training.precision import Precision
-from meshpar.training.step import StepOptions, TrainStep
+from meshpar.training.step import TrainStep
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The optimizer

@@ -48,7 +48,7 @@ from meshpar.training.loop import (
 )
 from meshpar.training.precision import cast_floating
 from meshpar.training.state import Setup, TrainState, make_setup
-from meshpar.training.step import batch_sharding, eval_step
+from meshpar.training.step import eval_step
 
 VOCAB_MULTIPLE = 128
 """A vocabulary that follows a tokenizer is rounded up to this: any usual mesh divides it, and matmuls like it."""
@@ -104,7 +104,7 @@ def train(
 
 
 def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Screen) -> Outcome:
-    sharding = batch_sharding(setup.mesh, setup.strategy)
+    sharding = setup.batch_sharding
     with (
         Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints,
         source.train(sharding) as batches,

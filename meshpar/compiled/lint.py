@@ -41,8 +41,8 @@ from meshpar.planner.hardware import Cluster
 from meshpar.sharding.rules import ACTIVATION_NAMES, USER, First
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import Decision, axis_sizes, num_shards, spec_axes
+from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
-from meshpar.training.step import StepOptions, batch_sharding
 
 _Place = tuple[Computation, Instruction]
 
@@ -117,8 +117,7 @@ class _Look:
 
     @property
     def batch_axes(self) -> frozenset[str]:
-        spec = batch_sharding(self.setup.mesh, self.setup.strategy).spec
-        return frozenset(axis for entry in spec for axis in spec_axes(entry) if self.sizes[axis] > 1)
+        return frozenset(self.setup.batch_axes)
 
     @property
     def batch_shards(self) -> int:
@@ -227,8 +226,7 @@ def _owner(path: str, params: Sequence[Decision]) -> str:
 def _layer_bytes(decision: Decision) -> int:
     """Bytes of one layer, when layers are stacked."""
     leaf = decision.leaf
-    stacked = math.prod(size for size, name in zip(leaf.shape, leaf.names or (), strict=False) if name == "layers")
-    return leaf.nbytes // max(stacked, 1)
+    return leaf.nbytes // max(leaf.num_layers, 1)
 
 
 def _whole_batch(look: _Look) -> Iterator[Finding]:

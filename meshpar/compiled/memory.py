@@ -27,10 +27,11 @@ from meshpar.parallel.part import Facts
 from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.planner.hardware import Cluster, gpu_of_kind
 from meshpar.sharding.table import human_bytes
-from meshpar.sharding.types import Decision, MeshparError, PyTree, axis_sizes, is_spec, num_shards, spec_axes
+from meshpar.sharding.types import Decision, MeshparError, PyTree, axis_sizes, is_spec, num_shards
 from meshpar.training.engines.staged import schedule_of
+from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
-from meshpar.training.step import StepOptions, TrainStep, batch_sharding
+from meshpar.training.step import TrainStep
 
 PREALLOCATED = 0.75
 """Share of a GPU's memory that XLA's allocator takes by default (jax documentation, "GPU memory allocation")."""
@@ -184,7 +185,7 @@ def _state_bytes(setup: Setup) -> tuple[int, int, int]:
 
 
 def _batch_bytes(setup: Setup, batch: PyTree) -> int:
-    shards = num_shards(batch_sharding(setup.mesh, setup.strategy).spec, setup.mesh)
+    shards = num_shards(setup.batch_sharding.spec, setup.mesh)
     # As jax takes it: NumPy's float64 and int64 are 32 bits wide unless x64 is on.
     widths = ((jax.dtypes.canonicalize_dtype(x.dtype).itemsize, math.prod(np.shape(x))) for x in jax.tree.leaves(batch))
     return sum(width * size for width, size in widths) // shards
@@ -196,7 +197,7 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
     specs = layout.updates if options.accumulate == 1 else layout.grads
     is_once = options.accumulate > 1 and options.accumulate_mode == "once"
     pipelined = setup.strategy.pipeline
-    whole_over = _batch_axes(setup) if is_once or pipelined is not None else ()
+    whole_over = setup.batch_axes if is_once or pipelined is not None else ()
     sizes = {axis: 1 if axis in whole_over else size for axis, size in axis_sizes(setup.mesh).items()}
 
     # A schedule may run a part of the layers on two stages, and sums its gradients on both.
@@ -206,17 +207,11 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
         leaf = decision.leaf
         compute = options.precision.compute or leaf.dtype
         width = np.dtype(options.precision.reduce_dtype(compute)).itemsize
-        whole = width * leaf.size * (copies if (leaf.names or ())[:1] == ("layers",) else 1)
+        whole = width * leaf.size * (copies if leaf.is_stacked else 1)
         return int(whole) // num_shards(spec, sizes)
 
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     return sum(held(*one) for one in zip(setup.table.params, leaves, strict=True))
-
-
-def _batch_axes(setup: Setup) -> tuple[str, ...]:
-    sizes = axis_sizes(setup.mesh)
-    spec = batch_sharding(setup.mesh, setup.strategy).spec
-    return tuple(axis for entry in spec for axis in spec_axes(entry) if sizes[axis] > 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -419,7 +414,7 @@ def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
 def _batch_rows(setup: Setup, batch: PyTree) -> int:
     """Rows of the batch on one device."""
     rows = max((shape[0] for x in jax.tree.leaves(batch) if (shape := np.shape(x))), default=0)
-    return rows // num_shards(batch_sharding(setup.mesh, setup.strategy).spec, setup.mesh)
+    return rows // num_shards(setup.batch_sharding.spec, setup.mesh)
 
 
 def _smaller(setup: Setup, options: StepOptions, *, state: bool) -> list[Strategy]:

@@ -19,11 +19,11 @@ from meshpar.pipeline.layers import Layer, running, scanned, with_aux
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
 from meshpar.sharding.rules import use
-from meshpar.sharding.types import PyTree, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
+from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
 from meshpar.training.engines.staged import reads_of_layers, schedule_of
 from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.state import TrainState
-from meshpar.training.step import TrainStep, batch_sharding
+from meshpar.training.step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
     setup = state.setup
     assert setup.strategy.pipeline is not None
     schedule = schedule_of(setup.strategy.pipeline)
-    sharding = batch_sharding(setup.mesh, setup.strategy)
-    over = {axis for entry in sharding.spec for axis in spec_axes(entry)}
+    sharding = setup.batch_sharding
+    over = set(axes_of_spec(sharding.spec))
     inside = {axis: size for axis, size in axis_sizes(setup.mesh).items() if axis not in over}
     rows = num_shards(sharding.spec, setup.mesh) * schedule.microbatches
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((np.shape(x)[0] // rows, *np.shape(x)[1:]), x.dtype), batch)
@@ -80,9 +80,6 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
             loss = step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
         return (found[0], loss), ()
 
-    def loss(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
-        return step.loss(setup, params, extra, rows, key)
-
     params, extra, key = jax.tree.map(_shape, (state.params, state.extra, state.key))
     closed, _ = flat_jaxpr(ends, params, extra, like, key)
     outputs = len(closed.jaxpr.outvars)
@@ -93,10 +90,10 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
         return frozenset(path for path, use in zip(paths, used, strict=False) if use)
 
     reads: dict[str, tuple[bool, bool, bool]] = {}
-    if any(over & {axis for entry in decision.spec for axis in spec_axes(entry)} for decision in setup.table.params):
+    if any(over & set(axes_of_spec(decision.spec)) for decision in setup.table.params):
         compute = jax.eval_shape(lambda params: cast_floating(params, step.options.precision.compute), params)
         with use(one, setup.strategy), numerics(step.options.precision, step.options.remat):
-            reads = reads_of_layers(loss, setup, compute, extra, like, key, step.options.weight)
+            reads = reads_of_layers(step.loss_of(setup), setup, compute, extra, like, key, step.options.weight)
     return Parts(
         schedule=schedule,
         handed_on=tuple(_on_one_device(closed.jaxpr, x, inside) for x in closed.jaxpr.outvars[:-1]),

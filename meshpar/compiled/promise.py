@@ -38,8 +38,8 @@ from meshpar.compiled.promise_stages import by_stage
 from meshpar.compiled.terms import Facts, Promised, facts_of
 from meshpar.moe.layer import Asked
 from meshpar.sharding.types import Decision, is_spec
+from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
-from meshpar.training.step import StepOptions
 
 Layers: TypeAlias = tuple[Callable[[Facts], Iterable[Promised]], ...]
 

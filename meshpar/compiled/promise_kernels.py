@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from meshpar.compiled.terms import Facts, Leg, Promised, split_axes, stack_of
+from meshpar.compiled.terms import Facts, Leg, Promised, split_axes
 from meshpar.parallel import Quantize
 from meshpar.planner.cost import quantized_bytes
 from meshpar.sharding.types import Decision, spec_axes
@@ -57,12 +57,11 @@ def _shard(facts: Facts, decision: Decision) -> _Shard | None:
     split = tuple(axis for axis in axes if axis in facts.batch_axes)
     if quantize is None or not split:
         return None
-    names = decision.leaf.names or ()
     second = spec_axes(quantize.secondary)
     inner = tuple(axis for axis in split if axis in second)
-    is_vector = len(decision.leaf.shape) - names.count("layers") < 2
-    by_layer = names[:1] == ("layers",) and not is_vector and not _splits_first(facts, decision) and not facts.is_once
-    layers = stack_of(decision) if by_layer else 1
+    is_vector = decision.leaf.layer_ndim < 2
+    by_layer = decision.leaf.is_stacked and not is_vector and not _splits_first(facts, decision) and not facts.is_once
+    layers = decision.leaf.num_layers if by_layer else 1
     return _Shard(
         quantize=quantize,
         inner=inner or split,
@@ -128,7 +127,7 @@ def scattered_in_bytes(facts: Facts, decision: Decision) -> Promised | None:
         tensors=(decision.path,),
         count=(runs, runs),
         stack=shard.layers,
-        vector=stack_of(decision) * max(decision.leaf.shape, default=0),
+        vector=decision.leaf.num_layers * max(decision.leaf.shape, default=0),
         spellings=(tuple(legs),),
     )
 
@@ -146,7 +145,7 @@ class _Attention:
 
     @property
     def stack(self) -> int:
-        return stack_of(self.weights[0])
+        return self.weights[0].leaf.num_layers
 
     @property
     def embed(self) -> int:
@@ -211,6 +210,6 @@ def _attentions(facts: Facts) -> Iterator[_Attention]:
     for decision in facts.leaves:
         if {"kv_heads", "embed"} <= set(decision.leaf.names or ()):
             parent = "/".join(decision.path.split("/")[:-2])
-            found.setdefault((parent, stack_of(decision)), []).append(decision)
+            found.setdefault((parent, decision.leaf.num_layers), []).append(decision)
     for weights in found.values():
         yield _Attention(tuple(weights))

@@ -17,7 +17,6 @@ from meshpar.compiled.terms import (
     layer_elements,
     owned_axes,
     split_axes,
-    stack_of,
 )
 from meshpar.parallel.part import MIN_SHARDED_BYTES
 from meshpar.sharding.types import Decision
@@ -28,7 +27,7 @@ def gathered(facts: Facts, decision: Decision) -> Promised | None:
     axes = set(split_axes(facts, decision.spec)) - set(facts.tensor_axes) - set(owned_axes(facts, decision))
     if not axes:
         return None
-    stack = stack_of(decision)
+    stack = decision.leaf.num_layers
     # Outside a loop over layers what was gathered for the forward pass is still there in the backward; inside, a layer
     # that is computed again may gather again.
     # A layer of experts gathers its router on the way in, and keeps it for its backward pass.
@@ -73,7 +72,7 @@ def reduced(facts: Facts, decision: Decision, grads: PartitionSpec, update: Part
     dtype = facts.wire(facts.options.precision.reduce_dtype(facts.compute(decision)))
     once = facts.options.accumulate if facts.options.accumulate_mode == "once" else 1
     kept = set(split_axes(facts, decision.spec)) - partial
-    elements = decision.leaf.size // stack_of(decision) // facts.ways(kept)
+    elements = decision.leaf.size // decision.leaf.num_layers // facts.ways(kept)
     part = elements // facts.ways(scattered)
     scatter = [facts.leg("reduce-scatter", scattered, elements, dtype)] if scattered else []
     # With one reduction after all micro-steps, the axes that split the sequence still reduce in each of them.
@@ -116,7 +115,7 @@ def reduced(facts: Facts, decision: Decision, grads: PartitionSpec, update: Part
         if rest:  # a sum of sums: the compiler may reduce that of all micro-steps, after their loop
             later = facts.leg("all-reduce", rest, part, dtype, serves=facts.options.accumulate)
             spellings.insert(1, [*(dataclasses.replace(leg, in_loop=True) for leg in scatter), later])
-    stack = stack_of(decision)
+    stack = decision.leaf.num_layers
     runs = stack * facts.micro_steps
     # A table that is looked up and multiplied by has two gradients, which are summed after their reduction.
     uses = 2 if is_tied(facts, decision) else 1
@@ -135,7 +134,7 @@ def renewed(facts: Facts, decision: Decision, update: PartitionSpec) -> Promised
     axes = set(split_axes(facts, update)) - set(split_axes(facts, decision.spec))
     if not axes:
         return None
-    stack = stack_of(decision)
+    stack = decision.leaf.num_layers
     leg = facts.leg("all-gather", axes, layer_elements(facts, decision, ()), facts.wire(decision.leaf.dtype))
     return Promised(
         role="new parameters", tensors=(decision.path,), count=(stack, stack), stack=stack, spellings=((leg,),)

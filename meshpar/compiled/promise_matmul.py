@@ -17,7 +17,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshpar.compiled.terms import Facts, Leg, Promised, is_tied, stack_of
+from meshpar.compiled.terms import Facts, Leg, Promised, is_tied
 from meshpar.sharding.types import Decision, spec_axes
 
 VOCABULARY = "loss over a split vocabulary"
@@ -42,8 +42,10 @@ class _Block:
         """Tell the columns that take in narrow vectors from the others."""
         if not self.rows or not self.columns:
             return
-        stack = stack_of(self.rows[0])
-        self.narrow = [one for one in leaves if _parent(one) == parent and stack_of(one) == stack and _is_narrow(one)]
+        stack = self.rows[0].leaf.num_layers
+        self.narrow = [
+            one for one in leaves if _parent(one) == parent and one.leaf.num_layers == stack and _is_narrow(one)
+        ]
         widths = {one.leaf.shape[-1] for one in self.narrow}
         residual = _width(self.rows[0])
         self.of_narrow = [one for one in self.columns if _width(one) in widths and _width(one) != residual]
@@ -58,7 +60,7 @@ def contracted(facts: Facts) -> Iterator[Promised]:
         for axis in facts.tensor_axes:
             side = _side(decision, axis)
             if side is not None:
-                key = _parent(decision), axis, stack_of(decision), _is_of_experts(decision)
+                key = _parent(decision), axis, decision.leaf.num_layers, _is_of_experts(decision)
                 block = blocks.setdefault(key, _Block(axis))
                 (block.rows if side == "row" else block.columns).append(decision)
     for (parent, *_), block in blocks.items():
@@ -122,7 +124,7 @@ def _side(decision: Decision, axis: str) -> str | None:
 
 def _block_promises(facts: Facts, block: _Block) -> Iterator[Promised]:
     some = (block.rows or block.columns)[0]
-    stack, width = stack_of(some), _width(some)
+    stack, width = some.leaf.num_layers, _width(some)
     steps = facts.options.accumulate
     dtype = facts.wire(facts.compute(some))
     by_sequence = block.axis in facts.sequence_axes
@@ -175,7 +177,7 @@ def _block_promises(facts: Facts, block: _Block) -> Iterator[Promised]:
 def _narrow_promises(facts: Facts, block: _Block) -> Iterator[Promised]:
     """What narrow vectors send: gathered where the sequence is split between blocks, and the sum of their gradient."""
     for one in block.narrow:
-        width, stack = one.leaf.shape[-1], stack_of(one)
+        width, stack = one.leaf.shape[-1], one.leaf.num_layers
         takers = sum(_width(column) == width for column in block.of_narrow)
         elements, dtype = width * (facts.tokens or max(1, facts.rows)), facts.wire(facts.compute(one))
         by_sequence = block.axis in facts.sequence_axes

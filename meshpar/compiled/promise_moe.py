@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from meshpar.compiled.terms import Facts, Leg, Promised, is_router, owned_axes, stack_of
+from meshpar.compiled.terms import Facts, Leg, Promised, is_router, owned_axes
 from meshpar.moe.choice import choose_dispatch
 from meshpar.moe.dispatch_combine import Payload
 from meshpar.moe.layer import Asked
@@ -56,7 +56,7 @@ class _Layer:
 
     @property
     def stack(self) -> int:
-        return stack_of(self.weights[0])
+        return self.weights[0].leaf.num_layers
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def _layers(facts: Facts) -> Iterator[_Layer]:
     found: dict[tuple[str, int], list[Decision]] = {}
     for decision in facts.leaves:
         if {"expert", "embed"} <= set(decision.leaf.names or ()) and not is_router(decision):
-            found.setdefault((decision.path.rpartition("/")[0], stack_of(decision)), []).append(decision)
+            found.setdefault((decision.path.rpartition("/")[0], decision.leaf.num_layers), []).append(decision)
     for weights in found.values():
         yield _Layer(tuple(weights))
 

@@ -40,8 +40,8 @@ from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.pipeline.schedules.ops import F, W
 from meshpar.pipeline.traffic import Traffic, gathers_in_cells, traffic
 from meshpar.sharding.types import Decision, is_spec, without_axes
+from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
-from meshpar.training.step import StepOptions
 
 
 def by_stage(
@@ -345,7 +345,7 @@ class _Promise:
 
 def _leaf(decision: Decision, grads: PartitionSpec, update: PartitionSpec, pipelined: PipelinePart) -> _Leaf:
     leaf, stages = decision.leaf, pipelined.stages
-    is_layer = (leaf.names or ())[:1] == ("layers",)
+    is_layer = leaf.is_stacked
     specs = (without_axes(spec, (pipelined.axis,)) for spec in (decision.spec, grads, update))
     own, grads, update = specs
     if is_layer:

@@ -10,8 +10,8 @@ from meshpar.compiled.clock.timeline import Timeline
 from meshpar.compiled.parts import Parts
 from meshpar.compiled.promise_stages import gathers
 from meshpar.pipeline.traffic import traffic
+from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
-from meshpar.training.step import StepOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

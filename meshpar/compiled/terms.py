@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.compiled.census import bytes_sent
-from meshpar.sharding.types import Decision, axis_sizes, scores_experts, spec_axes
+from meshpar.sharding.types import Decision, axes_of_spec, axis_sizes, scores_experts, spec_axes
+from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
-from meshpar.training.step import StepOptions, batch_sharding
 
 ITEMSIZE = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "u8": 1}
 _HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -142,8 +142,7 @@ class Facts:
 def facts_of(setup: Setup, options: StepOptions, batch: Any, on_cpu: bool) -> Facts:
     """The facts of a training step; arguments as for `promise.promised`."""
     sizes = axis_sizes(setup.mesh)
-    sharding = batch_sharding(setup.mesh, setup.strategy)
-    batch_axes = tuple(axis for entry in sharding.spec for axis in spec_axes(entry) if sizes[axis] > 1)
+    batch_axes = setup.batch_axes
     rules = setup.strategy.activations
 
     def axes_of(*wanted: str) -> set[str]:
@@ -196,7 +195,7 @@ def _axes_in(rule: Any) -> Iterator[str]:
 
 def split_axes(facts: Facts, spec: PartitionSpec) -> tuple[str, ...]:
     """Axes of more than one device that a spec names, in the mesh's order."""
-    return facts.ordered(axis for entry in spec for axis in spec_axes(entry))
+    return facts.ordered(axes_of_spec(spec))
 
 
 def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
@@ -224,12 +223,6 @@ def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
     return tuple(map(named, params))
 
 
-def stack_of(decision: Decision) -> int:
-    """Layers stacked in a leaf."""
-    names = decision.leaf.names or ()
-    return math.prod(size for size, name in zip(decision.leaf.shape, names, strict=False) if name == "layers")
-
-
 def owned_axes(facts: Facts, decision: Decision) -> tuple[str, ...]:
     """Axes whose devices own whole experts: their weights are neither gathered nor reduced there.
 
@@ -251,7 +244,7 @@ def is_router(decision: Decision) -> bool:
 def layer_elements(facts: Facts, decision: Decision, gathered: Iterable[str]) -> int:
     """Numbers of one layer of a leaf that a device holds once the axes `gathered` are whole."""
     others = set(split_axes(facts, decision.spec)) - set(gathered)
-    return decision.leaf.size // stack_of(decision) // facts.ways(others)
+    return decision.leaf.size // decision.leaf.num_layers // facts.ways(others)
 
 
 def is_looked_up(decision: Decision) -> bool:

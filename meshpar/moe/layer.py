@@ -34,7 +34,7 @@ from meshpar.moe.routing import Routed, capacity, count, route
 from meshpar.pipeline.layers import Aux, is_staged
 from meshpar.sharding.regions import outer_axes, per_device
 from meshpar.sharding.rules import Ambient, ambient, constrain, param_spec, resolve, spec_of
-from meshpar.sharding.types import Leaf, axis_sizes, problem, spec_axes
+from meshpar.sharding.types import Leaf, axes_of_spec, axis_sizes, problem, spec_axes
 from meshpar.training.precision import dot_general
 from meshpar.training.reports import describe, report
 
@@ -364,7 +364,7 @@ def _around(here: Ambient, outer: tuple[str, ...]) -> tuple[str, ...]:
     """Axes of a region around that split tokens."""
     sizes = axis_sizes(here.mesh)
     like = Leaf(path="tokens", shape=(here.mesh.size,) * 2, dtype=np.dtype(np.int32), names=("batch", "seq"))
-    axes = (axis for entry in resolve(like, here.rules, here.mesh).spec for axis in spec_axes(entry))
+    axes = axes_of_spec(resolve(like, here.rules, here.mesh).spec)
     return tuple(axis for axis in axes if axis in outer and sizes[axis] > 1)
 
 

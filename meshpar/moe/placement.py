@@ -24,6 +24,7 @@ from meshpar.sharding.types import (
     Leaf,
     Names,
     PyTree,
+    axes_of_spec,
     axis_sizes,
     near_or,
     path_str,
@@ -345,7 +346,7 @@ def _axes(setup: Setup, *names: str) -> set[str]:
     like = Leaf(path="x", shape=(setup.mesh.size,) * len(names), dtype=np.dtype(np.int32), names=names)
     sizes = axis_sizes(setup.mesh)
     spec = resolve(like, setup.strategy.activations, setup.mesh).spec
-    return {axis for entry in spec for axis in spec_axes(entry) if sizes[axis] > 1}
+    return set(axes_of_spec(spec, sizes))
 
 
 def _permuted_tree(

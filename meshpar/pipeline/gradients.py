@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.collectives import broadcast
 from meshpar.pipeline.executor import Executor, Functions, Micro, Plan, Sums, layout_of
-from meshpar.pipeline.layers import Aux, check_alike, check_numbers, is_counted, with_aux
+from meshpar.pipeline.layers import Aux, check_alike, with_aux
 from meshpar.pipeline.placement import Placement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
@@ -23,6 +23,7 @@ from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import (
     AnyMesh,
     PyTree,
+    axes_of_spec,
     axis_sizes,
     is_spec,
     num_shards,
@@ -32,6 +33,7 @@ from meshpar.sharding.types import (
     without_axes,
 )
 from meshpar.training.precision import REMAT_POLICIES, check_remat
+from meshpar.training.reports import check_numbers, means
 
 
 class Params(NamedTuple):
@@ -280,7 +282,7 @@ def _each(function: Callable[..., PartitionSpec], *specs: PyTree) -> PyTree:
 
 
 def _axes_of(spec: PartitionSpec) -> set[str]:
-    return {axis for entry in spec for axis in spec_axes(entry)}
+    return set(axes_of_spec(spec))
 
 
 def _but(spec: PartitionSpec, own: PartitionSpec) -> PartitionSpec:
@@ -376,11 +378,6 @@ class ValueAndGrad:
             total = sums.weight
         grads = jax.tree.map(lambda g, p: (g / total).astype(g.dtype), grads, params)
         return Result(sums.loss / total, means(sums.metrics, total), means(sums.aux, count), sums.late), grads
-
-
-def means(sums: dict[str, jax.Array], total: Any) -> dict[str, jax.Array]:
-    """Of metrics over so many microbatches; whole numbers, which are counts, stay summed."""
-    return {name: x if is_counted(x) else x / jnp.asarray(total, x.dtype) for name, x in sums.items()}
 
 
 def value_and_grad(

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from meshpar.sharding.types import PyTree, problem
 
@@ -20,35 +19,6 @@ class Aux(NamedTuple):
     metrics: dict[str, jax.Array]
     """Arrays that no gradient passes through. Over microbatches and devices those of whole numbers are summed, for they
     are counts, and all others averaged, for they are means over rows."""
-
-
-def is_counted(metric: Any) -> bool:
-    """Whether a metric is a count, to be summed over whatever the rows of a batch are cut into; else it is a mean."""
-    return bool(jnp.issubdtype(jnp.result_type(metric), jnp.integer))
-
-
-def check_numbers(metrics: Mapping[str, Any]) -> None:
-    """What a loss function gives beside the loss is one number each.
-
-    Raises:
-      ValueError: something is none, or is several.
-    """
-    for name, value in metrics.items():
-        dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, bool | int | float) else None)
-        if dtype is None or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
-            raise problem(
-                f"metric `{name}`",
-                "be one number",
-                f"it is a {type(value).__name__}" + (f" of dtype {dtype}" if dtype is not None else ""),
-                "give a scalar, or leave it out",
-            )
-        if jnp.shape(value):
-            raise problem(
-                f"metric `{name}`",
-                "be one number",
-                f"it is of shape {jnp.shape(value)}",
-                "take its mean in the loss function, or as a whole number its sum",
-            )
 
 
 Layer: TypeAlias = Callable[[Any, PyTree], Any]

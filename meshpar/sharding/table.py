@@ -272,7 +272,7 @@ class _ByStage:
             return resolve(leaf, rules, self.mesh)
         axis, sizes = self.pipelined.axis, axis_sizes(self.mesh)
         found = resolve(leaf, rules | Rules(layers=None), self.mesh)
-        if (found.leaf.names or ())[:1] != ("layers",) or axis in _axes_of(found.spec):
+        if not found.leaf.is_stacked or axis in _axes_of(found.spec):
             return resolve(leaf, rules, self.mesh)
         counts = self.pipelined.layers_of_parts(leaf.shape[0], self.num_parts)
         if len(set(counts)) == 1:
@@ -452,8 +452,7 @@ def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, me
     if decision.meant or decision.shards > 1 or mesh.size == 1:
         return
     leaf = decision.leaf
-    stacked = math.prod(size for size, name in zip(leaf.shape, leaf.names or (), strict=False) if name == "layers")
-    if leaf.nbytes // max(stacked, 1) < strategy.big_leaf_bytes:
+    if leaf.nbytes // max(leaf.num_layers, 1) < strategy.big_leaf_bytes:
         return
     idle = sorted({axis for axis, size in axis_sizes(mesh).items() if size == 1} & _axes_of(decision.spec))
     why = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"the rule was: {decision.rule}"

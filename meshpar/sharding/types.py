@@ -83,6 +83,21 @@ class Leaf:
         return math.prod(self.shape)
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether its first dim is the layers of the model."""
+        return (self.names or ())[:1] == ("layers",)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers stacked in it; 1 where no dim is named `layers`."""
+        return math.prod(n for n, name in zip(self.shape, self.names or (), strict=False) if name == "layers")
+
+    @property
+    def layer_ndim(self) -> int:
+        """Dims of one layer of it."""
+        return len(self.shape) - (self.names or ()).count("layers")
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole array."""
         return self.size * self.dtype.itemsize
@@ -138,6 +153,11 @@ def spec_axes(entry: Any) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axes_of_spec(spec: Iterable[Any], sizes: Mapping[str, int] | None = None) -> tuple[str, ...]:
+    """Every mesh axis that a PartitionSpec names, dim by dim; with `sizes` those of more than one rank."""
+    return tuple(axis for entry in spec for axis in spec_axes(entry) if sizes is None or sizes[axis] > 1)
 
 
 def is_spec(x: Any) -> bool:

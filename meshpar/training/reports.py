@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshpar.sharding.types import problem
 
@@ -89,3 +90,42 @@ def describe(layer: Any) -> None:
     """
     if _reports.value is not None:
         _reports.value.layers.append(layer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_counted(metric: Any) -> bool:
+    """Whether a metric is a count, to be summed over whatever the rows of a batch are cut into; else it is a mean."""
+    return bool(jnp.issubdtype(jnp.result_type(metric), jnp.integer))
+
+
+def check_numbers(metrics: Mapping[str, Any]) -> None:
+    """What a loss function gives beside the loss is one number each.
+
+    Raises:
+      ValueError: something is none, or is several.
+    """
+    for name, value in metrics.items():
+        dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, bool | int | float) else None)
+        if dtype is None or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
+            raise problem(
+                f"metric `{name}`",
+                "be one number",
+                f"it is a {type(value).__name__}" + (f" of dtype {dtype}" if dtype is not None else ""),
+                "give a scalar, or leave it out",
+            )
+        if jnp.shape(value):
+            raise problem(
+                f"metric `{name}`",
+                "be one number",
+                f"it is of shape {jnp.shape(value)}",
+                "take its mean in the loss function, or as a whole number its sum",
+            )
+
+
+def means(sums: dict[str, jax.Array], total: Any) -> dict[str, jax.Array]:
+    """Of metrics over so many microbatches; whole numbers, which are counts, stay summed."""
+    return {name: x if is_counted(x) else x / jnp.asarray(total, x.dtype) for name, x in sums.items()}

@@ -17,6 +17,7 @@ from meshpar.sharding.adapters import Model
 from meshpar.sharding.rules import Rules, use
 from meshpar.sharding.table import Layout, ShardingTable, lay_out
 from meshpar.sharding.types import AnyMesh, PyTree, is_spec, problem
+from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.precision import Precision, cast_floating
 
 
@@ -35,6 +36,16 @@ class Setup:
     def table(self) -> ShardingTable:
         """Every leaf's decision."""
         return self.layout.table
+
+    @functools.cached_property
+    def batch_sharding(self) -> NamedSharding:
+        """How a batch lies: its first dim by the strategy's rule for `batch`."""
+        return batch_sharding(self.mesh, self.strategy)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes of more than one rank that split the batch."""
+        return split_by(self.batch_sharding)
 
     def named(self, specs: PyTree) -> PyTree:
         """A tree of PartitionSpecs as NamedShardings on this mesh."""

@@ -16,7 +16,7 @@ import meshpar as mp
 from meshpar.parallel import PRESETS, as_strategy, from_json, parse_strategy
 from meshpar.sharding.rules import BATCH_AXES, PARAMETER_NAMES
 from meshpar.sharding.types import spec_axes
-from meshpar.training.step import batch_sharding
+from meshpar.training.batch import batch_sharding
 
 NAMES = {
     "embed/table": ("vocab", "embed"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.pipeline.executor import Functions, Micro, split_stage
-from meshpar.pipeline.gradients import Params, Pipeline, check_rows, means
+from meshpar.pipeline.gradients import Params, Pipeline, check_rows
 from meshpar.pipeline.layers import Aux, Layer, Run, running, scanned, with_aux
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, depends, flat_jaxpr
@@ -39,22 +39,10 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
     without_axes,
 )
-from meshpar.training.precision import Precision
+from meshpar.training.options import StepOptions
+from meshpar.training.reports import means
 from meshpar.training.state import Setup, TrainState
-
-Loss = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
-"""(params, extra, batch, key) -> (loss, (metrics, extra))."""
-
-
-class Means(NamedTuple):
-    """Of a step's rows, all of them."""
-
-    loss: jax.Array
-    metrics: dict[str, jax.Array]
-    """Whole numbers are counts, and summed."""
-    grads: PyTree
-    extra: PyTree
-    """What the model keeps beside parameters, after the step."""
+from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
 
 
 def schedule_of(pipelined: PipelinePart) -> Schedule:
@@ -62,35 +50,23 @@ def schedule_of(pipelined: PipelinePart) -> Schedule:
     return pipelined.table()
 
 
-def staged_gradients(
-    loss: Loss,
-    state: TrainState,
-    batch: PyTree,
-    key: jax.Array,
-    *,
-    params: PyTree,
-    grad_specs: PyTree,
-    batch_axes: tuple[str, ...],
-    precision: Precision,
-    weight: str | None,
-) -> Means:
-    """Means over all rows: loss, metrics, and gradients by parameter; and what the model keeps.
+def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
+    """Loss, metrics and gradients over a batch, means of microbatches, which take the place of micro-steps.
 
     Args:
       loss: of whole models.
+      options: of the step; its weight is that of microbatches.
       state: whose strategy has stages.
       batch, key: as a step gets them.
-      params: in the compute dtype, laid out as the state's are.
-      grad_specs: how gradients come out.
-      batch_axes: mesh axes of more than one rank that split the batch.
-      precision: of the step.
-      weight: metric by which microbatches are weighed.
 
     Raises:
-      ValueError: a model whose layers are not stacked, or not run by `meshpar.pipeline.scan_layers`; fewer layers
-        than the schedule has parts; rows that the microbatches do not; uses of an Aux that `scan_layers` has none
-        for.
+      ValueError: options or a strategy that stages cannot do; a model whose layers are not stacked, or not run by
+        `meshpar.pipeline.scan_layers`; fewer layers than the schedule has parts; rows that the microbatches do not
+        divide; uses of an Aux that `scan_layers` has none for.
     """
+    _check_options(options, state.setup)
+    params = compute_params(state.setup, state.params, options.precision.compute)
+    batch_axes, weight = state.setup.batch_axes, options.weight
     setup, pipelined = state.setup, state.setup.strategy.pipeline
     assert pipelined is not None
     schedule = schedule_of(pipelined)
@@ -105,11 +81,11 @@ def staged_gradients(
         axis=pipelined.axis,
         batch_axes=batch_axes,
         gather=pipelined.gather,
-        grad_dtype=precision.reduce_dtype,
+        grad_dtype=options.precision.reduce_dtype,
         own=cut.own(setup.layout.params, batch_axes),
         split_inside=_split_inside(setup),
     )
-    specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs, at_rest=True)
+    specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs(setup, options), at_rest=True)
     late = jnp.zeros((schedule.stages, 0), jnp.float32)
     parted = cut.parted(params)
     if not cut.is_even:
@@ -122,7 +98,9 @@ def staged_gradients(
     loss_mean, grads = jax.tree.map(lambda x: x / total.astype(x.dtype), (sums.loss, grads))
     aux = {name: cut.by_layer(x) for name, x in means(sums.aux, count).items()}
     metrics, extra = behind(state.extra, aux)
-    return Means(loss_mean, {**means(sums.metrics, total), **metrics}, cut.joined(grads), extra)
+    return Sums(
+        loss_mean, {**means(sums.metrics, total), **metrics}, cut.joined(grads), jnp.ones_like(loss_mean), extra
+    )
 
 
 def reads_of_layers(
@@ -131,7 +109,7 @@ def reads_of_layers(
     """By path, whether the F, the B and the W of a microbatch read the values of a parameter of the layers.
 
     Args:
-      loss, setup, weight: as `staged_gradients` has them.
+      loss, setup, weight: as `gradients` has them.
       params: shapes, in the compute dtype.
       extra, rows, key: shapes, of one microbatch on one device; the key's numbers.
     """
@@ -170,7 +148,7 @@ class _Cut:
     @staticmethod
     def of(setup: Setup, schedule: Schedule, pipelined: PipelinePart) -> _Cut:
         leaves = [decision.leaf for decision in setup.table.params]
-        is_layer = tuple((leaf.names or ())[:1] == ("layers",) for leaf in leaves)
+        is_layer = tuple(leaf.is_stacked for leaf in leaves)
         stacked = [leaf for leaf, stack in zip(leaves, is_layer, strict=True) if stack]
         counts = {leaf.shape[0] for leaf in stacked}
         where = f"strategy {setup.strategy.label}"
@@ -520,6 +498,20 @@ def _check_once(calls: int) -> None:
             f"it calls meshpar.pipeline.scan_layers {calls or 'no'} times",
             "run the layers that stages are to share by one call of it",
         )
+
+
+def _check_options(options: StepOptions, setup: Setup) -> None:
+    for given, is_given in (
+        (f"train_step(accumulate={options.accumulate})", options.accumulate > 1),
+        ("a strategy that quantizes", setup.strategy.quantize is not None),
+    ):
+        if is_given:
+            raise problem(
+                f"{given} under {setup.strategy.label}",
+                "be done by stages",
+                "a pipeline sums the gradients of its own microbatches and sends weights as they are",
+                "leave it out; more microbatches are what accumulation would be",
+            )
 
 
 def _check(setup: Setup, schedule: Schedule, pipelined: PipelinePart, batch_axes: tuple[str, ...]) -> None:

@@ -305,15 +305,14 @@ def _leaf(
     by_dim = [tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) for entry in decision.spec]
     batch = tuple(tuple(axis for axis in dim if axis in batch_axes) for dim in by_dim)
     others = tuple(tuple(axis for axis in dim if axis not in batch_axes) for dim in by_dim)
-    names = leaf.names or ()
-    exact = len(leaf.shape) - names.count("layers") < 2
+    exact = leaf.layer_ndim < 2
     compute = jnp.dtype(precision.compute or leaf.dtype)
     return _Leaf(
         path=decision.path,
         index=index,
         batch=batch,
         others=others,
-        per_layer=names[:1] == ("layers",) and not batch[0] and any(batch) and not exact,
+        per_layer=leaf.is_stacked and not batch[0] and any(batch) and not exact,
         exact=exact,
         compute=compute,
         reduce=precision.reduce_dtype(compute),

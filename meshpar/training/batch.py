@@ -1,0 +1,100 @@
+"""The batch: how it lies on the mesh, and its rows cut into micro-steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.parallel import Strategy, as_strategy
+from meshpar.sharding.rules import Rules, resolve
+from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, problem, tree_leaves_with_paths
+
+
+def batch_sharding(mesh: AnyMesh, strategy: Strategy | Rules) -> NamedSharding:
+    """How a batch lies on the mesh: its first dim by the strategy's rule for `batch`."""
+    leaf = Leaf(path="batch", shape=(mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
+    return NamedSharding(mesh, resolve(leaf, as_strategy(strategy).activations, mesh).spec)
+
+
+def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rules) -> PyTree:
+    """Lay a host batch on the mesh.
+
+    Args:
+      batch: a pytree of arrays whose first dim is the global batch.
+      mesh: the devices.
+      strategy: whose rule for `batch` splits it.
+
+    Raises:
+      ValueError: a first dim that the mesh does not divide.
+    """
+    sharding = batch_sharding(mesh, strategy)
+    check_batch(batch, sharding, accumulate=1)
+    return jax.device_put(batch, sharding)
+
+
+def split_by(sharding: NamedSharding) -> tuple[str, ...]:
+    """Mesh axes of more than one rank over which a batch lies."""
+    return axes_of_spec(sharding.spec, axis_sizes(sharding.mesh))
+
+
+def check_batch(batch: PyTree, sharding: NamedSharding, accumulate: int) -> None:
+    """Raises ValueError where rows do not go evenly over the devices and micro-steps, or are no numbers."""
+    shards = math.prod(axis_sizes(sharding.mesh)[axis] for axis in split_by(sharding))
+    leaves = tree_leaves_with_paths(batch)
+    if not leaves:
+        raise problem("batch", "train on it", "it holds no arrays", "pass a pytree of arrays with a batch dim first")
+    shapes = {path: np.shape(x) for path, x in leaves}
+    rows = max((shape[0] for shape in shapes.values() if shape), default=0)
+    for path, x in leaves:
+        dtype = getattr(x, "dtype", None)
+        if dtype is not None and not _is_number(dtype):
+            raise problem(
+                f"batch leaf `{path}` of dtype {dtype}",
+                "be laid on devices",
+                "they hold numbers, and this holds none",
+                "leave it out of the batch, or turn it into numbers first (text: into tokens)",
+            )
+    for path, shape in shapes.items():
+        if shape[:1] != (rows,):
+            raise problem(
+                f"batch leaf `{path}` of shape {shape}",
+                "be split by rows",
+                f"it has {shape[0] if shape else 'no'} rows and another leaf has {rows}",
+                "give every leaf the same first dim, the global batch",
+            )
+    unit = shards * accumulate
+    if rows == 0 or rows % unit:
+        over = " × ".join(f"`{axis}`" for axis in split_by(sharding)) or "one device"
+        raise problem(
+            f"batch leaf `{leaves[0][0]}` of shape {shapes[leaves[0][0]]} dim 0 (`batch`)",
+            f"split over {over} ({shards})" + (f" in {accumulate} micro-steps" if accumulate > 1 else ""),
+            f"{rows} rows are not a positive multiple of {unit}",
+            f"use a batch of {max(1, -(-rows // unit)) * unit}",
+        )
+
+
+def _is_number(dtype: Any) -> bool:
+    """Whether jax can hold it: numbers, truths, random keys; not strings, objects, times or records."""
+    return (
+        dtype == np.bool_
+        or jax.dtypes.issubdtype(dtype, np.number)
+        or jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    )
+
+
+def split_rows(x: jax.Array, count: int, sharding: NamedSharding) -> jax.Array:
+    """[batch, ...] -> [count, batch / count, ...] such that every device keeps its own rows.
+
+    A plain reshape would give micro-step i the i-th block of the batch, which lies on a few devices.
+    """
+    shards = math.prod(axis_sizes(sharding.mesh)[axis] for axis in split_by(sharding))
+    rows = x.shape[0] // (shards * count)
+    by_device = x.reshape(shards, count, rows, *x.shape[1:])
+    split = jnp.moveaxis(by_device, 1, 0).reshape(count, shards * rows, *x.shape[1:])
+    return lax.with_sharding_constraint(split, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))

@@ -1,0 +1,274 @@
+"""Every device makes the gradients of its own rows: XLA sees no sum over devices inside the loop of micro-steps.
+
+The step is manual over the axes that split the batch. Two ways, by what enters:
+
+    whole weights                  gradients summed whole on every device, one reduction behind the last micro-step
+                                   (`accumulate_mode="once"`)
+    shards, strategy with quantize weights gathered and gradients scattered in few bits, by hand (`unshard.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_axes
+from meshpar.training.engines.unshard import Unshard, make_unshard
+from meshpar.training.options import StepOptions
+from meshpar.training.precision import Numerics, cast_floating, gathering
+from meshpar.training.reports import means
+from meshpar.training.state import Setup, TrainState
+from meshpar.training.sums import (
+    Loss,
+    MicroStep,
+    Sums,
+    accumulated,
+    constrained,
+    grad_specs,
+    micro_step,
+    weighed,
+    weight_of,
+    wide,
+)
+
+
+def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
+    """Loss, metrics and gradients over a batch, summed over micro-steps and devices; arguments as for `plain`.
+
+    Raises:
+      ValueError: a strategy that quantizes, and no parameter that is split over an axis of the batch; a model that
+        does not say where its layers begin.
+    """
+    unshard = make_unshard(state.setup, options.precision, state.setup.batch_axes)
+    if unshard is None:
+        return _reduced_once(loss, options, state, batch, key)
+    return _quantized(loss, options, state, batch, key, unshard)
+
+
+def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
+    """Every device sums the gradients of its own rows; one reduction follows.
+
+    Manual over the axes that split the batch, so that XLA sees no sum over devices inside the loop; other axes stay
+    XLA's. Parameters enter whole over those axes: gathered once.
+    """
+    setup = state.setup
+    axes = setup.batch_axes
+    params = cast_floating(state.params, options.precision.compute)
+    whole = jax.tree.map(lambda spec: without_axes(spec, axes), setup.layout.params, is_leaf=is_spec)
+    params = constrained(params, setup.named(whole))
+
+    def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
+        sums = _local_sums(_whole_step(loss, options, params), options, setup, axes, extra, rows, key)
+        if options.weight is not None:
+            sums = _evened(sums, axes, options, params)
+        if not axes:
+            return sums
+        # Every device's own gradients behind a dim that the axes split.
+        sums = _reduce_all_but_gradients(sums, axes)
+        return sums.replace(grads=jax.tree.map(lambda g: g[None], sums.grads))
+
+    if not axes:
+        return local(params, state.extra, batch, key)
+    sums = _by_device(local, setup, axes, PartitionSpec(), PartitionSpec(axes))(params, state.extra, batch, key)
+    # Left to XLA, for a scatter written by hand would first gather what other axes split.
+    # lax.reduce, for jnp.sum would widen a narrow reduction to float32.
+    summed = jax.tree.map(lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads)
+    return sums.replace(grads=constrained(summed, setup.named(setup.layout.grads)))
+
+
+def _quantized(
+    loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array, unshard: Unshard
+) -> Sums:
+    """Weights gathered and gradients scattered in few bits, by hand: `meshpar.training.engines.unshard` says how.
+
+    Manual over the axes that split the batch, as when gradients are reduced once; parameters enter as shards. In mode
+    "each" every micro-step gathers and scatters, stacked layers inside the loops over them; in mode "once" all weights
+    are gathered before the micro-steps and all gradients scattered behind them.
+    """
+    setup, axes = state.setup, unshard.batch_axes
+    once = options.accumulate > 1 and options.accumulate_mode == "once"
+    noise = jax.random.fold_in(key, options.accumulate)  # micro-steps fold in the numbers below
+
+    def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> Sums:
+        if once:
+            whole = unshard.whole(params, noise)
+            step = _whole_step(loss, options, whole)
+        else:
+            step = _sharded_step(loss, options, setup, unshard, params, noise)
+        sums = _local_sums(step, options, setup, axes, extra, rows, key)
+        if once:
+            sums = sums if options.weight is None else _evened(sums, axes, options, whole)
+            sums = sums.replace(grads=unshard.scattered(sums.grads, noise))
+        return _reduce_all_but_gradients(sums, axes)
+
+    run = _by_device(local, setup, axes, unshard.specs, unshard.specs)
+    sums = run(state.params, state.extra, batch, key, noise)
+    if options.accumulate == 1 and options.weight is None:  # a mean over devices, where XLA's own is one over rows
+        value, grads = jax.tree.map(lambda x: x / sums.weight.astype(x.dtype), (sums.loss, sums.grads))
+        sums = sums.replace(loss=value, metrics=means(sums.metrics, sums.weight), grads=grads)
+    return sums.replace(grads=constrained(sums.grads, setup.named(grad_specs(setup, options))))
+
+
+def _by_device(
+    local: Callable[..., Sums], setup: Setup, axes: tuple[str, ...], params: PyTree, grads: PyTree
+) -> Callable[..., Sums]:
+    """A function of (params, extra, rows, keys...) run by every device along the axes that split the batch.
+
+    Args:
+      params, grads: specs of what enters and what leaves.
+    """
+    whole = PartitionSpec()
+
+    def run(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> Sums:
+        def inside(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> Sums:
+            return local(held, extra, rows, *map(jax.random.wrap_key_data, keys))
+
+        return jax.shard_map(
+            inside,
+            mesh=setup.mesh,
+            in_specs=(params, whole, PartitionSpec(axes), *[whole] * len(keys)),
+            out_specs=Sums(whole, whole, grads, whole, whole),  # type: ignore[arg-type]
+            axis_names=set(axes),
+            # The loss is differentiated inside, and its collectives have derivatives of their own: there is nothing for
+            # the check to protect, and it would refuse ordinary models whose scan carries start as constants.
+            check_vma=False,
+        )(held, extra, rows, *map(jax.random.key_data, keys))
+
+    return run
+
+
+def _whole_step(loss: Loss, options: StepOptions, params: PyTree) -> MicroStep:
+    def step(extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
+        return micro_step(loss, options, params, extra, rows, key)
+
+    return step
+
+
+def _sharded_step(
+    loss: Loss, options: StepOptions, setup: Setup, unshard: Unshard, params: PyTree, noise: jax.Array
+) -> MicroStep:
+    """Gradients by shards: those of all devices have met, each weighed, when they come out."""
+
+    def loss_of(params: PyTree, extra: PyTree, micro: PyTree, key: jax.Array, weight: jax.Array | None) -> Any:
+        def gather(at: str, layer: PyTree) -> PyTree:
+            return unshard.layer(noise, weight, at, layer)
+
+        with gathering(gather) as wishes:
+            wishes.num_layers_gathered = wishes.num_layers_marked = 0
+            try:
+                out = loss(unshard.entered(params, noise, weight), extra, micro, key)
+            except (TypeError, ValueError) as error:
+                _check_layers_gathered(setup, unshard, wishes, error)
+                raise
+            _check_layers_gathered(setup, unshard, wishes, None)
+        return out
+
+    def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> Sums:
+        masters = jax.tree.map(wide, params)
+        # Gradients meet weighed, so the weight is known before: a forward pass of which XLA keeps what it takes, which
+        # is little where the weight is a count of tokens.
+        weight = None
+        if options.weight is not None:
+            weight = wide(jnp.asarray(weight_of(options, loss_of(masters, extra, micro, key, None)[1][0])))
+        (value, (metrics, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(masters, extra, micro, key, weight)
+        return weighed(options, value, metrics, {}, after).replace(grads=grads)
+
+    return micro_step
+
+
+def _check_layers_gathered(setup: Setup, unshard: Unshard, wishes: Numerics, cause: Exception | None) -> None:
+    """A model that computes with a layer's shards fails by their shapes: this is why."""
+    if not unshard.per_layer:
+        return
+    where, asked = f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}", "gather one layer at a time"
+    if not wishes.num_layers_gathered:
+        raise problem(
+            where,
+            asked,
+            "the model scans its stacked layers and never calls meshpar.training.precision.layer_weights",
+            "call it on the slice of the parameters that the scan's body gets, inside remat_layer",
+        ) from cause
+    if cause is None and not wishes.num_layers_marked:
+        raise problem(
+            where,
+            asked,
+            "nothing marks where a layer ends, so the weights of all would be kept for the backward pass",
+            "wrap the scan's body in meshpar.training.precision.remat_layer",
+        )
+
+
+def _local_sums(
+    step: MicroStep,
+    options: StepOptions,
+    setup: Setup,
+    axes: tuple[str, ...],
+    extra: PyTree,
+    rows: PyTree,
+    key: jax.Array,
+) -> Sums:
+    """The micro-steps of one device's rows, with random keys of its own."""
+    random_keys = setup.model.random_keys()
+    here = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
+    own = _own_keys(extra, random_keys, axes)
+    if options.accumulate == 1:
+        sums = step(own, rows, here)
+    else:
+        micro_batches = jax.tree.map(
+            lambda x: x.reshape(options.accumulate, x.shape[0] // options.accumulate, *x.shape[1:]), rows
+        )
+        sums = accumulated(step, own, micro_batches, here, options.accumulate)
+    return sums.replace(extra=_common_keys(extra, own, sums.extra, random_keys, axes))
+
+
+def _own_keys(extra: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]) -> PyTree:
+    """The model's own random keys, another on every device: with the same, all would drop the same units."""
+
+    def own(path: Any, x: jax.Array) -> jax.Array:
+        if not axes or path_str(path) not in random_keys:
+            return x
+        keys = jax.random.wrap_key_data(x).reshape(-1)
+        folded = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, lax.axis_index(axes))
+        return jax.random.key_data(folded).reshape(x.shape)
+
+    return jax.tree_util.tree_map_with_path(own, extra)
+
+
+def _common_keys(
+    before: PyTree, own: PyTree, after: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]
+) -> PyTree:
+    """The model's extras with the keys that all devices keep: as they were, or the first device's where they moved.
+
+    A stream of NNX counts and leaves its key; a module may also replace a key of its own.
+    """
+
+    def kept(path: Any, old: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+        if not axes or path_str(path) not in random_keys:
+            return end
+        mine = jnp.where(jnp.all(end == start), old, end)
+        return lax.psum(jnp.where(lax.axis_index(axes) == 0, mine, jnp.zeros_like(mine)), axes)
+
+    return jax.tree_util.tree_map_with_path(kept, before, own, after)
+
+
+def _evened(sums: Sums, axes: tuple[str, ...], options: StepOptions, params: PyTree) -> Sums:
+    """The same sums with weights that are 1 in the mean, which the dtype of the reduction can hold."""
+    mean = lax.pmean(sums.weight, axes) / options.accumulate
+    loss, grads, weight = jax.tree.map(lambda x: x / mean.astype(x.dtype), (sums.loss, sums.grads, sums.weight))
+    grads = jax.tree.map(lambda g, p: g.astype(options.precision.reduce_dtype(p.dtype)), grads, params)
+    return Sums(loss, means(sums.metrics, mean), grads, weight, sums.extra)
+
+
+def _reduce_all_but_gradients(sums: Sums, axes: tuple[str, ...]) -> Sums:
+    """Sum over devices, model extras averaged; gradients as they are."""
+
+    def reduce_extra(x: jax.Array) -> jax.Array:
+        return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else lax.pmax(x, axes)
+
+    loss, metrics, weight = lax.psum((sums.loss, sums.metrics, sums.weight), axes)
+    return Sums(loss, metrics, sums.grads, weight, jax.tree.map(reduce_extra, sums.extra))

@@ -1,0 +1,35 @@
+"""XLA makes the gradients: every micro-step's are reduced by it into shards, and summed there."""
+
+from __future__ import annotations
+
+import jax
+
+from meshpar.sharding.types import PyTree
+from meshpar.training.batch import split_rows
+from meshpar.training.options import StepOptions
+from meshpar.training.state import TrainState
+from meshpar.training.sums import Loss, Sums, accumulated, compute_params, constrained, grad_specs, micro_step
+
+
+def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
+    """Loss, metrics and gradients over a batch, summed over micro-steps.
+
+    Args:
+      loss: of some rows.
+      options: of the step.
+      state: parameters, and what the model keeps beside them.
+      batch: the global batch.
+      key: of this step.
+    """
+    setup = state.setup
+    params = compute_params(setup, state.params, options.precision.compute)
+    shardings = setup.named(grad_specs(setup, options))
+
+    def step(extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
+        sums = micro_step(loss, options, params, extra, rows, key)
+        return sums.replace(grads=constrained(sums.grads, shardings))
+
+    if options.accumulate == 1:
+        return step(state.extra, batch, key)
+    rows = jax.tree.map(lambda x: split_rows(x, options.accumulate, setup.batch_sharding), batch)
+    return accumulated(step, state.extra, rows, key, options.accumulate)

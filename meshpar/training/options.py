@@ -1,0 +1,41 @@
+"""What `train_step` is given beside the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from meshpar.sharding.types import problem
+from meshpar.training.precision import Precision, check_remat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Options of a training step; see `train_step`."""
+
+    accumulate: int = 1
+    accumulate_mode: Literal["each", "once"] = "each"
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    remat: str | None = None
+    nonfinite: Literal["raise", "skip", "ignore"] = "raise"
+    weight: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise problem(
+                f"accumulate={self.accumulate!r}",
+                "run that many micro-steps",
+                "that is no positive integer",
+                "use 1 or more",
+            )
+        for field, known in (("accumulate_mode", ("each", "once")), ("nonfinite", ("raise", "skip", "ignore"))):
+            if getattr(self, field) not in known:
+                raise problem(
+                    f"{field}={getattr(self, field)!r}", "do that", "there is no such choice", f"use one of {known}"
+                )
+        check_remat(self.remat)
+
+    @property
+    def is_once(self) -> bool:
+        """Whether gradients are summed whole over several micro-steps, and reduced once behind them."""
+        return self.accumulate > 1 and self.accumulate_mode == "once"
