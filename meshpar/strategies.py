@@ -105,14 +105,14 @@ class Pipelined:
     forward and backward of a microbatch and held as shards."""
     axis: str = "stage"
     fewer_layers: tuple[int, int] = (0, 0)
-    """How many layers fewer than those between the first and the last part of the model have, beside embedding and head."""
+    """How many layers fewer than the parts between them the first and the last part have, beside embedding and head."""
 
     def __post_init__(self) -> None:
         fewer = self.fewer_layers
         whole = isinstance(fewer, tuple) and all(type(count) is int and count >= 0 for count in fewer)
         if not whole or len(fewer) != 2:
-            where, fix = f"pipeline_parallel(fewer_layers={fewer!r})", "write fewer_layers=(0, 1) for a lighter last part"
-            exists = "it is two whole numbers, of the first part and of the last"
+            where, exists = f"pipeline_parallel(fewer_layers={fewer!r})", "it is two whole numbers, of both end parts"
+            fix = "write fewer_layers=(0, 1) for a lighter last part"
             raise problem(where, "make parts that much lighter", exists, fix)
         for field in ("stages", "microbatches", *(() if self.chunks is None else ("chunks",))):
             value = getattr(self, field)
@@ -602,8 +602,8 @@ def pipeline_parallel(
       schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file.
       chunks: shares of the layers on one stage, for the interleaved schedule.
       gather: with `fsdp()`, weights are gathered once a "step" and held, or for every "microbatch" and dropped again.
-      fewer_layers: how many layers fewer than those between the first and the last part of the model have, to make up
-        for embedding and head.
+      fewer_layers: how many layers fewer than the parts between them the first and the last part of the model have, to
+        make up for embedding and head.
       axis: the mesh axis of the stages.
 
     Raises:

@@ -257,7 +257,8 @@ class _ByStage:
     @staticmethod
     def of(strategy: Strategy, mesh: AnyMesh) -> _ByStage:
         pipelined = strategy.pipeline
-        return _ByStage(mesh=mesh, pipelined=pipelined, num_parts=1 if pipelined is None else pipelined.table().num_parts)
+        num_parts = 1 if pipelined is None else pipelined.table().num_parts
+        return _ByStage(mesh=mesh, pipelined=pipelined, num_parts=num_parts)
 
     def resolve(self, leaf: Leaf, rules: Rules) -> Decision:
         """As `rules.resolve`. A stack of layers that parts share unequally is split over the stages along another dim.
