@@ -265,10 +265,10 @@ class _ByStage:
 
         Devices hold equal shards, so those cannot be layers; the step takes the layers to their stages.
         """
-        rule = rules.name_rule("layers")
-        if self.pipelined is None or rule is None or rule.value != self.pipelined.axis:
+        rule, sizes = rules.name_rule("layers"), axis_sizes(self.mesh)
+        axis = None if self.pipelined is None else self.pipelined.axis
+        if self.pipelined is None or axis is None or rule is None or rule.value != axis or sizes.get(axis, 1) == 1:
             return resolve(leaf, rules, self.mesh)
-        axis, sizes = self.pipelined.axis, axis_sizes(self.mesh)
         found = resolve(leaf, rules | Rules(layers=None), self.mesh)
         if (found.leaf.names or ())[:1] != ("layers",) or axis in _axes_of(found.spec):
             return resolve(leaf, rules, self.mesh)
