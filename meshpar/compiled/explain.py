@@ -65,6 +65,7 @@ def explain(
       PodError: the compiler failed.
     """
     _check_kinds(step, state)
+    _check_equal_parts(state)
     batch = jax.tree.map(_shape_of, batch)
     if cluster is None:
         return _explain(step, _here(state), batch, compile_here, _cluster_here(state.setup.mesh), advise)
@@ -198,6 +199,24 @@ def _notes(program: Program, collectives: tuple[Collective, ...]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Where to
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_equal_parts(state: TrainState) -> None:
+    pipelined = state.setup.strategy.pipeline
+    stacks = {d.leaf.shape[0] for d in state.setup.table.params if (d.leaf.names or ())[:1] == ("layers",)}
+    if pipelined is None or len(stacks) != 1:
+        return
+    num_parts, num_layers = pipelined.table().num_parts, stacks.pop()
+    counts = pipelined.layers_of_parts(num_layers, num_parts)
+    if len(set(counts)) > 1:
+        near = [n for n in (num_layers // num_parts * num_parts, -(-num_layers // num_parts) * num_parts) if n]
+        raise problem(
+            "explain",
+            f"count what parts of {'+'.join(map(str, counts))} layers send and compute",
+            "layers that only some parts have are chosen at run time, and the program does not tell by which stages",
+            f"explain it with {' or '.join(map(str, dict.fromkeys(near)))} layers"
+            + " and without fewer_layers" * any(pipelined.fewer_layers),
+        )
 
 
 def _check_kinds(step: Any, state: Any) -> None:

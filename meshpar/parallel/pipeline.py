@@ -33,7 +33,7 @@ class Pipeline(Part):
     axis: str = "stage"
 
     fewer_layers: tuple[int, int] = (0, 0)
-    """How many layers fewer than the parts between them the first and the last part of the model have."""
+    """How many layers fewer than the parts between them the first and the last part have, beside embedding and head."""
 
     name = "pipeline_parallel"
 
@@ -150,8 +150,8 @@ def pipeline_parallel(
       schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file.
       chunks: shares of the layers on one stage, for the interleaved schedule.
       gather: with `fsdp()`, weights are gathered once a "step" and held, or for every "microbatch" and dropped again.
-      fewer_layers: how many layers fewer than those between the first and the last part of the model have, to make up
-        for embedding and head.
+      fewer_layers: how many layers fewer than the parts between them the first and the last part of the model have, to
+        make up for embedding and head.
       axis: the mesh axis of the stages.
 
     Raises:

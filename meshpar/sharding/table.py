@@ -258,19 +258,18 @@ class _ByStage:
     @staticmethod
     def of(strategy: Strategy, mesh: AnyMesh) -> _ByStage:
         pipelined = strategy.pipeline
-        return _ByStage(
-            mesh=mesh, pipelined=pipelined, num_parts=1 if pipelined is None else pipelined.table().num_parts
-        )
+        num_parts = 1 if pipelined is None else pipelined.table().num_parts
+        return _ByStage(mesh=mesh, pipelined=pipelined, num_parts=num_parts)
 
     def resolve(self, leaf: Leaf, rules: Rules) -> Decision:
         """As `rules.resolve`. A stack of layers that parts share unequally is split over the stages along another dim.
 
         Devices hold equal shards, so those cannot be layers; the step takes the layers to their stages.
         """
-        rule = rules.name_rule("layers")
-        if self.pipelined is None or rule is None or rule.value != self.pipelined.axis:
+        rule, sizes = rules.name_rule("layers"), axis_sizes(self.mesh)
+        axis = None if self.pipelined is None else self.pipelined.axis
+        if self.pipelined is None or axis is None or rule is None or rule.value != axis or sizes.get(axis, 1) == 1:
             return resolve(leaf, rules, self.mesh)
-        axis, sizes = self.pipelined.axis, axis_sizes(self.mesh)
         found = resolve(leaf, rules | Rules(layers=None), self.mesh)
         if not found.leaf.is_stacked or axis in _axes_of(found.spec):
             return resolve(leaf, rules, self.mesh)

@@ -186,6 +186,109 @@ def test_a_metric_is_one_number(strategy, metric):
         step(state, {"x": np.ones((4, 4), np.float32)})
 
 
+UNEVEN = {
+    "10 layers": (10, "nnx", mp.MeshSpec(stage=4), {"stages": 4, "microbatches": 4}, mp.ddp()),
+    "lighter ends, zb-v | tensor": (
+        7, "linen", mp.MeshSpec(stage=2, tensor=2),
+        {"stages": 2, "microbatches": 4, "schedule": "zb-v", "fewer_layers": (0, 1)}, mp.tensor_parallel(),
+    ),
+    "zb-h1 | fsdp": (
+        10, "nnx", mp.MeshSpec(stage=4, fsdp=2), {"stages": 4, "microbatches": 8, "schedule": "zb-h1"}, mp.fsdp(),
+    ),
+    "interleaved | fsdp in every microbatch": (
+        6, "linen", mp.MeshSpec(stage=2, fsdp=2),
+        {"stages": 2, "microbatches": 4, "schedule": "interleaved-1f1b", "gather": "microbatch"}, mp.fsdp(),
+    ),
+    "dualpipe | zero1": (
+        7, "nnx", mp.MeshSpec(stage=4, fsdp=2),
+        {"stages": 4, "microbatches": 4, "schedule": "dualpipe", "fewer_layers": (1, 1)}, mp.zero1(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [c if c == "10 layers" else pytest.param(c, marks=pytest.mark.matrix) for c in UNEVEN])
+def test_unequal_parts_as_on_one_device(name, x64):
+    num_layers, framework, spec, asked, inside = UNEVEN[name]
+    check(framework, config(num_layers=num_layers), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "parts", "fewer", "counts"),
+    [
+        (10, 4, (0, 0), (2, 3, 3, 2)), (11, 4, (0, 0), (3, 3, 3, 2)), (9, 4, (0, 0), (2, 3, 2, 2)),
+        (8, 4, (0, 0), (2, 2, 2, 2)), (10, 4, (1, 1), (2, 3, 3, 2)), (126, 16, (1, 1), (7, *[8] * 14, 7)),
+        (61, 16, (0, 1), (3, *[4] * 14, 2)), (5, 2, (0, 0), (3, 2)), (5, 2, (1, 0), (2, 3)), (3, 1, (0, 1), (3,)),
+    ],
+)  # fmt: skip
+def test_layers_are_cut_as_even_as_they_go(num_layers, parts, fewer, counts):
+    pipelined = mp.pipeline_parallel(stages=parts, microbatches=1, fewer_layers=fewer).pipeline
+    assert pipelined.layers_of_parts(num_layers, parts) == counts
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "asked"),
+    [
+        (5, 4, {}), (5, 2, {"schedule": "zb-v"}), (4, 2, {"fewer_layers": (0, 2)}),
+        *(
+            pytest.param(*rare, marks=pytest.mark.matrix)
+            for rare in (
+                (6, 4, {"schedule": "zb-h2"}), (3, 2, {"schedule": "zb-h1"}), (5, 2, {"schedule": "dualpipe-v"}),
+                (7, 2, {"schedule": "interleaved-1f1b", "chunks": 3}),
+                (9, 4, {"schedule": "dualpipe", "fewer_layers": (1, 1)}),
+            )
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_unequal_parts_of_any_model(num_layers, stages, asked, x64):
+    names = {"layers/w": ("layers", "embed", None), "layers/odd": ("layers", None)}
+
+    def start(key):
+        return {"layers": {"w": 0.4 * jax.random.normal(key, (num_layers, 4, 4)), "odd": jnp.ones((num_layers, 3))}}
+
+    def model(params, x):
+        def layer(x, one):
+            return jnp.tanh(x @ one["w"]) * one["odd"].prod() + x
+
+        return mp.pipeline.scan_layers(layer, x, params["layers"])
+
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 4))}
+    kept = []
+    for spec, strategy in (
+        (mp.MeshSpec(), mp.ddp()),
+        (mp.MeshSpec(stage=stages), mp.pipeline_parallel(stages=stages, microbatches=4, **asked) | mp.ddp()),
+    ):
+        mesh = spec.build(jax.devices()[: spec["stage"]])
+        state = mp.init_state(
+            mp.from_functions(start, model, names=names), optax.adam(1e-2), mesh=mesh, strategy=strategy, key=0
+        )  # fmt: skip
+        step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
+        state, metrics = step(state, batch)
+        kept.append((float(metrics["loss"]), jax.device_get((state.params, state.opt_state))))
+    assert kept[1][0] == pytest.approx(kept[0][0], rel=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), kept[0][1], kept[1][1])
+    # Split between steps, where a dim divides.
+    assert state.table["layers/w"].shards == stages
+    assert state.table["layers/odd"].shards == 1
+    assert "whole on every stage" in state.table["layers/odd"].rule
+
+
+@pytest.mark.parametrize("fewer", [(0, -1), (1,), [0, 1], (0, 0.5), 1])
+def test_lighter_ends_are_two_whole_numbers(fewer):
+    with pytest.raises(mp.MeshparError, match="two whole numbers.*write fewer_layers"):
+        mp.pipeline_parallel(stages=2, microbatches=2, fewer_layers=fewer)
+
+
+def test_explain_tells_that_it_cannot_count_unequal_parts():
+    strategy = mp.pipeline_parallel(stages=4, microbatches=4) | mp.ddp()
+    state = mp.abstract_state(
+        config("float32", num_layers=10).build(), optax.adam(1e-2), strategy=strategy,
+        mesh=mp.MeshSpec(stage=4).build(jax.devices()[:4]),
+    )  # fmt: skip
+    with pytest.raises(mp.MeshparError, match=r"2\+3\+3\+2 layers .*chosen at run time.*with 8 or 12 layers"):
+        mp.explain(mp.train_step(next_token_loss), state, batches(16)[0])
+
+
 def test_float32():
     strategy = mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp()
     check("nnx", config("float32"), 16, mp.MeshSpec(stage=2, fsdp=2), strategy, 1e-5)
@@ -251,16 +354,18 @@ def train_balanced(spec, strategy, loss=balanced_loss, build=Balanced, **options
 
 
 @pytest.mark.parametrize(
-    ("spec", "schedule"),
+    ("spec", "schedule", "fewer"),
     [
-        (mp.MeshSpec(stage=2, fsdp=2), "zb-v"),
-        pytest.param(mp.MeshSpec(stage=4), "1f1b", marks=pytest.mark.matrix),
-        pytest.param(mp.MeshSpec(stage=2, data=2), "dualpipe", marks=pytest.mark.matrix),
+        (mp.MeshSpec(stage=2, fsdp=2), "zb-v", (0, 0)),
+        (mp.MeshSpec(stage=2), "zb-h1", (0, 2)),
+        pytest.param(mp.MeshSpec(stage=4), "1f1b", (0, 0), marks=pytest.mark.matrix),
+        pytest.param(mp.MeshSpec(stage=2, data=2), "dualpipe", (0, 0), marks=pytest.mark.matrix),
     ],
     ids=str,
 )
-def test_what_layers_give_beside_their_output(spec, schedule, x64):
-    told, kept = train_balanced(spec, mp.pipeline_parallel(stages=spec["stage"], microbatches=4, schedule=schedule))
+def test_what_layers_give_beside_their_output(spec, schedule, fewer, x64):
+    asked = {"stages": spec["stage"], "microbatches": 4, "schedule": schedule, "fewer_layers": fewer}
+    told, kept = train_balanced(spec, mp.pipeline_parallel(**asked))
     wanted, wanted_kept = train_balanced(mp.MeshSpec(), mp.ddp())
     for ours, theirs in zip(told, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-12)
@@ -322,7 +427,14 @@ def test_what_no_stage_has_in_time_is_told(name):
 
 MISTAKES = {
     "mesh": (mp.MeshSpec(stage=4), {"stages": 2, "microbatches": 4}, mp.ddp(), {}, "run 2 stages over mesh axis"),
-    "layers": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"}, mp.ddp(), {}, "4 or 8"),
+    "layers": (
+        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"}, mp.ddp(), {},
+        "3 stacked layers .*cut into 4 parts, but every part .* use 4 layers or more, or fewer stages",
+    ),
+    "lighter": (
+        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "fewer_layers": (0, 4)}, mp.ddp(), {},
+        r"2 parts with fewer_layers=\(0, 4\), but .* use 6 layers or more, .*or leave fewer_layers out",
+    ),
     "rows": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "use a batch of 21"),
     "axis": (mp.MeshSpec(data=2), {"stages": 2, "microbatches": 2, "axis": "data"}, mp.ddp(), {}, "splits the batch"),
     "no file": (
@@ -339,7 +451,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_told_before_anything_is_traced(name):
     spec, asked, inside, options, told = MISTAKES[name]
-    cfg = config("float32", num_layers=6 if name == "layers" else 4)
+    cfg = config("float32", num_layers=3 if name == "layers" else 4)
     with pytest.raises(mp.MeshparError, match=told):
         train("nnx", cfg, 16, spec, mp.pipeline_parallel(**asked) | inside, **options)
 
@@ -405,11 +517,12 @@ def test_split_activations_are_to_be_told_before_the_layers():
         step(state, {"x": np.ones((4, 4, 4), np.float32)})
 
 
-def test_a_checkpoint_moves_to_a_mesh_without_stages_and_back(tmp_path):
+@pytest.mark.parametrize("num_layers", [4, 3])
+def test_a_checkpoint_moves_to_a_mesh_without_stages_and_back(num_layers, tmp_path):
     def state_of(spec, strategy, key):
         mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
         return mp.init_state(
-            config("float32", num_layers=4).build(), optax.adam(1e-2), mesh=mesh, strategy=strategy, key=key
+            config("float32", num_layers=num_layers).build(), optax.adam(1e-2), mesh=mesh, strategy=strategy, key=key
         )
 
     staged = state_of(mp.MeshSpec(stage=2, fsdp=2), mp.pipeline_parallel(stages=2, microbatches=2) | mp.fsdp(), 0)

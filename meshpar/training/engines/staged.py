@@ -85,13 +85,15 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
         own=cut.own(setup.layout.params, batch_axes),
         split_inside=_split_inside(setup),
     )
-    specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs(setup, options), at_rest=True)
+    specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs(setup, options))
     late = jnp.zeros((schedule.stages, 0), jnp.float32)
     parted = cut.parted(params)
     if not cut.is_even:
-        # Else XLA would gather whole stacks on every stage, to pick layers out of them.
-        parted = pipe.laid(parted, cut.specs(setup.layout.params, at_rest=True))
+        # One change at a time, for which XLA has an all-to-all: else it gathers whole stacks and picks layers.
+        parted = pipe.laid(pipe.laid(parted, cut.specs(setup.layout.params, at_rest=True)), specs)
     sums, grads = pipe.sums(parted, specs, out, batch, key, late, state.extra)
+    if not cut.is_even:
+        grads = pipe.laid(grads, cut.specs(grad_specs, at_rest=True))
     shards = math.prod(axis_sizes(setup.mesh)[axis] for axis in batch_axes)
     count = schedule.microbatches * shards
     total = sums.weight if weight is not None else jnp.asarray(count, sums.weight.dtype)
@@ -182,7 +184,7 @@ class _Cut:
         return self._tree([self.by_layer(x) for x in params.parts], params.ends)
 
     def by_layer(self, x: jax.Array) -> jax.Array:
-        """`[part, most layers of a part, ...] -> [layers, ...]`, without padding; `[part, 1, ...]` stays."""
+        """`[part, most layers of a part, ...] -> [layers, ...]`, without rows that fill up; of `[part, 1, ...]` all."""
         flat = x.reshape(-1, *x.shape[2:])
         if self.is_even or x.shape[1] != max(self.counts):
             return flat
