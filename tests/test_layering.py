@@ -20,6 +20,7 @@ ABOVE = "everything above"
 
 HOUSE: dict[str, list[str] | str] = {
     "launch": [],
+    "interrupts": [],
     "types": [],
     "reports": ["types"],
     "mesh": ["types"],
@@ -45,7 +46,7 @@ HOUSE: dict[str, list[str] | str] = {
     "step": ["state", "precision", "unshard", "staged", "reports"],
     "data": ["types"],
     "checkpoint": ["state"],
-    "loop": ["step", "data", "checkpoint"],
+    "loop": ["step", "data", "checkpoint", "interrupts"],
     "moe.check": ["types"],
     "moe.placement": ["state", "moe.check"],
     "moe": ["collectives", "regions", "pipeline", "reports", "moe.placement"],
