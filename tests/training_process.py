@@ -6,7 +6,9 @@ process for each: jax is imported once and not twelve times. It answers with the
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import json
 import os
 import select
@@ -137,21 +139,18 @@ def run_and_exit(request: dict[str, Any]) -> None:
 
 
 def signal_at(number: int, moment: list[list[Any]]) -> None:
-    """Send this process a signal when functions were called so often, by whichever thread: no clock decides.
+    """Send this process a signal when functions were called so often, in whichever thread: no clock decides.
 
     Args:
       number: of the signal.
-      moment: (name, n) of functions one after another; each is counted from when the one before has been.
+      moment: ("module:function", n) one after another; each is counted from when the one before has been.
     """
     left = [list(each) for each in moment]
     lock = threading.Lock()
 
-    def count(frame: Any, event: str, arg: Any) -> None:
-        if event not in ("call", "c_call") or not left:
-            return
-        name = frame.f_code.co_qualname if event == "call" else arg.__qualname__
+    def count(name: str) -> None:
         with lock:
-            if not left or name != left[0][0]:
+            if not left or left[0][0] != name:
                 return
             left[0][1] -= 1
             if left[0][1] == 0:
@@ -160,8 +159,21 @@ def signal_at(number: int, moment: list[list[Any]]) -> None:
                 return
         Sender(number)
 
-    threading.setprofile(count)
-    sys.setprofile(count)
+    def watch(name: str) -> None:
+        module, path = name.split(":")
+        *owners, attribute = path.split(".")
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        function = getattr(owner, attribute)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            count(name)
+            return function(*args, **kwargs)
+
+        setattr(owner, attribute, counted)
+
+    for name in {name for name, _ in moment}:
+        watch(name)
 
 
 class Sender:
