@@ -20,6 +20,7 @@ ABOVE = "everything above"
 
 HOUSE: dict[str, list[str] | str] = {
     "commands.launch": [],
+    "training.interrupts": [],
     "sharding.types": [],
     "sharding.mesh": ["sharding.types"],
     "sharding.rules": ["sharding.types", "sharding.mesh"],
@@ -47,7 +48,7 @@ HOUSE: dict[str, list[str] | str] = {
     "training.step": ["training.sums", "training.reports"],
     "data": ["sharding.types"],
     "training.checkpoint": ["training.state"],
-    "training.loop": ["training.step", "data", "training.checkpoint"],
+    "training.loop": ["training.step", "training.interrupts", "data", "training.checkpoint"],
     "moe.check": ["sharding.types"],
     "moe.placement": ["training.state", "moe.check"],
     "moe": ["collectives", "sharding.regions", "pipeline", "training.reports", "moe.placement"],

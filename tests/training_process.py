@@ -6,7 +6,9 @@ process for each: jax is imported once and not twelve times. It answers with the
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import json
 import os
 import select
@@ -89,10 +91,9 @@ def serve() -> None:
     import optax
     import orbax.checkpoint
 
-    import meshpar.training.loop
-    import meshpar.training.step
+    import meshpar.commands.train
 
-    assert all((grain, optax, orbax.checkpoint, meshpar.training.loop, meshpar.training.step))
+    assert all((grain, optax, orbax.checkpoint, meshpar.commands.train))
     running: set[int] = set()
     pending = b""
     while True:
@@ -123,14 +124,85 @@ def run_and_exit(request: dict[str, Any]) -> None:
         for number in (0, 1, 2):
             os.dup2(out, number)
         sys.stdout.reconfigure(line_buffering=True)
-        train(**request)
+        for number, moment in request.pop("signals", []):
+            signal_at(number, moment)
+        (command if "args" in request else train)(**request)
         status = 0
+    except SystemExit as end:
+        status = end.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def signal_at(number: int, moment: list[list[Any]]) -> None:
+    """Send this process a signal when functions were called so often, in whichever thread: no clock decides.
+
+    Args:
+      number: of the signal.
+      moment: ("module:function", n) one after another; each is counted from when the one before has been.
+    """
+    left = [list(each) for each in moment]
+    lock = threading.Lock()
+
+    def count(name: str) -> None:
+        with lock:
+            if not left or left[0][0] != name:
+                return
+            left[0][1] -= 1
+            if left[0][1] == 0:
+                del left[0]
+            if left:
+                return
+        Sender(number)
+
+    def watch(name: str) -> None:
+        module, path = name.split(":")
+        *owners, attribute = path.split(".")
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        function = getattr(owner, attribute)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            count(name)
+            return function(*args, **kwargs)
+
+        setattr(owner, attribute, counted)
+
+    for name in {name for name, _ in moment}:
+        watch(name)
+
+
+class Sender:
+    """Sends a signal in its finalizer: what a handler raises there, Python prints and forgets, as in any callback."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+def keep_compiled(folder: str) -> None:
+    """What one run has compiled the next one loads."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def command(folder: str, args: list[str], compiled: str) -> None:
+    """The command line, in `folder`."""
+    from meshpar.commands import cli
+
+    os.chdir(folder)
+    keep_compiled(compiled)
+    sys.argv = ["meshpar", *args]
+    cli.main()
 
 
 def train(
@@ -142,6 +214,7 @@ def train(
     num_devices: int = 8,
     pod: dict[str, Any] | None = None,
     compiled: str | None = None,
+    grace_s: float = 0.5,
 ) -> None:
     """Train until `steps`, with all hooks; writes `metrics.jsonl`, `checkpoints/` and `result.json` into the folder.
 
@@ -151,6 +224,7 @@ def train(
       num_devices: of this process.
       pod: what `jax.distributed.initialize` takes.
       compiled: a folder for compiled programs: what one run has compiled the next one loads.
+      grace_s: of `Preemption`.
     """
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices} --xla_cpu_multi_thread_eigen=false"
     import jax
@@ -165,9 +239,7 @@ def train(
     from meshpar.training.state import make_setup
 
     if compiled is not None:
-        jax.config.update("jax_compilation_cache_dir", compiled)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        keep_compiled(compiled)
     if pod is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(**pod)
@@ -198,7 +270,7 @@ def train(
     with mp.Checkpoints(f"{folder}/checkpoints") as checkpoints, source.train(sharding=sharding) as batches:
         hooks = [
             Slow(),
-            loop.Preemption(),
+            loop.Preemption(grace_s=grace_s),
             loop.JsonlWriter(f"{folder}/metrics.jsonl"),
             loop.ProgressBar(every_s=0.1),
             loop.Validator(mp.eval_step(loss), source.valid(sharding=sharding), every=VALIDATE_EVERY),

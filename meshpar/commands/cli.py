@@ -8,11 +8,14 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import click
+
+from meshpar.training import interrupts
 
 HOST_DEVICES = 8
 """XLA host devices where there is no accelerator and nobody asked for a number."""
@@ -278,6 +281,8 @@ def train(
     outcome = run(found, out=out, devices=here, fresh=fresh, fit_vocab=fit_vocab, stream=stream)
     if as_json:
         _print_json({"folder": str(outcome.folder), **outcome.summary})
+    if outcome.reason == "interrupted":
+        sys.exit(interrupts.exit_code())
 
 
 def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
@@ -361,14 +366,25 @@ def _print_json(document: Any) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command, with errors as one readable paragraph; exits 0, 2 for a mistake of the user's, 130 for Ctrl-C."""
-    args = sys.argv[1:] if args is None else list(args)
+    """The command, with errors as one readable paragraph.
+
+    Exits 0, 2 for a mistake of the user's, 128 and the signal's number (130 for Ctrl-C) when it was interrupted.
+    """
+    watch = interrupts.Watch(command=True) if threading.current_thread() is threading.main_thread() else None
+    try:
+        _run(sys.argv[1:] if args is None else list(args))
+    finally:
+        if watch is not None and args is not None:  # else the process ends here, and is watched to its end
+            watch.close()
+
+
+def _run(args: Sequence[str]) -> None:
     try:
         code = cli.main(args, prog_name="meshpar", standalone_mode=False)
     except click.ClickException as error:
         _complain(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
     except (click.Abort, KeyboardInterrupt):
-        _complain("interrupted", 130)
+        _complain("interrupted", interrupts.exit_code())
     except ValueError as error:
         # Only the errors that are written for a person are shown without where they came from.
         if type(error).__name__ not in ("MeshparError", "LaunchError"):
@@ -398,7 +414,8 @@ def _complain(text: str, code: int) -> None:
 
 def train_this(file: str) -> None:
     """Train the recipe that a file holds: its last line, so that `python recipe.py --steps 20` works too."""
-    main(["train", file, *sys.argv[1:]])
+    sys.argv[1:1] = ["train", file]
+    main()
 
 
 if __name__ == "__main__":

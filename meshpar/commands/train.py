@@ -229,7 +229,9 @@ def _move_aside(folder: Path) -> Path:
 
 
 def _write(path: Path, document: Any) -> None:
-    path.write_text(json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    fresh = path.with_name(path.name + ".new")  # half a recipe.json would keep the run from going on
+    fresh.write_text(json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 def _finite(value: Any) -> Any:

@@ -3,15 +3,17 @@
 A checkpoint is a folder named by its step. orbax writes it in the background under another name and renames it when it
 is whole, so a process that is killed leaves the ones before it untouched. It holds two items:
 
-    state   every array, whole and by path, however it was split; with it a fingerprint of each
-    run     JSON: format, versions, shape and dtype by path, and where the data stood
+    state   every array, whole and by path, however it was split
+    run     JSON under a checksum: format, versions, step; shape, dtype and fingerprint by path; where the data stood
 
 Fingerprints are taken on the devices before writing and again after reading. orbax alone does not see a flipped bit in
-a data file, and casts to the dtype it is asked for; here neither goes unnoticed.
+a data file, and casts to the dtype it is asked for; here neither goes unnoticed. Nor do two items that are not of one
+save, nor a folder that has another's name: fingerprints bind `run` to the arrays, its step binds both to the folder.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +21,6 @@ import itertools
 import json
 import logging
 import math
-import sys
 import time
 import types
 import warnings
@@ -36,8 +37,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.sharding.types import PyTree, path_str, problem
 from meshpar.training.state import Setup, TrainState
 
-FORMAT = 1
-"""Version of what is written; raised when an older reader would misread it."""
+FORMAT = 2
+"""Version of what is written; raised when an older reader would misread it. Format 1 keeps fingerprints in `state`."""
 SET_ASIDE = "set_aside"
 """Folder beside the checkpoints for those a run goes on without: damaged, or later than where it restarted."""
 
@@ -132,7 +133,6 @@ class Checkpoints:
         """
         setup = target if isinstance(target, Setup) else target.setup
         _concrete(setup)
-        _quiet_stragglers()
         self.wait()
         steps = _as_process_0_sees(self.steps())
         if step is not None and step not in steps:
@@ -199,7 +199,7 @@ class Checkpoints:
         from orbax.checkpoint import args
 
         leaves = _leaves(state)
-        stored = {"leaves": _nested(leaves), "fingerprints": _fingerprints(leaves, state.setup)}
+        stored = {"leaves": _nested(leaves)}
         run = _sealed(_document(step, state, leaves, data_state))
         if self._failed:
             self._clear_failed()
@@ -246,28 +246,39 @@ class Checkpoints:
         run = _agreed(lambda: _unsealed(json.loads((self.folder / str(step) / "run" / "metadata").read_text())))
         where = f"checkpoint {self.folder / str(step)}"
         _check_format(run, where)
+        if run["step"] != step:
+            raise _DamagedError(f"run/metadata is that of step {run['step']}")
         like = _leaves(setup.abstract)
         _check_fits(run["leaves"], like, where)
-        stored = _agreed(lambda: self._read_arrays(step, like, setup))
+        stored = _agreed(lambda: self._read_arrays(step, like, setup, format_=run["format"]))
         values = _flat(stored["leaves"], like)
-        found = np.asarray(_fingerprints(values, setup))
-        wrong = [path for path, a, b in zip(values, found, np.asarray(stored["fingerprints"]), strict=True) if a != b]
+        written = [run["leaves"][path].get("fingerprint") for path in like]
+        if run["format"] == 1:
+            written = np.asarray(stored["fingerprints"]).tolist()
+        wrong = [path for path, a, b in zip(like, _fingerprints(values, setup), written, strict=True) if a != b]
         if wrong:
             raise _DamagedError(f"contents of {_some(wrong)} are not what was written")
         state = jax.tree.unflatten(jax.tree.structure(setup.abstract), values.values())
+        if int(state.step) != step:  # format 1 binds no run to its arrays
+            raise _DamagedError(f"the arrays are those of step {int(state.step)}")
         return Restored(state=state, data_state=run["data_state"], step=step)
 
-    def _read_arrays(self, step: int, like: dict[str, Any], setup: Setup) -> PyTree:
+    def _read_arrays(self, step: int, like: dict[str, Any], setup: Setup, *, format_: int) -> PyTree:
         # The handler and not the manager: reading needs no barrier between processes, so one that meets a damaged file
         # leaves no other waiting.
         import orbax.checkpoint as ocp
 
-        whole = NamedSharding(_concrete(setup), PartitionSpec())
-        fingerprints = jax.ShapeDtypeStruct((len(like),), np.uint32, sharding=whole)
-        target = {"leaves": _nested(like), "fingerprints": fingerprints}
-        handler = ocp.StandardCheckpointHandler()
+        target = {"leaves": _nested(like)}
+        if format_ == 1:
+            whole = NamedSharding(_concrete(setup), PartitionSpec())
+            target["fingerprints"] = jax.ShapeDtypeStruct((len(like),), np.uint32, sharding=whole)
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _patient_reader()))
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        how = ocp.checkpoint_utils.construct_restore_args(target)
         try:
-            return handler.restore(self.folder / str(step) / "state", args=ocp.args.StandardRestore(target))
+            return handler.restore(
+                self.folder / str(step) / "state", args=ocp.args.PyTreeRestore(target, restore_args=how)
+            )
         finally:
             handler.close()
 
@@ -363,7 +374,10 @@ def _document(
         "step": step,
         "mesh": state.table.mesh,
         "strategy": state.table.strategy,
-        "leaves": {path: {"shape": list(x.shape), "dtype": x.dtype.name} for path, x in leaves.items()},
+        "leaves": {
+            path: {"shape": list(x.shape), "dtype": x.dtype.name, "fingerprint": fingerprint}
+            for (path, x), fingerprint in zip(leaves.items(), _fingerprints(leaves, state.setup), strict=True)
+        },
         "data_state": None if data_state is None else dict(data_state),
     }
 
@@ -386,9 +400,9 @@ def _unsealed(sealed: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _fingerprints(leaves: Mapping[str, jax.Array], setup: Setup) -> jax.Array:
-    """One uint32 for each array, the same however it is split; whole on every device, so processes agree on it."""
-    return _fingerprint_program(_concrete(setup))(list(leaves.values()))
+def _fingerprints(leaves: Mapping[str, jax.Array], setup: Setup) -> list[int]:
+    """32 bits for each array, the same however it is split, and in every process."""
+    return np.asarray(_fingerprint_program(_concrete(setup))(list(leaves.values()))).tolist()
 
 
 @functools.lru_cache(maxsize=8)
@@ -541,21 +555,21 @@ def _quiet_orbax() -> None:
 
 
 @functools.cache
-def _quiet_stragglers() -> None:
-    """Keep back what orbax's reads leave behind once one of them has failed.
+def _patient_reader() -> Any:
+    """orbax's reader of arrays, which returns or raises when none of its reads is under way any more.
 
-    It closes its event loop with the other reads under way. Each of these, when it ends or is collected, would print a
-    traceback of no use to anyone, long after the damage was reported.
+    Without this, once one read has failed, orbax closes its event loop with the others running. Each would print a
+    traceback of no use to anyone when it ends or is collected, long after the damage was reported.
     """
-    unraisable, uncaught = sys.unraisablehook, sys.excepthook
+    import orbax.checkpoint as ocp
 
-    def on_unraisable(args: Any) -> None:
-        code = getattr(args.object, "cr_code", None)
-        if code is None or "orbax" not in code.co_filename:
-            unraisable(args)
+    class Reader(ocp.type_handlers.ArrayHandler):
+        async def deserialize(self, infos: Any, args: Any = None) -> Any:
+            before = asyncio.all_tasks()
+            try:
+                return await super().deserialize(infos, args)
+            finally:
+                while others := asyncio.all_tasks() - before:
+                    await asyncio.wait(others)
 
-    def on_uncaught(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-            uncaught(kind, error, trace)
-
-    sys.unraisablehook, sys.excepthook = on_unraisable, on_uncaught
+    return Reader()

@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.sharding.types import PyTree, problem
+from meshpar.training import interrupts
 from meshpar.training.checkpoint import Checkpoints
 from meshpar.training.state import Setup, TrainState
 
@@ -260,6 +261,7 @@ def fit(
     Raises:
       ValueError: batches that end too early (hooks have saved by then); a loss or gradients that are not finite, when
         the step was made with nonfinite="raise".
+      KeyboardInterrupt: after Ctrl-C, when the step in flight is finished and hooks have saved; not with `Preemption`.
     """
     began = time.perf_counter()
     options = getattr(step, "options", None)
@@ -267,7 +269,7 @@ def fit(
         state,
         batches,
         steps=steps,
-        hooks=sorted(hooks, key=lambda hook: hook.order),
+        hooks=sorted(_CtrlC.unless_minded(hooks), key=lambda hook: hook.order),
         tokens_per_step=tokens_per_step,
         flops_per_step=flops_per_step,
         peak_flops_per_s=peak_flops_per_s,
@@ -690,16 +692,21 @@ class Preemption(Hook):
     first is taken for the same wish, as schedulers often send two. On several processes, whichever is told, all stop at
     the same step. Handlers are put back at the end. Only where `fit` runs in the main thread, as Python asks.
 
+    Without it `fit` still obeys Ctrl-C, where nobody else does: it stops and saves as here, then raises
+    KeyboardInterrupt.
+
     Args:
       grace_s: seconds after the first signal in which another counts as the same.
     """
 
     order = 2  # saving is still under its protection
+    _signals: Sequence[signal.Signals] = interrupts.SIGNALS
 
-    def __init__(self, *, grace_s: float = 0.5) -> None:
+    def __init__(self, *, grace_s: float = interrupts.GRACE_S) -> None:
         self._grace_s = grace_s
-        self._watch: _SignalWatch | None = None
+        self._watch: interrupts.Watch | None = None
         self._agreement: _Agreement | None = None
+        self._told = False
 
     def on_start(self, run: Run) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -709,71 +716,47 @@ class Preemption(Hook):
                 "Python allows it in the main thread only",
                 "call fit there, or leave the hook out",
             )
-        self._watch = _SignalWatch(self._grace_s)
         if jax.process_count() > 1:
             self._agreement = _Agreement(run.state.step.sharding.mesh)
+        watch = interrupts.current()
+        self._watch = watch if watch is not None and watch.command else interrupts.Watch(signals=self._signals)
+        # A command that compiles its first step may end at once; in a pod the others would wait for it.
+        self._watch.hold(lambda: self._agreement is not None or run.step > run.first_step, grace_s=self._grace_s)
 
     def on_dispatched(self, run: Run) -> None:
         assert self._watch is not None
-        told = self._watch.told
+        told = self._watch.told is not None
         if told if self._agreement is None else self._agreement.any(told):
+            self._told = True
             run.stop("interrupted")
 
     def on_end(self, run: Run, reason: str) -> None:
         if self._watch is not None:
-            self._watch.close()
+            self._watch.release()
+            if self._watch.told is not None:  # also after the last step: whoever calls is to stop, too
+                self._told, run.reason = True, "interrupted"
             self._watch = None
 
 
-class _SignalWatch:
-    """Notes the first signal and obeys the second, in a thread of its own.
+class _CtrlC(Preemption):
+    """What `fit` adds where nobody else minds Ctrl-C."""
 
-    Python runs signal handlers between two bytecodes of the main thread: never, while that waits inside a compilation.
-    The number of the signal, however, is written to the wakeup descriptor at once.
-    """
+    order = 3
+    _signals = (signal.SIGINT,)
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    @classmethod
+    def unless_minded(cls, hooks: Sequence[Hook]) -> list[Hook]:
+        """The hooks, and this one where Python's own handler would raise wherever the program happens to be."""
+        minded = any(isinstance(hook, Preemption) for hook in hooks) or (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        )
+        return [*hooks] if minded else [*hooks, cls()]
 
-    def __init__(self, grace_s: float) -> None:
-        self.told = False
-        self._grace_s = grace_s
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._write_fd, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._handlers_before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
-        self._thread = threading.Thread(target=self._listen, name="meshpar-signals", daemon=True)
-        self._thread.start()
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.told = True
-
-    def _listen(self) -> None:
-        first_at = None
-        while numbers := os.read(self._read_fd, 64):
-            for number in numbers:
-                if number not in self.SIGNALS:
-                    continue
-                if first_at is None:
-                    first_at, self.told = time.monotonic(), True
-                    _say(f"{signal.Signals(number).name}: stopping after this step; once more to exit at once")
-                elif time.monotonic() - first_at > self._grace_s:
-                    _say(f"{signal.Signals(number).name}: exiting at once")
-                    os._exit(128 + number)
-
-    def close(self) -> None:
-        for number, handler in self._handlers_before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._write_fd)
-        self._thread.join()
-        os.close(self._read_fd)
-
-
-def _say(text: str) -> None:
-    """One line on standard error, past Python's buffers; a progress bar may have hidden the cursor."""
-    show_cursor = "\x1b[?25h" if os.isatty(2) else ""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{show_cursor}\nmeshpar: {text}\n".encode())
+    def on_end(self, run: Run, reason: str) -> None:
+        super().on_end(run, reason)
+        if self._told and reason not in ("error", "nonfinite"):
+            raise KeyboardInterrupt(f"stopped after step {run.step} of {run.steps}")
 
 
 class _Agreement:

@@ -35,6 +35,7 @@ from meshpar.training.loop import (
     restore_or_init,
 )
 from meshpar.training.state import make_setup
+from tests.training_process import Sender
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps without a device: what is read, and when
@@ -598,6 +599,68 @@ def test_signals_work_as_before_when_a_run_fails():
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, outside)
+
+
+class SendInFinalizer(Hook):
+    """Ctrl-C where what a handler raises is printed and forgotten, and what jax calls back."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_dispatched(self, run):
+        if run.step == self.at:
+            Sender(signal.SIGINT)
+
+
+@pytest.mark.parametrize("last", [9, 3], ids=["on the way", "after the last step"])
+def test_ctrl_c_saves_and_raises_where_nobody_minds_it(capfd, last):
+    log: list[str] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="stopped after step 3"):
+            run(last, hooks=[SendInFinalizer(3), Checkpointer(FakeCheckpoints(log), every=100)])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert log == ["save 3 None wait"]
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+def test_ctrl_c_while_the_last_save_is_written_stops_the_caller():
+    class Saves(FakeCheckpoints):
+        def save(self, *args, **kwargs):
+            Sender(signal.SIGINT)
+            return super().save(*args, **kwargs)
+
+    log: list[str] = []
+    assert run(3, hooks=[Preemption(), Checkpointer(Saves(log), every=100)]).reason == "interrupted"
+    assert log == ["save 3 None wait"]
+
+
+def test_ctrl_c_in_a_callback_of_jax():
+    def calls_back(state, batch):
+        def body(x):
+            if state.step == 2:
+                Sender(signal.SIGINT)
+            return x
+
+        loss = jax.pure_callback(body, jax.ShapeDtypeStruct((), np.float32), np.float32(1))
+        state, metrics = FakeStep()(state, batch)
+        return state, {**metrics, "loss": jax.block_until_ready(loss)}
+
+    log: list[str] = []
+    result = run(9, hooks=[Preemption(), Checkpointer(FakeCheckpoints(log), every=100)], step=calls_back)
+    assert (result.reason, result.step, log) == ("interrupted", 3, ["save 3 None wait"])
+
+
+def test_ctrl_c_that_somebody_minds_is_theirs():
+    log: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: log.append(number))
+    try:
+        assert run(5, hooks=[Send(signal.SIGINT, 3)]).reason == "done"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert log == [signal.SIGINT]
 
 
 def test_two_signals_at_once_are_one_wish():

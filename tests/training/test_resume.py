@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import random
 import signal
 import socket
 import time
@@ -51,17 +50,29 @@ def finish(runs: Runs, folder: Path) -> list[dict]:
     return metrics(folder)
 
 
-def test_killed_ten_times_at_random_moments(runs, whole, tmp_path):
-    dice = random.Random()
-    for _ in range(10):
-        pid = runs.start(tmp_path)
-        if dice.random() < 0.2:  # while it starts, restores or compiles
-            time.sleep(dice.uniform(0, 0.8))
-        else:  # while it trains, saves or validates
-            runs.wait_for_steps(pid, tmp_path, dice.randint(1, 9))
-            time.sleep(dice.uniform(0, 0.05))
-        os.kill(pid, signal.SIGKILL)
-        assert runs.exit_of(pid) == -signal.SIGKILL, (tmp_path / "log").read_text()
+STEP, SAVE = "meshpar.training.loop:Run.advance", "meshpar.training.checkpoint:Checkpoints._write"
+RENAME = "os:rename"  # what makes a checkpoint complete
+MOMENTS = {
+    "starts": [["meshpar.training.loop:restore_or_init", 1]],
+    "before anything is saved": [[STEP, SAVE_EVERY]],
+    "the first save begins": [[SAVE, 1]],
+    "files of the first save are written": [[SAVE, 1], ["asyncio:to_thread", 3]],
+    "the first save is to be renamed": [[RENAME, 1]],
+    "the first save is renamed": [[RENAME, 1], [STEP, 1]],
+    "the step after a save": [[SAVE, 2], [STEP, 2]],
+    "restores": [["meshpar.training.checkpoint:_patient_reader", 1]],
+    "compiles": [[STEP, 1], ["jax._src.compiler:compile_or_get_cached", 1]],
+    "validates": [["meshpar.training.loop:Validator._means", 1]],
+    "a line of metrics": [[SAVE, 1], ["meshpar.training.loop:JsonlWriter._write", 3]],
+    "old checkpoints are removed": [[SAVE, 4]],
+    "the last save": [["meshpar.training.loop:Checkpointer.on_end", 1]],
+}
+
+
+def test_killed_again_and_again(runs, whole, tmp_path):
+    for name, moment in MOMENTS.items():
+        pid = runs.start(tmp_path, pause_s=0, signals=[[signal.SIGKILL, moment]])
+        assert runs.exit_of(pid) == -signal.SIGKILL, (name, (tmp_path / "log").read_text())
     assert (tmp_path / "checkpoints").exists()
     assert finish(runs, tmp_path) == whole
 
@@ -112,16 +123,18 @@ def test_ctrl_c_in_a_terminal(runs, whole, tmp_path):
 
 
 def test_a_second_ctrl_c_exits_at_once_even_when_stuck_outside_python(runs, tmp_path):
-    pid = runs.start(tmp_path, hang_at=SAVE_EVERY + 1)
-    runs.wait_for_steps(pid, tmp_path, SAVE_EVERY)
-    while "stuck" not in (tmp_path / "log").read_text():
-        assert not runs.ended(pid)
-        time.sleep(0.01)
+    pid = runs.start(tmp_path, hang_at=SAVE_EVERY + 1, grace_s=0)
+
+    def wait_for(text: str) -> None:
+        while text not in ((tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""):
+            assert not runs.ended(pid)
+            time.sleep(0.01)
+
+    wait_for("stuck")
     os.kill(pid, signal.SIGINT)
-    time.sleep(1)
-    assert not runs.ended(pid)  # it is stuck, and keeps its promise to save
+    wait_for("SIGINT: stopping after this step")  # it is stuck, and keeps its promise to save
     os.kill(pid, signal.SIGINT)
-    assert runs.exit_of(pid, timeout_s=20) == 128 + signal.SIGINT
+    assert runs.exit_of(pid) == 128 + signal.SIGINT
     assert "SIGINT: exiting at once" in (tmp_path / "log").read_text()
 
 
