@@ -25,7 +25,7 @@ from meshpar.models import deepseek_v3, next_token_loss
 
 def recipe(devices: int = 2048) -> mp.Recipe:
     # Mesh: 64 ranks of experts, eight neighbouring nodes, as in the paper; fsdp across these.
-    expert = 64
+    expert = min(64, devices)
     mesh = mp.MeshSpec(fsdp=devices // expert, expert=expert)
 
     # Model: the real sizes, with latent attention, a shared expert, and balance by a bias. Room for any routing would

@@ -20,7 +20,7 @@ def bench() -> None:
 
 
 @bench.command("step", short_help="A training step against bare jax.jit.")
-@click.option("--pairs", default=20, show_default=True, type=click.IntRange(min=1), help="How often both run in turn.")
+@click.option("--pairs", default=20, show_default=True, type=click.IntRange(min=2), help="How often both run in turn.")
 @click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def step(pairs: int, devices: int, as_json: bool) -> None:
