@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     from meshpar.sharding.adapters import from_functions as from_functions
     from meshpar.sharding.adapters import from_linen as from_linen
     from meshpar.sharding.adapters import from_nnx as from_nnx
+    from meshpar.sharding.context import constrain as constrain
+    from meshpar.sharding.context import use as use
     from meshpar.sharding.mesh import MeshSpec as MeshSpec
     from meshpar.sharding.rules import Rules as Rules
-    from meshpar.sharding.rules import constrain as constrain
     from meshpar.sharding.rules import first as first
     from meshpar.sharding.rules import names as names
     from meshpar.sharding.rules import replicated as replicated
-    from meshpar.sharding.rules import use as use
     from meshpar.sharding.table import ShardingTable as ShardingTable
     from meshpar.sharding.table import shardings as shardings
     from meshpar.sharding.types import Decision as Decision
@@ -79,7 +79,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "sharding.types": ("Decision", "Leaf", "MeshparError"),
     "sharding.mesh": ("MeshSpec",),
-    "sharding.rules": ("Rules", "constrain", "first", "names", "replicated", "use"),
+    "sharding.rules": ("Rules", "first", "names", "replicated"),
+    "sharding.context": ("constrain", "use"),
     "sharding.adapters": ("Model", "from_nnx", "from_linen", "from_functions"),
     "sharding.table": ("ShardingTable", "shardings"),
     "parallel": (

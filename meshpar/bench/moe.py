@@ -32,7 +32,8 @@ from meshpar.moe.routing import Routing, capacity, count, route
 from meshpar.parallel import expert_parallel
 from meshpar.planner.cost import matmul_flops
 from meshpar.planner.units import si
-from meshpar.sharding.rules import Rules, use
+from meshpar.sharding.context import use
+from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import near, problem
 
 ONE_HOT = "one-hot einsum"

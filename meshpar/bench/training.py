@@ -22,8 +22,9 @@ from meshpar.bench.report import Measure, Report, paired_ratios, seconds_of
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import Strategy, fsdp, tensor_parallel
 from meshpar.sharding.adapters import Model, from_functions
+from meshpar.sharding.context import use
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.sharding.rules import Rules, resolve, use
+from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import Leaf, PyTree, path_str, problem
 from meshpar.training.state import TrainState, init_state, make_setup
 from meshpar.training.step import train_step

@@ -29,8 +29,9 @@ from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 
 # Not for type checkers only: overrides read the annotations at run time.
 from meshpar.sharding.adapters import Model
+from meshpar.sharding.context import use
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.sharding.rules import Rules, use
+from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, near, path_str, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Precision

@@ -31,7 +31,7 @@ from meshpar.data.batches import Batches
 from meshpar.data.source import Source
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
-from meshpar.sharding.rules import use
+from meshpar.sharding.context import use
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 from meshpar.training import expert_load as experts

@@ -9,7 +9,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from meshpar.moe.layer import Asked
-from meshpar.sharding.rules import use
+from meshpar.sharding.context import use
 from meshpar.sharding.types import PyTree
 from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.reports import collecting

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.collectives import from_zigzag, ring_attention, zigzag
+from meshpar.sharding.context import ambient, constrain, spec_of
 from meshpar.sharding.regions import outer_axes, per_device
-from meshpar.sharding.rules import ambient, constrain, spec_of
 from meshpar.sharding.types import axis_sizes, problem, spec_axes
 
 TILE = 512

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.models import context
 from meshpar.models.config import Attention, RopeScaling
-from meshpar.sharding.rules import constrain
+from meshpar.sharding.context import constrain
 from meshpar.sharding.types import problem
 
 # ---------------------------------------------------------------------------------------------------------------------

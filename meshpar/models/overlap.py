@@ -23,8 +23,8 @@ from jaxtyping import Array, Float
 from meshpar.collectives import all_gather_matmul, matmul_reduce_scatter
 from meshpar.models import layers
 from meshpar.models.config import TransformerConfig
+from meshpar.sharding.context import ambient, spec_of
 from meshpar.sharding.regions import per_device
-from meshpar.sharding.rules import ambient, spec_of
 from meshpar.sharding.types import axis_sizes, problem, spec_axes
 from meshpar.training.precision import MATMUL, weight_grad_dtype
 

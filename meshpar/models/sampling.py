@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache
-from meshpar.sharding.rules import Rules, ambient, constrain, first, resolve, use
+from meshpar.sharding.context import ambient, constrain, use
+from meshpar.sharding.rules import Rules, first, resolve
 from meshpar.sharding.types import Leaf, problem
 
 

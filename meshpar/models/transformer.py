@@ -20,7 +20,7 @@ from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.pipeline.layers import Aux, is_staged, scan_layers
-from meshpar.sharding.rules import constrain
+from meshpar.sharding.context import constrain
 from meshpar.training.precision import dot_general, layer_weights, remat_layer
 from meshpar.training.reports import is_listening
 

@@ -22,7 +22,7 @@ from meshpar.models.transformer import advanced, embedding_init, joined_caches, 
 from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
 from meshpar.pipeline.layers import Aux, is_staged, scan_layers
-from meshpar.sharding.rules import constrain
+from meshpar.sharding.context import constrain
 from meshpar.sharding.types import PyTree
 from meshpar.training.precision import dot_general, gathers_layers, layer_weights, remat_layer, remat_policy
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from meshpar.sharding.context import current, within
 from meshpar.sharding.types import PyTree, problem
 
 
@@ -26,21 +28,13 @@ Layer: TypeAlias = Callable[[Any, PyTree], Any]
 Run: TypeAlias = Callable[[Layer, Any, PyTree], Any]
 """(layer, x, stacked parameters) -> x, or -> (x, Aux of all layers)."""
 
-_run = jax.make_user_context(default_value=None)
 
-
-class running:
+@contextlib.contextmanager
+def running(run: Run) -> Iterator[None]:
     """Put in force what `scan_layers` does instead of a scan."""
-
-    def __init__(self, run: Run) -> None:
-        # An object of its own for every trace: jax compares contexts by equality.
-        self._context = _run(_Identity(run))
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        self._context.__exit__(*exc)
+    # An object of its own for every trace: jax compares contexts by equality.
+    with within(run=_Identity(run)):
+        yield
 
 
 class _Identity:
@@ -50,7 +44,7 @@ class _Identity:
 
 def is_staged() -> bool:
     """Whether stages run the layers of the model that is being traced."""
-    return _run.value is not None
+    return current().run is not None
 
 
 def scan_layers(layer: Layer, x: Any, params: PyTree) -> Any:
@@ -87,7 +81,7 @@ def scan_layers(layer: Layer, x: Any, params: PyTree) -> Any:
     Raises:
       ValueError: an Aux whose loss is no scalar.
     """
-    here = _run.value
+    here = current().run
     return scanned(layer, x, params) if here is None else here.run(layer, x, params)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.rules import ambient
+from meshpar.sharding.context import ambient
 from meshpar.sharding.types import axis_sizes, is_spec, problem, spec_axes
 
 

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.sharding.adapters import Model, Variables
+from meshpar.sharding.context import use
 from meshpar.sharding.mesh import check_mesh
-from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve, use
+from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve
 from meshpar.sharding.types import (
     AnyMesh,
     Decision,

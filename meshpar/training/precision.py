@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.sharding.context import current, within
 from meshpar.sharding.types import PyTree, near, problem
 
 
@@ -89,9 +90,6 @@ class Numerics:
     num_layers_gathered: int = 0
 
 
-_numerics = jax.make_user_context(default_value=None)
-
-
 def check_remat(remat: str | None) -> None:
     """See that a remat policy exists.
 
@@ -108,14 +106,14 @@ def check_remat(remat: str | None) -> None:
 def numerics(precision: Precision, remat: str | None) -> Iterator[Numerics]:
     """Put a step's wishes in force for `remat_layer` and `dot_general`."""
     wishes = Numerics(precision, remat)
-    with _numerics(wishes):
+    with within(numerics=wishes):
         yield wishes
 
 
 @contextlib.contextmanager
 def gathering(gather: Gather) -> Iterator[Numerics]:
     """Put in force, within `numerics`, how `layer_weights` makes whole weights of a layer's shards."""
-    wishes = _numerics.value
+    wishes = current().numerics
     assert wishes is not None
     before, wishes.gather = wishes.gather, gather
     try:
@@ -126,7 +124,7 @@ def gathering(gather: Gather) -> Iterator[Numerics]:
 
 def gathers_layers() -> bool:
     """Whether layers hold shards that `layer_weights` has to make whole."""
-    wishes = _numerics.value
+    wishes = current().numerics
     return wishes is not None and wishes.gather is not None
 
 
@@ -144,7 +142,7 @@ def layer_weights(params: PyTree, *, at: str = "layers") -> PyTree:
     Raises:
       ValueError: a path that no parameter has.
     """
-    wishes = _numerics.value
+    wishes = current().numerics
     if wishes is None or wishes.gather is None:
         return params
     wishes.num_layers_gathered += 1
@@ -172,7 +170,7 @@ def remat_policy() -> Callable[..., Any] | None:
 
     Asking for it marks a layer, as `remat_layer` does.
     """
-    wishes = _numerics.value
+    wishes = current().numerics
     if wishes is None or (wishes.remat is None and wishes.gather is None):
         return None
     wishes.num_layers_marked += 1
@@ -207,7 +205,7 @@ def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
 
     None outside of a step.
     """
-    wishes = _numerics.value
+    wishes = current().numerics
     return None if wishes is None else wishes.precision.reduce_dtype(dtype)
 
 
@@ -220,7 +218,7 @@ def dot_general(
     matmul. So the sum over devices is as precise as `Precision.reduce` asks only where the layers use this function:
     pass it as `dot_general=` to Flax layers.
     """
-    wishes = _numerics.value
+    wishes = current().numerics
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)

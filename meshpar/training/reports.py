@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.sharding.context import current, within
 from meshpar.sharding.types import problem
 
 
@@ -29,20 +30,17 @@ class Reports:
         return sum(self.losses[1:], self.losses[0]) if self.losses else None
 
 
-_reports = jax.make_user_context(default_value=None)
-
-
 @contextlib.contextmanager
 def collecting() -> Iterator[Reports]:
     """Put in force that what models tell is kept."""
     reports = Reports()
-    with _reports(reports):
+    with within(reports=reports):
         yield reports
 
 
 def is_listening() -> bool:
     """Whether anybody keeps what is told."""
-    return _reports.value is not None
+    return current().reports is not None
 
 
 def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | None = None) -> None:
@@ -68,7 +66,7 @@ def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | 
         exists = "every metric has a name"
         raise problem("report(metrics=...)", f"be a {type(metrics).__name__}", exists, 'give {"my/metric": array}')
     found = {name: _numbers(f"report(metrics=...), `{name}`", x) for name, x in (metrics or {}).items()}
-    here = _reports.value
+    here = current().reports
     if here is None:
         return
     if loss is not None:
@@ -88,8 +86,8 @@ def describe(layer: Any) -> None:
 
     To be called anywhere, inside transformed functions too: `layer` is a plain value and holds no arrays.
     """
-    if _reports.value is not None:
-        _reports.value.layers.append(layer)
+    if current().reports is not None:
+        current().reports.layers.append(layer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.adapters import Model
-from meshpar.sharding.rules import Rules, use
+from meshpar.sharding.context import use
+from meshpar.sharding.rules import Rules
 from meshpar.sharding.table import Layout, ShardingTable, lay_out
 from meshpar.sharding.types import AnyMesh, PyTree, is_spec, problem
 from meshpar.training.batch import batch_sharding, split_by

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.sharding.rules import use
+from meshpar.sharding.context import use
 from meshpar.sharding.types import PyTree, problem, tree_leaves_with_paths
 from meshpar.training.batch import check_batch
 from meshpar.training.options import StepOptions

@@ -16,7 +16,7 @@ from meshpar.compiled.holding import hold
 from meshpar.compiled.program import compile_here
 from meshpar.compiled.promise import promised
 from meshpar.models import context
-from meshpar.sharding.rules import ambient
+from meshpar.sharding.context import ambient
 
 # The reference decoder's sizes; tests/compiled/test_promise.py sees that they are.
 L, D, F, V = 4, 256, 768, 512

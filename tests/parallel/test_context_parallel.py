@@ -20,7 +20,7 @@ from meshpar.compiled.target import missing_aot
 from meshpar.models import LinenTransformer, TransformerConfig, context, generate, next_token_loss
 from meshpar.planner import cost
 from meshpar.planner.hardware import parse_cluster
-from meshpar.sharding.rules import spec_of
+from meshpar.sharding.context import spec_of
 from meshpar.sharding.types import tree_leaves_with_paths
 
 ROWS, SEQ, VOCAB, STEPS, LAYERS = 4, 16, 32, 3, 2

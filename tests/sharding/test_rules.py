@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.sharding.rules import ACTIVATION_NAMES, PARAMETER_NAMES, Largest, ambient, resolve
+from meshpar.sharding.context import ambient
+from meshpar.sharding.rules import ACTIVATION_NAMES, PARAMETER_NAMES, Largest, resolve
 from meshpar.sharding.types import axis_sizes
 
 MESH = mp.MeshSpec(data=2, fsdp=4, tensor=2).abstract()

@@ -1,0 +1,159 @@
+"""The one ambient context: mesh and rules for `constrain`, and what a step tells the model that it traces."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from meshpar.sharding.mesh import check_mesh
+from meshpar.sharding.rules import Rules, resolve
+from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, problem, spec_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Ambient:
+    """The mesh and the activation rules in force."""
+
+    mesh: AnyMesh
+    rules: Rules
+    params: Rules | None = None
+    """How parameters lie; None where only activation rules were given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """All that is in force while a model is traced. One value: what one trace sets, another cannot be left without."""
+
+    ambient: Ambient | None = None
+    """The mesh and rules."""
+    numerics: Any = None
+    """What a step wants of layers: `meshpar.training.precision.Numerics`."""
+    reports: Any = None
+    """Where what models report is kept: `meshpar.training.reports.Reports`."""
+    run: Any = None
+    """What runs stacked layers instead of a scan: `meshpar.pipeline.layers.running`."""
+
+
+# A user context is part of jax's trace cache key: a function jitted under one mesh is traced again under another.
+_context = jax.make_user_context(default_value=Context())
+
+
+def current() -> Context:
+    """What is in force."""
+    return _context.value
+
+
+@contextlib.contextmanager
+def within(**changes: Any) -> Iterator[Context]:
+    """Put more in force, fields of `Context`, beside what is."""
+    context = dataclasses.replace(_context.value, **changes)
+    with _context(context):
+        yield context
+
+
+@contextlib.contextmanager
+def use(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
+    """Put a mesh and activation rules in force for `constrain`.
+
+    Args:
+      mesh: the mesh that activations are laid on.
+      rules: a `Rules`, or a `Strategy`, whose activation rules are taken.
+    """
+    rules, params = getattr(rules, "activations", rules), getattr(rules, "params", None)
+    if not isinstance(rules, Rules):
+        raise problem("use(mesh, rules)", f"put {rules!r} in force", "it is no Strategy and no Rules", "use mp.fsdp()")
+    check_mesh("use(mesh, rules)", mesh)
+    ambient = Ambient(mesh, rules, params)
+    with within(ambient=ambient):
+        yield ambient
+
+
+def ambient() -> Ambient | None:
+    """What `use` has put in force, None outside of it."""
+    return _context.value.ambient
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Lay an activation on the mesh by the names of its dims.
+
+    Args:
+      x: an array of any shape.
+      *names: one logical name (or None: not split) for each dim of x.
+
+    Returns:
+      x, with a sharding constraint on the ambient mesh. Inside a `shard_map` the axes it is manual over are left out:
+      there, they are no longer XLA's to split.
+
+    Raises:
+      ValueError: outside `use`; or a name, axis or size that does not fit, as for parameters.
+    """
+    here, leaf = _ambient_leaf("constrain", x, names)
+    spec = _activation_spec(leaf, here)  # on one device too: a mistyped name is an error there as well
+    if here.mesh.size == 1:
+        return x
+    # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
+    sharding = spec if _manual_axes(here) else NamedSharding(here.mesh, spec)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
+    """How `constrain(x, *names)` lays an activation on the mesh, over the axes that are XLA's to split here.
+
+    Raises:
+      ValueError: as `constrain` does.
+    """
+    here, leaf = _ambient_leaf("spec_of", x, names)
+    return _activation_spec(leaf, here)
+
+
+def param_spec(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
+    """How a parameter with these names of its dims lies, by the strategy in force.
+
+    For kernels that gather it themselves. By names and size alone: a path rule that lays it otherwise is not seen, nor
+    are arrays of other sizes than the strategy can split, which are whole as far as this says.
+    """
+    here = _context.value.ambient
+    if here is None or here.params is None:
+        return PartitionSpec()
+    try:
+        return resolve(Leaf(path="", shape=x.shape, dtype=x.dtype, names=names), here.params, here.mesh).spec
+    except MeshparError:
+        return PartitionSpec()
+
+
+def _ambient_leaf(asked_by: str, x: Any, names: tuple[str | None, ...]) -> tuple[Ambient, Leaf]:
+    here = _context.value.ambient
+    if here is None:
+        raise problem(
+            f"{asked_by}(x of shape {x.shape}, {', '.join(map(repr, names))})",
+            "lay an activation on the mesh",
+            "no mesh and rules are in force",
+            "call the model inside `with mp.use(mesh, strategy):`; train_step and eval_step do it for you",
+        )
+    path = f"activation {'×'.join(str(n) for n in names)}"
+    return here, Leaf(path=path, shape=x.shape, dtype=x.dtype, names=names)
+
+
+def _activation_spec(leaf: Leaf, here: Ambient) -> PartitionSpec:
+    manual = _manual_axes(here)
+    if not manual:
+        return resolve(leaf, here.rules, here.mesh).spec
+    auto = {axis: 1 if axis in manual else size for axis, size in axis_sizes(here.mesh).items()}
+    spec = resolve(leaf, here.rules, auto).spec
+    kept = (tuple(a for a in spec_axes(entry) if a not in manual) for entry in spec)
+    return PartitionSpec(*((axes if len(axes) != 1 else axes[0]) or None for axes in kept))
+
+
+def _manual_axes(here: Ambient) -> frozenset[str]:
+    axes = zip(*_context_axes(), strict=True)
+    return frozenset(axis for axis, kind in axes if kind == AxisType.Manual and axis in here.mesh.axis_names)
+
+
+def _context_axes() -> tuple[tuple[str, ...], tuple[AxisType, ...]]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.axis_names, mesh.axis_types
