@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from tests.test_loop import FakeStep, run
+from tests.training.test_loop import FakeStep, run
 
 from meshpar.commands import plots
 from meshpar.sharding.types import MeshparError
