@@ -147,7 +147,7 @@ class Costs:
             Path(self.file).write_text(self.table())
 
     def table(self) -> str:
-        """JSON: processor seconds of each test function, over its parameters, dearest first, with the number of cases."""
+        """JSON: processor seconds of each test function, dearest first, and its number of cases."""
         found: dict[str, list[float]] = {}
         for name, cpu_s in self.cpu_s.items():
             found.setdefault(name.partition("[")[0], []).append(cpu_s)

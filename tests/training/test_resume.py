@@ -51,6 +51,7 @@ def finish(runs: Runs, folder: Path) -> list[dict]:
     return metrics(folder)
 
 
+@pytest.mark.matrix
 def test_killed_ten_times_at_random_moments(runs, whole, tmp_path):
     dice = random.Random()
     for _ in range(10):
@@ -82,6 +83,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(runs, whole, tmp_path):
     assert finish(runs, tmp_path) == whole
 
 
+@pytest.mark.matrix
 def test_ctrl_c_in_a_terminal(runs, whole, tmp_path):
     ours, theirs = pty.openpty()
     pid = runs.start(tmp_path, terminal=os.ttyname(theirs))
@@ -111,6 +113,7 @@ def test_ctrl_c_in_a_terminal(runs, whole, tmp_path):
     assert finish(runs, tmp_path) == whole
 
 
+@pytest.mark.matrix
 def test_a_second_ctrl_c_exits_at_once_even_when_stuck_outside_python(runs, tmp_path):
     pid = runs.start(tmp_path, hang_at=SAVE_EVERY + 1)
     runs.wait_for_steps(pid, tmp_path, SAVE_EVERY)
@@ -136,6 +139,7 @@ def start_two(runs: Runs, folder: Path, **request) -> list[int]:
     ]
 
 
+@pytest.mark.matrix
 def test_two_processes_stop_together_pass_over_damage_together_and_one_goes_on(runs, whole, tmp_path):
     pids = start_two(runs, tmp_path)
     runs.wait_for_steps(pids[0], tmp_path, SAVE_EVERY + 2)
