@@ -20,25 +20,34 @@ endif
 BIN := $(VENV)/bin
 # A file's tests stay on one worker, so that what a module's fixtures compile is compiled once.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
-# What the second interpreter runs: the spine, in under five minutes.
-SUBSET := $(wildcard $(addprefix tests/test_,$(addsuffix .py,\
-    packaging layering types mesh rules strategies adapters table state precision step checkpoint loop config launch)))
+# One case of each family: `make test`. What is left out (`REST`): grids, recipes, notebooks, compilations for GPUs.
+QUICK := "not matrix and not pod"
+REST := "matrix or pod"
+# What the second interpreter runs: the spine.
+SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/parallel/test_strategies.py \
+    tests/commands/test_launch.py tests/commands/test_recipe.py \
+    $(addprefix tests/training/test_,$(addsuffix .py,state precision step checkpoint loop))
 
-.PHONY: help train test test-all test-subset lint format types notebooks bench constraints clean
+.PHONY: help train test test-rest test-all test-subset durations lint format types notebooks bench constraints clean
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 | /p' Makefile | awk -F' [|] ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 train: $(VENV)/.core ## set up and run the main job (RECIPE=..., ARGS="--set steps=20")
 	$(BIN)/meshpar train $(RECIPE) $(ARGS)
 
-test: $(VENV)/.dev ## set up and run the whole test suite (PYTHON=python3.12, ARGS="-k mesh")
-	$(PYTEST) -m "not matrix" $(ARGS)
+test: $(VENV)/.dev ## set up and run the tests (PYTHON=python3.12, ARGS="-k mesh")
+	$(PYTEST) -m $(QUICK) $(ARGS)
 
-test-all: $(VENV)/.dev ## the test suite with its long matrices
-	$(PYTEST) $(ARGS)
+test-rest: $(VENV)/.dev ## what `make test` leaves out: grids, recipes, notebooks, compilations for GPUs
+	$(PYTEST) -m $(REST) $(ARGS)
+
+test-all: test test-rest ## both
 
 test-subset: $(VENV)/.dev ## the spine's tests, for a second interpreter
-	$(PYTEST) -m "not matrix" $(SUBSET) $(ARGS)
+	$(PYTEST) -m $(QUICK) $(SUBSET) $(ARGS)
+
+durations: $(VENV)/.dev ## run the tests and keep the processor seconds of each
+	$(PYTEST) -m $(QUICK) --durations-file tests/durations.json $(ARGS)
 
 lint: $(VENV)/.dev ## ruff: rules and layout
 	$(BIN)/ruff check .

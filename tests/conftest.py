@@ -1,12 +1,16 @@
 """What every test stands on: eight XLA host devices, set up before jax is imported anywhere.
 
-Fixtures, for whoever names them: `mesh8`, `strict`, `child_env`.
+Fixtures, for whoever names them: `mesh8`, `strict`, `child_env`. What tests cost is told at the end (`Costs`).
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
+import json
 import os
+import resource
+import sys
 from pathlib import Path
 
 XLA_FLAGS = {
@@ -20,6 +24,8 @@ XLA_FLAGS = {
     # code. The collectives stay the same; the tests of the step take 101 s of processor, not 173.
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
+    # One LLVM module a program: cut into 32, as by default, a training step takes 1.5 s of processor instead of 0.9.
+    "--xla_cpu_parallel_codegen_split_count": "1",
 }
 if importlib.metadata.version("jax").startswith("0.10."):
     # jax 0.10 still has XLA's older code generator: 55 s of processor instead of 101. jax 0.12 uses the newer one only.
@@ -77,9 +83,92 @@ def strict():
         yield
 
 
-SLOW_FILES = ("test_notebooks.py", "test_recipes.py", "test_readme.py")
+MOST_BYTES = 2_000_000_000
+"""What a worker may hold at its peak."""
+KEPT_BYTES = 1_000_000_000
+"""From here on a worker lets go of compiled programs between two files."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_a_file_go_with_it(request: pytest.FixtureRequest):
+    yield
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    if pages * resource.getpagesize() > KEPT_BYTES:
+        for value in vars(request.module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+        jax.clear_caches()
+        gc.collect()
+
+
+class Costs:
+    """Processor seconds of each test, with its fixtures and children, and the most bytes a worker held.
+
+    A worker tells its figures in the report of each test's teardown.
+    """
+
+    def __init__(self, file: str | None) -> None:
+        self.file = file
+        self.cpu_s: dict[str, float] = {}
+        self.peak_bytes: dict[str, int] = {}
+        self._before_s = 0.0
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self):
+        self._before_s = sum(os.times()[:4])
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo):
+        report = yield
+        if call.when == "teardown":
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak_bytes = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+            report.user_properties.append(("cost", (sum(os.times()[:4]) - self._before_s, worker, peak_bytes)))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self.cpu_s[report.nodeid], worker, peak_bytes = dict(report.user_properties)["cost"]
+            self.peak_bytes[worker] = max(peak_bytes, self.peak_bytes.get(worker, 0))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.peak_bytes and max(self.peak_bytes.values()) > MOST_BYTES:
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.cpu_s:
+            return
+        held = ", ".join(f"{worker} {nbytes / 1e9:.2f} GB" for worker, nbytes in sorted(self.peak_bytes.items()))
+        over = f" (MORE THAN {MOST_BYTES / 1e9:.0f} GB)" if max(self.peak_bytes.values()) > MOST_BYTES else ""
+        terminalreporter.write_line(f"processor: {sum(self.cpu_s.values()):.0f} s; most held: {held}{over}")
+        if self.file:
+            Path(self.file).write_text(self.table())
+
+    def table(self) -> str:
+        """JSON: processor seconds of each test function, dearest first, and its number of cases."""
+        found: dict[str, list[float]] = {}
+        for name, cpu_s in self.cpu_s.items():
+            found.setdefault(name.partition("[")[0], []).append(cpu_s)
+        dearest = sorted(found.items(), key=lambda one: -sum(one[1]))
+        rows = {name: [round(sum(each), 1), len(each)] for name, each in dearest if sum(each) >= 0.1}
+        total = {"processor_s": round(sum(self.cpu_s.values())), "tests": len(self.cpu_s)}
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in [*total.items(), *rows.items()])
+        return f"{{\n{lines}\n}}\n"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-file", help="keep the processor seconds of each test function here, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs(config.getoption("--durations-file")))
+
+
+LONG_FILES = ("test_notebooks.py", "test_recipes.py", "test_readme.py", "test_commands.py")
 """Few tests that take minutes: begun last, one of them would keep one worker busy while the other has nothing left."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in SLOW_FILES)
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)

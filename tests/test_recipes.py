@@ -11,6 +11,7 @@ import pytest
 import meshpar as mp
 from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
 from meshpar.commands.train import train
+from tests.grid import cases
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.py"))
@@ -43,7 +44,7 @@ def test_a_recipe_is_short_says_its_command_and_lies_on_its_mesh(file):
 
 
 @pytest.mark.parametrize("name", ["gpt_stdlib", "digits_linen", "long_context", "gpt_pipeline", "gpt_3d", "moe_stdlib"])
-@pytest.mark.parametrize("devices", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("devices", cases(6, grid=[1, 2, 3, 6, 8]))
 def test_small_recipes_fit_any_number_of_devices(name, devices):
     recipe = load_recipe(FOLDER / f"{name}.py", devices=devices)
     mesh = recipe.mesh.abstract()
@@ -52,6 +53,7 @@ def test_small_recipes_fit_any_number_of_devices(name, devices):
     assert mp.shardings(build_model(recipe), mesh, recipe.strategy).totals.num_params > 0
 
 
+@pytest.mark.matrix
 def test_digits_are_learnt(tmp_path):
     recipe = load_recipe(FOLDER / "digits_linen.py", devices=8).override("steps=120", "validate_every=none")
     outcome = train(recipe, out=tmp_path, stream=io.StringIO())
@@ -69,6 +71,7 @@ QUICK = (
 )
 
 
+@pytest.mark.matrix
 def test_long_context_trains_validates_and_samples(tmp_path):
     recipe = load_recipe(FOLDER / "long_context.py", devices=8).override(*QUICK, "data.seq_len=64")
     outcome = train(recipe, out=tmp_path, stream=io.StringIO())
@@ -76,7 +79,8 @@ def test_long_context_trains_validates_and_samples(tmp_path):
     assert 0 < outcome.summary["validation"]["loss"] < 8
 
 
-@pytest.mark.parametrize("name", ["gpt_3d", pytest.param("gpt_pipeline", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["gpt_3d", "gpt_pipeline"])
 def test_stages_train_validate_and_sample(tmp_path, name):
     recipe = load_recipe(FOLDER / f"{name}.py", devices=8)
     assert recipe.mesh.resolve(8)["stage"] > 1
@@ -86,6 +90,7 @@ def test_stages_train_validate_and_sample(tmp_path, name):
     assert 0 < outcome.summary["validation"]["loss"] < 8
 
 
+@pytest.mark.matrix
 def test_gpt_stdlib_trains_on_the_standard_library(tmp_path):
     recipe = load_recipe(FOLDER / "gpt_stdlib.py", devices=8).override(*QUICK)
     screen = io.StringIO()
@@ -95,6 +100,7 @@ def test_gpt_stdlib_trains_on_the_standard_library(tmp_path):
     assert "bigram model" in screen.getvalue()
 
 
+@pytest.mark.matrix
 def test_moe_stdlib_shows_the_load_of_its_experts(tmp_path):
     recipe = load_recipe(FOLDER / "moe_stdlib.py", devices=8).override(*QUICK[:-1], "data.seq_len=32", "sample=none")
     screen = io.StringIO()

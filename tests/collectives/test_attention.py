@@ -18,8 +18,9 @@ from meshpar.compiled.census import census
 from meshpar.compiled.clock import work
 from meshpar.planner import cost
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
-COUNTS = [1, 2, 3, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))]
+COUNTS = cases(3, grid=[1, 2, 3, 5, 8])
 CASES = {
     "zigzag": {},
     "zigzag, small tiles": {"tile": 1},
@@ -159,7 +160,7 @@ def compiled(ranks):
     return run
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))])
+@pytest.mark.parametrize("count", cases(4, grid=[2, 3, 4, 7, 8]))
 def test_messages_and_bytes_are_those_of_the_closed_forms(ranks, compiled, count):
     block = KV_BYTES * (2 * LENGTH // count)
     forward, backward = cost.ring_attention(block, count), cost.ring_attention_backward(block, block, count)

@@ -17,6 +17,7 @@ from meshpar.collectives import reference
 from meshpar.planner import choice, cost
 from meshpar.planner.hardware import Link, Links, parse_cluster
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 SLOW_START = Links(devices="cpu", axes={"x": Link(alpha_s=1.0, bytes_per_s=1e12)})
 SLOW_BYTES = Links(devices="cpu", axes={"x": Link(alpha_s=1e-12, bytes_per_s=1.0)})
@@ -127,7 +128,7 @@ def test_what_was_chosen_is_what_runs(ranks, name, links, steps):
     assert steps_of(ranks, 5, kernel, size=25) == steps
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("count", cases(3, 4, grid=[1, 2, 3, 4, 8]))
 @pytest.mark.parametrize("links", [SLOW_START, SLOW_BYTES], ids=["slow start", "slow bytes"])
 def test_value_and_gradient_are_the_references(ranks, count, links):
     def everything(make):

@@ -18,8 +18,9 @@ from jax import lax
 from meshpar import collectives as mc
 from meshpar.collectives import reference, ring
 from meshpar.collectives.reduction import ALGORITHMS
+from tests.grid import cases
 
-COUNTS = [1, 2, 3, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))]
+COUNTS = cases(3, 8, grid=[1, 2, 3, 5, 8])
 
 
 class Case(NamedTuple):
@@ -139,7 +140,7 @@ def test_value_and_gradient_are_the_references(outcomes, name, count):
     np.testing.assert_allclose(found[name][1], expected[name][1], rtol=1e-5, atol=1e-6)  # float32, up to 8 terms
 
 
-@pytest.mark.parametrize("count", [6, 7])
+@pytest.mark.parametrize("count", cases(6, grid=[6, 7]))
 @pytest.mark.parametrize("name", [name for name in CASES if "mean" not in name])
 def test_integers_are_exact(outcomes, name, count):
     found, expected = outcomes(count, "int32")
@@ -158,7 +159,7 @@ def test_bfloat16_stays_bfloat16(outcomes, name):
     np.testing.assert_allclose(found[name].astype("float32"), expected[name].astype("float32"), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("root", [1, 4])
+@pytest.mark.parametrize("root", cases(4, grid=[1, 4]))
 @pytest.mark.parametrize("name", ["broadcast", "reduce max", "scatter", "gather"])
 def test_any_rank_is_a_root(ranks, name, root):
     one = CASES[name]
@@ -294,7 +295,7 @@ def test_any_shape(ranks, shape, algorithm, op):
     np.testing.assert_array_equal(found, reference.all_reduce(parts, op=op))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", cases(3, grid=[1, 2, 3, 8]))
 def test_the_steps_of_a_ring_lead_to_what_it_gives(ranks, count):
     """Slots hold one term more with every step of the first half, and the result after the last step."""
     terms = jnp.repeat(jnp.eye(count, dtype=int)[:, None, :], count, axis=1)  # [rank, chunk, whose term]

@@ -23,9 +23,10 @@ from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.planner import cost
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.precision import REMAT_POLICIES, Precision, numerics
+from tests.grid import cases
 
 matrix = pytest.mark.matrix
-COUNTS = [1, 2, 3, 8, *(pytest.param(count, marks=pytest.mark.matrix) for count in (5, 6, 7))]
+COUNTS = cases(3, 8, grid=[1, 2, 3, 5, 8])
 
 gather = functools.partial(mc.all_gather_matmul, axis="x")
 scatter = functools.partial(mc.matmul_reduce_scatter, axis="x")
@@ -208,7 +209,7 @@ def pulled(kernel):
     return run
 
 
-@pytest.mark.parametrize("count", [2, 3, 8, *(pytest.param(n, marks=pytest.mark.matrix) for n in (4, 5, 6, 7))])
+@pytest.mark.parametrize("count", cases(3, grid=[2, 3, 5, 8]))
 def test_what_is_sent_is_what_the_closed_forms_say(ranks, count):
     row, rows_bytes = ranks(count), 4 * 4 * count * 6
     gathering, scattering = ((4, 6), (6, 5)), ((4 * count, 5), (5, 6))
@@ -297,13 +298,8 @@ def plain(framework, dtype):
 @pytest.mark.parametrize(
     ("framework", "case"),
     [
-        ("nnx", "fsdp|tensor"),
-        ("linen", "remat"),
         ("nnx", "once"),
-        *(
-            pytest.param(*pair, marks=matrix)
-            for pair in (("linen", "fsdp|tensor"), ("nnx", "remat"), ("linen", "once"))
-        ),
+        *(pytest.param(*pair, marks=matrix) for pair in (("linen", "fsdp|tensor"), ("nnx", "remat"))),
     ],
 )
 def test_decoders_train_as_the_plain_one_on_one_device(framework, case):
@@ -317,7 +313,8 @@ def test_decoders_train_as_the_plain_one_on_one_device(framework, case):
         np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-9, err_msg=path)
 
 
-@pytest.mark.parametrize("framework", ["nnx", pytest.param("linen", marks=matrix)])
+@matrix
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_decoders_train_in_float32_and_bfloat16(framework):
     expected = plain(framework, "float32")[0]
     np.testing.assert_allclose(trained(framework, config(), SPLIT, BOTH, {})[0], expected, rtol=1e-5)
@@ -352,7 +349,7 @@ def layers_send(found, axis):
     return sent
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_layers_send_rows_round_the_ring_and_nothing_else(step_sends, framework):
     rows_bytes = 4 * (ROWS // 2) * SEQ * 8  # float32, rows split over fsdp, embed_dim 8
     forward = 2 * cost.all_gather_matmul(rows_bytes, 4).bytes_sent
@@ -378,7 +375,7 @@ def test_weights_are_gathered_as_ever(step_sends):
     assert sum(len(c.arrays) for c in found if c.kind == "all-reduce") == 9
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
 def test_remat_policies_keep_what_a_matmul_gives(framework):
     """Permutes that the backward pass repeats: none where results are kept, all four kernels' but the last's else."""
     model = model_of(framework, config(num_layers=1))

@@ -10,8 +10,9 @@ import pytest
 
 from meshpar import collectives as mc
 from meshpar.planner import cost
+from tests.grid import cases
 
-COUNTS = range(2, 9)
+COUNTS = cases(3, 8, grid=[2, 3, 5, 8])
 ELEMENTS = 840
 """Divides by all numbers of ranks from 1 to 8, so that no padding is sent."""
 BYTES = 4 * ELEMENTS

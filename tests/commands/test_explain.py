@@ -14,7 +14,8 @@ import pytest
 
 import meshpar as mp
 from meshpar.commands import cli
-from meshpar.compiled import command, reference, target
+from meshpar.commands import explain as command
+from meshpar.compiled import reference, target
 from meshpar.data import ArrayData, TextData
 
 ROOT = Path(cli.__file__).parents[2]

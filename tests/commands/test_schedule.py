@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from meshpar.commands import cli
-from meshpar.pipeline import command
+from meshpar.commands import schedule as command
 from meshpar.pipeline.schedules import Schedule, make
 from meshpar.sharding.types import problem
 

@@ -17,6 +17,8 @@ from meshpar.compiled.census import census
 from meshpar.compiled.program import compile_here
 from meshpar.models import llama3_8b, next_token_loss
 from meshpar.planner.hardware import parse_cluster
+from tests.compiled.saved import pods
+from tests.grid import cases
 
 FIELDS = {
     "": {"devices", "mesh", "target", "memory", "collectives", "totals", "promise", "overlap", "compute", "compile_s"},
@@ -80,7 +82,7 @@ def test_without_a_cluster_it_compiles_for_the_devices_at_hand():
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize("name", ["zero3", "sequence", "hsdp"])
+@pytest.mark.parametrize("name", cases("hsdp", grid=["zero3", "sequence", "hsdp"]))
 def test_the_json_has_its_fields_and_nothing_but_plain_data(report, name):
     data = report(name)[0].to_json()
     assert json.loads(json.dumps(data)) == data
@@ -100,8 +102,10 @@ def test_the_json_has_its_fields_and_nothing_but_plain_data(report, name):
     }
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "fsdp_tensor"])
-@pytest.mark.parametrize("where", ["cpu", pytest.param("pod", marks=pytest.mark.pod)])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [*cases(("hsdp", "cpu"), grid=[("hsdp", "cpu"), ("ddp", "cpu"), ("zero1", "cpu")]), *pods(["fsdp_tensor"], "pod")],
+)
 def test_state_is_the_closed_form_and_the_peak_the_compilers(report, name, where):
     found, plant, program = report(name, where, None if where == "cpu" else "h100:1x8")
     totals = plant.state.setup.table.totals
@@ -112,7 +116,7 @@ def test_state_is_the_closed_form_and_the_peak_the_compilers(report, name, where
 
 
 def test_on_a_cpu_there_are_no_times_and_it_says_why(report):
-    found, _, _ = report("zero3")
+    found, _, _ = report("hsdp")
     assert found.overlap.hidden_fraction is None
     assert "cluster" in found.overlap.reason
     assert found.compute.predicted_step_s is None
@@ -121,7 +125,6 @@ def test_on_a_cpu_there_are_no_times_and_it_says_why(report):
     assert {one.crosses_node for one in found.collectives} == {None}
 
 
-@pytest.mark.pod
 def test_nodes_decide_which_axes_cross_one(report):
     for cluster, crossing in [("h100:1x8", False), ("h100:2x4", True)]:
         found, _, _ = report("fsdp_tensor", "pod", cluster)
@@ -129,7 +132,6 @@ def test_nodes_decide_which_axes_cross_one(report):
         assert crosses == {"fsdp": crossing, "tensor": False, "fsdp*tensor": crossing}
 
 
-@pytest.mark.pod
 def test_the_slower_link_makes_the_step_longer_and_the_number_comes_out_the_same(report):
     inside, _, _ = report("fsdp_tensor", "pod", "h100:1x8")
     across, _, _ = report("fsdp_tensor", "pod", "h100:2x4")
@@ -250,7 +252,7 @@ def test_a_report_of_one_device():
 
 def test_the_same_program_as_training_compiles(planted):
     """What is read is what runs: the step's own program for these shapes."""
-    plant = planted.reference("zero3").on_cpu
+    plant = planted.nothing().on_cpu
     found = mp.explain(plant.step, plant.state, plant.batch)
     program = compile_here(plant.step.lower(plant.state, plant.batch))
     counted = census(program.module, plant.mesh)

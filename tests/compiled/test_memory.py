@@ -16,6 +16,8 @@ from meshpar.compiled.memory import MOST_COMPILATIONS, memory, remedies
 from meshpar.compiled.program import Program, compile_here
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.planner.hardware import parse_cluster
+from tests.compiled.saved import pods
+from tests.grid import cases
 
 H100 = parse_cluster("h100:1x8")
 MB = 10**6
@@ -32,8 +34,13 @@ def account(compiled, name, target, **options):
 # Figures
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "fsdp_tensor"])
-@pytest.mark.parametrize("target", ["cpu", pytest.param("pod", marks=pytest.mark.pod)])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *cases(("fsdp_tensor", "cpu"), grid=[(one, "cpu") for one in ("ddp", "zero1", "zero3", "fsdp_tensor")]),
+        *pods(["zero1", "fsdp_tensor"], "pod"),
+    ],
+)
 def test_state_is_the_closed_form_and_peak_the_compilers(compiled, name, target):
     plant, program, found = account(compiled, name, target)
     config = plant.state.setup.table
@@ -52,7 +59,7 @@ def test_state_is_the_closed_form_and_peak_the_compilers(compiled, name, target)
 
 
 def test_of_a_whole_model_with_adam_a_device_holds_three_copies(compiled, planted):
-    _, _, found = account(compiled, "ddp", "cpu")
+    _, _, found = account(compiled, "ddp", "pod")
     assert found.params_bytes == 4 * planted.CONFIG.num_params
     assert found.optimizer_bytes == 2 * found.params_bytes + 4  # two moments and their count
 
@@ -125,7 +132,7 @@ def test_gradients_are_counted_as_the_step_holds_them(strategy, options, expecte
 # Contributors
 
 
-@pytest.mark.parametrize("target", ["cpu", pytest.param("pod", marks=pytest.mark.pod)])
+@pytest.mark.parametrize("target", ["cpu", "pod"])
 def test_the_largest_contributors_are_named_by_their_modules(compiled, target):
     _, _, found = account(compiled, "fsdp_tensor", target)
     assert list(found.largest) == sorted(found.largest, key=lambda one: -one.nbytes)
@@ -144,7 +151,7 @@ def test_the_largest_contributors_are_named_by_their_modules(compiled, target):
 def test_the_account_is_plain_data(compiled):
     import json
 
-    _, _, found = account(compiled, "ddp", "cpu")
+    _, _, found = account(compiled, "fsdp_tensor", "cpu")
     data = json.loads(json.dumps(found.to_json()))
     assert data["peak_bytes"] == found.peak_bytes
     assert data["largest"][0]["module"] == found.largest[0].module

@@ -15,6 +15,8 @@ from meshpar.compiled.holding import SMALL, hold
 from meshpar.compiled.program import compile_here
 from meshpar.compiled.promise import promised
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
+from tests.compiled.saved import pods
+from tests.grid import cases
 
 # The reference decoder's sizes; a test sees that they are.
 L, D, F, V = 4, 256, 768, 512
@@ -120,9 +122,8 @@ def len_norms() -> int:
 
 
 TABLE = [
-    pytest.param(case, target, marks=[*[pytest.mark.matrix] * (case in EXTRA), *[pytest.mark.pod] * (target == "pod")])
-    for case in (*CASES, *EXTRA)
-    for target in ("cpu", "pod")
+    *cases(("hsdp", "cpu"), ("fsdp_sequence", "cpu"), grid=[(case, "cpu") for case in (*CASES, *EXTRA)]),
+    *pods((*CASES, *EXTRA), "pod"),
 ]
 TARGETS = ["cpu", pytest.param("pod", marks=pytest.mark.pod)]
 
@@ -184,6 +185,7 @@ def test_promised_bytes_are_the_found_ones(read, case, target):
         assert line.found_bytes == pytest.approx(spelled * line.bytes_sent_per_device, rel=0.01), line
 
 
+@pytest.mark.matrix
 def test_the_cpu_says_how_it_spells_a_reduce_scatter(read):
     lines = verdict(*read("zero3", "cpu"), "cpu").kept
     assert {(line.kind, line.spelled) for line in lines} == {("all-gather", ""), ("reduce-scatter", "all-reduce")}
@@ -200,12 +202,15 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     ("case", "options"),
-    [
-        ("zero1", "accumulate each"),
-        ("fsdp_tensor", "as many micro-steps as layers"),
+    cases(
         ("fsdp_sequence", "accumulate once"),
-        ("fsdp_sequence", "remat full"),
-    ],
+        grid=[
+            ("zero1", "accumulate each"),
+            ("fsdp_tensor", "as many micro-steps as layers"),
+            ("fsdp_sequence", "accumulate once"),
+            ("fsdp_sequence", "remat full"),
+        ],
+    ),
 )
 def test_options_of_the_step_are_part_of_the_promise(read, case, options):
     found = verdict(*read(case, "cpu", **OPTIONS[options]), "cpu")
@@ -215,14 +220,24 @@ def test_options_of_the_step_are_part_of_the_promise(read, case, options):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("case", ["ddp", "zero1", "zero3", "hsdp", "fsdp_tensor", "fsdp_sequence"])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("ddp", "accumulate each"),
+        ("zero1", "remat dots"),
+        ("zero3", "accumulate once"),
+        ("hsdp", "remat full"),
+        ("fsdp_tensor", "accumulate once"),
+        ("fsdp_sequence", "remat dots"),
+    ],
+)
 def test_every_option_under_every_strategy(read, case, options, target):
     found = verdict(*read(case, target, **OPTIONS[options]), target)
     assert not found.missing
     assert not found.surprise
 
 
+@pytest.mark.matrix
 def test_each_micro_step_reduces_and_gathers(read):
     """Reduction in every micro-step costs so many times the bytes of one after the loop."""
     each = verdict(*read("zero3", "cpu", accumulate=2), "cpu")
@@ -245,10 +260,12 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("case", ["fsdp_tensor", pytest.param("fsdp_sequence", marks=pytest.mark.matrix)])
-def test_shapes_of_the_decoder_are_part_of_the_promise(planted, case, changes):
-    config = dataclasses.replace(planted.CONFIG, **changes)
+@pytest.mark.parametrize(
+    ("case", "variant"),
+    [("fsdp_tensor", "latent"), *(pytest.param("fsdp_sequence", one, marks=pytest.mark.matrix) for one in VARIANTS)],
+)
+def test_shapes_of_the_decoder_are_part_of_the_promise(planted, case, variant):
+    config = dataclasses.replace(planted.CONFIG, **VARIANTS[variant])
     plant = dataclasses.replace(planted.reference(case), model=config.build()).on_cpu
     program = compile_here(plant.step.trace(plant.state, plant.batch))
     found = verdict(plant.state.setup, plant.step.options, census(program.module, plant.mesh), "cpu")
@@ -268,8 +285,7 @@ SURPRISING = {
 }
 
 
-@pytest.mark.pod
-@pytest.mark.parametrize("name", SURPRISING)
+@pytest.mark.parametrize("name", pods(SURPRISING))
 def test_a_planted_mistake_is_a_surprise_at_its_place(read, planted, name):
     found = verdict(*read(name, "pod"), "pod").surprise
     dearest = found[0]
@@ -285,25 +301,24 @@ def test_a_planted_mistake_is_a_surprise_at_its_place(read, planted, name):
         assert "all-to-all" in {one.kind for one in found}
 
 
-@pytest.mark.pod
-@pytest.mark.parametrize("name", ["nothing", "replicated_embedding", "tensor_over_nodes", "idle_axis"])
+@pytest.mark.parametrize("name", pods(["nothing", "replicated_embedding", "tensor_over_nodes", "idle_axis"]))
 def test_what_is_sent_as_promised_is_no_surprise(read, name):
     found = verdict(*read(name, "pod"), "pod")
     assert not found.missing
     assert not found.surprise
 
 
-@pytest.mark.pod
 def test_what_a_kernel_sends_is_its_own_matter(read):
     found = verdict(*read("sliced_all_reduce", "pod"), "pod")
     assert not found.surprise
     assert {line.kind for line in found.written} >= {"all-reduce"}
 
 
-def test_another_strategys_program_breaks_the_promise(read):
+def test_another_strategys_program_breaks_the_promise(read, planted):
     """zero3's promise against ddp's program: nothing is gathered, and the gradients' sums are a surprise."""
-    setup, options, _ = read("zero3", "cpu")
-    _, _, collectives = read("ddp", "cpu")
+    plant = planted.reference("zero3")
+    setup, options = plant.state.setup, plant.step.options
+    _, _, collectives = read("ddp", "pod")
     moved = tuple(dataclasses.replace(one, axes=("fsdp",)) for one in collectives)
     found = hold(promised(setup, options, batch_of(), on_cpu=False), moved)
     assert {(line.role, line.kind) for line in found.missing} >= {

@@ -17,6 +17,8 @@ from meshpar.compiled.program import compile_here
 from meshpar.compiled.promise import promised
 from meshpar.models import context
 from meshpar.sharding.context import ambient
+from tests.compiled.saved import pods
+from tests.grid import cases
 
 # The reference decoder's sizes; tests/compiled/test_promise.py sees that they are.
 L, D, F, V = 4, 256, 768, 512
@@ -102,11 +104,7 @@ def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, floa
 
 
 CASES = ("context", "context_fsdp", "overlapped", "int8", "second_shard")
-LONG = ("context_fsdp", "int8", "second_shard")
-BOTH = [
-    *(pytest.param(case, "cpu") for case in CASES),
-    *(pytest.param(case, "pod", marks=[pytest.mark.pod, *[pytest.mark.matrix] * (case in LONG)]) for case in CASES),
-]
+BOTH = [*cases(("overlapped", "cpu"), grid=[(case, "cpu") for case in CASES]), *pods(CASES, "pod")]
 
 
 def verdict(setup, options, collectives, target):
@@ -148,11 +146,10 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     ("case", "options"),
-    [
-        ("context_apart", "remat full"),
+    cases(
         ("int8", "accumulate once"),
-        ("fp8_tensor", "accumulate each"),
-    ],
+        grid=[("context_apart", "remat full"), ("int8", "accumulate once"), ("fp8_tensor", "accumulate each")],
+    ),
 )
 def test_options_of_the_step_are_part_of_the_promise(read, case, options):
     found = verdict(*read(case, "cpu", **OPTIONS[options]), "cpu")
@@ -163,8 +160,17 @@ def test_options_of_the_step_are_part_of_the_promise(read, case, options):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("target", ["cpu", pytest.param("pod", marks=pytest.mark.pod)])
-@pytest.mark.parametrize("options", [*OPTIONS, "none"])
-@pytest.mark.parametrize("case", ["context_apart", "context_sequence", "overlapped", "int8", "second_shard"])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("context_apart", "accumulate once"),
+        ("context_sequence", "none"),
+        ("context_sequence", "remat full"),
+        ("overlapped", "accumulate each"),
+        ("int8", "remat full"),
+        ("second_shard", "accumulate once"),
+    ],
+)
 def test_every_option_under_every_strategy(read, case, options, target):
     found = verdict(*read(case, target, **OPTIONS.get(options, {})), target)
     assert not found.missing
@@ -192,7 +198,7 @@ def gathered_by_hand(q, k, v):
     return jax.shard_map(local, mesh=ambient().mesh, in_specs=(rows,) * 3, out_specs=rows)(q, k, v)
 
 
-@pytest.mark.parametrize("attention", [gathered_by_xla, gathered_by_hand])
+@pytest.mark.parametrize("attention", cases(gathered_by_hand, grid=[gathered_by_xla, gathered_by_hand]))
 def test_attention_that_gathers_the_sequence_is_a_surprise(planted, monkeypatch, attention):
     monkeypatch.setattr(context, "ring", attention)
     plant = planted.reference("context").on_cpu
@@ -206,7 +212,11 @@ def test_attention_that_gathers_the_sequence_is_a_surprise(planted, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("sent_as", "kinds"), [("hsdp", {"all-gather", "reduce-scatter"}), ("gradients_int8", {"all-gather"})]
+    ("sent_as", "kinds"),
+    [
+        ("hsdp", {"all-gather", "reduce-scatter"}),
+        pytest.param("gradients_int8", {"all-gather"}, marks=pytest.mark.matrix),
+    ],
 )
 def test_weights_gathered_in_full_are_a_surprise_where_bytes_were_promised(read, sent_as, kinds):
     """By the compiler, which is told nothing of bytes, and by hand."""

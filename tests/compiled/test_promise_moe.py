@@ -158,7 +158,7 @@ ALL = CASES | MORE
 
 def marks(name):
     found = [pytest.mark.pod] * (ALL[name].target != "cpu")
-    return found + [pytest.mark.matrix] * (name in MORE)
+    return found + [pytest.mark.matrix] * (name != "dropless")
 
 
 EVERY = [pytest.param(name, marks=marks(name)) for name in ALL]
@@ -236,7 +236,7 @@ def test_two_all_to_alls_each_way_a_layer_and_nothing_that_was_not_promised(foun
     assert sum(one.count_per_step for one in sent) == 2 * runs * (1 + case.forwards) * messages
 
 
-@pytest.mark.parametrize("name", ["dropless", "buffers, alike over data", pytest.param("pod", marks=pytest.mark.pod)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_gradients_of_experts_are_summed_over_other_axes_and_the_routers_over_all(found, name):
     case = CASES[name]
     verdict = verdict_of(found, name)
@@ -386,8 +386,10 @@ ROWS, ROW_BYTES = 2 * T * 2, D * 4
     ("options", "there", "back"),
     [
         # Any routing: a token's two choices are of two ranks, so each of four may get it.
-        pytest.param({}, 2 * 2 * ROWS * ROW_BYTES, 2 * 2 * ROWS * ROW_BYTES, id="dropless"),
-        pytest.param({"factor": 1.0}, 2 * ROWS * ROW_BYTES, 2 * ROWS * ROW_BYTES, id="buffers"),
+        pytest.param({}, 2 * 2 * ROWS * ROW_BYTES, 2 * 2 * ROWS * ROW_BYTES, id="dropless", marks=pytest.mark.matrix),
+        pytest.param(
+            {"factor": 1.0}, 2 * ROWS * ROW_BYTES, 2 * ROWS * ROW_BYTES, id="buffers", marks=pytest.mark.matrix
+        ),
         pytest.param(
             {"factor": 1.0, "chunks": 2, "remat": "full", "accumulate": 2, "payload": Payload(dispatch="int8")},
             2 * 2 * ROWS * (ROW_BYTES + D + 4),
@@ -406,6 +408,7 @@ def test_layers_in_a_model_of_plain_functions_are_known_by_what_they_say(options
         assert sum(line.bytes_sent_per_device for line in lines) == L * 3 / 4 * payload
 
 
+@pytest.mark.matrix
 def test_a_layer_that_says_nothing_sends_whole_rows():
     verdict = held(small_step(factor=1.0), experts=())
     assert verdict.missing == verdict.surprise == ()

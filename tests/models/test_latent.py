@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ import meshpar as mp
 from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, generate, next_token_loss
 from meshpar.models.sampling import empty_cache
 from meshpar.sharding.types import tree_leaves_with_paths
+from tests.grid import cases
 
+matrix = pytest.mark.matrix
 LATENT = LatentAttention(q_rank=12, kv_rank=8, nope_dim=6, rope_dim=4, v_dim=14)
 CONFIG = functools.partial(
     TransformerConfig,
@@ -127,8 +130,9 @@ def decoder_by_hand(cfg, params, tokens):
 # --- values
 
 
-@pytest.mark.parametrize("q_rank", [12, None])
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("framework", "q_rank"), cases(("nnx", 12), ("linen", None), grid=itertools.product(("nnx", "linen"), (12, None)))
+)
 def test_float64_equals_the_formula_by_hand(one_device, framework, q_rank):
     latent = LatentAttention(q_rank=q_rank, kv_rank=8, nope_dim=6, rope_dim=4, v_dim=14)
     with jax.enable_x64(True):
@@ -163,10 +167,12 @@ def test_linen_and_nnx_are_the_same_function(alone):
 @pytest.mark.parametrize(
     ("framework", "spec", "strategy"),
     [
-        ("nnx", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel()),
-        ("linen", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel()),
+        pytest.param("nnx", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(), marks=matrix),
+        pytest.param("linen", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(), marks=matrix),
         ("nnx", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True)),
-        ("nnx", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel()),
+        pytest.param(
+            "nnx", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel(), marks=matrix
+        ),
         ("linen", mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel()),
     ],
     ids=["nnx-fsdp-tensor", "linen-fsdp-tensor", "nnx-fsdp-sequence", "nnx-tensor-context", "linen-fsdp-context"],

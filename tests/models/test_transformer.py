@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from meshpar.compiled.hlo import parse
 from meshpar.models import LinenTransformer, RopeScaling, Transformer, TransformerConfig, layers, next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.precision import REMAT_POLICIES, Precision, numerics
+from tests.grid import cases
 
 CONFIG = functools.partial(
     TransformerConfig, vocab_size=24, num_layers=3, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20
@@ -106,8 +108,10 @@ def decoder_by_hand(cfg, params, tokens):
 # --- values
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("framework", "tied"),
+    cases(("nnx", True), ("linen", False), grid=itertools.product(("nnx", "linen"), (False, True))),
+)
 def test_float64_equals_the_decoder_by_hand(one_device, framework, tied):
     with jax.enable_x64(True):
         cfg = CONFIG(param_dtype="float64", tied_embeddings=tied)
@@ -191,7 +195,7 @@ def test_rematerialisation_computes_again_what_the_policy_says(one_device, frame
     assert again == {"full": 8, "dots": 2, "all_dots": 0}
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_rematerialisation_changes_no_gradient(one_device, framework):
     cfg = CONFIG()
     model, params = cfg.build() if framework == "nnx" else linen(cfg), random_params(cfg)
@@ -266,7 +270,7 @@ def num_dots(jaxpr):
     return inner + sum(e.primitive.name == "dot_general" for e in jaxpr.eqns)
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
 def test_the_trace_does_not_grow_with_depth(one_device, framework):
     sizes = []
     for num_layers in (4, 64):
@@ -299,7 +303,7 @@ def activations_per_layer(collectives):
     )
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
 def test_tensor_parallel_layers_all_reduce_twice_each_way(framework):
     cfg = CONFIG(embed_dim=32)
     found = collectives_of_a_step(mp.MeshSpec(tensor=2), mp.tensor_parallel(), cfg, framework)
@@ -319,7 +323,7 @@ def test_sequence_parallel_layers_scatter_and_gather_instead():
     assert counts["all-gather", True] == 2
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", cases(True, grid=[False, True]))
 def test_fsdp_gathers_weights_and_moves_nothing_about(tied):
     cfg = CONFIG(embed_dim=32, tied_embeddings=tied)
     strategy = mp.fsdp() | mp.tensor_parallel(sequence=True)

@@ -21,6 +21,7 @@ from meshpar.compiled.clock import work
 from meshpar.moe import Payload, choose_dispatch, dispatch, grouped_matmul
 from meshpar.planner import cost
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 WIDTH, HIDDEN = 6, 4
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
@@ -225,9 +226,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equal_to_the_dense_reference(case):
-    assert_equal(case)
+QUICK = "many experts, in chunks", "two levels", "buffers in chunks"
+
+
+@pytest.mark.parametrize("name", cases(*QUICK, grid=CASES))
+def test_equal_to_the_dense_reference(name):
+    assert_equal(CASES[name])
 
 
 SWAPPED = {"mesh_order": ("inner", "outer"), "num_experts": 12}
@@ -254,13 +258,13 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("case", SPLIT.values(), ids=SPLIT)
-def test_equal_with_tokens_and_experts_split_further(case):
+@pytest.mark.parametrize("name", cases("data, sums after", grid=SPLIT))
+def test_equal_with_tokens_and_experts_split_further(name):
     """Weights that are alike along data or fsdp get the sum of all tokens' gradients, split ones their own columns'."""
-    assert_equal(case)
+    assert_equal(SPLIT[name])
 
 
-@pytest.mark.parametrize("form", [{}, {"capacity": 2}], ids=["dropless", "buffers"])
+@pytest.mark.parametrize("form", cases({}, grid=[{}, {"capacity": 2}]), ids=["dropless", "buffers"])
 def test_the_routers_gradient_and_ties(form):
     """From logits to y: tokens, router and experts get the reference's gradients, also where scores tie."""
     case = Case(on(data=2, expert=4), num_experts=4, **form)
@@ -323,11 +327,17 @@ def test_without_the_check_the_sum_over_data_is_the_callers():
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-12 * max(1.0, float(jnp.abs(other).max())))
 
 
+FORMS = [{}, {"capacity": 2}, {"chunks": 2}, {"capacity": 1, "chunks": 4}]
+CROSSINGS = [
+    (form, (1, 2, 4, 8)[(at + number) % 4], k, (8, 16, 64)[(at + number) % 3])
+    for at, form in enumerate(FORMS)
+    for number, k in enumerate((1, 2, 4, 5, 8))
+]
+"""Every form with every k, number of ranks and of experts, and every k with each of those."""
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("num_experts", [8, 16, 64])
-@pytest.mark.parametrize("k", [1, 2, 4, 5, 8])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("form", [{}, {"capacity": 2}, {"chunks": 2}, {"capacity": 1, "chunks": 4}])
+@pytest.mark.parametrize(("form", "ranks", "k", "num_experts"), CROSSINGS)
 def test_equal_in_every_crossing(form, ranks, k, num_experts):
     assert_equal(Case(on(expert=ranks), k=k, num_experts=num_experts, **form), every=True)
     program.cache_clear()
@@ -335,10 +345,17 @@ def test_equal_in_every_crossing(form, ranks, k, num_experts):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("form", [{}, {"capacity": 2}, {"chunks": 2}])
-@pytest.mark.parametrize("sums", ["rows", "tokens"])
 @pytest.mark.parametrize(
-    "axes", [on(data=2, fsdp=2, expert=2), on(data=2, expert=4), on(fsdp=2, expert=2, tensor=2), on(expert=4, tensor=2)]
+    ("axes", "sums", "form"),
+    [
+        (on(data=2, fsdp=2, expert=2), "tokens", {}),
+        (on(data=2, fsdp=2, expert=2), "tokens", {"capacity": 2}),
+        (on(data=2, expert=4), "tokens", {"chunks": 2}),
+        (on(fsdp=2, expert=2, tensor=2), "tokens", {"chunks": 2}),
+        (on(fsdp=2, expert=2, tensor=2), "rows", {"capacity": 2}),
+        (on(expert=4, tensor=2), "rows", {"chunks": 2}),
+        (on(expert=4, tensor=2), "tokens", {"capacity": 2}),
+    ],
 )
 def test_equal_on_every_mesh(axes, sums, form):
     assert_equal(Case(axes, sums=sums, **form), every=True)
@@ -451,7 +468,7 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", cases("fp8", grid=QUANTIZED))
 def test_quantized_rows_are_as_near_as_their_format(name, as_on_gpus):
     case = dataclasses.replace(QUANTIZED[name], dtype="float32")
     *arrays, cotangent = case.arrays()
@@ -505,8 +522,9 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("case", [*(CASES[name] for name in COUNTED), SPLIT["buffers"]], ids=[*COUNTED, "split"])
-def test_two_all_to_alls_each_way_of_the_bytes_of_the_closed_form(case):
+@pytest.mark.parametrize("name", cases("in float32", grid=[*COUNTED, "split"]))
+def test_two_all_to_alls_each_way_of_the_bytes_of_the_closed_form(name):
+    case = SPLIT["buffers"] if name == "split" else CASES[name]
     found = sent(case)
     exchanges = [one for one in found if one.kind == "all-to-all"]
     assert [(one.is_backward, one.module, one.axes, one.count_per_step) for one in exchanges] == [
@@ -559,7 +577,10 @@ def held_bytes(ranks, num_experts, k, chunks=1, bound_factor=None):
 
 @pytest.mark.parametrize(
     ("ranks", "num_experts", "k", "options"),
-    [(4, 8, 2, {}), (1, 16, 4, {}), (8, 8, 4, {}), (4, 8, 2, {"chunks": 4}), (4, 8, 2, {"bound_factor": 1.5})],
+    cases(
+        (4, 8, 2, {"bound_factor": 1.5}),
+        grid=[(4, 8, 2, {}), (1, 16, 4, {}), (8, 8, 4, {}), (4, 8, 2, {"chunks": 4}), (4, 8, 2, {"bound_factor": 1.5})],
+    ),
 )
 def test_what_dropless_holds_is_bounded(ranks, num_experts, k, options):
     found = held_bytes(ranks, num_experts, k, **options)

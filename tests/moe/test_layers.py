@@ -21,6 +21,7 @@ from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
 from meshpar.pipeline.layers import running
 from meshpar.sharding.types import MeshparError
 from meshpar.training.reports import collecting, is_listening, report
+from tests.grid import cases
 
 ROWS, SEQ, WIDTH, HIDDEN, EXPERTS = 8, 4, 4, 6, 8
 
@@ -47,6 +48,9 @@ MORE_CASES: dict[str, tuple[dict[str, int], mp.Strategy]] = {
         EXPERT | mp.context_parallel() | mp.tensor_parallel(sequence=True),
     ),
 }
+
+
+QUICK = "fsdp x expert x tensor", "sequence split"
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -129,7 +133,7 @@ def reference(cfg: MoEConfig, token_ranks: int = 1, biased: bool = False):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE_CASES)])
+@pytest.mark.parametrize("case", cases(*QUICK, grid=[*CASES, *MORE_CASES]))
 def test_value_and_gradients_on_every_mesh(case):
     with jax.enable_x64(True):
         x, weights, _, cotangent = arrays()

@@ -8,13 +8,13 @@ import math
 
 import numpy as np
 import pytest
-from tests.test_loop import FakeStep, run
 
 from meshpar.commands import plots
 from meshpar.sharding.types import MeshparError
 from meshpar.training import expert_load as experts
 from meshpar.training.expert_load import LAYERS, ExpertLoad, layer_numbers, loads_of
 from meshpar.training.loop import JsonlWriter, ProgressBar
+from tests.training.test_loop import FakeStep, run
 
 
 def told(load, *, ranks=2, dropped=0.0, entropy=1.0):

@@ -69,6 +69,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.matrix
 def test_killed_again_and_again(runs, whole, tmp_path):
     for name, moment in MOMENTS.items():
         pid = runs.start(tmp_path, pause_s=0, signals=[[signal.SIGKILL, moment]])
@@ -93,6 +94,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(runs, whole, tmp_path):
     assert finish(runs, tmp_path) == whole
 
 
+@pytest.mark.matrix
 def test_ctrl_c_in_a_terminal(runs, whole, tmp_path):
     ours, theirs = pty.openpty()
     pid = runs.start(tmp_path, terminal=os.ttyname(theirs))
@@ -122,6 +124,7 @@ def test_ctrl_c_in_a_terminal(runs, whole, tmp_path):
     assert finish(runs, tmp_path) == whole
 
 
+@pytest.mark.matrix
 def test_a_second_ctrl_c_exits_at_once_even_when_stuck_outside_python(runs, tmp_path):
     pid = runs.start(tmp_path, hang_at=SAVE_EVERY + 1, grace_s=0)
 
@@ -149,6 +152,7 @@ def start_two(runs: Runs, folder: Path, **request) -> list[int]:
     ]
 
 
+@pytest.mark.matrix
 def test_two_processes_stop_together_pass_over_damage_together_and_one_goes_on(runs, whole, tmp_path):
     pids = start_two(runs, tmp_path)
     runs.wait_for_steps(pids[0], tmp_path, SAVE_EVERY + 2)

@@ -14,6 +14,7 @@ from flax import nnx
 import meshpar as mp
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
+from tests.grid import cases
 
 SEQ, VOCAB, STEPS = 8, 32, 2
 
@@ -106,11 +107,7 @@ CASES = {
         mp.fsdp() | mp.tensor_parallel(sequence=True),
     ),
 }  # fmt: skip
-RARE = {
-    "1f1b", "gpipe, one microbatch", "zb-v | tensor", "dualpipe | data", "1f1b | zero1", "1f1b | sequence",
-    "zb-v | fsdp | sequence",
-}  # fmt: skip
-"""What is there in other tests, or in others of these cases."""
+QUICK = "interleaved | fsdp | tensor", "zb-h1 | sequence"
 
 
 @pytest.fixture
@@ -119,18 +116,20 @@ def x64():
         yield
 
 
-@pytest.mark.parametrize("name", [pytest.param(c, marks=pytest.mark.matrix) if c in RARE else c for c in CASES])
+@pytest.mark.parametrize("name", cases(*QUICK, grid=CASES))
 def test_nnx_as_on_one_device(name, x64):
     spec, asked, inside = CASES[name]
     check("nnx", config(), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved | fsdp | tensor", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["1f1b", "interleaved | fsdp | tensor"])
 def test_linen_as_on_one_device(name, x64):
     spec, asked, inside = CASES[name]
     check("linen", config(), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
 
 
+@pytest.mark.matrix
 def test_tied_embeddings_and_recomputation(x64):
     strategy = mp.pipeline_parallel(stages=4, microbatches=4, schedule="zb-h1") | mp.tensor_parallel()
     check("nnx", config(tied=True), 8, mp.MeshSpec(stage=4, tensor=2), strategy, 1e-12, remat="full")
@@ -206,7 +205,8 @@ UNEVEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [c if c == "10 layers" else pytest.param(c, marks=pytest.mark.matrix) for c in UNEVEN])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", UNEVEN)
 def test_unequal_parts_as_on_one_device(name, x64):
     num_layers, framework, spec, asked, inside = UNEVEN[name]
     check(framework, config(num_layers=num_layers), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
@@ -289,6 +289,7 @@ def test_explain_tells_that_it_cannot_count_unequal_parts():
         mp.explain(mp.train_step(next_token_loss), state, batches(16)[0])
 
 
+@pytest.mark.matrix
 def test_float32():
     strategy = mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp()
     check("nnx", config("float32"), 16, mp.MeshSpec(stage=2, fsdp=2), strategy, 1e-5)
