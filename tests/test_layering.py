@@ -159,6 +159,20 @@ def test_the_tables_of_schedules_need_no_jax() -> None:
             assert not lines, f"{module}, line {lines[0]}: plain NumPy is enough here"
 
 
+def test_no_module_needs_itself_to_be_imported() -> None:
+    """What modules import when they are loaded goes round in no circle."""
+    names = {f"meshpar.{module}" for module in modules()}
+    needs: dict[str, set[str]] = {}
+    for module in modules():
+        at_once = ast.Module(source_of(module).body, [])
+        at_once.body = [node for node in at_once.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        found = {name if name in names else name.rpartition(".")[0] for _, name in imports(at_once)}
+        needs[f"meshpar.{module}"] = (found & names) - {f"meshpar.{module}"}
+    while free := {module for module, over in needs.items() if not over & needs.keys()}:
+        needs = {module: over for module, over in needs.items() if module not in free}
+    assert not needs, f"imports go round in a circle among {sorted(needs)}"
+
+
 HEAVY = ["flax", "optax", "grain", "orbax", "tensorstore", "matplotlib", "rich", "tokenizers", "pyarrow", "sklearn"]
 
 
