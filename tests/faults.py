@@ -1,0 +1,221 @@
+"""Thirty planted faults: each is put into a copy of the source, and `make test`'s own cases must catch it.
+
+    python tests/faults.py                  # all of them, about ten minutes on two cores
+    python tests/faults.py ring scale       # those whose names hold one of these words
+
+A fault names the test files that are about what it breaks. They are run with `make test`'s selection, so a fault that
+slips through is a hole in the quick tests, not in the grids.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+QUICK = "not matrix and not pod"
+
+
+class Fault(NamedTuple):
+    """One wrong line."""
+
+    name: str
+    file: str
+    """Below `meshpar/`."""
+    old: str
+    """Stands there once."""
+    new: str
+    tests: str
+    """Files below `tests/`, with `-k` words behind them where few cases are about it."""
+
+
+FAULTS = (
+    Fault(
+        "ranks of several axes in the mesh's order", "collectives/wire.py",
+        "transpose([ordered.index(name) for name in names])", "transpose(range(len(names)))",
+        "collectives/test_kernels.py -k order",
+    ),
+    Fault(
+        "off by one in the ring", "collectives/ring.py",
+        "(rank - stride * (T + 1)) % num_ranks), arrived", "(rank - stride * (T + 2)) % num_ranks), arrived",
+        "collectives/test_kernels.py",
+    ),
+    Fault(
+        "a doubling step too far", "collectives/tree.py",
+        "(rank, rank ^ apart)", "(rank, rank ^ (apart % 2))", "collectives/test_kernels.py",
+    ),
+    Fault(
+        "a mask that sees the future", "collectives/attention.py",
+        "jnp.where(seen, scores, jnp.finfo(scores.dtype).min)", "scores + 0 * seen",
+        "collectives/test_attention.py",
+    ),
+    Fault(
+        "twice the error bound", "collectives/quantized.py",
+        "(gap if stochastic else gap / 2)", "(gap if stochastic else gap / 4)", "collectives/test_quantized.py",
+    ),
+    Fault(
+        "a dropped psum of loss and metrics", "training/engines/by_device.py",
+        "lax.psum((sums.loss, sums.metrics, sums.weight), axes)", "(sums.loss, sums.metrics, sums.weight)",
+        "training/test_step.py training/test_unshard.py",
+    ),
+    Fault(
+        "the same random key for every micro-step", "training/sums.py",
+        "jax.random.fold_in(key, index)", "key", "training/test_step.py",
+    ),
+    Fault(
+        "a micro-step of weight zero spoils the others", "training/sums.py",
+        "jnp.where(weight > 0, x * weight.astype(x.dtype), 0)", "x * weight.astype(x.dtype)", "training/test_step.py",
+    ),
+    Fault(
+        "the same random key in every step", "training/step.py",
+        "jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)", "jax.random.wrap_key_data(state.key)",
+        "training/test_step.py",
+    ),
+    Fault(
+        "an update that is not finite is taken", "training/step.py",
+        "lambda new, before: jnp.where(finite, new, before)", "lambda new, before: new", "training/test_step.py",
+    ),
+    Fault(
+        "rows of other devices in a micro-step", "training/batch.py",
+        "jnp.moveaxis(by_device, 1, 0).reshape(", "by_device.reshape(", "training/test_step.py",
+    ),
+    Fault(
+        "gradients reduced in the compute dtype", "training/precision.py",
+        "jnp.promote_types(compute, jnp.float32)", "jnp.dtype(compute)",
+        "training/test_precision.py training/test_step.py",
+    ),
+    Fault(
+        "a damaged array is restored", "training/checkpoint.py",
+        "strict=True) if a != b]\n", "strict=True) if a != a]\n", "training/test_checkpoint.py -k damage",
+    ),
+    Fault(
+        "validation is left out", "training/loop.py",
+        "if run.step == run.steps or (self._every is not None", "if False and (self._every is not None",
+        "training/test_loop.py",
+    ),
+    Fault(
+        "the first path rule wins", "sharding/rules.py",
+        "for rule in reversed(self._by_path)", "for rule in self._by_path", "sharding/test_rules.py",
+    ),
+    Fault(
+        "a dim that does not divide is let through", "sharding/rules.py",
+        "    if size % count:\n", "    if size % count < 0:\n", "sharding/test_rules.py sharding/test_mistakes.py",
+    ),
+    Fault(
+        "a big leaf is replicated by accident", "sharding/table.py",
+        "if decision.meant or decision.shards > 1 or mesh.size == 1:", "if True:",
+        "sharding/test_table.py parallel/test_strategies.py",
+    ),
+    Fault(
+        "ZeRO-1 splits gradients too", "parallel/zero.py",
+        '"zero1": 1,', '"zero1": 2,', "parallel/test_strategies.py",
+    ),
+    Fault(
+        "key and value heads are not split", "parallel/tensor.py",
+        '("vocab", "heads", "kv_heads", "mlp")', '("vocab", "heads", "mlp")', "parallel/test_strategies.py",
+    ),
+    Fault(
+        "an axis of size one goes untold", "parallel/strategy.py",
+        "if sizes.get(need.axis, 1) == 1:", "if sizes.get(need.axis, 1) == 0:", "parallel/test_strategies.py",
+    ),
+    Fault(
+        "one warm-up forward too few", "pipeline/schedules/makers.py",
+        "for i in range(microbatches)], stages - 1 - stage)", "for i in range(microbatches)], stages - 2 - stage)",
+        "pipeline/test_schedules.py",
+    ),
+    Fault(
+        "a tick that waits for no message", "pipeline/schedules/simulate.py",
+        "at = max(at, ends[origin][other] + (wait[stage] if other != stage else 0.0))",
+        "at = max(at, ends[origin][other] if other == stage else 0.0)", "pipeline/test_simulate.py",
+    ),
+    Fault(
+        "a microbatch is lost", "pipeline/executor.py",
+        '"microbatch": schedule.table[..., 0],', '"microbatch": np.minimum(schedule.table[..., 0], 1),',
+        "pipeline/test_executor.py",
+    ),
+    Fault(
+        "counts are divided by the microbatches", "training/reports.py",
+        "x if is_counted(x) else x / jnp.asarray(total, x.dtype)", "x / jnp.asarray(total, x.dtype)",
+        "pipeline/test_executor.py training/test_staged.py training/test_step.py training/test_unshard.py",
+    ),
+    Fault(
+        "the balancing bias goes the wrong way", "moe/balance.py",
+        "bias - rate * _above_mean(loads)", "bias + rate * _above_mean(loads)", "moe/test_balance.py",
+    ),
+    Fault(
+        "the auxiliary loss is not scaled by the experts", "moe/balance.py",
+        "return alpha * num_experts * (share", "return alpha * (share", "moe/test_balance.py",
+    ),
+    Fault(
+        "tokens go to the wrong ranks", "moe/exchange.py",
+        "return lax.all_to_all(parts, link.axis, 0, 0)", "return parts", "moe/test_dispatch.py",
+    ),
+    Fault(
+        "a ring all-reduce in N steps", "planner/cost.py",
+        "return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=sent, bytes_reduced=reduced)",
+        "return Cost(steps=num_ranks, bytes_sent=sent, bytes_in_turn=sent, bytes_reduced=reduced)",
+        "planner/test_cost.py",
+    ),
+    Fault(
+        "unexpected collectives are swallowed", "compiled/holding.py",
+        "surprise=_surprises(surprising, promises),", "surprise=(),", "compiled",
+    ),
+    Fault(
+        "the loss of the token that was read", "models/loss.py",
+        "return jnp.log(jnp.exp(below_BTV).sum(-1)) - target_BT, target_BT == 0",
+        "return jnp.log(jnp.exp(below_BTV).sum(-1)), target_BT == 0", "models/test_loss.py",
+    ),
+    Fault(
+        "rotary embeddings turn one half only", "models/layers.py",
+        "b_BTHF * cos_BT1F + a_BTHF * sin_BT1F", "b_BTHF * cos_BT1F", "models/test_layers.py",
+    ),
+    Fault(
+        "a batch of the step before", "data/batches.py",
+        "first = step * self._batch_size", "first = max(step - 1, 0) * self._batch_size", "data/test_batches.py",
+    ),
+)  # fmt: skip
+
+
+def caught(fault: Fault) -> tuple[bool, str]:
+    """Whether the tests fail with the fault in place, and their last line."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("meshpar", "tests", "recipes", "notebooks"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in ROOT.glob("*.*"):
+            shutil.copy(path, copy) if path.is_file() else None
+        shutil.copy(ROOT / "Makefile", copy)
+        source = copy / "meshpar" / fault.file
+        text = source.read_text()
+        assert text.count(fault.old) == 1, f"{fault.name}: {fault.file} holds it {text.count(fault.old)} times"
+        source.write_text(text.replace(fault.old, fault.new))
+        files, _, words = fault.tests.partition(" -k ")
+        chosen = [f"tests/{file}" for file in files.split()] + (["-k", words] if words else [])
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", QUICK, *chosen],
+            cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    last = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    # 1 is pytest's code for failed tests; a collection that breaks, or no test at all, catches nothing.
+    return done.returncode == 1, (last or done.stdout.splitlines() or [""])[-1]
+
+
+def main(words: list[str]) -> int:
+    """Plant every fault whose name holds one of the words; 1 where one slips through."""
+    chosen = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    missed = 0
+    for fault in chosen:
+        is_caught, line = caught(fault)
+        missed += not is_caught
+        print(f"{'caught ' if is_caught else 'MISSED '} {fault.name}: {line[:160]}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults caught")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
