@@ -135,7 +135,7 @@ SMALLER = {
     "digits_linen": ("steps=2", "optimizer.warmup_steps=1", "validate_every=none"),
     "llama3_8b": (*SMALL, "model.head_dim=2"),
     "llama3_70b": (*SMALL, "model.head_dim=2"),
-    "mixtral_8x7b": (*SMALL, "model.head_dim=2", "model.moe.mlp_dim=16"),
+    "mixtral_8x7b": (*SMALL, "model.head_dim=2", "model.moe.mlp_dim=32"),
     "deepseek_v3": (
         *SMALL, "model.num_dense_layers=1", "model.moe.mlp_dim=16", "model.head_dim=8", "model.latent.q_rank=8",
         "model.latent.kv_rank=8", "model.latent.nope_dim=4", "model.latent.rope_dim=4", "model.latent.v_dim=4",
