@@ -28,7 +28,7 @@ SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/pa
     tests/commands/test_launch.py tests/commands/test_recipe.py \
     $(addprefix tests/training/test_,$(addsuffix .py,state precision step checkpoint loop))
 
-.PHONY: help train test test-rest test-all test-subset durations lint format types notebooks bench constraints clean
+.PHONY: help train test test-rest test-all test-subset durations lint format types notebooks programs bench constraints clean
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 | /p' Makefile | awk -F' [|] ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
@@ -62,6 +62,9 @@ types: $(VENV)/.dev ## mypy
 
 notebooks: $(VENV)/.dev ## run the notebooks again and keep their outputs
 	$(BIN)/python tests/test_notebooks.py
+
+programs: $(VENV)/.dev ## compile again the programs for GPUs that tests read
+	$(BIN)/python -m tests.compiled.saved
 
 bench: $(VENV)/.core ## time a training step against hand-written shardings
 	$(BIN)/meshpar bench step $(ARGS)

@@ -6,10 +6,12 @@ Fixtures, for whoever names them: `mesh8`, `strict`, `child_env`. What tests cos
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib.metadata
 import json
 import os
 import resource
+import shutil
 import sys
 from pathlib import Path
 
@@ -56,11 +58,7 @@ def mesh8() -> jax.sharding.Mesh:
 
 @pytest.fixture(scope="session")
 def child_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a child process: its own eight devices, and programs compiled once for all children.
-
-    Only children share compiled programs. In the tests' own process a program from the cache would answer for another
-    one that differs in nothing but the names of its ops, and those names are what the ledger reads.
-    """
+    """The environment of a child process: its own eight devices, and programs compiled once for all children."""
     session = tmp_path_factory.getbasetemp()
     shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session
     return {
@@ -83,6 +81,9 @@ def strict():
         yield
 
 
+ROOT = Path(__file__).parents[1]
+KEPT_SOURCES = 3
+"""Of so many states of the source compiled programs are kept."""
 MOST_BYTES = 2_000_000_000
 """What a worker may hold at its peak."""
 KEPT_BYTES = 1_000_000_000
@@ -158,12 +159,34 @@ class Costs:
         return f"{{\n{lines}\n}}\n"
 
 
+def _read_programs_back(config: pytest.Config) -> None:
+    """Programs compiled by an earlier run of the same source are read back, those of other sources go.
+
+    Names of ops are part of the key, since they are what the ledger reads; and each worker has its own folder, since
+    jax writes files that another one may be reading.
+    """
+    content = [file.read_bytes() for file in sorted((ROOT / "meshpar").rglob("*.py"))]
+    words = [jax.__version__, os.environ["XLA_FLAGS"], *map(str, sys.version_info)]
+    key = hashlib.sha256(b"".join([*content, *(word.encode() for word in words)])).hexdigest()[:16]
+    folder = config.rootpath / ".pytest_cache" / "compiled" / key
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    if worker is None:
+        for old in sorted(folder.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-KEPT_SOURCES]:
+            shutil.rmtree(old, ignore_errors=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder / (worker or "main")))
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-file", help="keep the processor seconds of each test function here, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs(config.getoption("--durations-file")))
+    _read_programs_back(config)
 
 
 LONG_FILES = ("test_notebooks.py", "test_recipes.py", "test_readme.py", "test_commands.py")

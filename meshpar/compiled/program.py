@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from meshpar.compiled import hlo, messages
 
@@ -53,7 +55,7 @@ def compile_here(
 ) -> Program:
     """Compiles for the devices it was traced for, and keeps what the compiler says."""
     lowered = traced if isinstance(traced, jax.stages.Lowered) else traced.lower()
-    with messages.catch_stderr() as caught:
+    with messages.catch_stderr() as caught, _compiled_anew():
         start = time.perf_counter()
         compiled = lowered.compile(dict(options) if options else None)
         compile_s = time.perf_counter() - start
@@ -66,6 +68,19 @@ def compile_here(
         warnings=messages.warnings_in(caught.text),
         cost={key: value for key, value in cost.items() if "{" not in key},
     )
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """Leaves jax's persistent cache aside: a program that comes from there comes without the compiler's warnings."""
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # jax asks once in a process whether there is a cache
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def memory_of(stats: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ again and compares what it sends.
 from __future__ import annotations
 
 import dataclasses
-import gzip
+import lzma
 import json
 import os
 import re
@@ -25,10 +25,10 @@ REFERENCE = ("ddp", "zero1", "hsdp", "fsdp_tensor", "fsdp_sequence", "context_fs
 
 
 def file_of(name: str) -> Path:
-    return FOLDER / f"{name}.json.gz"
+    return FOLDER / f"{name}.json.xz"
 
 
-NAMES = tuple(sorted(file.name.removesuffix(".json.gz") for file in FOLDER.glob("*.json.gz")))
+NAMES = tuple(sorted(file.name.removesuffix(".json.xz") for file in FOLDER.glob("*.json.xz")))
 
 
 def pods(names, *rest):
@@ -40,7 +40,7 @@ def load(name: str):
     """The program, as if compiled in this tree."""
     from meshpar.compiled.program import Program
 
-    found = json.loads(gzip.decompress(file_of(name).read_bytes()))
+    found = json.loads(lzma.decompress(file_of(name).read_bytes()))
     text = found["text"].replace(HERE, f"{ROOT}{os.sep}")
     return Program(**{**found, "text": text, "warnings": tuple(found["warnings"])})
 
@@ -49,7 +49,7 @@ def save(name: str, program) -> None:
     text = program.text.replace(f"{ROOT}{os.sep}", HERE)
     text = re.sub(r"\"/[^\"\n]*?/(?=site-packages/|lib/python)", '"', text)
     fields = {**dataclasses.asdict(program), "text": text, "compile_s": 0.0}
-    file_of(name).write_bytes(gzip.compress(json.dumps(fields).encode(), 9, mtime=0))
+    file_of(name).write_bytes(lzma.compress(json.dumps(fields).encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def _renew() -> None:

@@ -7,6 +7,7 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -59,10 +60,30 @@ def test_rematerializations_are_read_in_both_wordings():
 
 def test_the_compiler_of_this_process_is_heard(capfd):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    capfd.readouterr()  # a plugin's note that there is no driver
     program = compile_here(hard_to_reshard(mesh))
     (found,) = program.rematerializations
     assert (found.module, found.shape) == ("block", "f32[8,16,4]{2,1,0}")
     assert capfd.readouterr().err == ""
+
+
+def test_the_compiler_is_heard_where_the_program_was_compiled_before(tmp_path):
+    """A program from jax's persistent cache comes without warnings."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    asked = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in asked}
+    try:
+        for name, value in asked.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        with catch_stderr():
+            hard_to_reshard(mesh).lower().compile()
+        assert list(tmp_path.iterdir())
+        assert compile_here(hard_to_reshard(mesh)).rematerializations
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_what_is_written_to_standard_error_is_caught(capfd):
