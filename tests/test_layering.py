@@ -54,7 +54,7 @@ HOUSE: dict[str, list[str] | str] = {
     "moe.placement": ["training.state", "moe.check"],
     "moe": ["collectives", "sharding.regions", "pipeline", "training.reports", "moe.placement"],
     "training.expert_load": ["training.loop", "moe"],
-    "models": ["sharding.regions", "sharding.adapters", "training.reports", "training.precision", "moe", "pipeline"],
+    "models": ["parallel", "sharding.regions", "sharding.adapters", "training.reports", "training.precision", "moe", "pipeline"],
     "planner": ["parallel", "planner.choice"],
     "compiled": ABOVE,
     "bench": ABOVE,

@@ -1,4 +1,4 @@
-"""What the strategies' own kernels promise: collectives that are written out, not left to the compiler.
+"""What the strategies' own kernels promise: collectives that are written out, and attention over a split sequence.
 
     quantized weights           all-gather of their bytes and scales, of stacked layers again backward; with a second
                                 shard inside the node across nodes once, forward
@@ -7,6 +7,9 @@
     ring attention, forward     N-1 permutes a layer: keys and values of one rank
     ring attention, backward    N-1 permutes a layer of the same, and N-1 of their gradients in float32
     hidden states, once a pass  2 permutes of half of them (1 of two ranks): from the ring's order to that of the text
+    attention on whole          4 all-to-alls a layer: queries, keys and values from positions to heads, and the heads'
+    sequences, forward          output back; keys and values as often as they are repeated
+    ..., backward               4 of their gradients
 
 Counts and sizes follow from the strategy, the batch and the leaves' names. A layer with weights of `kv_heads` is one
 with attention. What is quantized goes leaf by leaf, a matrix of a layer at a time, vectors in their own dtype.
@@ -16,12 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
 from meshpar.compiled.terms import Facts, Leg, Promised, split_axes
 from meshpar.parallel import Quantize
+from meshpar.parallel.context import repeats
 from meshpar.planner.cost import quantized_bytes
 from meshpar.sharding.types import Decision, spec_axes
 
@@ -133,15 +137,18 @@ def scattered_in_bytes(facts: Facts, decision: Decision) -> Promised | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Attention round a ring
+# Attention over a split sequence
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """The weights of keys and values under one parent."""
+    """The weights under one parent."""
 
     weights: tuple[Decision, ...]
+    """Of keys and values."""
+    heads: tuple[Decision, ...]
+    """Of queries, and of what takes in the heads' output."""
 
     @property
     def stack(self) -> int:
@@ -150,27 +157,34 @@ class _Attention:
     @property
     def embed(self) -> int:
         """Width of the residual stream."""
-        leaf = self.weights[0].leaf
-        return leaf.shape[(leaf.names or ()).index("embed")]
+        return _size_of(self.weights[0], "embed")
 
     def numbers_a_token(self, facts: Facts) -> int:
         """Of keys and values together, on one device."""
         return sum(
-            decision.leaf.size // self.stack // self.embed // facts.ways(self.split_heads(facts, decision))
+            decision.leaf.size // self.stack // self.embed // facts.ways(_split_heads(facts, decision))
             for decision in self.weights
         )
 
-    def split_heads(self, facts: Facts, decision: Decision) -> tuple[str, ...]:
-        return tuple(axis for axis in split_axes(facts, decision.spec) if axis in facts.tensor_axes)
+    def scattered(self, facts: Facts) -> Iterator[int]:
+        """Numbers a token, on one device, of queries, keys, the heads' output and values, as they travel."""
+        num_heads, num_kv_heads = _size_of(self.heads[0], "heads"), _size_of(self.weights[0], "kv_heads")
+        tensor = facts.ways(_split_heads(facts, self.heads[0]))
+        times = repeats(num_heads, num_kv_heads, tensor * facts.ways(facts.context_axes))
+        for decision in self.heads:  # a query is as wide as a key, a head's output as a value
+            numbers = decision.leaf.size // self.stack // _size_of(decision, "embed") // tensor
+            yield from (numbers, numbers * num_kv_heads * times // num_heads)
 
 
 def attended(facts: Facts) -> Iterator[Promised]:
     """Attention over a sequence that is split in every layer."""
-    axes, tokens = facts.context_axes, facts.tokens
-    if not axes or tokens is None:
-        return
-    layers = list(_attentions(facts))
-    steps = facts.options.accumulate
+    if facts.context_axes and facts.tokens is not None:
+        make = _round_the_ring if facts.has_ring else _heads_scattered
+        yield from make(facts, list(_attentions(facts)), facts.tokens)
+
+
+def _round_the_ring(facts: Facts, layers: Sequence[_Attention], tokens: int) -> Iterator[Promised]:
+    axes, steps = facts.context_axes, facts.options.accumulate
     num_ranks = math.prod(facts.sizes[axis] for axis in axes)
     for one in layers:
         dtype = facts.wire(facts.compute(one.weights[0]))
@@ -205,11 +219,38 @@ def attended(facts: Facts) -> Iterator[Promised]:
         )
 
 
+def _heads_scattered(facts: Facts, layers: Sequence[_Attention], tokens: int) -> Iterator[Promised]:
+    for one in layers:
+        dtype = facts.wire(facts.compute(one.weights[0]))
+        recomputed = 2 if facts.options.remat and one.stack > 1 else 1
+        runs = one.stack * facts.options.accumulate
+        for numbers in one.scattered(facts):
+            leg = facts.leg("all-to-all", facts.context_axes, tokens * numbers, dtype)
+            for direction, most in (("forward", recomputed), ("backward", 1)):
+                yield Promised(
+                    role=f"heads scattered for attention, {direction}",
+                    tensors=tuple(decision.path for decision in one.weights + one.heads),
+                    count=(runs, most * runs),
+                    spellings=((leg,),),
+                )
+
+
 def _attentions(facts: Facts) -> Iterator[_Attention]:
-    found: dict[tuple[str, int], list[Decision]] = {}
+    found: dict[tuple[str, int], dict[str, list[Decision]]] = {}
     for decision in facts.leaves:
-        if {"kv_heads", "embed"} <= set(decision.leaf.names or ()):
-            parent = "/".join(decision.path.split("/")[:-2])
-            found.setdefault((parent, decision.leaf.num_layers), []).append(decision)
-    for weights in found.values():
-        yield _Attention(tuple(weights))
+        names = decision.leaf.names or ()
+        for name in ("kv_heads", "heads"):
+            if {name, "embed"} <= set(names):
+                parent = "/".join(decision.path.split("/")[:-2])
+                found.setdefault((parent, decision.leaf.num_layers), {}).setdefault(name, []).append(decision)
+    for of in found.values():
+        if "kv_heads" in of:
+            yield _Attention(tuple(of["kv_heads"]), tuple(of.get("heads", ())))
+
+
+def _split_heads(facts: Facts, decision: Decision) -> tuple[str, ...]:
+    return tuple(axis for axis in split_axes(facts, decision.spec) if axis in facts.tensor_axes)
+
+
+def _size_of(decision: Decision, name: str) -> int:
+    return decision.leaf.shape[(decision.leaf.names or ()).index(name)]

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.compiled.census import bytes_sent
+from meshpar.sharding.rules import REFINES
 from meshpar.sharding.types import Decision, axes_of_spec, axis_sizes, scores_experts, spec_axes
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
@@ -93,6 +94,8 @@ class Facts:
     """Axes that split the residual stream's sequence between blocks only."""
     context_axes: tuple[str, ...]
     """Axes that split the sequence everywhere: weights are whole there, as over axes that split the batch."""
+    has_ring: bool
+    """Whether they split it inside attention too, where it goes round a ring; otherwise they split heads there."""
     rows: int
     """Of one device in one micro-step."""
     tokens: int | None
@@ -150,8 +153,9 @@ def facts_of(setup: Setup, options: StepOptions, batch: Any, on_cpu: bool) -> Fa
         found = {axis for rule, _ in chosen if rule is not None for axis in _axes_in(rule.value)}
         return {axis for axis in found if sizes.get(axis, 1) > 1}
 
-    width = axes_of(*(name for name in rules.names if name not in ("batch", "act_expert", "seq", "norm_seq")))
+    width = axes_of(*(name for name in rules.names if name not in ("batch", "act_expert", "seq", *REFINES)))
     context = axes_of("seq") - width - set(batch_axes)
+    inside = rules.name_rule("attn_seq")
     sequence = axes_of("norm_seq") - context
     shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(batch)]
     split = math.prod(sizes[axis] for axis in batch_axes) * options.accumulate
@@ -172,6 +176,7 @@ def facts_of(setup: Setup, options: StepOptions, batch: Any, on_cpu: bool) -> Fa
         tensor_axes=tuple(axis for axis in sizes if axis in (width | sequence) - set(batch_axes)),
         sequence_axes=tuple(axis for axis in sizes if axis in sequence),
         context_axes=tuple(axis for axis in sizes if axis in context),
+        has_ring=bool(context) and (inside is None or inside.value is not None),
         rows=rows,
         tokens=max(tokens, default=None),
     )

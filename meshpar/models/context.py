@@ -6,6 +6,12 @@
 Tokens are whole over the axes that split the sequence, so they are put into zigzag order where they are; hidden states
 go back in two messages a step. In between only attention looks across positions, and it is told which rank has which.
 
+All of this is for rules that split the sequence inside attention (`attn_seq`). Where they keep it whole there, it stays
+in its natural order everywhere, and heads are split over its axes instead:
+
+    tokens ─► layers, each position beside its own ─► final norm ─► logits, loss
+                └─ attention: heads scattered and the sequence gathered by XLA, and back
+
 Shape suffixes as in `meshpar.models.layers`.
 """
 
@@ -20,6 +26,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.collectives import from_zigzag, ring_attention, zigzag
+from meshpar.parallel.context import repeats
 from meshpar.sharding.context import ambient, constrain, spec_of
 from meshpar.sharding.regions import outer_axes, per_device
 from meshpar.sharding.types import axis_sizes, problem, spec_axes
@@ -28,12 +35,15 @@ TILE = 512
 """Positions in a tile of attention: scores of `B H 512²` are all that a device holds of them."""
 
 
-def sequence_axes(x: Array) -> tuple[str, ...]:
-    """Mesh axes of more than one rank over which the rules in force split the sequence of x `[B, T, ...]`."""
+def sequence_axes(x: Array, name: str = "attn_seq") -> tuple[str, ...]:
+    """Mesh axes of more than one rank over which the rules in force split the sequence of x `[B, T, ...]`.
+
+    That is inside attention, where keys and values then go round a ring; for `name="seq"` around it.
+    """
     here = ambient()
     if here is None or here.mesh.size == 1:
         return ()
-    spec = spec_of(x, None, "seq", *[None] * (x.ndim - 2))
+    spec = spec_of(x, None, name, *[None] * (x.ndim - 2))
     return tuple(axis for axis in spec_axes(spec[1]) if axis_sizes(here.mesh)[axis] > 1)
 
 
@@ -78,17 +88,60 @@ def ring(
     Per device where rows and heads are split too: both are apart from each other, so nothing is left to the compiler.
     Where rules split query heads and not key heads, heads stay the compiler's.
     """
-    q = spec_of(q_BTHD, "batch", "seq", "act_heads", None)
-    kv = spec_of(k_BTKD, "batch", "seq", "act_kv_heads", None)
+    q = spec_of(q_BTHD, "batch", "attn_seq", "attn_heads", None)
+    kv = spec_of(k_BTKD, "batch", "attn_seq", "attn_kv_heads", None)
     if q[2] != kv[2]:
         q = kv = PartitionSpec(*q[:2])
     kernel = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), scale=scale, tile=TILE)
     return per_device(kernel, (q, kv, kv), q)(q_BTHD, k_BTKD, v_BTKD)
 
 
+def shared_heads(
+    q_BTHD: Float[Array, "B T H D"], k_BTKD: Float[Array, "B T K D"], v_BTKW: Float[Array, "B T K W"]
+) -> tuple[Array, Array, str]:
+    """Keys and values for attention on whole sequences, and whose heads they go with: `heads` or `kv_heads`.
+
+    Where attention gathers the sequence and the rules keep heads of keys in fewer parts than those of queries, each is
+    repeated until there is one for every rank.
+
+    Raises:
+      ValueError: query heads that cannot be scattered.
+    """
+    axes = _scattered_axes(q_BTHD)
+    if not axes or _heads_spec(k_BTKD, "attn_kv_heads") == axes:
+        return k_BTKD, v_BTKW, "kv_heads"
+    times = repeats(q_BTHD.shape[2], k_BTKD.shape[2], math.prod(map(_size_of, axes)))
+    return jnp.repeat(k_BTKD, times, axis=2), jnp.repeat(v_BTKW, times, axis=2), "heads"
+
+
+def _scattered_axes(q_BTHD: Array) -> tuple[str, ...]:
+    """Mesh axes over which attention splits query heads, where it gathers the sequence; none where it does not."""
+    here = ambient()
+    if here is None or not sequence_axes(q_BTHD, "seq"):
+        return ()
+    batch, seq, num_heads, width = q_BTHD.shape
+    like = jax.ShapeDtypeStruct((batch, seq, num_heads * here.mesh.size, width), q_BTHD.dtype)
+    axes = _heads_spec(like, "attn_heads")
+    num_ranks = math.prod(map(_size_of, axes))
+    if num_heads % num_ranks:
+        fit = [str(ranks) for ranks in range(1, num_heads + 1) if num_heads % ranks == 0]
+        raise problem(
+            f"attention of {num_heads} query heads",
+            f"scatter them over {' × '.join(f'`{axis}` ({_size_of(axis)})' for axis in axes)}",
+            f"{num_heads} is not a multiple of {num_ranks}",
+            f"let it be {', '.join(fit)} ranks, or use context_parallel(), whose ring takes any number",
+        )
+    return axes
+
+
+def _heads_spec(x_BTHD: Array | jax.ShapeDtypeStruct, heads: str) -> tuple[str, ...]:
+    entry = spec_of(x_BTHD, "batch", "attn_seq", heads, "act_head_dim")[2]
+    return tuple(axis for axis in spec_axes(entry) if _size_of(axis) > 1)
+
+
 def check_lookup(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> None:
     """Raises `ValueError` for the lookup that XLA of jax 0.12 aborts on: split rows at split positions, when nested."""
-    outer, axes = outer_axes(), sequence_axes(tokens_BT)
+    outer, axes = outer_axes(), sequence_axes(tokens_BT, "seq")
     if not outer or not axes or jax.__version_info__ < (0, 12):
         return
     rows = [axis for axis in spec_axes(spec_of(table_VE, "act_vocab", "act_embed")[0]) if _size_of(axis) > 1]

@@ -236,9 +236,9 @@ def extend(
     return heads_layout(k_BSKD, heads), heads_layout(v_BSKW, heads)
 
 
-def heads_layout(x_BTHD: Float[Array, "B T H D"], heads: str | None) -> Float[Array, "B T H D"]:
+def heads_layout(x_BTHD: Float[Array, "B T H D"], heads: str | None, seq: str = "seq") -> Float[Array, "B T H D"]:
     """Lay queries, keys, values or attention's output out by heads, whose logical name is given."""
-    return constrain(x_BTHD, "batch", "seq", heads, "act_head_dim")
+    return constrain(x_BTHD, "batch", seq, heads, "act_head_dim")
 
 
 def attend(
@@ -253,8 +253,9 @@ def attend(
 ) -> tuple[Float[Array, "B T H D"], LayerCache | None]:
     """Attention between its projections: layout, rotation, the cache where there is one, and the attention itself.
 
-    Where the rules in force split the sequence, a whole one is in the order of `meshpar.models.context` and keys and
-    values go round a ring. With a cache the sequence is in its own order and attention is the plain form's.
+    Where the rules in force split the sequence inside attention, a whole one is in the order of
+    `meshpar.models.context` and keys and values go round a ring. With a cache the sequence is in its own order and
+    attention is the plain form's.
 
     Args:
       q_BTHD, k_BTKD, v_BTKD: as the projections make them.
@@ -285,18 +286,30 @@ def whole_attention(
     *,
     implementation: Attention,
 ) -> Float[Array, "B T H W"]:
-    """Causal attention of a whole sequence: where the rules in force split it, round a ring, in the ring's order."""
+    """Causal attention of a whole sequence: where the rules split it inside attention, round a ring, in its order.
+
+    Where they split it around attention only, heads are scattered and the sequence is gathered here, and the other way
+    round behind it.
+    """
     if not context.sequence_axes(q_BTHD):
-        return causal_attention(q_BTHD, k_BTKD, v_BTKW, implementation=implementation)
+        k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
+        q_BTHD, k_BTKD, v_BTKW = _scattered(q_BTHD, "heads"), _scattered(k_BTKD, kv_heads), _scattered(v_BTKW, kv_heads)
+        o_BTHW = causal_attention(q_BTHD, k_BTKD, v_BTKW, implementation=implementation)
+        return heads_layout(o_BTHW, "attn_heads", "attn_seq")
     if implementation != "xla":
         axes = context.sequence_axes(q_BTHD)
         raise problem(
             f"TransformerConfig(attention={implementation!r})",
             f"attend over a sequence that is split over {' × '.join(f'`{axis}`' for axis in axes)}",
             "it takes whole sequences only; a split one is attended to round a ring of ranks",
-            'use attention="xla", or leave out context_parallel()',
+            'use context_parallel(kind="all-to-all"), attention="xla", or leave out context_parallel()',
         )
     return _in_one_width(context.ring, q_BTHD, k_BTKD, v_BTKW)
+
+
+def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T H D"]:
+    """From the layout around attention to that inside, in one step: XLA would cut a rotation or repetition apart."""
+    return heads_layout(heads_layout(x_BTHD, f"act_{heads}"), f"attn_{heads}", "attn_seq")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, TypeAlias, get_args
 
 from meshpar.parallel.part import Need, Part, RuleSets, activations, split
 from meshpar.parallel.strategy import Strategy, preset
-from meshpar.sharding.types import problem
+from meshpar.sharding.rules import DimRule, first
+from meshpar.sharding.types import near, problem
+
+Kind: TypeAlias = Literal["ring", "all-to-all"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -14,41 +18,71 @@ class Context(Part):
     """See `context_parallel`."""
 
     axis: str = "context"
+    kind: Kind = "ring"
 
     name = "context_parallel"
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis, str) or not self.axis:
-            where, exists = f"context_parallel(axis={self.axis!r})", "the sequence goes round one axis"
+            where, exists = f"context_parallel(axis={self.axis!r})", "the sequence is split over one axis"
             raise problem(where, "split over that", exists, 'name it, as axis="context"')
+        if self.kind not in get_args(Kind):
+            where, exists = f"context_parallel(kind={self.kind!r})", f"there are {' and '.join(get_args(Kind))}"
+            raise problem(where, "attend across positions that way", exists, near(str(self.kind), get_args(Kind)))
 
     def rules(self) -> RuleSets:
         rules = split(self.name)
-        return RuleSets(rules, rules, rules, activations(self.name, {"seq": self.axis}))
+        inside: dict[str, DimRule] = {
+            # Whole inside attention, where each rank has some of the heads; too few heads of keys are repeated.
+            "attn_seq": None, "attn_heads": self.axis, "attn_kv_heads": first(self.axis, None),
+        }  # fmt: skip
+        around = {"seq": self.axis} | (inside if self.kind == "all-to-all" else {})
+        return RuleSets(rules, rules, rules, activations(self.name, around))
 
     def needs(self) -> tuple[Need, ...]:
         why = "leave it out, for there is nothing to split the sequence over"
         return (Need(axis=self.axis, strategy=repr(self), why=why),)
 
 
+def repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+    """How often each key/value head is repeated for every rank to have as many; the ranks divide the query heads.
+
+    Example:
+      >>> repeats(num_heads=32, num_kv_heads=8, num_ranks=16), repeats(num_heads=32, num_kv_heads=8, num_ranks=4)
+      (2, 1)
+    """
+    shared = num_heads // num_kv_heads
+    return next(times for times in range(1, shared + 1) if not shared % times and not num_kv_heads * times % num_ranks)
+
+
 @preset
-def context_parallel(*, axis: str = "context") -> Strategy:
+def context_parallel(*, axis: str = "context", kind: Kind = "ring") -> Strategy:
     """Context parallel: the sequence split over `axis` in every layer, for sequences too long for one device.
 
-    Only attention looks across positions: the shipped decoders run it as a ring, in which keys and values travel from
-    rank to rank (`meshpar.collectives.ring_attention`; Liu et al. 2023, "Ring Attention"). Weights are whole over
-    `axis` unless another strategy splits them, as in `mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel()`, and
-    their gradients are reduced over it. The batch is whole over `axis`: each rank takes its positions of every row.
-    With `tensor_parallel(sequence=True)`, joined in either order, the residual stream is split over both.
+    Only attention looks across positions. The shipped decoders run it in one of two ways:
+
+    - `kind="ring"`: keys and values travel from rank to rank (`meshpar.collectives.ring_attention`; Liu et al. 2023,
+      "Ring Attention"). Any number of heads; the sequence is a multiple of two chunks a rank.
+    - `kind="all-to-all"`: heads are scattered and the sequence is gathered before attention, and the other way round
+      behind it (Jacobs et al. 2023, "DeepSpeed Ulysses"): four all-to-alls a layer forward and four backward. Each rank
+      attends to whole sequences with some of the heads, so any attention serves, cuDNN's too. Query heads are a multiple
+      of the ranks, with `tensor_parallel` of those of both axes; key/value heads that are not are repeated until they
+      are (`Rules(attn_kv_heads="context")` makes that an error).
+
+    Weights are whole over `axis` unless another strategy splits them, as in `mp.fsdp(axis=("fsdp", "context")) |
+    mp.context_parallel()`, and their gradients are reduced over it. The batch is whole over `axis`: each rank takes its
+    positions of every row. With `tensor_parallel(sequence=True)`, joined in either order, the residual stream is split
+    over both.
 
     Args:
       axis: the mesh axis to split over, one of your own: MeshSpec(fsdp=2, context=4).
+      kind: how attention looks across positions.
 
     Raises:
-      ValueError: an axis that is no name of one.
+      ValueError: an axis that is no name of one, or no such kind.
 
     Example:
-      >>> context_parallel().activations.name_rule("seq").value
-      'context'
-    """
-    return Strategy((Context(axis),))
+      >>> context_parallel(kind="all-to-all").activations
+      Rules(batch=('data', 'fsdp', 'expert'), seq='context', attn_seq=None, attn_heads='context', attn_kv_heads=first('context', None))
+    """  # noqa: E501
+    return Strategy((Context(axis, kind),))

@@ -28,11 +28,12 @@ from meshpar.sharding.types import (
 PARAMETER_NAMES = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert", "layers")
 ACTIVATION_NAMES = (
     "batch", "seq", "norm_seq", "act_embed", "act_heads", "act_kv_heads", "act_head_dim", "act_mlp", "act_vocab",
-    "act_expert",
+    "act_expert", "attn_seq", "attn_heads", "attn_kv_heads",
 )  # fmt: skip
-REFINES = {"norm_seq": "seq"}
+REFINES = {"norm_seq": "seq", "attn_seq": "seq", "attn_heads": "act_heads", "attn_kv_heads": "act_kv_heads"}
 """A name whose dim is split as another's, and then further over the axes of its own rule: the sequence of the residual
-stream is that of attention, cut finer where sequence parallelism cuts it."""
+stream is that of its layer, cut finer where sequence parallelism cuts it. Names with `attn` are of attention itself,
+between queries, keys and values and the heads' output: there a rule may keep whole what is split around it."""
 BATCH_AXES = ("data", "fsdp", "expert")
 """The axes over which the presets split the batch: every one that does not split a layer's own work."""
 
@@ -477,10 +478,16 @@ def _refined(name: str, rules: Rules) -> _Rule | None:
     own, coarser = rules.name_rule(name), rules.name_rule(REFINES.get(name, ""))
     if own is None or coarser is None:
         return own or coarser
-    if not (isinstance(own.value, str | tuple) and isinstance(coarser.value, str | tuple)):
+    return dataclasses.replace(own, value=_finer(own.value, coarser.value))
+
+
+def _finer(own: DimRule, coarser: DimRule) -> DimRule:
+    if isinstance(own, First):
+        return First(tuple(_finer(one, coarser) for one in own.alternatives))  # type: ignore[misc]
+    if not (isinstance(own, str | tuple) and isinstance(coarser, str | tuple)):
         return own
-    axes = spec_axes(coarser.value)
-    return dataclasses.replace(own, value=(*axes, *(axis for axis in spec_axes(own.value) if axis not in axes)))
+    axes = spec_axes(coarser)
+    return (*axes, *(axis for axis in spec_axes(own) if axis not in axes))
 
 
 def _unnamed(leaf: Leaf, rules: Rules, sizes: dict[str, int]) -> Decision:

@@ -334,6 +334,15 @@ KERNELS = {
         mp.ddp() | mp.tensor_parallel(sequence=True) | mp.context_parallel(),
         {"context": 4, "tensor": 2},
     ),
+    "heads": (mp.ddp() | mp.context_parallel(kind="all-to-all"), {"context": 8}),
+    "heads_fsdp": (
+        mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(kind="all-to-all"),
+        {"fsdp": 2, "context": 4},
+    ),
+    "heads_sequence": (
+        mp.ddp() | mp.tensor_parallel(sequence=True) | mp.context_parallel(kind="all-to-all"),
+        {"context": 4, "tensor": 2},
+    ),
     "overlapped": (mp.ddp() | mp.tensor_parallel(sequence=True), {"tensor": 8}),
     "quantized": (mp.fsdp(quantize="int8"), {"fsdp": 8}),
     "int8": (mp.fsdp(quantize="int8"), {"data": 2, "fsdp": 4}),
