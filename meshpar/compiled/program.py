@@ -73,7 +73,7 @@ def compile_here(
 @contextlib.contextmanager
 def _compiled_anew() -> Iterator[None]:
     """Leaves jax's persistent cache aside: a program that comes from there comes without the compiler's warnings."""
-    before = jax.config.read("jax_enable_compilation_cache")
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     try:
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()  # jax asks once in a process whether there is a cache
