@@ -14,10 +14,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.test_cli import write_recipe
 
 from meshpar.training import interrupts
 from meshpar.training.interrupts import Watch
+from tests.commands.test_cli import write_recipe
 from tests.training_process import Runs, Sender
 
 STEPS = 6
