@@ -7,8 +7,8 @@ again and compares what it sends.
 from __future__ import annotations
 
 import dataclasses
-import lzma
 import json
+import lzma
 import os
 import re
 import sys
