@@ -20,7 +20,7 @@ from meshpar.collectives import reference, ring
 from meshpar.collectives.reduction import ALGORITHMS
 from tests.grid import cases
 
-COUNTS = cases(3, 8, grid=[1, 2, 3, 5, 8])
+COUNTS = cases(3, grid=[1, 2, 3, 5, 8])
 
 
 class Case(NamedTuple):

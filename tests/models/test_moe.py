@@ -60,10 +60,9 @@ def batches():
 
 
 @functools.cache
-def five_steps(cfg, framework, spec, label, **options):
+def five_steps(cfg, framework, spec, strategy, **options):
     """The state behind five Adam steps, and the metrics of each."""
     with jax.enable_x64(cfg.param_dtype == "float64"):
-        strategy = mp.strategies.parse_strategy(label)
         mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
         tx = optax.adam(1e-2, eps=1e-6)
         state = mp.init_state(make_model(cfg, framework), tx, mesh=mesh, strategy=strategy, key=0)
@@ -76,8 +75,8 @@ def five_steps(cfg, framework, spec, label, **options):
 
 
 def check_equal(cfg, framework, case, one_options=None, **options):
-    state, found = five_steps(cfg, framework, case[0], case[1].label, **options)
-    other, expected = five_steps(cfg, framework, ONE[0], ONE[1].label, **(one_options or {}))
+    state, found = five_steps(cfg, framework, *case, **options)
+    other, expected = five_steps(cfg, framework, *ONE, **(one_options or {}))
     for metrics, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-9)
         np.testing.assert_allclose(metrics["moe/aux_loss"], wanted["moe/aux_loss"], rtol=1e-9)
@@ -137,23 +136,19 @@ def test_accumulated_steps_move_the_bias_once(framework, mode):
     """By the counts of both micro-steps together. Without auxiliary losses, which are those of a micro-step."""
     cfg = deepseek_like(param_dtype="float64", losses={})
     options = {"accumulate": 2, "accumulate_mode": mode}
-    state, found = five_steps(cfg, framework, *_labelled(SHARDED), **options)
-    other, expected = five_steps(cfg, framework, *_labelled(ONE))
+    state, found = five_steps(cfg, framework, *SHARDED, **options)
+    other, expected = five_steps(cfg, framework, *ONE)
     for path, x in tree_leaves_with_paths(jax.device_get(state.extra)):
         np.testing.assert_array_equal(x, dict(tree_leaves_with_paths(jax.device_get(other.extra)))[path], err_msg=path)
     np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-9)
     np.testing.assert_array_equal(2 * found[-1]["moe/load"], expected[-1]["moe/load"])
 
 
-def _labelled(case):
-    return case[0], case[1].label
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_float32_losses(framework):
     cfg = deepseek_like()
-    found, expected = (five_steps(cfg, framework, *_labelled(case))[1] for case in (SHARDED, ONE))
+    found, expected = (five_steps(cfg, framework, *case)[1] for case in (SHARDED, ONE))
     np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-5)
 
 
@@ -161,8 +156,8 @@ def test_float32_losses(framework):
 def test_bfloat16_compute_follows_float32():
     """The first loss, to a percent. Later ones part further: a choice that rounding turns is a jump, not a rounding."""
     precision = mp.Precision(params="float32", compute="bfloat16")
-    found = five_steps(deepseek_like(), "nnx", *_labelled(SHARDED), precision=precision)[1]
-    expected = five_steps(deepseek_like(), "nnx", *_labelled(ONE))[1]
+    found = five_steps(deepseek_like(), "nnx", *SHARDED, precision=precision)[1]
+    expected = five_steps(deepseek_like(), "nnx", *ONE)[1]
     np.testing.assert_allclose(found[0]["loss"], expected[0]["loss"], rtol=1e-2)
     assert all(metrics["finite"] for metrics in found)
 
@@ -186,7 +181,7 @@ def test_recomputing_layers_keeps_less():
 
 def test_losses_of_experts_are_for_training_and_evaluation_changes_nothing():
     cfg = deepseek_like(param_dtype="float64")
-    state, _ = five_steps(cfg, "nnx", *_labelled(ONE))
+    state, _ = five_steps(cfg, "nnx", *ONE)
     with jax.enable_x64(True):
         before = jax.device_get(state.extra)
         evaluated = jax.device_get(mp.eval_step(next_token_loss)(state, batches()[0]))
@@ -203,7 +198,7 @@ def test_losses_of_experts_are_for_training_and_evaluation_changes_nothing():
 
 def test_the_bias_is_in_the_checkpoint(tmp_path):
     cfg = deepseek_like(param_dtype="float64")
-    state, _ = five_steps(cfg, "nnx", *_labelled(ONE))
+    state, _ = five_steps(cfg, "nnx", *ONE)
     bias = np.asarray(state.extra["layers"]["mlp"]["bias"])
     assert np.abs(bias).max() > 0.01
     with jax.enable_x64(True), Checkpoints(tmp_path) as checkpoints:
@@ -229,13 +224,13 @@ def test_decoding_step_by_step_is_the_whole_sequence(framework):
     prompt = jnp.asarray(batches()[0]["inputs"][:1, :3])
 
     def sample(state, prompt):
-        with mp.rules.use(mesh, strategy):
+        with mp.use(mesh, strategy):
             options = {"config": cfg, "num_tokens": 4, "key": jax.random.key(0), "temperature": 0.0}
             return generate(state.bound(), prompt, **options)
 
     def greedy(params, extra, tokens):
         one = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        with mp.rules.use(one, mp.ddp()):
+        with mp.use(one, mp.ddp()):
             return make_model(free, framework).bind(params, extra)(tokens).argmax(-1)
 
     tokens = np.asarray(jax.jit(sample)(state, prompt))
@@ -253,7 +248,7 @@ def test_decoding_step_by_step_is_the_whole_sequence(framework):
 def test_num_params_is_the_real_count(make):
     cfg = make()
     assert cfg.num_params == sum(leaf.size for leaf in cfg.build().leaves())
-    with mp.rules.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
         linen = make_model(cfg, "linen").leaves()
     assert {(leaf.path, leaf.names, leaf.shape) for leaf in linen} == {
         (leaf.path, leaf.names, leaf.shape) for leaf in cfg.build().leaves()

@@ -19,7 +19,7 @@ from meshpar import moe
 from meshpar.collectives.check import ranks_of
 from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
 from meshpar.pipeline.layers import running
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.types import MeshparError, tree_leaves_with_paths
 from meshpar.training.reports import collecting, is_listening, report
 from tests.grid import cases
 
@@ -102,7 +102,7 @@ def on_mesh(cfg, axes, strategy, x, weights, bias, cotangent):
     mesh = mesh_of(axes)
 
     def run(x, weights):
-        with mp.rules.use(mesh, strategy):
+        with mp.use(mesh, strategy):
             return loss_of(cfg, x, weights, bias, cotangent)
 
     return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, weights)
@@ -112,8 +112,8 @@ def check(found, wanted, routed, *, atol=1e-12):
     (loss, told), gradients = found
     (wanted_loss, _), wanted_gradients = wanted
     np.testing.assert_allclose(loss, wanted_loss, rtol=0, atol=atol)
-    for path, x in mp.types.tree_leaves_with_paths(gradients):
-        other = dict(mp.types.tree_leaves_with_paths(wanted_gradients))[path]
+    for path, x in tree_leaves_with_paths(gradients):
+        other = dict(tree_leaves_with_paths(wanted_gradients))[path]
         np.testing.assert_allclose(x, other, rtol=0, atol=atol * max(1, np.abs(other).max()), err_msg=path)
     np.testing.assert_array_equal(told.load, moe.count(routed.experts, EXPERTS))
 
@@ -192,7 +192,7 @@ def test_a_decoder_drops_nothing_and_takes_tokens_as_they_come():
 
 
 def under(mesh, strategy, *args, **options):
-    with mp.rules.use(mesh, strategy):
+    with mp.use(mesh, strategy):
         return moe_layer(*args, **options)
 
 
@@ -237,7 +237,7 @@ def test_inside_a_region_that_is_manual_over_the_batch(own, tensor):
         )
 
         def ruled(x, weights):
-            with mp.rules.use(mesh, strategy):
+            with mp.use(mesh, strategy):
                 return run(x, weights, cotangent)
 
         check(jax.jit(ruled)(x, weights), wanted, wanted[0][1])
@@ -256,7 +256,7 @@ def test_stages_sum_counts_themselves():
     run = jax.shard_map(
         inside, mesh=mesh, in_specs=(P("expert"), P()), out_specs=P("expert"), axis_names={"expert"}, check_vma=False
     )
-    with mp.rules.use(mesh, EXPERT):
+    with mp.use(mesh, EXPERT):
         load = jax.jit(run)(x, weights)
     assert load.shape == (4, EXPERTS)
     assert (load.sum(1) == ROWS * SEQ * 2 // 4).all()
@@ -273,7 +273,7 @@ def test_what_is_kept_for_the_backward_pass_are_shards_of_the_weights():
     mesh, cfg = mesh_of({"fsdp": 8}), dataclasses.replace(config(), mlp_dim=hidden)
 
     def run(stacked, x):
-        with mp.rules.use(mesh, mp.fsdp()):
+        with mp.use(mesh, mp.fsdp()):
             x, _ = jax.lax.scan(lambda x, weights: (x + moe_layer(x, weights, cfg)[0], None), x, stacked)
         return (x**2).sum()
 
@@ -324,7 +324,7 @@ def test_bfloat16_with_the_hidden_width_split(within):
     run = jax.shard_map(gradients, mesh=mesh, axis_names={"expert"}, check_vma=False, **specs)
 
     def ruled(*given):
-        with mp.rules.use(mesh, strategy):
+        with mp.use(mesh, strategy):
             return (gradients if within == "alone" else run)(*given)
 
     found = jax.tree.leaves(jax.jit(ruled)(x, weights, cotangent))
@@ -340,7 +340,7 @@ def test_gradients_of_experts_meet_in_float32():
     mesh = mesh_of({"data": 2, "expert": 2})
 
     def run(weights, x):
-        with mp.rules.use(mesh, mp.ddp() | EXPERT):
+        with mp.use(mesh, mp.ddp() | EXPERT):
             return loss_of(config(auxiliary_weight=0.0, z_weight=0.0), x, weights, None, cotangent)[0]
 
     sums = [
@@ -475,7 +475,7 @@ def test_metrics_of_all_layers():
     aux = moe.Told(jnp.full((), 0.5), load, jnp.asarray([2, 0]), jnp.asarray([0.1, 0.2])).aux
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2, z_weight=1.0)
     mesh = mesh_of({"expert": 2})
-    with collecting() as reports, mp.rules.use(mesh, EXPERT):
+    with collecting() as reports, mp.use(mesh, EXPERT):
         moe.report_layers(aux, cfg)
     found = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
     assert found["moe/load"] == load.tolist()
@@ -491,7 +491,7 @@ def test_metrics_of_all_layers():
 def test_a_model_of_one_layer_reports_what_that_told():
     told = moe.Told(jnp.zeros(()), jnp.asarray([4, 0, 0, 4]), jnp.asarray(2), jnp.asarray(0.1))
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2)
-    with collecting() as reports, mp.rules.use(mesh_of({"expert": 2}), EXPERT):
+    with collecting() as reports, mp.use(mesh_of({"expert": 2}), EXPERT):
         moe.report_layers(told, cfg)
     found = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
     assert (found["moe/load"], found["moe/rank_load"], found["moe/drop_rate"]) == ([[4, 0, 0, 4]], [[4, 4]], [0.25])
@@ -570,7 +570,7 @@ def test_weights_of_another_config():
     with pytest.raises(MeshparError, match="without its balancing bias"):
         moe_layer(x, weights, config(bias_rate=0.1))
     fewer = Weights(weights.router, *(of[:4] for of in weights[1:]))
-    with pytest.raises(MeshparError, match="be 4 of 8 experts"), mp.rules.use(mesh_of({"expert": 4}), EXPERT):
+    with pytest.raises(MeshparError, match="be 4 of 8 experts"), mp.use(mesh_of({"expert": 4}), EXPERT):
         moe_layer(x, fewer, config())
 
 
@@ -618,5 +618,5 @@ def test_tokens_that_are_split_over_some_axes_of_the_experts():
     x, weights, *_ = arrays()
     strategy = EXPERT | mp.Rules(act_expert=("expert", "inner"), batch="expert")
     mesh = mesh_of({"expert": 2, "inner": 2})
-    with pytest.raises(MeshparError, match="whole over `inner`"), mp.rules.use(mesh, strategy):
+    with pytest.raises(MeshparError, match="whole over `inner`"), mp.use(mesh, strategy):
         moe_layer(x, weights, config())

@@ -373,7 +373,7 @@ def output(state, batch):
     return run(state, batch["x"])
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
 def test_a_state_is_permuted_as_a_whole_and_goes_on_as_it_would_have(kind):
     state, step, batch = trained(kind)
     y, told = output(state, batch)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar as mp
+from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training import checkpoint
 from meshpar.training.checkpoint import SET_ASIDE, Checkpoints
 from meshpar.training.state import Setup, TrainState, make_setup
@@ -79,7 +80,7 @@ def on_host(state) -> list[np.ndarray]:
 
 
 def assert_same(state, values: list[np.ndarray]) -> None:
-    for (path, x), expected in zip(mp.types.tree_leaves_with_paths(state), values, strict=True):
+    for (path, x), expected in zip(tree_leaves_with_paths(state), values, strict=True):
         assert x.dtype == expected.dtype, path
         np.testing.assert_array_equal(np.asarray(x), expected, err_msg=path)
 
