@@ -62,6 +62,11 @@ def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, floa
             ("context", "all-reduce"): (LEAVES, 2 * ring(8) * F32 * ALL),
             ("context", "collective-permute"): attention(8, B, wire),
         }
+    if case == "heads":  # queries, keys, values and the heads' output of a rank's positions, forward and backward
+        return {
+            ("context", "all-reduce"): (LEAVES, 2 * ring(8) * F32 * ALL),
+            ("context", "all-to-all"): (L * 2 * 4, L * 2 * 4 * ring(8) * B * T // 8 * D * wire),
+        }
     if case == "context_fsdp":
         return {
             ("fsdp*context", "all-gather"): (
@@ -101,8 +106,8 @@ def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, floa
     }
 
 
-CASES = ("context", "context_fsdp", "overlapped", "int8", "second_shard")
-LONG = ("context_fsdp", "int8", "second_shard")
+CASES = ("context", "heads", "context_fsdp", "overlapped", "int8", "second_shard")
+LONG = ("heads", "context_fsdp", "int8", "second_shard")
 BOTH = [
     *(pytest.param(case, "cpu") for case in CASES),
     *(pytest.param(case, "pod", marks=[pytest.mark.pod, *[pytest.mark.matrix] * (case in LONG)]) for case in CASES),
@@ -164,12 +169,26 @@ def test_options_of_the_step_are_part_of_the_promise(read, case, options):
 @pytest.mark.matrix
 @pytest.mark.parametrize("target", ["cpu", pytest.param("pod", marks=pytest.mark.pod)])
 @pytest.mark.parametrize("options", [*OPTIONS, "none"])
-@pytest.mark.parametrize("case", ["context_apart", "context_sequence", "overlapped", "int8", "second_shard"])
+@pytest.mark.parametrize("case", ["context_apart", "context_sequence", "heads_sequence", "overlapped", "int8", "second_shard"])
 def test_every_option_under_every_strategy(read, case, options, target):
     found = verdict(*read(case, target, **OPTIONS.get(options, {})), target)
     assert not found.missing
     assert not found.surprise
     assert not found.written
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, pytest.param(1, marks=pytest.mark.matrix)])
+def test_too_few_heads_of_keys_travel_as_often_as_they_are_repeated(planted, monkeypatch, num_kv_heads):
+    monkeypatch.setattr(planted, "CONFIG", dataclasses.replace(planted.CONFIG, num_kv_heads=num_kv_heads))
+    plant = planted.reference("heads", remat="full").on_cpu
+    program = compile_here(plant.step.trace(plant.state, plant.batch))
+    found = verdict(plant.state.setup, plant.step.options, census(program.module, plant.mesh), "cpu")
+    assert not found.missing
+    assert not found.surprise
+    sent = {line.role: (line.found_count, line.found_bytes) for line in found.kept if line.kind == "all-to-all"}
+    one = ring(8) * B * T // 8 * D * F32  # as wide as queries, one head for each of 8 ranks
+    assert sent["heads scattered for attention, forward"] == (2 * 4 * L, 2 * 4 * L * one)
+    assert sent["heads scattered for attention, backward"] == (4 * L, 4 * L * one)
 
 
 # Mistakes ------------------------------------------------------------------------------------------------------------
