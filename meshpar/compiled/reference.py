@@ -63,6 +63,11 @@ CASES = (
     Case(strategy="ddp() | tensor_parallel(sequence=True)", mesh="tensor=8", split="+ the sequence between them"),
     Case(strategy="fsdp() | tensor_parallel()", mesh="fsdp=4,tensor=2", split="every weight twice"),
     Case(strategy="ddp() | context_parallel()", mesh="context=8", split="the sequence"),
+    Case(
+        strategy="ddp() | context_parallel(kind='all-to-all')",
+        mesh="context=8",
+        split="the sequence; heads inside attention",
+    ),
     Case(strategy="fsdp(quantize='int8')", mesh="fsdp=8", split="as zero3, what travels in int8"),
 )
 """The rows of the table."""

@@ -82,7 +82,8 @@ def context_parallel(*, axis: str = "context", kind: Kind = "ring") -> Strategy:
       ValueError: an axis that is no name of one, or no such kind.
 
     Example:
-      >>> context_parallel(kind="all-to-all").activations
-      Rules(batch=('data', 'fsdp', 'expert'), seq='context', attn_seq=None, attn_heads='context', attn_kv_heads=first('context', None))
-    """  # noqa: E501
+      >>> rules = context_parallel(kind="all-to-all").activations
+      >>> {name: rules.name_rule(name).value for name in ("seq", "attn_seq", "attn_heads")}
+      {'seq': 'context', 'attn_seq': None, 'attn_heads': 'context'}
+    """
     return Strategy((Context(axis, kind),))

@@ -102,6 +102,10 @@ def zero1(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strateg
     Args:
       axis: the mesh axis, or axes, to split over.
       min_bytes: unnamed leaves smaller than this stay whole.
+
+    Example:
+      >>> zero1().grads, zero1().optimizer
+      (Rules(), Rules(embed='fsdp'))
     """
     return Strategy((Zero("zero1", axis, min_bytes),))
 
@@ -113,6 +117,10 @@ def zero2(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strateg
     Args:
       axis: the mesh axis, or axes, to split over.
       min_bytes: unnamed leaves smaller than this stay whole.
+
+    Example:
+      >>> zero2().params, zero2().grads
+      (Rules(), Rules(embed='fsdp'))
     """
     return Strategy((Zero("zero2", axis, min_bytes),))
 
@@ -130,6 +138,10 @@ def zero3(
       axis: the mesh axis, or axes, to split over.
       min_bytes: unnamed leaves smaller than this stay whole.
       quantize: as for `fsdp`.
+
+    Example:
+      >>> zero3(axis=("data", "fsdp")).params
+      Rules(embed=('data', 'fsdp'))
     """
     return _fully_sharded("zero3", axis, min_bytes, quantize)
 
@@ -177,6 +189,10 @@ def hsdp(
       axis: the mesh axis, or axes, to split over.
       min_bytes: unnamed leaves smaller than this stay whole.
       quantize: as for `fsdp`; the all-reduce across groups is quantized too.
+
+    Example:
+      >>> hsdp().params, hsdp().needs[0].axis
+      (Rules(embed='fsdp'), 'data')
     """
     return _fully_sharded("hsdp", axis, min_bytes, quantize)
 

@@ -64,6 +64,11 @@ def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, floa
             ("context", "all-reduce"): (LEAVES, 2 * ring(8) * F32 * ALL),
             ("context", "collective-permute"): attention(8, B, wire),
         }
+    if case == "heads":  # queries, keys, values and the heads' output of a rank's positions, forward and backward
+        return {
+            ("context", "all-reduce"): (LEAVES, 2 * ring(8) * F32 * ALL),
+            ("context", "all-to-all"): (L * 2 * 4, L * 2 * 4 * ring(8) * B * T // 8 * D * wire),
+        }
     if case == "context_fsdp":
         return {
             ("fsdp*context", "all-gather"): (
@@ -103,8 +108,8 @@ def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, floa
     }
 
 
-CASES = ("context", "context_fsdp", "overlapped", "int8", "second_shard")
-BOTH = [*cases(("overlapped", "cpu"), grid=[(case, "cpu") for case in CASES]), *pods(CASES, "pod")]
+CASES = ("context", "heads", "context_fsdp", "overlapped", "int8", "second_shard")
+BOTH = [*cases(("heads", "cpu"), ("overlapped", "cpu"), grid=[(case, "cpu") for case in CASES]), *pods(CASES, "pod")]
 
 
 def verdict(setup, options, collectives, target):
@@ -167,6 +172,7 @@ def test_options_of_the_step_are_part_of_the_promise(read, case, options):
         ("context_sequence", "none"),
         ("context_sequence", "remat full"),
         ("overlapped", "accumulate each"),
+        ("heads_sequence", "remat full"),
         ("int8", "remat full"),
         ("second_shard", "accumulate once"),
     ],
@@ -176,6 +182,20 @@ def test_every_option_under_every_strategy(read, case, options, target):
     assert not found.missing
     assert not found.surprise
     assert not found.written
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, pytest.param(1, marks=pytest.mark.matrix)])
+def test_too_few_heads_of_keys_travel_as_often_as_they_are_repeated(planted, monkeypatch, num_kv_heads):
+    monkeypatch.setattr(planted, "CONFIG", dataclasses.replace(planted.CONFIG, num_kv_heads=num_kv_heads))
+    plant = planted.reference("heads", remat="full").on_cpu
+    program = compile_here(plant.step.trace(plant.state, plant.batch))
+    found = verdict(plant.state.setup, plant.step.options, census(program.module, plant.mesh), "cpu")
+    assert not found.missing
+    assert not found.surprise
+    sent = {line.role: (line.found_count, line.found_bytes) for line in found.kept if line.kind == "all-to-all"}
+    one = ring(8) * B * T // 8 * D * F32  # as wide as queries, one head for each of 8 ranks
+    assert sent["heads scattered for attention, forward"] == (2 * 4 * L, 2 * 4 * L * one)
+    assert sent["heads scattered for attention, backward"] == (4 * L, 4 * L * one)
 
 
 # Mistakes ------------------------------------------------------------------------------------------------------------

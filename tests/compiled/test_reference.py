@@ -10,7 +10,7 @@ from meshpar.compiled import reference
 from meshpar.sharding.types import axis_sizes
 
 README = Path(__file__).parents[2] / "README.md"
-NAMES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "sequence", "fsdp_tensor", "context", "quantized")
+NAMES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "sequence", "fsdp_tensor", "context", "heads", "quantized")
 """The reference decoder's programs, compiled once for all tests, in the order of the table."""
 
 
@@ -54,6 +54,8 @@ def test_a_layer_sends_what_the_literature_says(table):
         {"fsdp": {"all-gather": 2 * leaves, "reduce-scatter": leaves}, "tensor": {"all-reduce": 4}},
         # Keys and values round a ring of 8, forward and backward, and backward their gradients.
         {"context": {"all-reduce": weights, "collective-permute": 3 * 7}},
+        # Queries, keys, values and the heads' output, forward and backward.
+        {"context": {"all-reduce": weights, "all-to-all": 2 * 4}},
         # The gradients of the norms' scales, whose stacks are gathered whole, are scattered layer by layer.
         {"fsdp": {"all-gather": 2 * weights, "all-to-all": weights}},
     ]

@@ -174,8 +174,12 @@ def test_linen_and_nnx_are_the_same_function(alone):
             "nnx", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel(), marks=matrix
         ),
         ("linen", mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel()),
+        ("linen", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel(kind="all-to-all")),
     ],
-    ids=["nnx-fsdp-tensor", "linen-fsdp-tensor", "nnx-fsdp-sequence", "nnx-tensor-context", "linen-fsdp-context"],
+    ids=[
+        *("nnx-fsdp-tensor", "linen-fsdp-tensor", "nnx-fsdp-sequence", "nnx-tensor-context", "linen-fsdp-context"),
+        "linen-tensor-heads",
+    ],
 )
 def test_split_over_devices_it_is_the_same_to_the_last_digits(alone, framework, spec, strategy):
     params, found = alone

@@ -18,6 +18,7 @@ from meshpar.compiled.clock.timeline import timeline
 from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.target import missing_aot
 from meshpar.models import LinenTransformer, TransformerConfig, context, generate, next_token_loss
+from meshpar.parallel import parse_strategy
 from meshpar.planner import cost
 from meshpar.planner.hardware import parse_cluster
 from meshpar.sharding.context import spec_of
@@ -64,6 +65,7 @@ def on_one_device(framework, dtype):
 KEYS_WHOLE = mp.Rules(kv_heads=None, act_kv_heads=None)
 ONCE = {"accumulate": 2, "accumulate_mode": "once"}
 CP, TP, TP_SEQ = mp.context_parallel(), mp.tensor_parallel(), mp.tensor_parallel(sequence=True)
+HEADS = mp.context_parallel(kind="all-to-all")
 OTHER_WAY_ROUND = mp.Rules(seq=("tensor", "context"), norm_seq=("tensor", "context"))
 CASES = {
     "tensor before context": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | CP | OTHER_WAY_ROUND, {}),
@@ -78,11 +80,21 @@ CASES = {
     "heads of keys whole": (mp.MeshSpec(context=2, tensor=4), mp.ddp() | CP | TP | KEYS_WHOLE, {}),
     "accumulate each": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp() | CP, {"accumulate": 2}),
     "accumulate once": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | CP, {**ONCE, "remat": "all_dots"}),
+    "by heads": (mp.MeshSpec(context=2), mp.ddp() | HEADS, {}),
+    "by heads, of keys repeated": (mp.MeshSpec(context=4), mp.ddp() | HEADS, {}),
+    "by heads, of keys whole": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | TP | HEADS | KEYS_WHOLE, {}),
+    "by heads, tensor": (mp.MeshSpec(tensor=2, context=2), mp.ddp() | HEADS | TP, {}),
+    "by heads, all": (mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp(axis=BOTH) | HEADS | TP_SEQ, {"remat": "full"}),
+    "by heads, accumulate each": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp() | HEADS, {"accumulate": 2}),
+    "by heads, accumulate once": (
+        mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | HEADS, {**ONCE, "remat": "all_dots"}
+    ),
 }  # fmt: skip
 QUICK = [
     ("nnx", "tensor before context"),
     ("nnx", "all"),
     ("linen", "accumulate once"),
+    ("nnx", "by heads, all"),
 ]
 
 
@@ -228,15 +240,15 @@ def test_a_rule_of_the_users_for_the_residual_stream_counts():
 
 
 def test_it_reads_back_and_needs_its_axis():
-    for strategy in (CP, mp.fsdp(axis=BOTH) | mp.context_parallel(axis="ring")):
-        assert eval(strategy.label, vars(mp)) == strategy
+    for strategy in (CP, HEADS, mp.fsdp(axis=BOTH) | mp.context_parallel(axis="ring")):
+        assert parse_strategy(strategy.label) == strategy
     with pytest.raises(mp.MeshparError, match="context_parallel.*mesh axis `context`.*MeshSpec\\(context=2"):
         mp.shardings(config().build(), mp.MeshSpec(fsdp=8).abstract(), mp.fsdp() | CP)
 
 
-def traced(cfg, seq=SEQ, spec=None):
+def traced(cfg, seq=SEQ, spec=None, strategy=CP):
     mesh = (spec or mp.MeshSpec(context=4)).abstract()
-    state = mp.abstract_state(cfg.build(), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp() | CP)
+    state = mp.abstract_state(cfg.build(), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp() | strategy)
     batch = {name: jax.ShapeDtypeStruct((ROWS, seq), np.int32) for name in ("inputs", "targets")}
     return mp.train_step(next_token_loss).trace(state, batch)
 
@@ -251,10 +263,44 @@ def test_cudnn_takes_whole_sequences():
         traced(config(attention="cudnn"))
 
 
-@pytest.fixture(scope="module")
-def bound():
+@pytest.mark.parametrize(("spec", "rules"), [({"context": 8}, HEADS), ({"context": 4, "tensor": 2}, HEADS | TP)])
+def test_heads_that_cannot_be_scattered_are_told_with_how_many_ranks_can(spec, rules):
+    wanted = "4 query heads: .*`context` \\(.*4 is not a multiple of 8.*let it be 1, 2, 4 ranks.*context_parallel\\(\\)"
+    with pytest.raises(mp.MeshparError, match=wanted):
+        traced(config(), spec=mp.MeshSpec(**spec), strategy=rules)
+
+
+def test_heads_of_keys_that_may_not_be_repeated():
+    with pytest.raises(mp.MeshparError, match="`attn_kv_heads`, size 2.*2 is not a multiple of 4"):
+        traced(config(), strategy=HEADS | mp.Rules(attn_kv_heads="context"))
+
+
+def test_by_heads_a_sequence_is_a_multiple_of_its_ranks():
+    assert traced(config(), seq=12, strategy=HEADS)
+    with pytest.raises(mp.MeshparError, match="`seq`, size 10.*10 is not a multiple of 4"):
+        traced(config(), seq=10, strategy=HEADS)
+
+
+def test_by_heads_cudnn_is_given_whole_sequences(monkeypatch):
+    """cuDNN itself needs its GPU: plain attention stands in for it."""
+    given, reference = [], jax.nn.dot_product_attention
+
+    def attention(q, k, v, *, is_causal, implementation):
+        given.append((q.shape[1:3], k.shape[1:3], implementation))
+        return reference(q, k, v, is_causal=is_causal)
+
+    expected, _ = on_one_device("nnx", "float32")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    monkeypatch.setitem(globals(), "config", functools.partial(config, attention="cudnn"))
+    losses, _ = run("nnx", "float32", mp.MeshSpec(context=4), mp.ddp() | HEADS)
+    assert set(given) == {((SEQ, 4), (SEQ, 4), "cudnn")}  # two heads of keys, for four ranks
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.fixture(scope="module", params=[CP, HEADS], ids=["ring", "heads"])
+def bound(request):
     """A decoder on context=2, tensor=2: (mesh, strategy, a function of it and arguments, under jit)."""
-    mesh, strategy = build(mp.MeshSpec(context=2, tensor=2)), mp.ddp() | CP | TP_SEQ
+    mesh, strategy = build(mp.MeshSpec(context=2, tensor=2)), mp.ddp() | request.param | TP_SEQ
     state = mp.init_state(config().build(), optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
 
     def call(f, *args):
@@ -296,3 +342,6 @@ def test_axes_of_one_rank_split_nothing():
         assert context.sequence_axes(x) == ()
     with mp.use(mp.MeshSpec(context=2).abstract(), CP):
         assert context.sequence_axes(x) == ("context",)
+    with mp.use(mp.MeshSpec(context=2).abstract(), HEADS):
+        assert context.sequence_axes(x) == ()
+        assert context.sequence_axes(x, "seq") == ("context",)

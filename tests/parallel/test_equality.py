@@ -40,6 +40,8 @@ CASES = {
         {"accumulate": 2, "accumulate_mode": "once"},
     ),
     "zero2|accumulate": (mp.MeshSpec(fsdp=8), mp.zero2(), {"accumulate": 2}),
+    # Keys have two heads, for four ranks.
+    "fsdp|context by heads": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(kind="all-to-all"), {}),
     "fsdp|remat": (mp.MeshSpec(fsdp=8), mp.fsdp(), {"remat": "full"}),
 }
 

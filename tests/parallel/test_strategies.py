@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.parallel import PRESETS, as_strategy, from_json, parse_strategy
-from meshpar.sharding.rules import BATCH_AXES, PARAMETER_NAMES
+from meshpar.sharding.rules import BATCH_AXES, PARAMETER_NAMES, spec_of
 from meshpar.sharding.types import spec_axes
 from meshpar.training.batch import batch_sharding
 
@@ -125,6 +125,22 @@ def test_sequence_parallelism_is_about_activations_only():
     assert plain.activations.name_rule("norm_seq") is None
     assert sequence.activations.name_rule("norm_seq").value == "tensor"
     assert sequence.activations.name_rule("seq") is None
+
+
+def test_context_parallel_is_about_activations_only():
+    ring, heads = mp.context_parallel(), mp.context_parallel(kind="all-to-all")
+    assert specs(ring, context=2) == specs(heads, context=2) == WHOLE
+    q = jax.ShapeDtypeStruct((4, 8, 16, 2), np.float32)
+    around, inside = (None, "seq", "act_heads", None), (None, "attn_seq", "attn_heads", None)
+    by_key_heads = (*inside[:2], "attn_kv_heads", None)
+    with mp.use(mp.MeshSpec(context=2, tensor=4).abstract(), ring | mp.tensor_parallel()):
+        assert spec_of(q, *around) == spec_of(q, *inside) == P(None, "context", "tensor", None)
+    for strategy in (heads | mp.tensor_parallel(), mp.tensor_parallel() | heads):
+        with mp.use(mp.MeshSpec(context=2, tensor=4).abstract(), strategy):
+            assert spec_of(q, *around) == P(None, "context", "tensor", None)
+            assert spec_of(q, *inside) == spec_of(q, *by_key_heads) == P(None, None, ("tensor", "context"), None)
+            few = jax.ShapeDtypeStruct((4, 8, 4, 2), np.float32)
+            assert spec_of(few, *by_key_heads) == P(None, None, None, None)
 
 
 def test_expert_parallel_splits_experts():
@@ -379,6 +395,7 @@ STRATEGIES = [
     mp.pipeline_parallel(stages=2, microbatches=4, schedule="interleaved-1f1b", chunks=3, gather="microbatch"),
     mp.fsdp(axis=("data", "fsdp"), min_bytes=10),
     mp.zero1() | mp.tensor_parallel(sequence=True, axis="model"),
+    mp.fsdp() | mp.context_parallel(kind="all-to-all", axis="ring"),
     mp.hsdp() | mp.Rules(mlp=mp.first("tensor", None), paths={".*/scale": mp.replicated}),
 ]
 
@@ -419,5 +436,10 @@ def test_parse(text, expected):
 
 @pytest.mark.parametrize("axis", [("context", "data"), ""])
 def test_context_parallel_splits_over_one_axis(axis):
-    with pytest.raises(ValueError, match="goes round one axis"):
+    with pytest.raises(ValueError, match="is split over one axis"):
         mp.context_parallel(axis=axis)
+
+
+def test_context_parallel_knows_two_kinds():
+    with pytest.raises(mp.MeshparError, match="there are ring and all-to-all.*did you mean `all-to-all`"):
+        mp.context_parallel(kind="all_to_all")

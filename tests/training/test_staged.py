@@ -102,6 +102,9 @@ CASES = {
     "1f1b | sequence": (
         mp.MeshSpec(stage=2, tensor=2), {"stages": 2, "microbatches": 4}, mp.tensor_parallel(sequence=True)
     ),
+    "1f1b | heads": (
+        mp.MeshSpec(stage=2, context=2), {"stages": 2, "microbatches": 4}, mp.context_parallel(kind="all-to-all")
+    ),
     "zb-v | fsdp | sequence": (
         mp.MeshSpec(stage=2, fsdp=2, tensor=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"},
         mp.fsdp() | mp.tensor_parallel(sequence=True),

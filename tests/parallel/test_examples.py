@@ -1,0 +1,23 @@
+"""The examples in the docstrings of strategies run, and say what they show."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+from meshpar import parallel
+
+MODULES = [f"{parallel.__name__}.{found.name}" for found in pkgutil.iter_modules(parallel.__path__)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name):
+    assert not doctest.testmod(importlib.import_module(name)).failed
+
+
+def test_every_strategy_has_an_example():
+    without = [name for name, make in parallel.PRESETS.items() if ">>>" not in (make.__doc__ or "")]
+    assert not without, f"give the docstring of {', '.join(without)} an example"
