@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.parallel import PRESETS, as_strategy, from_json, parse_strategy
-from meshpar.sharding.rules import BATCH_AXES, PARAMETER_NAMES, spec_of
+from meshpar.sharding.context import spec_of
+from meshpar.sharding.rules import BATCH_AXES, PARAMETER_NAMES
 from meshpar.sharding.types import spec_axes
 from meshpar.training.batch import batch_sharding
 
