@@ -66,8 +66,8 @@ def context_parallel(*, axis: str = "context", kind: Kind = "ring") -> Strategy:
     - `kind="all-to-all"`: heads are scattered and the sequence is gathered before attention, and the other way round
       behind it (Jacobs et al. 2023, "DeepSpeed Ulysses"): four all-to-alls a layer forward and four backward. Each rank
       attends to whole sequences with some of the heads, so any attention serves, cuDNN's too. Query heads are a
-      multiple of the ranks, with `tensor_parallel` of those of both axes; key/value heads that are not are repeated until
-      they are (`Rules(attn_kv_heads="context")` makes that an error).
+      multiple of the ranks, with `tensor_parallel` of those of both axes; key/value heads that are not are repeated
+      until they are (`Rules(attn_kv_heads="context")` makes that an error).
 
     Weights are whole over `axis` unless another strategy splits them, as in `mp.fsdp(axis=("fsdp", "context")) |
     mp.context_parallel()`, and their gradients are reduced over it. The batch is whole over `axis`: each rank takes its

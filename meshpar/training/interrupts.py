@@ -38,6 +38,8 @@ class Watch:
         self.command = command
         self._has_work: Callable[[], bool] | None = None
         self._grace_s = GRACE_S
+        # A command's own standard error: while jax starts or compiles, what is written to 2 is caught.
+        self._stderr = os.dup(2) if command else 2
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
         self._wakeup_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
@@ -72,6 +74,8 @@ class Watch:
         os.close(self._write_fd)
         self._thread.join()  # when it has read all there was
         os.close(self._read_fd)
+        if self.command:
+            os.close(self._stderr)
 
     def _disarm(self) -> None:
         for number, handler in self._before.items():
@@ -91,12 +95,22 @@ class Watch:
                     continue
                 has_work = self._has_work
                 if self.command and (has_work is None or not has_work()):
-                    _leave(number, "interrupted")
+                    self._leave(number, "interrupted")
                 elif first_at is None:
                     first_at = time.monotonic()
-                    _say(f"{signal.Signals(number).name}: stopping after this step; once more to exit at once")
+                    self._say(f"{signal.Signals(number).name}: stopping after this step; once more to exit at once")
                 elif time.monotonic() - first_at > self._grace_s and not _is_session():
-                    _leave(number, f"{signal.Signals(number).name}: exiting at once")
+                    self._leave(number, f"{signal.Signals(number).name}: exiting at once")
+
+    def _leave(self, number: int, text: str) -> None:
+        self._say(text)
+        os._exit(128 + number)
+
+    def _say(self, text: str) -> None:
+        """One line on standard error, past Python's buffers; a progress bar may have hidden the cursor."""
+        show_cursor = "\x1b[?25h" if os.isatty(self._stderr) else ""
+        with contextlib.suppress(OSError):
+            os.write(self._stderr, f"{show_cursor}\nmeshpar: {text}\n".encode())
 
 
 def current() -> Watch | None:
@@ -113,18 +127,6 @@ def exit_code() -> int:
 
 def _is_session() -> bool:
     return hasattr(sys, "ps1")
-
-
-def _leave(number: int, text: str) -> None:
-    _say(text)
-    os._exit(128 + number)
-
-
-def _say(text: str) -> None:
-    """One line on standard error, past Python's buffers; a progress bar may have hidden the cursor."""
-    show_cursor = "\x1b[?25h" if os.isatty(2) else ""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{show_cursor}\nmeshpar: {text}\n".encode())
 
 
 def _forget() -> None:

@@ -329,6 +329,6 @@ assert not (set(names) - set(there)) & set(sys.modules), "a module that is not i
 print(jax.device_count(), jax.default_backend())
 """
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "3 cpu", "")
