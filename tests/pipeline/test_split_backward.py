@@ -393,8 +393,8 @@ def transformer_layers(remat: str | None):
     return stage, params, normal(2, 7, 16)
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("remat", [pytest.param(None, marks=pytest.mark.matrix), "full"])
 def test_a_transformer_layer(remat, compute):
     with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()), numerics(Precision(compute=compute), None):
         stage, params, h = transformer_layers(remat)
