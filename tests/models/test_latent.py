@@ -169,11 +169,9 @@ def test_linen_and_nnx_are_the_same_function(alone):
     [
         pytest.param("nnx", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(), marks=matrix),
         pytest.param("linen", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(), marks=matrix),
-        ("nnx", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True)),
-        pytest.param(
-            "nnx", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel(), marks=matrix
-        ),
-        ("linen", mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel()),
+        pytest.param("nnx", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True), marks=matrix),
+        ("nnx", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel()),
+        pytest.param("linen", mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), marks=matrix),
         ("linen", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel(kind="all-to-all")),
     ],
     ids=[
@@ -190,7 +188,7 @@ def test_split_over_devices_it_is_the_same_to_the_last_digits(alone, framework, 
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=path)
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
 def test_behind_a_cache_of_latents_it_is_the_same(one_device, framework):
     with jax.enable_x64(True):
         cfg = CONFIG(param_dtype="float64")

@@ -12,8 +12,11 @@ import pytest
 from meshpar.pipeline import schedules
 from meshpar.pipeline.schedules import SCHEDULES, Op, Schedule, make
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 SIZES = [(p, m) for p in range(2, 9) for m in range(p, 33)]
+FEW = [(p, m) for p in (2, 3, 4, 6, 7) for m in (p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p)]
+sizes = pytest.mark.parametrize("sizes", [FEW, pytest.param(SIZES, marks=pytest.mark.matrix)], ids=["few", "all"])
 
 
 def largest_group(p: int, m: int) -> int:
@@ -49,11 +52,12 @@ def begins_last(name: str, p: int) -> float:
     return {"zb-v": (p - 1) / 2, "dualpipe-v": (p - 1) / 2, "dualpipe": p / 2 - 1}.get(name, p - 1)
 
 
+@sizes
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_bubbles_and_memory_are_the_closed_forms(name):
+def test_bubbles_and_memory_are_the_closed_forms(name, sizes):
     bubble, peak = CLOSED[name]
     uneven = 0
-    for p, m in SIZES:
+    for p, m in sizes:
         if name == "dualpipe" and p % 2:
             continue
         schedule = make(name, p, m).validate()
@@ -157,11 +161,10 @@ def test_the_textbook_bubble(name, p, m, percent):
     assert round(100 * make(name, p, m).bubble_fraction, 1) == percent
 
 
-@pytest.mark.parametrize(
-    "chunks", [1, 2, pytest.param(3, marks=pytest.mark.matrix), pytest.param(4, marks=pytest.mark.matrix)]
-)
-def test_interleaving_divides_the_bubble_for_any_number_of_microbatches(chunks):
-    for p, m in SIZES:
+@sizes
+@pytest.mark.parametrize("chunks", cases(2, grid=[1, 2, 3, 4]))
+def test_interleaving_divides_the_bubble_for_any_number_of_microbatches(chunks, sizes):
+    for p, m in sizes:
         schedule = schedules.interleaved_1f1b(p, m, chunks=chunks)
         np.testing.assert_allclose(schedule.simulate().free.span_bubble.max(), 3 * (p - 1) / chunks)
         group = largest_group(p, m)

@@ -14,6 +14,7 @@ from flax import nnx
 import meshpar as mp
 from meshpar.compiled import census, hlo
 from meshpar.sharding.types import tree_leaves_with_paths
+from tests.grid import cases
 
 EMBED, MLP, LAYERS, ROWS, SEQ = 16, 32, 3, 16, 4
 NAMES = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed"), "scale": ("layers", "embed")}
@@ -77,22 +78,27 @@ def collectives(step, state, batch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def in_one_piece():
+    """State and losses of three steps on one device."""
+    return run(mp.train_step(loss_fn), make_state(mp.MeshSpec(), mp.ddp()), [make_batch(i) for i in range(3)])
+
+
 @pytest.mark.parametrize("mode", ["each", "once"])
 @pytest.mark.parametrize(
     ("spec", "strategy"),
     [
-        (mp.MeshSpec(data=8), mp.ddp()),
-        (mp.MeshSpec(fsdp=8), mp.zero2()),
+        pytest.param(mp.MeshSpec(data=8), mp.ddp(), marks=pytest.mark.matrix),
+        pytest.param(mp.MeshSpec(fsdp=8), mp.zero2(), marks=pytest.mark.matrix),
         (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True)),
-        (mp.MeshSpec(tensor=8), mp.tensor_parallel()),
+        pytest.param(mp.MeshSpec(tensor=8), mp.tensor_parallel(), marks=pytest.mark.matrix),
     ],
     ids=str,
 )
-def test_micro_steps_add_up_to_the_whole_batch(spec, strategy, mode):
-    batches = [make_batch(i) for i in range(3)]
-    whole, whole_losses = run(mp.train_step(loss_fn), make_state(mp.MeshSpec(), mp.ddp()), batches)
+def test_micro_steps_add_up_to_the_whole_batch(spec, strategy, mode, in_one_piece):
+    whole, whole_losses = in_one_piece
     step = mp.train_step(loss_fn, accumulate=2, accumulate_mode=mode)
-    split, losses = run(step, make_state(spec, strategy), batches)
+    split, losses = run(step, make_state(spec, strategy), [make_batch(i) for i in range(3)])
     np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
     for path, x in tree_leaves_with_paths(split.params):
         # Adam divides by the root of a squared gradient: float32 rounding of small gradients shows at this size.
@@ -151,8 +157,10 @@ def test_micro_steps_are_weighed_by_a_metric(mode):
     np.testing.assert_allclose(split.params["up"], whole.params["up"], atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("accumulate", "mode"), [(1, "each"), (2, "each"), (2, "once")])
+@pytest.mark.parametrize("dtype", cases("float16", grid=["float16", "bfloat16"]))
+@pytest.mark.parametrize(
+    ("accumulate", "mode"), cases((2, "each"), (2, "once"), grid=[(1, "each"), (2, "each"), (2, "once")])
+)
 def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
     """Times a number of tokens, a gradient is beyond float16; alone it is not."""
 
@@ -190,7 +198,7 @@ def masked_rows(model, batch, key):
     return loss_fn(model, batch, key)[0], {"rows": jnp.float32(len(batch["x"]))}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", cases(2, grid=[1, 2]))
 def test_counts_and_flags_may_be_metrics(accumulate):
     def counting(model, batch, key):
         loss, _ = loss_fn(model, batch, key)
@@ -237,7 +245,11 @@ class Dropping(nnx.Module):
 @pytest.mark.parametrize("mode", ["each", "once"])
 @pytest.mark.parametrize(
     ("spec", "strategy"),
-    [(mp.MeshSpec(), mp.ddp()), (mp.MeshSpec(data=8), mp.ddp()), (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0))],
+    [
+        pytest.param(mp.MeshSpec(), mp.ddp(), marks=pytest.mark.matrix),
+        pytest.param(mp.MeshSpec(data=8), mp.ddp(), marks=pytest.mark.matrix),
+        (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0)),
+    ],
     ids=str,
 )
 def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, strategy, mode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.parallel import Quantize, parse_strategy
 from meshpar.planner import cost
 from meshpar.training.precision import layer_weights, remat_layer
+from tests.grid import cases
 
 CONFIG = TransformerConfig(
     vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=64
@@ -141,7 +143,14 @@ ONCE = {"accumulate": 2, "accumulate_mode": "once"}
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulate": 2}, ONCE, {"remat": "dots"}, {"weight": "count", "accumulate": 2}, {"weight": "count", **ONCE}],
+    cases(
+        {"weight": "count", "accumulate": 2},
+        {"weight": "count", **ONCE},
+        grid=[
+            *({}, {"accumulate": 2}, ONCE, {"remat": "dots"}),
+            *({"weight": "count", "accumulate": 2}, {"weight": "count", **ONCE}),
+        ],
+    ),
     ids=str,
 )
 def test_what_is_not_rounded_is_the_plain_step(plain, options):
@@ -149,14 +158,14 @@ def test_what_is_not_rounded_is_the_plain_step(plain, options):
     close(found, plain("functions"), rtol=2e-5)  # sums in another order, in float32
 
 
-@pytest.mark.parametrize("model", ["nnx", "linen"])
+@pytest.mark.parametrize("model", cases("linen", grid=["nnx", "linen"]))
 def test_the_shipped_models_gather_their_layers(plain, model):
     strategy = mp.fsdp(axis=("data", "fsdp"), quantize=EXACT) | mp.tensor_parallel(sequence=True)
     found = one_step({"data": 2, "fsdp": 2, "tensor": 2}, strategy, model=model)
     close(found, plain(model), rtol=2e-4)  # sums in another order, in float32, through 2 layers
 
 
-@pytest.mark.parametrize("mode", [{}, ONCE], ids=str)
+@pytest.mark.parametrize("mode", cases(ONCE, grid=[{}, ONCE]), ids=str)
 def test_devices_without_rows_that_count_do_not_spoil_the_others(mode):
     """Half of the devices have 0/0 for a loss."""
     batch = rows(np.repeat([0.0, 1.0, 0.0, 3.0], ROWS // 4))
@@ -172,11 +181,13 @@ def test_devices_without_rows_that_count_do_not_spoil_the_others(mode):
 @pytest.mark.parametrize(
     ("mesh", "strategy", "options"),
     [
-        ({"fsdp": 2}, mp.fsdp(quantize="int8"), {}),
+        pytest.param({"fsdp": 2}, mp.fsdp(quantize="int8"), {}, marks=pytest.mark.matrix),
         ({"fsdp": 8}, mp.zero3(quantize="fp8"), {}),
-        ({"fsdp": 8}, mp.zero3(quantize="int8"), ONCE),
+        pytest.param({"fsdp": 8}, mp.zero3(quantize="int8"), ONCE, marks=pytest.mark.matrix),
         (TWO_LEVELS, mp.hsdp(quantize="int8"), {}),
-        (TWO_LEVELS, mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"}), {}),
+        pytest.param(
+            TWO_LEVELS, mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"}), {}, marks=pytest.mark.matrix
+        ),
         (TWO_LEVELS, mp.fsdp(axis=("data", "fsdp"), quantize={"stochastic": True, "block": 3}), ONCE),
     ],
     ids=str,
@@ -250,6 +261,7 @@ def test_random_rounding_follows_the_steps_key():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_training_goes_as_it_does_unquantized():
     """Bytes of Python source, 80 steps, three seeds: the difference is small beside that between seeds."""
     text = np.frombuffer(Path(optax.__file__).with_name("__init__.py").read_bytes() * 4, np.uint8)
@@ -294,8 +306,11 @@ def arrays_in(jaxpr):
                 yield from arrays_in(inner)
 
 
-@pytest.mark.parametrize("remat", [None, "full", "all_dots"])
-@pytest.mark.parametrize("quantize", ["int8", EXACT], ids=str)
+@pytest.mark.parametrize(
+    ("quantize", "remat"),
+    cases(("int8", None), (EXACT, "full"), grid=itertools.product(("int8", EXACT), (None, "full", "all_dots"))),
+    ids=str,
+)
 def test_no_stack_of_whole_weights_is_kept_for_the_backward_pass(quantize, remat):
     strategy = mp.fsdp(axis=("data", "fsdp"), quantize=quantize)
     state = mp.abstract_state(
