@@ -57,16 +57,12 @@ def mesh8() -> jax.sharding.Mesh:
 
 
 @pytest.fixture(scope="session")
-def child_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def child_env() -> dict[str, str]:
     """The environment of a child process: its own eight devices, and programs compiled once for all children."""
-    session = tmp_path_factory.getbasetemp()
-    shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]).strip(
-            os.pathsep
-        ),
-        "JAX_COMPILATION_CACHE_DIR": str(shared / "compiled"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
 
@@ -162,20 +158,18 @@ class Costs:
 def _read_programs_back(config: pytest.Config) -> None:
     """Programs compiled by an earlier run of the same source are read back, those of other sources go.
 
-    Names of ops are part of the key, since they are what the ledger reads; and each worker has its own folder, since
-    jax writes files that another one may be reading.
+    Names of ops are part of jax's key here, since they are what the ledger reads.
     """
     content = [file.read_bytes() for file in sorted((ROOT / "meshpar").rglob("*.py"))]
-    words = [jax.__version__, os.environ["XLA_FLAGS"], *map(str, sys.version_info)]
+    words = [sys.version, jax.__version__, os.environ["XLA_FLAGS"]]
     key = hashlib.sha256(b"".join([*content, *(word.encode() for word in words)])).hexdigest()[:16]
     folder = config.rootpath / ".pytest_cache" / "compiled" / key
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
-    if worker is None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         for old in sorted(folder.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-KEPT_SOURCES]:
             shutil.rmtree(old, ignore_errors=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder / (worker or "main")))
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
