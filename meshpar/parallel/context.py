@@ -33,7 +33,7 @@ class Context(Part):
     def rules(self) -> RuleSets:
         rules = split(self.name)
         inside: dict[str, DimRule] = {
-            # Whole inside attention, where each rank has some of the heads; those of keys that are too few are repeated.
+            # Whole inside attention, where each rank has some of the heads; too few of keys are repeated.
             "attn_seq": None, "attn_heads": self.axis, "attn_kv_heads": first(self.axis, None),
         }  # fmt: skip
         around = {"seq": self.axis} | (inside if self.kind == "all-to-all" else {})
@@ -65,9 +65,9 @@ def context_parallel(*, axis: str = "context", kind: Kind = "ring") -> Strategy:
       "Ring Attention"). Any number of heads; the sequence is a multiple of two chunks a rank.
     - `kind="all-to-all"`: heads are scattered and the sequence is gathered before attention, and the other way round
       behind it (Jacobs et al. 2023, "DeepSpeed Ulysses"): four all-to-alls a layer forward and four backward. Each rank
-      attends to whole sequences with some of the heads, so any attention serves, cuDNN's too. Query heads are a multiple
-      of the ranks, with `tensor_parallel` of those of both axes; key/value heads that are not are repeated until they
-      are (`Rules(attn_kv_heads="context")` makes that an error).
+      attends to whole sequences with some of the heads, so any attention serves, cuDNN's too. Query heads are a
+      multiple of the ranks, with `tensor_parallel` of those of both axes; key/value heads that are not are repeated
+      until they are (`Rules(attn_kv_heads="context")` makes that an error).
 
     Weights are whole over `axis` unless another strategy splits them, as in `mp.fsdp(axis=("fsdp", "context")) |
     mp.context_parallel()`, and their gradients are reduced over it. The batch is whole over `axis`: each rank takes its

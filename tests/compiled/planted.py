@@ -335,7 +335,10 @@ KERNELS = {
         {"context": 4, "tensor": 2},
     ),
     "heads": (mp.ddp() | mp.context_parallel(kind="all-to-all"), {"context": 8}),
-    "heads_fsdp": (mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(kind="all-to-all"), {"fsdp": 2, "context": 4}),
+    "heads_fsdp": (
+        mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(kind="all-to-all"),
+        {"fsdp": 2, "context": 4},
+    ),
     "heads_sequence": (
         mp.ddp() | mp.tensor_parallel(sequence=True) | mp.context_parallel(kind="all-to-all"),
         {"context": 4, "tensor": 2},

@@ -169,7 +169,9 @@ def test_options_of_the_step_are_part_of_the_promise(read, case, options):
 @pytest.mark.matrix
 @pytest.mark.parametrize("target", ["cpu", pytest.param("pod", marks=pytest.mark.pod)])
 @pytest.mark.parametrize("options", [*OPTIONS, "none"])
-@pytest.mark.parametrize("case", ["context_apart", "context_sequence", "heads_sequence", "overlapped", "int8", "second_shard"])
+@pytest.mark.parametrize(
+    "case", ["context_apart", "context_sequence", "heads_sequence", "overlapped", "int8", "second_shard"]
+)
 def test_every_option_under_every_strategy(read, case, options, target):
     found = verdict(*read(case, target, **OPTIONS.get(options, {})), target)
     assert not found.missing
