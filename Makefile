@@ -28,7 +28,7 @@ SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/pa
     tests/commands/test_launch.py tests/commands/test_recipe.py \
     $(addprefix tests/training/test_,$(addsuffix .py,state precision step checkpoint loop))
 
-.PHONY: help train test test-rest test-all test-subset durations lint format types notebooks programs bench constraints clean
+.PHONY: help train test test-gate test-rest test-all test-subset durations lint format types notebooks programs bench constraints clean
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 | /p' Makefile | awk -F' [|] ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
@@ -41,7 +41,11 @@ test: $(VENV)/.dev ## set up and run the tests (PYTHON=python3.12, ARGS="-k mesh
 test-rest: $(VENV)/.dev ## what `make test` leaves out: grids, recipes, notebooks, compilations for GPUs
 	$(PYTEST) -m $(REST) $(ARGS)
 
-test-all: test test-rest ## both
+test-gate: $(VENV)/.dev ## of what is left out, what a change must pass: recipes, notebooks, README, compilations for GPUs
+	$(PYTEST) -m "pod and not matrix" $(ARGS)
+	$(PYTEST) -m "matrix and not pod" tests/test_notebooks.py tests/test_recipes.py tests/test_readme.py $(ARGS)
+
+test-all: test test-rest ## everything
 
 test-subset: $(VENV)/.dev ## the spine's tests, for a second interpreter
 	$(PYTEST) -m $(QUICK) $(SUBSET) $(ARGS)

@@ -33,7 +33,7 @@ class Context(Part):
     def rules(self) -> RuleSets:
         rules = split(self.name)
         inside: dict[str, DimRule] = {
-            # Whole inside attention, where each rank has some of the heads; too few heads of keys are repeated.
+            # Whole inside attention, where each rank has some of the heads; too few of keys are repeated.
             "attn_seq": None, "attn_heads": self.axis, "attn_kv_heads": first(self.axis, None),
         }  # fmt: skip
         around = {"seq": self.axis} | (inside if self.kind == "all-to-all" else {})
