@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.grid import cases
-
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 
@@ -24,7 +22,8 @@ def test_it_has_a_program() -> None:
     assert blocks("python")
 
 
-@pytest.mark.parametrize("number", cases(0, grid=range(len(blocks("python")))))
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_a_python_block_runs_by_itself(number: int, child_env: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", blocks("python")[number]],

@@ -90,6 +90,7 @@ def found():
         return bench.layers(forms=(ONE_HOT, "dropless"), **small)
 
 
+@pytest.mark.matrix
 def test_a_report_of_layers(found):
     assert [(row.form, row.num_experts) for row in found.rows] == [
         (form, num) for num in (8, 16) for form in (ONE_HOT, "dropless")

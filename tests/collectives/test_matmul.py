@@ -116,8 +116,8 @@ def test_integers_and_bfloat16_stay_what_they_are(ranks, cases):
 def test_bfloat16_is_summed_in_float32_and_rounded_once_a_message(ranks):
     # 256 + 1 is 256 in bfloat16: a sum kept in it would not move.
     rows, weight = jnp.ones((2, 2, 512), "bfloat16"), jnp.ones((2, 512, 1), "bfloat16")
-    np.testing.assert_array_equal(on(ranks(2), gather)((rows, weight)), np.full((2, 4, 1), 512))
-    np.testing.assert_array_equal(on(ranks(2), scatter)((rows, weight)), np.full((2, 1, 1), 1024))
+    np.testing.assert_array_equal(jax.jit(on(ranks(2), gather))((rows, weight)), np.full((2, 4, 1), 512))
+    np.testing.assert_array_equal(jax.jit(on(ranks(2), scatter))((rows, weight)), np.full((2, 1, 1), 1024))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -121,6 +121,7 @@ def test_a_run_from_start_to_resumed_end(meshpar, tmp_path):
     assert "--name" in error
 
 
+@pytest.mark.matrix
 def test_fresh_keeps_the_earlier_run_aside_and_json_is_all_of_standard_output(meshpar, tmp_path):
     recipe, out = write_recipe(tmp_path), tmp_path / "runs"
     (out / "tiny").mkdir(parents=True)
@@ -133,6 +134,7 @@ def test_fresh_keeps_the_earlier_run_aside_and_json_is_all_of_standard_output(me
     assert "mesh: fsdp=2, tensor=2" in error
 
 
+@pytest.mark.matrix
 def test_your_own_text_and_tokenizer(meshpar, tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -158,6 +160,7 @@ def test_your_own_text_and_tokenizer(meshpar, tmp_path):
     assert "--set model.vocab_size=128" in error
 
 
+@pytest.mark.matrix
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
     recipe = write_recipe(tmp_path)
     args = ["train", str(recipe), "--out", str(tmp_path / "runs"), "--steps", "100000", "--set", "sample=none"]

@@ -133,7 +133,7 @@ def test_json_has_standard_output_for_itself(explain, recipe):
     assert "a recipe that talks" in err
 
 
-@pytest.mark.parametrize("option", ["--html", "--save-budget"])
+@pytest.mark.parametrize("option", ["--html", pytest.param("--save-budget", marks=pytest.mark.matrix)])
 def test_a_file_that_cannot_be_written_is_no_finding(explain, recipe, tmp_path, option):
     code, _, err = explain(recipe, option, tmp_path / ("x" * 300), "--check")
     assert code == 2
@@ -177,6 +177,7 @@ def test_a_recipe_by_stages(explain, recipe):
         assert said in out
 
 
+@pytest.mark.matrix
 def test_against_as_json(explain, recipe):
     code, out, _ = explain(recipe, "--against", "fsdp=4,data=2", "--json")
     assert code == 0
@@ -244,6 +245,7 @@ def test_a_recipe_that_is_no_python_is_no_finding(explain, tmp_path):
     assert "broken.py:3" in error
 
 
+@pytest.mark.matrix
 def test_a_reader_who_leaves_is_no_finding(recipe):
     """`meshpar explain ... | head`: no traceback, and the code of a command that a closed pipe ended."""
     command = subprocess.Popen(
@@ -259,6 +261,7 @@ def test_a_reader_who_leaves_is_no_finding(recipe):
     assert (command.wait(), said) == (cli.BROKEN_PIPE, "")
 
 
+@pytest.mark.matrix
 def test_a_shipped_recipe_keeps_its_promise(explain):
     # Stacked weights of two layers are as large as its embedding, and one layer of some as two of others.
     gpt = ROOT / "recipes" / "gpt_stdlib.py"

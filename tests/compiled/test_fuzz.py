@@ -180,9 +180,23 @@ def test_the_seed_is_a_program():
     ]
 
 
+SOME = st.lists(edits, min_size=EDITS, max_size=EDITS)
+
+
+@fuzz(SMALL_SEEDS // 8)
+@given(SOME)
+def test_a_few_damaged_small_programs(many):
+    read_damaged(many)
+
+
+@pytest.mark.matrix
 @fuzz(SMALL_SEEDS)
-@given(st.lists(edits, min_size=EDITS, max_size=EDITS))
+@given(SOME)
 def test_damaged_small_programs(many):
+    read_damaged(many)
+
+
+def read_damaged(many):
     text = SMALL
     for number, edit in enumerate(many):
         read(damage(SMALL, edit))
@@ -190,8 +204,9 @@ def test_damaged_small_programs(many):
     read(text)
 
 
+@pytest.mark.matrix
 @fuzz(LARGE_SEEDS)
-@given(which=st.integers(0, 100), many=st.lists(edits, min_size=EDITS, max_size=EDITS))
+@given(which=st.integers(0, 100), many=SOME)
 def test_damaged_compiled_programs(compiled, which, many):
     for number, edit in enumerate(many):
         read(damage(compiled[(which + number) % len(compiled)], edit))

@@ -108,6 +108,7 @@ def test_five_steps_of_linen_over_experts():
     check_equal(mixtral_like(param_dtype="float64"), "linen", EXPERTS)
 
 
+@pytest.mark.matrix
 def test_five_steps_by_stages():
     """Stages hold layers, ranks of `expert` batches: the bias moves by what all microbatches and devices counted."""
     check_equal(deepseek_like(param_dtype="float64", losses={}), "nnx", STAGES)

@@ -175,7 +175,7 @@ def test_positions_count_by_their_distance(one_device, framework):
     assert np.abs(apart - default).max() > 1e-2
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
 def test_rematerialisation_computes_again_what_the_policy_says(one_device, framework):
     cfg = CONFIG()
     model, params = cfg.build() if framework == "nnx" else linen(cfg), random_params(cfg)

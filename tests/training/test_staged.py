@@ -456,8 +456,13 @@ MISTAKES = {
 def test_mistakes_are_told_before_anything_is_traced(name):
     spec, asked, inside, options, told = MISTAKES[name]
     cfg = config("float32", num_layers=3 if name == "layers" else 4)
+    mesh, strategy = (
+        spec.build(jax.devices()[: int(np.prod(list(spec.values())))]),
+        mp.pipeline_parallel(**asked) | inside,
+    )
     with pytest.raises(mp.MeshparError, match=told):
-        train("nnx", cfg, 16, spec, mp.pipeline_parallel(**asked) | inside, **options)
+        state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=strategy)
+        mp.train_step(next_token_loss, **options).lower(state, batches(16)[0])
 
 
 def test_no_such_schedule():
@@ -521,6 +526,7 @@ def test_split_activations_are_to_be_told_before_the_layers():
         step(state, {"x": np.ones((4, 4, 4), np.float32)})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_layers", [4, 3])
 def test_a_checkpoint_moves_to_a_mesh_without_stages_and_back(num_layers, tmp_path):
     def state_of(spec, strategy, key):
