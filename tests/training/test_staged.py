@@ -111,7 +111,7 @@ CASES = {
 }  # fmt: skip
 RARE = {
     "1f1b", "gpipe, one microbatch", "zb-v | tensor", "dualpipe | data", "1f1b | zero1", "1f1b | sequence",
-    "zb-v | fsdp | sequence",
+    "1f1b | heads", "zb-v | fsdp | sequence",
 }  # fmt: skip
 """What is there in other tests, or in others of these cases."""
 
