@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshpar.parallel.part import Facts, Need, Part, RuleSets, activations
-from meshpar.sharding.rules import Rules
+from meshpar.sharding.rules import USER, Rules
 from meshpar.sharding.types import AnyMesh, axis_sizes, near, problem
 
 if TYPE_CHECKING:
@@ -145,7 +145,10 @@ class Strategy:
     # -- Checks -------------------------------------------------------------------------------------------------------
 
     def _check_not_undone(self, other: Strategy) -> None:
-        """`fsdp() | ddp()`: the second says what stays whole by adding no rule, which takes nothing from the first."""
+        """`fsdp() | ddp()`: the second says what stays whole by adding no rule, which takes nothing from the first.
+
+        So it is of `tensor_parallel(sequence=True) | tensor_parallel()`.
+        """
         for field in RuleSets._fields[:3]:
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine.largest and theirs.everything and not theirs.largest:
@@ -155,6 +158,12 @@ class Strategy:
                     "strategies are joined rule by rule, and a rule that is missing takes nothing away",
                     f"write {other.label} alone, or to keep some leaves whole mp.Rules(embed=None)",
                 )
+        again = {origin for origin, _ in other.activations.sources} - {USER}
+        said = {key for _, key in other.activations.sources}
+        for origin, key in self.activations.sources:
+            if origin in again and key not in said:
+                where, exists = f"strategy {self.label} | {other.label}", f"the first one's rule for `{key}` would stay"
+                raise problem(where, f"be {origin} as the second says", exists, f"write {origin} once")
 
     def check_axes(self, mesh: AnyMesh) -> None:
         """See that the mesh has the axes this strategy is about.

@@ -244,6 +244,19 @@ def test_a_strategy_that_would_change_nothing_behind_another_is_an_error(strateg
     assert specs(later | mp.fsdp(), fsdp=8) == BY_EMBED  # the other way round the later one wins
 
 
+@pytest.mark.parametrize(
+    ("strategy", "later", "key"),
+    [
+        (mp.context_parallel(kind="all-to-all"), mp.context_parallel(), "attn_seq"),
+        (mp.tensor_parallel(sequence=True) | mp.fsdp(), mp.tensor_parallel(), "norm_seq"),
+    ],
+)
+def test_a_preset_behind_itself_of_whose_rules_some_would_stay_is_an_error(strategy, later, key):
+    with pytest.raises(mp.MeshparError, match=f"rule for `{key}` would stay.*write {later.parts[0].name} once"):
+        strategy | later
+    assert later | strategy
+
+
 def test_some_rules_of_a_preset_may_idle():
     mlp = mp.from_functions(lambda key: {"w": jnp.zeros((8, 8))}, lambda p: p, names={"w": ("embed", "mlp")})
     assert mp.shardings(mlp, mp.MeshSpec(tensor=8).abstract(), mp.tensor_parallel())["w"].spec == P(None, "tensor")

@@ -456,13 +456,15 @@ MISTAKES = {
 def test_mistakes_are_told_before_anything_is_traced(name):
     spec, asked, inside, options, told = MISTAKES[name]
     cfg = config("float32", num_layers=3 if name == "layers" else 4)
-    mesh, strategy = (
-        spec.build(jax.devices()[: int(np.prod(list(spec.values())))]),
-        mp.pipeline_parallel(**asked) | inside,
-    )
-    with pytest.raises(mp.MeshparError, match=told):
+    mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+
+    def lowered():
+        strategy = mp.pipeline_parallel(**asked) | inside
         state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=strategy)
-        mp.train_step(next_token_loss, **options).lower(state, batches(16)[0])
+        return mp.train_step(next_token_loss, **options).lower(state, batches(16)[0])
+
+    with pytest.raises(mp.MeshparError, match=told):
+        lowered()
 
 
 def test_no_such_schedule():
