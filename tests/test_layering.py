@@ -50,9 +50,7 @@ HOUSE: dict[str, list[str] | str] = {
     "data": ["sharding.types"],
     "training.checkpoint": ["training.state"],
     "training.loop": ["training.step", "training.interrupts", "data", "training.checkpoint"],
-    "moe.check": ["sharding.types"],
-    "moe.placement": ["training.state", "moe.check"],
-    "moe": ["collectives", "sharding.regions", "pipeline", "training.reports", "moe.placement"],
+    "moe": ["collectives", "sharding.regions", "pipeline", "training.reports", "training.state"],
     "training.expert_load": ["training.loop", "moe"],
     "models": [
         "parallel",
