@@ -32,8 +32,6 @@ class Case:
     """A layer on a mesh of host devices. Tokens are cut over all axes but `tensor`, each expert's width over that."""
 
     axes: tuple[tuple[str, int], ...]
-    mesh_order: tuple[str, ...] = ()
-    """Of the mesh's axes; by default as they are above, where specs and kernels name them."""
     tokens: int = 8
     """Of one rank."""
     k: int = 2
@@ -46,6 +44,8 @@ class Case:
     bound_factor: float | None = None
     payload: Payload | None = None
     chunks: int = 1
+    mesh_order: tuple[str, ...] = ()
+    """Of the mesh's axes; by default as they are above, where specs and kernels name them."""
 
     @property
     def token_axes(self):

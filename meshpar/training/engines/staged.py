@@ -93,7 +93,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
         parted = pipe.laid(pipe.laid(parted, cut.specs(setup.layout.params, at_rest=True)), specs)
     sums, grads = pipe.sums(parted, specs, out, batch, key, late, state.extra)
     if not cut.is_even:
-        grads = pipe.laid(grads, cut.specs(grad_specs, at_rest=True))
+        grads = pipe.laid(grads, cut.specs(grad_specs(setup, options), at_rest=True))
     shards = math.prod(axis_sizes(setup.mesh)[axis] for axis in batch_axes)
     count = schedule.microbatches * shards
     total = sums.weight if weight is not None else jnp.asarray(count, sums.weight.dtype)
