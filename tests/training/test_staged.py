@@ -340,15 +340,13 @@ MISTAKES = {
 def test_mistakes_are_told_before_anything_is_traced(name):
     spec, asked, inside, options, told = MISTAKES[name]
     cfg = config("float32", num_layers=6 if name == "layers" else 4)
+    mesh, strategy = (
+        spec.build(jax.devices()[: int(np.prod(list(spec.values())))]),
+        mp.pipeline_parallel(**asked) | inside,
+    )
     with pytest.raises(mp.MeshparError, match=told):
-        lower(cfg, spec, mp.pipeline_parallel(**asked) | inside, **options)
-
-
-def lower(cfg, spec, strategy, **options):
-    """Of a step on 16 rows, without a state."""
-    mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
-    state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=strategy)
-    mp.train_step(next_token_loss, **options).lower(state, batches(16)[0])
+        state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=strategy)
+        mp.train_step(next_token_loss, **options).lower(state, batches(16)[0])
 
 
 def test_no_such_schedule():
@@ -364,8 +362,8 @@ def test_a_file_of_other_microbatches(tmp_path):
     path = str(tmp_path / "four.csv")
     mp.pipeline.make("1f1b", 2, 4).to_csv(path)
     with pytest.raises(mp.MeshparError, match="asked to cut the batch into 2 microbatches, but schedule .* runs 4"):
-        lower(
-            config("float32", num_layers=4), mp.MeshSpec(stage=2),
+        train(
+            "nnx", config("float32", num_layers=4), 16, mp.MeshSpec(stage=2),
             mp.pipeline_parallel(stages=2, microbatches=2, schedule=path),
         )  # fmt: skip
 
