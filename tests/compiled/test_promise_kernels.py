@@ -238,10 +238,10 @@ def test_attention_that_gathers_the_sequence_is_a_surprise(planted, monkeypatch,
         pytest.param("gradients_int8", {"all-gather"}, marks=pytest.mark.matrix),
     ],
 )
-def test_weights_gathered_in_full_are_a_surprise_where_bytes_were_promised(read, sent_as, kinds):
+def test_weights_gathered_in_full_are_a_surprise_where_bytes_were_promised(read, planted, sent_as, kinds):
     """By the compiler, which is told nothing of bytes, and by hand."""
-    setup, options, _ = read("int8", "cpu")
-    found = verdict(setup, options, read(sent_as, "cpu")[2], "cpu")
+    plant = planted.reference("int8").on_cpu
+    found = verdict(plant.state.setup, plant.step.options, read(sent_as, "cpu")[2], "cpu")
     assert {one.kind for one in found.surprise if one.axes == ("fsdp",)} == kinds
     assert {line.role for line in found.missing} >= {"weights before use"}
 

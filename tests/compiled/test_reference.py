@@ -9,6 +9,7 @@ import pytest
 from meshpar.compiled import reference
 from meshpar.sharding.types import axis_sizes
 
+pytestmark = pytest.mark.pod
 README = Path(__file__).parents[2] / "README.md"
 NAMES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "sequence", "fsdp_tensor", "context", "heads", "quantized")
 """The reference decoder's programs, compiled once for all tests, in the order of the table."""
