@@ -322,10 +322,10 @@ class Explained:
     @property
     def reasons(self) -> list[str]:
         """Why a check fails; empty when it does not."""
-        from meshpar.compiled.render import surprise_text
+        from meshpar.compiled.render import unexpected_text
 
-        surprises = [f"not promised: {surprise_text(one)}" for one in self.report.promise.surprise]
-        return surprises + [f"over budget: {one.text}" for one in self.differences if one.is_over]
+        unexpected = [f"unexpected: {unexpected_text(one)}" for one in self.report.promise.unexpected]
+        return unexpected + [f"over budget: {one.text}" for one in self.differences if one.is_over]
 
     def to_json(self) -> dict[str, Any]:
         """The report's own fields, and beside them `against` and `budget`."""

@@ -5,6 +5,7 @@ step, state, batch ─► traced ─► compiled ─► census ─► promise ·
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,6 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from meshpar.compiled.alone import asked_of
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.census import Collective, census, on_stage
 from meshpar.compiled.clock.prediction import compute, overlap, why_not_timed
@@ -29,8 +29,10 @@ from meshpar.compiled.promise import promised, promised_by_stage
 from meshpar.compiled.report import Report, Sent
 from meshpar.compiled.stages import stages
 from meshpar.compiled.target import require_aot
+from meshpar.compiled.traced import by_stage, messages
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
+from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
 
@@ -82,7 +84,8 @@ def _explain(
     step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile, cluster: Cluster | None, advise: bool
 ) -> Report:
     setup, sizes = state.setup, axis_sizes(state.setup.mesh)
-    program = _compiled(step, state, batch, compiler)
+    traced = _traced(step, state, batch)
+    program = _compiled(traced, compiler)
     on_cpu = program.target == "cpu"
     parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
     cells = Cells(parts.schedule) if parts is not None else None
@@ -95,7 +98,7 @@ def _explain(
     reason = why_not_timed(program.target, cluster)
     times = None if reason or cluster is None else timeline(program.module, collectives, cluster, cells)
     asked = model_flops(step, state, batch)
-    held = _held(step, state, batch, parts, collectives, on_cpu)
+    held = held_to(setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu)
     findings = lint(program, collectives, setup, step.options, cluster)
     return Report(
         devices=setup.mesh.size,
@@ -117,28 +120,53 @@ def _explain(
     )
 
 
-def _held(
-    step: TrainStep,
-    state: TrainState,
+def held_to(
+    setup: Setup,
+    options: StepOptions,
     batch: PyTree,
-    parts: Parts | None,
     collectives: Sequence[Collective],
-    on_cpu: bool,
+    jaxpr: Any = None,
+    parts: Parts | None = None,
+    *,
+    on_cpu: bool = False,
 ) -> Promise:
-    setup = state.setup
-    experts = asked_of(step, state, batch)
+    """A program's collectives held to what the strategy promises and the kernels of the traced step send.
+
+    Args:
+      setup, options, batch, on_cpu: as for `promise.promised`.
+      collectives: the program's census.
+      jaxpr: of the traced step; None: no kernel may send anything.
+      parts: of a pipelined step, how stages cut the model.
+    """
+    sizes = axis_sizes(setup.mesh)
+    limits: dict[str, Any] = {
+        "sizes": sizes,
+        "longest": max((max(one.leaf.shape, default=0) * one.leaf.num_layers for one in setup.table.params), default=0),
+        "batch_axes": setup.batch_axes,
+    }
     if parts is None:
-        promises = promised(setup, step.options, batch, experts=experts, on_cpu=on_cpu)
-        return hold(promises, collectives, micro_steps=step.options.accumulate)
-    assert setup.strategy.pipeline is not None
-    stages = enumerate(promised_by_stage(setup, step.options, batch, parts, experts=experts, on_cpu=on_cpu))
-    closed = (setup.strategy.pipeline.axis,)
-    return most_of([hold(one, on_stage(collectives, stage), closed=closed) for stage, one in stages])
+        sent = () if jaxpr is None else messages(jaxpr)
+        promises = promised(setup, options, batch, on_cpu=on_cpu)
+        return hold(promises, collectives, sent, micro_steps=options.accumulate, **limits)
+    sent = () if jaxpr is None else messages(jaxpr, Cells(parts.schedule))
+    stages = enumerate(promised_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
+    return most_of([hold(one, on_stage(collectives, stage), by_stage(sent, stage), **limits) for stage, one in stages])
 
 
-def _compiled(step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile) -> Program:
+def _traced(step: TrainStep, state: TrainState, batch: PyTree) -> jax.stages.Traced:
+    with _told_of_cudnn():
+        return step.trace(state, batch)
+
+
+def _compiled(traced: jax.stages.Traced, compiler: Compile) -> Program:
+    with _told_of_cudnn():
+        return compiler(traced)
+
+
+@contextlib.contextmanager
+def _told_of_cudnn() -> Iterator[None]:
     try:
-        return compiler(step.trace(state, batch))
+        yield
     except (RuntimeError, ValueError) as error:
         # cuDNN's attention asks for the library while it is traced, and for devices while it is lowered.
         if "cuDNN" not in str(error) and "AbstractMesh cannot be used" not in str(error):

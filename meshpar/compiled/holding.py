@@ -1,21 +1,31 @@
-"""Holding: the compiled program's collectives against what was promised, into kept, missing and surprise.
+"""Holding: the compiled program's collectives against what was promised and traced: kept, missing, unexpected.
 
-Every array of every collective is claimed by at most one promise: first by what must be there, then by what may. What
-no promise claims is a number or a vector over the batch (losses, metrics, norms), a kernel's own, or a surprise.
+Every array of every collective is claimed by at most one promise, by its kind, axes and size: first by what must be
+there, then by what may. What no promise claims is a number or a vector over the batch (losses, metrics, norms), a
+kernel's message as the traced step has it, or unexpected.
+
+A promise is held over each of its axes: so many arrays, and of each the bytes of the cheapest form that XLA may lower
+it to, or at most those of the dearest it allows (`parallel.promise`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
-from meshpar.compiled.census import Collective, per_array
-from meshpar.compiled.terms import Leg, Promised
+from meshpar.compiled.census import Collective, bytes_sent, per_array
+from meshpar.compiled.traced import Message
 from meshpar.parallel.part import MIN_SHARDED_BYTES
+from meshpar.parallel.promise import GRADIENTS, ITEMSIZE, RENEWED, WEIGHTS, Promised
 
 SMALL = 64
 """Arrays of up to so many numbers are bookkeeping: losses, metrics, norms."""
+_RING = "collective-permute"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +37,7 @@ class Line:
     axes: tuple[str, ...]
     tensors: tuple[str, ...]
     count: tuple[int, int]
-    """Promised arrays a step, before the compiler combines them: fewest and most."""
+    """Promised arrays a step, before the compiler combines them: fewest and most. Of a kernel: none, and as traced."""
     bytes_sent_per_device: float
     """Promised, per step; for a range of counts, at the count found."""
     found_count: int
@@ -36,7 +46,7 @@ class Line:
     """Promised on the wire."""
     found_dtypes: tuple[str, ...] = ()
     """Where big arrays came in another dtype: which."""
-    spelled: str = ""
+    lowered_as: str = ""
     """The kind that stands for it in the program, where that is another one."""
 
     def to_json(self) -> dict[str, Any]:
@@ -46,8 +56,8 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Surprise:
-    """A collective that nothing promised."""
+class Unexpected:
+    """A collective that nothing promised, and no kernel of the traced step asks for."""
 
     kind: str
     axes: tuple[str, ...]
@@ -61,7 +71,7 @@ class Surprise:
     bytes_sent_per_device: float
     """Per step."""
     fix: str
-    """What usually mends it."""
+    """The suggested fix."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -74,9 +84,9 @@ class Promise:
 
     kept: tuple[Line, ...]
     missing: tuple[Line, ...]
-    surprise: tuple[Surprise, ...]
-    written: tuple[Line, ...] = ()
-    """Collectives of the user's own `shard_map` kernels: neither promised nor, where nothing is missing, a surprise."""
+    unexpected: tuple[Unexpected, ...]
+    kernels: tuple[Line, ...] = ()
+    """Messages of `shard_map` kernels, ours and the user's: as many as the traced step asks for, at the most."""
     small: tuple[Line, ...] = ()
     """Losses, metrics, norms."""
 
@@ -94,144 +104,185 @@ class Promise:
 class _Pool:
     """Arrays of collectives that no promise has claimed yet."""
 
-    left: list[tuple[Collective, int]]
+    left: list[list[Any]]
+    """[collective, runs a step]."""
+    sizes: dict[str, int]
     micro_steps: int
-    stacks: frozenset[int]
+    stacks: frozenset[int] = frozenset()
     """Numbers of layers that are stacked."""
 
-    def available(self, leg: Leg, stack: int) -> int:
-        """How often a leg can be served."""
-        return sum(count * worth for _, count, worth in self._fitting(leg, stack)) // leg.times
-
-    def take(self, leg: Leg, stack: int, times: int) -> list[tuple[Collective, int]]:
-        """Takes what serves a leg so many times; gives (array, runs taken)."""
-        wanted, taken = times * leg.times, []
-        for at, count, worth in self._fitting(leg, stack):
-            runs = min(count, wanted // worth)
-            if runs:
-                one, _ = self.left[at]
-                self.left[at] = (one, count - runs)
-                taken.append((one, runs))
-                wanted -= runs * worth
-        return taken
-
-    def _fitting(self, leg: Leg, stack: int) -> list[tuple[int, int, int]]:
-        """(place, runs left, how many layers one run serves), the ones that fit nothing else first.
+    def fitting(self, one: Promised) -> list[tuple[int, Fraction]]:
+        """(place, how many arrays of a promise one run serves), those that fit nothing else first.
 
         Those are single layers in the loop over layers, then whole stacks; an array outside the loop that is as large
         as one layer may as well be the whole of something smaller.
         """
         found = []
-        for at, (one, count) in enumerate(self.left):
-            if (leg.forward and one.is_backward) or (leg.in_loop and not one.loops) or (leg.outside and one.loops):
+        for at, (collective, runs) in enumerate(self.left):
+            if not runs or (one.forward and collective.is_backward) or (one.outside and collective.loops):
                 continue
-            if (one.dtype == "s32") != (leg.dtype == "s32"):  # counts are no weights, however many
+            if collective.dtype.startswith(("s", "u", "pred")) or not set(collective.axes) <= set(one.axes):
+                continue  # counts, and what is quantized, are no weights
+            if one.of_leaf and one.stack == 1 and any(self.in_layers(collective, layers) for layers in self.stacks):
                 continue
-            if leg.of_leaf and stack == 1 and any(self._in_layers(one, layers) for layers in self.stacks):
-                continue
-            if count and (one.axes, _kind(one)) == (leg.axes, leg.kind):
-                in_layers = self._in_layers(one, stack)
-                if leg.serves > 1:
-                    of_all = not one.loops and _elements(one) == leg.elements * stack
-                    worth = leg.serves * stack * of_all
-                else:
-                    worth = _worth(leg, _elements(one), 1 if in_layers else stack)
-                if worth:
-                    unlike = worth == 1 < stack and not in_layers, one.dtype != leg.dtype
-                    found.append((unlike, worth, at, count))
-        return [(at, count, worth) for _, worth, at, count in sorted(found)]
+            in_layers = self.in_layers(collective, one.stack)
+            worth = self._worth(one, collective, 1 if in_layers else one.stack)
+            if worth:
+                is_ring = collective.logical_kind == _RING
+                is_other = is_ring, collective.dtype != one.dtype, -len(collective.axes), _elements(collective)
+                unlike = worth == 1 < one.stack and not in_layers, *is_other  # what is scattered before what is whole
+                found.append((unlike, at, worth))
+        return [(at, worth) for _, at, worth in sorted(found)]
 
-    def has_layers(self, promise: Promised) -> bool:
-        """Whether a loop over layers sends what is promised of each."""
-        wanted = {(leg.axes, leg.kind, leg.elements) for spelling in promise.spellings for leg in spelling}
-        return any(
-            (one.axes, _kind(one), _elements(one)) in wanted and self._in_layers(one, promise.stack)
-            for one, _ in self.left
-        )
+    def _worth(self, one: Promised, collective: Collective, stack: int) -> Fraction:
+        kind, axes, elements = collective.logical_kind, set(collective.axes), _elements(collective)
+        if kind == _RING and len(one.axes) == 1 and collective.origin == "kernel" and one.kind != "exchange":
+            ranks = self.sizes[one.axes[0]]
+            is_part = elements <= one.elements // ranks and (one.scattered == one.axes or one.kind == "gather")
+            return Fraction(elements * ranks, one.elements * (ranks - 1)) if is_part else Fraction(0)
+        if kind not in _ALLOWED[one.kind] or (one.kind == "exchange" and axes != set(one.axes)):
+            return Fraction(0)
+        if kind == "reduce-scatter" and not axes <= set(one.scattered):
+            return Fraction(0)
+        if kind == "all-reduce" and axes & set(one.scattered) and not one.whole:
+            return Fraction(0)
+        if one.multiple:
+            return Fraction(elements % one.elements == 0)
+        later = set(one.scattered if one.kind == "sum" else one.axes if one.kind == "gather" else ()) - axes
+        subsets = itertools.chain.from_iterable(itertools.combinations(later, n) for n in range(len(later) + 1))
+        parts = [one.elements // math.prod(self.sizes[axis] for axis in subset) for subset in subsets]
+        # A whole stack of parts may be as large as one layer whole.
+        return Fraction(stack if elements in (part * stack for part in parts) else elements in parts)
 
-    def _in_layers(self, one: Collective, stack: int) -> bool:
+    def in_layers(self, one: Collective, stack: int) -> bool:
         """Whether it runs in the loop over layers, and so serves one of them."""
         loops = sum(loop.trip_count == stack for loop in one.loops)
         return loops > (self.micro_steps == stack)
 
-
-def _worth(leg: Leg, elements: int, stack: int) -> int:
-    if leg.multiple:
-        return int(elements % leg.elements == 0)
-    if elements == leg.elements:
-        return 1
-    return stack if elements == leg.elements * stack else 0
+    def has_layers(self, one: Promised) -> bool:
+        """Whether a loop over layers sends what is promised of each."""
+        return any(
+            self._worth(one, collective, 1) and self.in_layers(collective, one.stack) for collective, _ in self.left
+        )
 
 
-def _elements(one: Collective) -> int:
-    ways = one.group_size if one.kind == "all-gather" else 1
-    return sum(array.size for array in one.arrays) * ways
+_ALLOWED = {"gather": ("all-gather",), "sum": ("all-reduce", "reduce-scatter"), "exchange": ("all-to-all",)}
 
 
-def _kind(one: Collective) -> str:
-    return one.logical_kind
+@dataclasses.dataclass
+class _Claim:
+    """A promise, and what it has been given."""
+
+    one: Promised
+    served: dict[str, Fraction]
+    """Over each axis, arrays."""
+    taken: list[tuple[Collective, int, Fraction]] = dataclasses.field(default_factory=list)
+    """(collective, runs, arrays)."""
+
+    def take(self, pool: _Pool, bound: int) -> None:
+        """Takes from the pool up to its fewest (0) or most (1)."""
+        for at, worth in pool.fitting(self.one):
+            collective, runs = pool.left[at]
+            open_ = min(self.one.count_over(axis)[bound] - self.served[axis] for axis in collective.axes)
+            runs = min(runs, int(open_ // worth))
+            if runs > 0:
+                pool.left[at][1] -= runs
+                self.taken.append((collective, runs, runs * worth))
+                for axis in collective.axes:
+                    self.served[axis] += runs * worth
+
+    def lacking(self, axes: Iterable[str]) -> int:
+        """Arrays that are due over some of its axes and were not found."""
+        return max(0, *(math.ceil(self.one.count_over(axis)[0] - self.served[axis]) for axis in axes))
 
 
 def hold(
     promises: Sequence[Promised],
     collectives: Sequence[Collective],
+    messages: Sequence[Message] = (),
     *,
+    sizes: Mapping[str, int],
     micro_steps: int = 1,
-    closed: Collection[str] = (),
+    longest: int = 0,
+    batch_axes: Collection[str] = (),
 ) -> Promise:
-    """Holds a program's collectives to what was promised.
+    """Holds a program's collectives to what was promised, and to what its kernels were traced to send.
 
     Args:
       promises: from `promised`.
       collectives: the program's census.
+      messages: from `traced.messages`.
+      sizes: of every mesh axis.
       micro_steps: the step's `accumulate`, to tell the loop over them from the one over layers.
-      closed: axes over which no kernel of the user's may send anything, as stages are.
+      longest: the longest dim of a parameter; what is summed over the batch and no longer is bookkeeping.
+      batch_axes: over which gradients are summed.
     """
-    parts = [(part, part.count_per_step) for one in collectives for part in per_array(one)]
-    pool = _Pool(parts, micro_steps, frozenset())
+    traced, beyond = _as_traced([part for one in collectives for part in per_array(one)], messages, sizes)
+    pool = _Pool(traced, dict(sizes), micro_steps)
     promises = [one.stacked if one.stacked is not None and pool.has_layers(one.stacked) else one for one in promises]
     pool.stacks = frozenset(one.stack for one in promises if one.stack > 1)
+    claims = [_Claim(one, dict.fromkeys(one.axes, Fraction(0))) for one in promises]
     # Those that only one pass may serve choose first, then the largest, then those that can be kept in fewest ways.
-    ordered = sorted(
-        promises,
-        key=lambda one: (
-            not one.spellings[0][0].forward,
-            -max(leg.elements for leg in one.spellings[0]),
-            len(one.spellings),
-        ),
-    )
-    claims: dict[int, list[tuple[Leg, int, list[tuple[Collective, int]]]]] = {id(one): [] for one in ordered}
-    served = dict.fromkeys(claims, 0)
+    ordered = sorted(claims, key=lambda claim: (not claim.one.forward, -claim.one.elements, _freedom(claim.one)))
     # First what must be there, then what may: a promise with a range must not take what another one needs.
     for bound in (0, 1):
-        for one in ordered:
-            for spelling in one.spellings:
-                times = one.count[1 if spelling[0].forward else bound] - served[id(one)]
-                times = min([times, *(pool.available(leg, one.stack) for leg in spelling)])
-                if times > 0:
-                    claims[id(one)] += [(leg, times, pool.take(leg, one.stack, times)) for leg in spelling]
-                    served[id(one)] += times
-    lines = [line for one in promises for line in _lines(one, served[id(one)], claims[id(one)])]
-    left = [(one, count) for one, count in pool.left if count]
-    small = [item for item in left if _is_bookkeeping(item[0], promises)]
-    others = [item for item in left if not _is_bookkeeping(item[0], promises)]
-    broken = _broken(promises, served) | set(closed)
-    written = [
-        (one, count)
-        for one, count in others
-        if one.origin == "kernel"
-        and not broken & set(one.axes)
-        and not _is_repeated(one, promises)
-        and not _is_exact(one, promises)
-    ]
-    surprising = [item for item in others if item not in written]
+        for claim in ordered:
+            claim.take(pool, 1 if claim.one.forward else bound)
+    summed = {axis for one in promises if one.role == GRADIENTS for axis in one.axes} | set(batch_axes)
+    left = [(one, runs, is_traced) for items, is_traced in ((pool.left, True), (beyond, False)) for one, runs in items]
+    by_kind: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "unexpected": []}
+    for one, runs, is_traced in left:
+        is_kernels = is_traced and one.origin == "kernel"
+        name = "small" if _is_bookkeeping(one, longest, summed) else "kernels" if is_kernels else "unexpected"
+        by_kind[name] += [(one, runs)] if runs else []
     return Promise(
-        kept=_joined(line for line, is_kept in lines if is_kept),
-        missing=_joined(line for line, is_kept in lines if not is_kept),
-        surprise=_surprises(surprising, promises),
-        written=_joined(_loose("written in a kernel", *item) for item in written),
-        small=_joined(_loose("losses, metrics, norms, statistics", *item) for item in small),
+        kept=_joined(line for claim in claims for line in _kept(claim, pool.sizes)),
+        missing=_joined(line for claim in claims for line in _missing(claim, pool.sizes)),
+        unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes),
+        kernels=_joined(_loose(f"kernel `{one.module or one.op_name}`", one, runs) for one, runs in by_kind["kernels"]),
+        small=_joined(_loose("losses, metrics, norms, statistics", *item) for item in by_kind["small"]),
     )
+
+
+def _freedom(one: Promised) -> int:
+    return one.whole + len(one.axes) + (one.stack > 1)
+
+
+def _as_traced(
+    found: Sequence[Collective], messages: Sequence[Message], sizes: Mapping[str, int]
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """[collective, runs] of what XLA put in or a kernel was traced to send, and of what kernels send beyond that.
+
+    Axes that a kernel leaves to XLA may split what it sends: then so many times less is sent.
+    """
+    asked: Counter[tuple[str, tuple[str, ...], int]] = Counter()
+    for message in messages:
+        asked[_class(message.kind), message.axes, message.elements] += message.count  # type: ignore[assignment]
+
+    def serve(one: Collective) -> int:
+        if one.origin != "kernel":
+            return one.count_per_step
+        served, whole = 0, _elements(one)
+        ways = math.prod(size for axis, size in sizes.items() if axis not in one.axes)
+        for kind, axes, elements in sorted(asked, key=lambda key: (key[2] != whole, key[2])):
+            fits = whole and elements % whole == 0 and ways % (elements // whole) == 0
+            if (kind, axes) == (_class(one.kind), one.axes) and fits and served < one.count_per_step:
+                here = int(min(one.count_per_step - served, asked[kind, axes, elements]))
+                asked[kind, axes, elements] -= here
+                served += here
+        return served
+
+    pairs = [(one, serve(one)) for one in found]
+    return [[one, served] for one, served in pairs], [[one, one.count_per_step - served] for one, served in pairs]
+
+
+def _class(kind: str) -> str:
+    return "sum" if kind in ("all-reduce", "reduce-scatter") else kind
+
+
+def _elements(one: Collective) -> int:
+    ways = one.group_size if one.kind == "all-gather" else 1
+    return sum(array.size for array in one.arrays) * ways
 
 
 def most_of(promises: Sequence[Promise]) -> Promise:
@@ -241,7 +292,7 @@ def most_of(promises: Sequence[Promise]) -> Promise:
         found: dict[Any, Any] = {}
         for one in (one for promise in promises for one in getattr(promise, name)):
             is_line = isinstance(one, Line)
-            key = (one.kind, one.axes, *((one.role, one.spelled) if is_line else (one.tensor, one.source)))
+            key = (one.kind, one.axes, *((one.role, one.lowered_as) if is_line else (one.tensor, one.source)))
             weight = (one.bytes_sent_per_device, one.count[1] if is_line else one.count_per_step)
             if key not in found or weight > found[key][0]:
                 found[key] = weight, one
@@ -250,94 +301,78 @@ def most_of(promises: Sequence[Promise]) -> Promise:
     return Promise(**{field.name: most(field.name) for field in dataclasses.fields(Promise)})
 
 
-def _broken(promises: Sequence[Promised], served: Mapping[int, int]) -> set[str]:
-    """Axes over which something promised is not sent: what a kernel sends there instead is a surprise."""
-    missing = (one for one in promises if served[id(one)] < one.count[0])
-    return {axis for one in missing for leg in one.spellings[0] for axis in leg.axes}
-
-
-def _is_repeated(one: Collective, promises: Sequence[Promised]) -> bool:
-    """Whether it sums in a loop what is promised once, outside of every loop: a gradient, or one part's share of it."""
-    legs = [leg for promise in promises for spelling in promise.spellings for leg in spelling if leg.outside]
-    vector = max((promise.vector for promise in promises), default=0)
-    is_sum = one.kind in ("all-reduce", "reduce-scatter") and _elements(one) > vector
-    return (
-        is_sum
-        and bool(one.loops)
-        and any(set(one.axes) == set(leg.axes) and leg.elements % _elements(one) == 0 for leg in legs)
-    )
-
-
-def _is_exact(one: Collective, promises: Sequence[Promised]) -> bool:
-    """Whether it stands where all that is sent was promised: in such a layer, or beside its like over the same axes."""
-    exact = [promise for promise in promises if promise.scope]
-    sent = {(leg.kind, leg.axes) for promise in exact for spelling in promise.spellings for leg in spelling}
-    return (one.kind, one.axes) in sent or bool({promise.scope for promise in exact} & set(one.module.split("/")))
-
-
-def _is_bookkeeping(one: Collective, promises: Sequence[Promised]) -> bool:
+def _is_bookkeeping(one: Collective, longest: int, batch_axes: set[str]) -> bool:
     """Whether it is a number, or a vector over the batch: losses, metrics, norms, statistics of a batch.
 
     A vector is no longer than the longest dim of a parameter. An optimizer may move vectors of its own in any way.
     """
     if _elements(one) <= SMALL:
         return True
-    gradients = [promise for promise in promises if promise.role == "gradients"]
-    axes = {axis for promise in gradients for spelling in promise.spellings for leg in spelling for axis in leg.axes}
-    is_vector = _elements(one) <= max((promise.vector for promise in gradients), default=0)
     of_optimizer = one.module.partition("/")[0] == "update"
-    return is_vector and set(one.axes) <= axes and (one.kind == "all-reduce" or of_optimizer)
+    is_vector = _elements(one) <= longest and set(one.axes) <= batch_axes
+    return is_vector and (one.kind == "all-reduce" or of_optimizer)
 
 
-def _lines(
-    one: Promised, served: int, claims: Sequence[tuple[Leg, int, list[tuple[Collective, int]]]]
-) -> Iterator[tuple[Line, bool]]:
-    """The lines of one promise, each with whether it was kept."""
-    least, most = one.count
-    if served >= least and most:
-        for leg, times, taken in claims:
-            count = (times, times) if times != served else (max(least, times), most) if least != most else (times,) * 2
-            yield _line(one, leg, (count[0], count[1]), times, taken), True
-        return
-    for leg, times, taken in claims:
-        yield _line(one, leg, (times, times), times, taken), True
-    for leg in one.spellings[0] if served < least else ():
-        yield _line(one, leg, (least - served, most - served), least - served, []), False
+def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
+    """What was found of a promise, by kind and axes."""
+    one = claim.one
+    by_form: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, int, Fraction]]] = {}
+    for item in claim.taken:
+        by_form.setdefault((item[0].logical_kind, item[0].axes), []).append(item)
+    meant = {axes: kind for kind, axes, _ in one.forms(dict(sizes))}
+    for (kind, axes), taken in by_form.items():
+        count = sum(arrays for *_, arrays in taken)
+        as_meant = meant.get(axes) if kind == _RING else kind
+        found = sum(part.bytes_sent_per_device * runs for part, runs, _ in taken)
+        promised_bytes = found if one.multiple or kind == _RING else sum(
+            bytes_sent(kind, _elements(part) * ITEMSIZE.get(one.dtype, 4), part.group_size) * runs
+            for part, runs, _ in taken
+        )  # fmt: skip
+        arrays = sum(runs for _, runs, _ in taken) if kind == _RING else int(count)
+        ways = [one.count_over(axis) for axis in axes]
+        least, most = max(low for low, _ in ways), min(high for _, high in ways)
+        is_all = set(meant) == {axes} and len(by_form) == 1 and kind != _RING
+        yield Line(
+            role=one.role,
+            kind=as_meant or kind,
+            axes=axes,
+            tensors=one.tensors,
+            count=(least, most) if is_all else (arrays, arrays),
+            bytes_sent_per_device=promised_bytes,
+            # A run that serves a whole stack of layers counts for each of them.
+            found_count=arrays,
+            found_bytes=found,
+            dtype=one.dtype,
+            found_dtypes=tuple(sorted({part.dtype for part, *_ in taken if _is_other_dtype(part, one)})),
+            lowered_as=", ".join(sorted({part.kind for part, *_ in taken} - {as_meant or kind})),
+        )
 
 
-def _line(one: Promised, leg: Leg, count: tuple[int, int], times: int, taken: Sequence[tuple[Collective, int]]) -> Line:
-    meant = one.spellings[0]
-    same = leg if leg in meant else next((other for other in meant if other.axes == leg.axes), meant[0])
-    real = {part.kind for part, _ in taken} - {same.kind}
-    # A collective of unknown size is promised at the size that was found.
-    found = sum(part.bytes_sent_per_device * runs for part, runs in taken)
-    promised_bytes = found if leg.multiple else times * leg.times * leg.bytes_sent_per_device
-    return Line(
-        role=one.role,
-        kind=same.kind if len(meant) == 1 or leg in meant else leg.kind,
-        axes=leg.axes,
-        tensors=one.tensors,
-        count=(count[0] * leg.times, count[1] * leg.times),
-        bytes_sent_per_device=promised_bytes,
-        # A run that serves a whole stack of layers counts for each of them.
-        found_count=times * leg.times if taken else 0,
-        found_bytes=found,
-        dtype=leg.dtype,
-        found_dtypes=tuple(sorted({part.dtype for part, _ in taken if _is_other_dtype(part, leg)})),
-        spelled=", ".join(sorted(real)),
-    )
+def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
+    """What is due of a promise and was not found, in its cheapest form."""
+    one = claim.one
+    for kind, axes, elements in one.forms(dict(sizes)):
+        lacking = claim.lacking(axes)
+        if lacking:
+            most = max(one.count_over(axis)[1] - int(claim.served[axis]) for axis in axes)
+            nbytes = elements * ITEMSIZE.get(one.dtype, 4)
+            sent = lacking * bytes_sent(kind, nbytes, math.prod(sizes[axis] for axis in axes))
+            yield Line(
+                role=one.role, kind=kind, axes=axes, tensors=one.tensors, count=(lacking, most),
+                bytes_sent_per_device=sent, found_count=0, found_bytes=0.0, dtype=one.dtype,
+            )  # fmt: skip
 
 
-def _is_other_dtype(part: Collective, leg: Leg) -> bool:
+def _is_other_dtype(part: Collective, one: Promised) -> bool:
     """Whether a big array travels in another dtype than promised; norm scales may."""
-    return part.dtype != leg.dtype and 4 * leg.elements >= MIN_SHARDED_BYTES
+    return part.dtype != one.dtype and 4 * one.elements >= MIN_SHARDED_BYTES
 
 
 def _loose(role: str, one: Collective, count: int) -> Line:
     sent = one.bytes_sent_per_device * count
     return Line(
-        role=role, kind=_kind(one), axes=one.axes, tensors=(one.module,) if one.module else (), count=(count, count),
-        bytes_sent_per_device=sent, found_count=count, found_bytes=sent,
+        role=role, kind=one.logical_kind, axes=one.axes, tensors=(one.module,) if one.module else (),
+        count=(count, count), bytes_sent_per_device=sent, found_count=count, found_bytes=sent,
     )  # fmt: skip
 
 
@@ -345,7 +380,7 @@ def _joined(lines: Iterable[Line]) -> tuple[Line, ...]:
     """One line a role, kind and axes."""
     joined: dict[tuple[str, str, tuple[str, ...], str], Line] = {}
     for line in lines:
-        key = (line.role, line.kind, line.axes, line.spelled)
+        key = (line.role, line.kind, line.axes, line.lowered_as)
         if key in joined:
             so_far = joined[key]
             line = dataclasses.replace(
@@ -362,16 +397,18 @@ def _joined(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Surprises
+# What nobody expected
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _surprises(left: Sequence[tuple[Collective, int]], promises: Sequence[Promised]) -> tuple[Surprise, ...]:
-    joined: dict[tuple[Any, ...], Surprise] = {}
+def _unexpected(
+    left: Sequence[tuple[Collective, int]], promises: Sequence[Promised], sizes: Mapping[str, int]
+) -> tuple[Unexpected, ...]:
+    joined: dict[tuple[Any, ...], Unexpected] = {}
     for one, count in left:
-        weight = _weight_of(one, promises)
-        surprise = Surprise(
-            kind=_kind(one),
+        weight = _weight_of(one, promises, dict(sizes))
+        found = Unexpected(
+            kind=one.logical_kind,
             axes=one.axes,
             tensor=f"{one.arrays[0]}" + (f", as large as {weight}" if weight else ""),
             module=one.module,
@@ -381,31 +418,31 @@ def _surprises(left: Sequence[tuple[Collective, int]], promises: Sequence[Promis
             bytes_sent_per_device=one.bytes_sent_per_device * count,
             fix=_fix(one, weight),
         )
-        key = (surprise.kind, surprise.axes, surprise.tensor, surprise.module, surprise.source)
+        key = (found.kind, found.axes, found.tensor, found.module, found.source)
         if key in joined:
             so_far = joined[key]
-            surprise = dataclasses.replace(
+            found = dataclasses.replace(
                 so_far,
-                count_per_step=so_far.count_per_step + surprise.count_per_step,
-                bytes_sent_per_device=so_far.bytes_sent_per_device + surprise.bytes_sent_per_device,
+                count_per_step=so_far.count_per_step + found.count_per_step,
+                bytes_sent_per_device=so_far.bytes_sent_per_device + found.bytes_sent_per_device,
             )
-        joined[key] = surprise
+        joined[key] = found
     return tuple(sorted(joined.values(), key=lambda one: -one.bytes_sent_per_device))
 
 
-def _weight_of(one: Collective, promises: Sequence[Promised]) -> str:
+def _weight_of(one: Collective, promises: Sequence[Promised], sizes: dict[str, int]) -> str:
     """A parameter of the size that travels, if some promise names one."""
     for promise in promises:
-        if promise.role in ("weights before use", "gradients", "new parameters"):
-            for leg in (leg for spelling in promise.spellings for leg in spelling):
-                if leg.axes == one.axes and _elements(one) in (leg.elements, leg.elements * promise.stack):
-                    near = [path for path in promise.tensors if path.split("/")[-2:-1] == one.module.split("/")[-1:]]
-                    return f"`{(near or promise.tensors)[0]}`"
+        if promise.role in (WEIGHTS, GRADIENTS, RENEWED):
+            sent = {(axes, size * times) for _, axes, size in promise.forms(sizes) for times in (1, promise.stack)}
+            if (one.axes, _elements(one)) in sent:
+                near = [path for path in promise.tensors if path.split("/")[-2:-1] == one.module.split("/")[-1:]]
+                return f"`{(near or promise.tensors)[0]}`"
     return ""
 
 
 def _fix(one: Collective, weight: str) -> str:
-    kind, where = _kind(one), f"`{one.axes_label}`"
+    kind, where = one.logical_kind, f"`{one.axes_label}`"
     if one.module.partition("/")[0] == "update":
         return (
             f"the optimizer works on whole arrays over {where} and not on shards: use one that works number by number "

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.compiled.clock import work
 from meshpar.compiled.program import Program
 from meshpar.parallel.data import Data
-from meshpar.parallel.part import Facts
+from meshpar.parallel.promise import Facts
 from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.planner.hardware import Cluster, gpu_of_kind
 from meshpar.sharding.table import human_bytes

@@ -12,10 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
 from jax.extend import core
+from jax.sharding import AbstractMesh
 
-from meshpar.compiled.alone import traced_alone
+from meshpar.sharding.context import use
 from meshpar.sharding.types import PyTree
+from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
 
@@ -45,7 +48,7 @@ def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops
         one micro-step, as often as there are micro-steps.
     """
     notes: dict[str, None] = {}
-    forward = step.options.accumulate * matmul_flops(traced_alone(step, state, batch).jaxpr, notes)
+    forward = step.options.accumulate * matmul_flops(traced_alone(step, state, batch), notes)
     return ModelFlops(forward=forward, step=TRAINING * forward, notes=tuple(notes))
 
 
@@ -137,3 +140,31 @@ _PRODUCTS: Mapping[str, Callable[[Any], int]] = {
     "ragged_dot_general": _ragged_dot_flops,
 }
 _OPAQUE = frozenset({"custom_call", "ffi_call", "triton_kernel_call", "pure_callback", "io_callback"})
+
+
+def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxpr:
+    """The forward pass of one micro-step as one device by itself would compute it.
+
+    Kernels that split work over devices may leave some of it out, as ring attention does behind a causal mask; alone
+    they cannot.
+
+    Args:
+      step: made by `train_step`.
+      state: arrays or their abstract values.
+      batch: the global batch, arrays or their abstract values; a micro-step has its share of the rows.
+    """
+    setup, options = state.setup, step.options
+    one = AbstractMesh((1,) * len(setup.mesh.axis_names), setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
+
+    def loss(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> jax.Array:
+        with use(one, setup.strategy), numerics(options.precision, None):
+            model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
+            return step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
+
+    micro = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype), batch
+    )
+    params, extra, key = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.params, state.extra, state.key)
+    )
+    return jax.make_jaxpr(loss)(params, extra, micro, key).jaxpr

@@ -1,135 +1,277 @@
-"""The promise: what a strategy says it will send, before any program is read.
+"""What a step promises to send, before any program is read: its strategy's promise with the facts of the step.
 
-What is promised follows from the rules, not from the program (a stacked leaf counts once a layer):
+Each part of a strategy says what its rules make XLA send (`parallel.part.Part.promise`). Under a pipeline every stage
+has a promise of its own, from its schedule:
 
-    a parameter split over batch axes       all-gather before use, forward and backward, in the compute dtype
-    its gradient                            reduce-scatter over the axes that split its update,
-                                            all-reduce over the other axes that split the batch
-    ... both, where the strategy quantizes  all-gather of bytes, all-to-all of bytes
-    a parameter not split as its update is  all-gather of the new value
-    a weight contracted over a split dim    all-reduce of its result, forward            (row-parallel, Megatron's g)
-    weights that share a whole input        all-reduce of its gradient, backward         (column-parallel, Megatron's f)
-    ... with the sequence split between     reduce-scatter where the sum was, all-gather where the whole is needed again
-    logits split over the vocabulary        all-reduce of max, sum and target, one number a token
-    attention, the sequence split           permutes of keys and values round a ring, and backward of their gradients
-    experts split over axes of the batch    all-to-alls, two forward and two backward a layer; counts of choices
-    numbers or vectors over the batch       losses, metrics, norms, statistics of a batch: counted, not promised
+    over axes that split the batch
+      weights before use        an all-gather before the first tick, gather="step"
+      gradients                 reduced once, after the last tick, outside of every loop; those of embedding and head
+                                over the stages, too, where several make them (tied embeddings, a part on two stages)
+    over axes inside a stage
+      gradients, the sequence   an all-reduce in every W of what every rank has whole, as norm scales
+      split between layers
+      what layers promise       without stages, for the stage's own layers, as often as it runs an F or a B; what stands
+                                before the layers (behind them) on the stage of the first (last) part
 
-A weight is row-parallel when its split dim stands before its `embed` dim, column-parallel when behind it (without
-names: the first or a later dim), as in Shoeybi et al. 2019, "Megatron-LM", section 3.
+What goes from stage to stage, and weights gathered in cells, are messages of a kernel, which the traced step tells.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.compiled.parts import Parts
-from meshpar.compiled.promise_kernels import attended, gathered_in_bytes, scattered_in_bytes
-from meshpar.compiled.promise_leaves import gathered, reduced, renewed
-from meshpar.compiled.promise_matmul import contracted
-from meshpar.compiled.promise_moe import routed
-from meshpar.compiled.promise_stages import by_stage
-from meshpar.compiled.terms import Facts, Promised, facts_of
-from meshpar.moe.layer import Asked
-from meshpar.sharding.types import Decision, is_spec
+from meshpar.parallel import leaves
+from meshpar.parallel.promise import (
+    Facts,
+    Promised,
+    Weight,
+    has_vocabulary,
+    merged,
+    owned_axes,
+    split_axes,
+    with_layers,
+)
+from meshpar.parallel.tensor import VOCABULARY
+from meshpar.pipeline.schedules.ops import F, W
+from meshpar.pipeline.traffic import Traffic, traffic
+from meshpar.sharding.rules import REFINES
+from meshpar.sharding.types import axis_sizes, is_spec, without_axes
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
-Layers: TypeAlias = tuple[Callable[[Facts], Iterable[Promised]], ...]
 
-
-def _layers(experts: Sequence[Asked]) -> Layers:
-    """What the layers' own work promises for `Facts.leaves`, each a function of the facts.
-
-    Under stages they are asked for the leaves before the layers, inside and behind them one by one.
-    """
-    return contracted, attended, functools.partial(routed, asked=experts)
-
-
-def promised(
-    setup: Setup, options: StepOptions, batch: Any, *, experts: Sequence[Asked] = (), on_cpu: bool = False
-) -> tuple[Promised, ...]:
-    """What a training step promises to send.
+def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> tuple[Promised, ...]:
+    """What a training step without stages promises to send.
 
     Args:
       setup: the state's: model, mesh, strategy and every leaf's decision.
       options: the step's.
       batch: the global batch, or its shapes.
-      experts: what layers of experts are asked in a step (`asked_of`), by which their bytes are known.
       on_cpu: promise what XLA:CPU makes of it: float32 on the wire, and a sum of several all-reduces instead of one
         all-reduce of the sum.
     """
-    facts = facts_of(setup, options, batch, on_cpu)
-    leaves = list(zip(facts.leaves, _specs(setup.layout.grads), _specs(setup.layout.updates), strict=True))
-    found: list[Promised] = []
-    in_bytes = {decision.path: gathered_in_bytes(facts, decision) for decision, _, _ in leaves}
-    for parts in in_bytes.values():
-        found += parts or ()
-    for make in (
-        lambda d, g, u: None if in_bytes[d.path] is not None else gathered(facts, d),
-        lambda d, g, u: scattered_in_bytes(facts, d) or reduced(facts, d, g, u),
-        lambda d, g, u: renewed(facts, d, u),
-    ):
-        for decision, grads, update in leaves:
-            one = make(decision, grads, update)
-            if one is not None:
-                layered = _as_layers(decision)
-                stacked = make(layered, grads, update) if layered is not None else None
-                found.append(dataclasses.replace(_of_leaf(one), stacked=stacked and _of_leaf(stacked)))
-    return _merged([*found, *(one for make in _layers(experts) for one in make(facts))])
+    return setup.strategy.promise(facts_of(setup, options, batch, on_cpu=on_cpu))
 
 
-def promised_by_stage(
-    setup: Setup,
-    options: StepOptions,
-    batch: Any,
-    parts: Parts,
-    *,
-    experts: Sequence[Asked] = (),
-    on_cpu: bool = False,
-) -> tuple[tuple[Promised, ...], ...]:
-    """What each stage of a pipelined training step promises to send.
+def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> Facts:
+    """The facts of a training step; arguments as for `promised`."""
+    sizes = axis_sizes(setup.mesh)
+    batch_axes = setup.batch_axes
+    rules = setup.strategy.activations
 
-    Args:
-      setup, options, batch, experts, on_cpu: as for `promised`.
-      parts: how stages cut the model.
-    """
-    return tuple(_merged(one) for one in by_stage(setup, options, batch, parts, _layers(experts), on_cpu=on_cpu))
+    def axes_of(*wanted: str) -> set[str]:
+        chosen = (rules.name_rule(name) for name in wanted)
+        found = {axis for rule in chosen if rule is not None for axis in _axes_in(rule.value)}
+        return {axis for axis in found if sizes.get(axis, 1) > 1}
+
+    width = axes_of(*(name for name in rules.names if name not in ("batch", "act_expert", "seq", *REFINES)))
+    context = axes_of("seq") - width - set(batch_axes)
+    sequence = axes_of("norm_seq") - context
+    rows, tokens = _rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
+    specs = zip(with_layers(setup.table.params), _specs(setup.layout.grads), _specs(setup.layout.updates), strict=True)
+    weights = tuple(Weight(*one) for one in specs)
+    return Facts(
+        sizes=sizes,
+        accumulate=options.accumulate,
+        is_once=options.is_once,
+        is_remat=options.remat is not None,
+        weights=weights,
+        batch_axes=batch_axes,
+        tensor_axes=tuple(axis for axis in sizes if axis in (width | sequence) - set(batch_axes)),
+        sequence_axes=tuple(axis for axis in sizes if axis in sequence),
+        context_axes=tuple(axis for axis in sizes if axis in context),
+        rows=rows,
+        tokens=None if tokens is None else tokens // math.prod(sizes[axis] for axis in context),
+        compute=options.precision.compute,
+        reduce=options.precision.reduce,
+        quantize=setup.strategy.quantize,
+        is_tied=sum(has_vocabulary(one.decision) for one in weights) == 1,
+        on_cpu=on_cpu,
+    )
 
 
-def _as_layers(decision: Decision) -> Decision | None:
-    """The decision about a leaf without names as if its first dim were layers; None when that cannot be."""
-    leaf = decision.leaf
-    if leaf.names is not None or len(leaf.shape) < 2 or leaf.shape[0] < 2:
-        return None
-    names = ("layers", *(None for _ in leaf.shape[1:]))
-    return dataclasses.replace(decision, leaf=dataclasses.replace(leaf, names=names))
-
-
-def _of_leaf(one: Promised) -> Promised:
-    marked = (tuple(dataclasses.replace(leg, of_leaf=True) for leg in spelling) for spelling in one.spellings)
-    return dataclasses.replace(one, spellings=tuple(marked))
+def _rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
+    """Of one of `split` parts of a batch: its rows, and how many tokens they hold; None when they hold none."""
+    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(batch)]
+    rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
+    # Rows of whole numbers are tokens where nothing else is in the batch; bytes are pixels.
+    has_floats = any(dtype.kind not in "iub" and len(shape) > 1 for shape, dtype in shapes)
+    has_images = any(len(shape) > 2 for shape, _ in shapes)
+    ids = [shape for shape, dtype in shapes if len(shape) == 2 and dtype.kind in "iu" and dtype.itemsize > 1]
+    tokens = [] if has_floats or has_images else [math.prod(shape) // split for shape in ids]
+    return rows, max(tokens, default=None)
 
 
 def _specs(tree: Any) -> list[PartitionSpec]:
     return jax.tree.leaves(tree, is_leaf=is_spec)
 
 
-def _merged(found: Sequence[Promised]) -> tuple[Promised, ...]:
-    """Promises that differ in their tensors only, as one."""
-    merged: dict[Any, Promised] = {}
-    for one in found:
-        key = (one.role, one.stack, one.spellings, one.stacked)
-        if key in merged:
-            so_far = merged[key]
-            count = (so_far.count[0] + one.count[0], so_far.count[1] + one.count[1])
-            vector = max(so_far.vector, one.vector)
-            one = dataclasses.replace(so_far, tensors=so_far.tensors + one.tensors, count=count, vector=vector)
-        merged[key] = one
-    return tuple(merged.values())
+def _axes_in(rule: Any) -> Iterator[str]:
+    """Every mesh axis that a rule for a name may use."""
+    if isinstance(rule, str):
+        yield rule
+    elif isinstance(rule, tuple):
+        for one in rule:
+            yield from _axes_in(one)
+    elif hasattr(rule, "alternatives"):
+        yield from _axes_in(tuple(one for one in rule.alternatives if one is not None))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def promised_by_stage(
+    setup: Setup, options: StepOptions, batch: Any, parts: Parts, *, on_cpu: bool = False
+) -> tuple[tuple[Promised, ...], ...]:
+    """What each stage of a pipelined training step promises to send.
+
+    Args:
+      setup, options, batch, on_cpu: as for `promised`.
+      parts: how stages cut the model.
+    """
+    step = _Staged.of(setup, options, batch, parts, on_cpu)
+    everywhere = list(step.everywhere())
+    inside = [(side, one) for side in _SIDES for one in step.of_side(side)]
+    found = []
+    for stage in range(parts.schedule.stages):
+        own = [*step.summed_in_cells(stage), *(step.on_stage(side, one, stage) for side, one in inside)]
+        found.append(merged(one for one in (*everywhere, *own) if one.count[1]))
+    return tuple(found)
+
+
+_Side = Literal["first", "layers", "last"]
+_SIDES: tuple[_Side, ...] = ("first", "layers", "last")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Staged:
+    setup: Setup
+    facts: Facts
+    """With microbatches for micro-steps, gathered and reduced once."""
+    parts: Parts
+    traffic: Traffic
+    weights: tuple[Weight, ...]
+    """Those of `facts` as one stage holds them: of stacked layers its share, with the stages taken for granted."""
+
+    @staticmethod
+    def of(setup: Setup, options: StepOptions, batch: Any, parts: Parts, on_cpu: bool) -> _Staged:
+        asked = dataclasses.replace(options, accumulate=parts.schedule.microbatches, accumulate_mode="once")
+        facts = facts_of(setup, asked, batch, on_cpu=on_cpu)
+        facts = dataclasses.replace(facts, by_stages=True, is_once=True, quantize=None)
+        axis = _stage_axis(setup)
+        weights = tuple(of_stage(one, axis, parts.schedule.stages) for one in facts.weights)
+        return _Staged(setup, facts, parts, traffic(parts.schedule), weights)
+
+    def everywhere(self) -> Iterator[Promised]:
+        """Weights gathered before the first tick, gradients reduced after the last, new values after the update."""
+        facts = dataclasses.replace(self.facts, weights=self.weights, sequence_axes=(), is_tied=False)
+        pipelined = self.setup.strategy.pipeline
+        assert pipelined is not None
+        for weight, whole in zip(self.weights, self.facts.weights, strict=True):
+            in_cells = whole.decision.leaf.is_stacked and pipelined.gather == "microbatch"
+            gathered = None if in_cells else leaves.gathered(facts, weight)
+            reduced = self._over_stages(weight, leaves.reduced(facts, weight))
+            outside = None if reduced is None else dataclasses.replace(reduced, outside=True)
+            yield from (one for one in (gathered, outside, leaves.renewed(facts, weight)) if one is not None)
+
+    def _over_stages(self, weight: Weight, reduced: Promised | None) -> Promised | None:
+        """The reduction of a gradient, over the stages too where several make it."""
+        facts, path = self.facts, weight.decision.path
+        stages = self.traffic.first_stages if path in self.parts.first else frozenset()
+        stages |= self.traffic.last_stages if path in self.parts.last else frozenset()
+        if len(stages) < 2:
+            return reduced
+        axis = _stage_axis(self.setup)
+        kept, _ = split_for_good(self.facts, weight)
+        return Promised(
+            role="gradients of the ends, summed over the stages",
+            kind="sum",
+            axes=facts.ordered({axis, *(reduced.axes if reduced else ())}),
+            scattered=reduced.scattered if reduced else (),
+            whole=True,
+            elements=weight.decision.leaf.size // facts.ways(kept),
+            dtype=facts.wire(facts.reduce_dtype(weight.decision)),
+            count=(1, 1),
+            tensors=(path,),
+            of_leaf=True,
+        )
+
+    def summed_in_cells(self, stage: int) -> Iterator[Promised]:
+        """Gradients of what is whole over axes that split the sequence, norm scales say: summed over them in each W."""
+        facts, count, parts = self.facts, self.traffic, self.parts
+        for weight, whole in zip(self.weights, facts.weights, strict=True):
+            decision, is_layer = weight.decision, whole.decision.leaf.is_stacked
+            own = set(split_axes(facts, decision.spec)) | set(owned_axes(facts, decision))
+            axes = facts.ordered(set(facts.sequence_axes) - own)
+            if not axes:
+                continue
+            layers = decision.leaf.shape[0] if is_layer else 1
+            kept, _ = split_for_good(self.facts, weight)
+            path = decision.path
+            uses = count.first[stage] * (path in parts.first) + count.last[stage] * (path in parts.last)
+            of_part = layers * parts.schedule.stages // parts.schedule.num_parts
+            runs = int(count.ops[stage, W] * of_part if is_layer else uses)
+            yield Promised(
+                role="gradients of a split sequence",
+                kind="sum",
+                axes=axes,
+                elements=decision.leaf.size // layers // facts.ways(kept),
+                dtype=facts.wire(facts.reduce_dtype(decision)),
+                count=(runs, runs),
+                tensors=(path,),
+            )
+
+    def of_side(self, side: _Side) -> tuple[Promised, ...]:
+        """What the work before the layers, inside or behind them promises, in all microbatches together."""
+        layers = frozenset(one.decision.path for one in self.facts.weights if one.decision.leaf.is_stacked)
+        paths = {"first": self.parts.first, "layers": layers, "last": self.parts.last}[side]
+        mine = tuple(one for one in self.facts.weights if one.decision.path in paths)
+        return self.setup.strategy.promise_of_layers(dataclasses.replace(self.facts, weights=mine))
+
+    def on_stage(self, side: _Side, one: Promised, stage: int) -> Promised:
+        """What is promised for all layers and microbatches, as far as it is this stage's."""
+        runs = {"first": self.traffic.first, "layers": self.traffic.ops[:, F], "last": self.traffic.last}[side]
+        parts = self.parts.schedule.num_parts if side == "layers" else 1
+        share = Fraction(int(runs[stage]), parts * self.parts.schedule.microbatches)
+        is_backward, (least, most) = "backward" in one.role, one.count
+        if side == "last" and is_backward:  # what stands behind the layers always has its input's gradient taken
+            least = most if not self.facts.on_cpu else max(least, 1)
+        # A table that is looked up and multiplied by stands on both sides, once for each.
+        is_both = any(path in self.parts.first & self.parts.last for path in one.tensors)
+        if (side == "first" and one.role == VOCABULARY) or (is_both and is_backward == (side == "first")):
+            least = most = 0
+        counts = [share * count for count in (least, most)]
+        return dataclasses.replace(one, count=(math.floor(counts[0]), math.ceil(counts[1])))
+
+
+def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
+    """A parameter as one stage holds it."""
+    decision, leaf = weight.decision, weight.decision.leaf
+    own, grads, update = (without_axes(spec, (axis,)) for spec in (decision.spec, weight.grads, weight.update))
+    if leaf.is_stacked:
+        shape, names = (leaf.shape[0] // stages, *leaf.shape[1:]), (None, *(leaf.names or ())[1:])
+        leaf = dataclasses.replace(leaf, shape=shape, names=names)
+    return Weight(dataclasses.replace(decision, leaf=leaf, spec=own), grads, update)
+
+
+def split_for_good(facts: Facts, weight: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Axes that split a leaf for good, and those that split the batch, over which it is gathered."""
+    split = split_axes(facts, weight.decision.spec)
+    over = set(facts.batch_axes) - set(owned_axes(facts, weight.decision))
+    return tuple(axis for axis in split if axis not in over), tuple(axis for axis in split if axis in over)
+
+
+def _stage_axis(setup: Setup) -> str:
+    assert setup.strategy.pipeline is not None
+    return setup.strategy.pipeline.axis

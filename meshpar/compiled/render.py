@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal
 
-from meshpar.compiled.holding import Line, Promise, Surprise
+from meshpar.compiled.holding import Line, Promise, Unexpected
 from meshpar.compiled.memory import Memory
 from meshpar.compiled.report import Report, Sent
 from meshpar.sharding.table import human_bytes
@@ -240,25 +240,25 @@ def _largest(memory: Memory) -> Table:
 
 def _promise_verdict(promise: Promise) -> Cell:
     broken = [
-        *([f"{len(promise.surprise)} collective(s) that nothing promised"] if promise.surprise else []),
+        *([f"{len(promise.unexpected)} unexpected collective(s)"] if promise.unexpected else []),
         *([f"{len(promise.missing)} promise(s) not found"] if promise.missing else []),
     ]
     if not broken:
         return Cell("✔ sends what the strategy promised, and nothing else", "good")
-    return Cell("✘ " + ", ".join(broken), "bad" if promise.surprise else "warn")
+    return Cell("✘ " + ", ".join(broken), "bad" if promise.unexpected else "warn")
 
 
 def _promise(report: Report) -> Section:
     promise = report.promise
     parts: list[Table | Cell] = []
-    if promise.surprise:
-        parts.append(_surprises(promise.surprise))
+    if promise.unexpected:
+        parts.append(_unexpected(promise.unexpected))
     if promise.missing:
         parts.append(_lines("Missing", promise.missing, "bad"))
     if promise.kept:
         parts.append(_lines("Kept", promise.kept, ""))
-    if promise.written:
-        parts.append(_lines("Written in kernels of your own", promise.written, ""))
+    if promise.kernels:
+        parts.append(_lines("Sent by kernels", promise.kernels, ""))
     if promise.small:
         sent = human_bytes(sum(one.found_bytes for one in promise.small))
         count = sum(one.found_count for one in promise.small)
@@ -303,15 +303,15 @@ def _stages(report: Report) -> Section | None:
     return Section(title="Stages", verdict=Cell(whole), parts=tuple(parts))
 
 
-def surprise_text(one: Surprise) -> str:
-    """A surprise in one line."""
+def unexpected_text(one: Unexpected) -> str:
+    """An unexpected collective in one line."""
     sent = f"{human_bytes(one.bytes_sent_per_device)} in {one.count_per_step:,} a step"
     return (
         f"{one.kind} over {'*'.join(one.axes)} of {one.tensor}, {sent}, in {_where(one.module, one.source)}: {one.fix}"
     )
 
 
-def _surprises(surprises: Sequence[Surprise]) -> Table:
+def _unexpected(found: Sequence[Unexpected]) -> Table:
     rows = tuple(
         (
             Cell(f"{one.kind} over {'*'.join(one.axes)}", "bad"),
@@ -321,10 +321,10 @@ def _surprises(surprises: Sequence[Surprise]) -> Table:
             ),
             Cell(fix),
         )
-        for one, fix in zip(surprises, _once(one.fix for one in surprises), strict=True)
+        for one, fix in zip(found, _once(one.fix for one in found), strict=True)
     )
-    columns = ("surprise", "sent a step>", "what travels, and the line that caused it", "what usually mends it")
-    return Table(title="Surprises", columns=columns, rows=rows, rest="more surprises, smaller")
+    columns = ("collective", "sent a step>", "what travels, and the line that caused it", "suggested fix")
+    return Table(title="Unexpected", columns=columns, rows=rows, rest="more, smaller")
 
 
 def _once(texts: Iterable[str]) -> Iterator[str]:
@@ -339,7 +339,7 @@ def _lines(title: str, lines: Sequence[Line], style: Style) -> Table:
     rows = tuple(
         (
             Cell(one.role, style),
-            Cell(one.kind + (f", spelled {one.spelled}" if one.spelled else "")),
+            Cell(one.kind + (f", lowered as {one.lowered_as}" if one.lowered_as else "")),
             Cell("*".join(one.axes)),
             Cell(_times(one.count)),
             Cell(f"{one.found_count:,}", "" if one.count[0] <= one.found_count <= one.count[1] else "bad"),
@@ -501,7 +501,7 @@ def _lint(report: Report) -> Section | None:
         for one, fix in zip(report.findings, _once(one.fix for one in report.findings), strict=True)
     )
     verdict = Cell(f"{len(rows)} finding" + "s" * (len(rows) > 1), "warn")
-    columns = ("rule", "costs>", "what", "what usually mends it")
+    columns = ("rule", "costs>", "what", "suggested fix")
     return Section(title="Lint", verdict=verdict, parts=(Table(columns=columns, rows=rows),))
 
 

@@ -89,7 +89,7 @@ class Report:
     @property
     def is_as_promised(self) -> bool:
         """Whether nothing is sent that the strategy did not promise."""
-        return not self.promise.surprise
+        return not self.promise.unexpected
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; sizes in bytes, times in seconds."""
@@ -124,7 +124,7 @@ class Report:
         return as_html(self)
 
     def __repr__(self) -> str:
-        verdict = "as promised" if self.is_as_promised else f"{len(self.promise.surprise)} surprises"
+        verdict = "as promised" if self.is_as_promised else f"{len(self.promise.unexpected)} unexpected collectives"
         return f"<Report: {self.strategy} on {self.devices} devices, {self.target}, {verdict}>"
 
     def __str__(self) -> str:

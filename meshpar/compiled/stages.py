@@ -6,10 +6,14 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
+
 from meshpar.compiled.clock.timeline import Timeline
 from meshpar.compiled.parts import Parts
-from meshpar.compiled.promise_stages import gathers
-from meshpar.pipeline.traffic import traffic
+from meshpar.compiled.promise import facts_of, of_stage, split_for_good
+from meshpar.parallel.promise import ITEMSIZE
+from meshpar.pipeline.schedules.ops import W
+from meshpar.pipeline.traffic import gathers_in_cells, traffic
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
@@ -72,7 +76,6 @@ def stages(
     """
     schedule = parts.schedule
     assert setup.strategy.pipeline is not None
-    sizes = gathers(setup, options, batch, parts, on_cpu=on_cpu)
     return Stages(
         schedule=schedule.name,
         stages=schedule.stages,
@@ -86,5 +89,33 @@ def stages(
         messages=traffic(schedule).messages,
         message_bytes=sum(x.dtype.itemsize * math.prod(x.shape) for x in parts.handed_on),
         gather=setup.strategy.pipeline.gather,
-        gathering=tuple(Gathering(gather=name, sent_bytes=sent, held_bytes=held) for name, sent, held in sizes),
+        gathering=_gathering(setup, options, batch, parts, on_cpu=on_cpu),
     )
+
+
+def _gathering(setup: Setup, options: StepOptions, batch: Any, parts: Parts, *, on_cpu: bool) -> tuple[Gathering, ...]:
+    """Both choices of `gather`; none when no layer is split over axes that split the batch."""
+    schedule, pipelined = parts.schedule, setup.strategy.pipeline
+    assert pipelined is not None
+    facts = dataclasses.replace(facts_of(setup, options, batch, on_cpu=on_cpu), by_stages=True)
+    rounds = traffic(schedule).rounds
+    # An F and a B in one cell hold a part each.
+    at_once = 1 if schedule.chunks == 1 else int((schedule.table[..., :W, 0] >= 0).sum(-1).max())
+    sent, held = {"step": 0.0, "microbatch": 0.0}, {"step": 0, "microbatch": 0}
+    in_cells, is_split = np.zeros(schedule.stages), False
+    for weight in (one for one in facts.weights if one.decision.leaf.is_stacked):
+        decision = of_stage(weight, pipelined.axis, schedule.stages).decision
+        kept, split = split_for_good(facts, dataclasses.replace(weight, decision=decision))
+        is_split |= bool(split)
+        ways, width = facts.ways(split), ITEMSIZE[facts.wire(facts.compute_dtype(decision))]
+        own = decision.leaf.size // facts.ways(kept) * width
+        part = decision.leaf.size * schedule.stages // schedule.num_parts // facts.ways(kept) * width
+        sent["step"] += (1 - 1 / ways) * own + rounds * part
+        held["step"] += schedule.chunks * part
+        sent["microbatch"] += rounds * part / ways
+        if split:
+            in_cells += (1 - 1 / ways) * part * gathers_in_cells(schedule, parts.reads[decision.path])
+        held["microbatch"] += schedule.chunks * part // ways + (at_once * part if split else 0)
+    sent["microbatch"] += float(in_cells.max())
+    names = ("step", "microbatch") if is_split else ()
+    return tuple(Gathering(gather=name, sent_bytes=sent[name], held_bytes=held[name]) for name in names)

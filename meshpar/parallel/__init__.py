@@ -3,15 +3,16 @@
 from meshpar.parallel.context import context_parallel
 from meshpar.parallel.data import ddp
 from meshpar.parallel.expert import expert_parallel
-from meshpar.parallel.part import Facts, Need, Part, RuleSets
+from meshpar.parallel.part import Need, Part, RuleSets
 from meshpar.parallel.pipeline import pipeline_parallel
+from meshpar.parallel.promise import Facts, Promised
 from meshpar.parallel.quantized import Quantize
 from meshpar.parallel.strategy import PRESETS, Strategy, as_strategy, custom, from_json, parse_strategy
 from meshpar.parallel.tensor import tensor_parallel
 from meshpar.parallel.zero import fsdp, hsdp, zero1, zero2, zero3
 
 __all__ = [
-    "PRESETS", "Facts", "Need", "Part", "Quantize", "RuleSets", "Strategy", "as_strategy", "context_parallel",
-    "custom", "ddp", "expert_parallel", "from_json", "fsdp", "hsdp", "parse_strategy", "pipeline_parallel",
-    "tensor_parallel", "zero1", "zero2", "zero3",
+    "PRESETS", "Facts", "Need", "Part", "Promised", "Quantize", "RuleSets", "Strategy", "as_strategy",
+    "context_parallel", "custom", "ddp", "expert_parallel", "from_json", "fsdp", "hsdp", "parse_strategy",
+    "pipeline_parallel", "tensor_parallel", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
 from meshpar.parallel.part import Need, Part, RuleSets, activations, split
+from meshpar.parallel.promise import Facts, Promised, parent, size_of, split_axes
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.rules import DimRule, first
-from meshpar.sharding.types import near, problem
+from meshpar.sharding.types import Decision, near, problem
 
 Kind: TypeAlias = Literal["ring", "all-to-all"]
 
@@ -42,6 +44,51 @@ class Context(Part):
     def needs(self) -> tuple[Need, ...]:
         why = "leave it out, for there is nothing to split the sequence over"
         return (Need(axis=self.axis, strategy=repr(self), why=why),)
+
+    def promise(self, facts: Facts) -> Iterator[Promised]:
+        """Of the ring nothing: it is a kernel."""
+        return _scattered(facts) if self.kind == "all-to-all" else iter(())
+
+
+def _scattered(facts: Facts) -> Iterator[Promised]:
+    """4 all-to-alls a layer forward, of queries, keys, values and the heads' output, and 4 of their gradients backward.
+
+    A layer with weights of `kv_heads` is one with attention.
+    """
+    found: dict[tuple[str, int], dict[str, list[Decision]]] = {}
+    for decision in (one.decision for one in facts.weights):
+        for name in ("kv_heads", "heads"):
+            if {name, "embed"} <= set(decision.leaf.names or ()):
+                layer = found.setdefault((parent(decision), decision.leaf.num_layers), {})
+                layer.setdefault(name, []).append(decision)
+    for (_, stack), of in found.items():
+        if "kv_heads" not in of or facts.tokens is None:
+            continue
+        runs, weights = stack * facts.accumulate, (*of["kv_heads"], *of.get("heads", ()))
+        for numbers in _numbers_a_token(facts, of["kv_heads"][0], of.get("heads", [])):
+            for direction, most in (("forward", facts.recomputed(stack)), ("backward", 1)):
+                yield Promised(
+                    role=f"heads scattered for attention, {direction}",
+                    kind="exchange",
+                    axes=facts.context_axes,
+                    elements=facts.tokens * numbers,
+                    dtype=facts.wire(facts.compute_dtype(of["kv_heads"][0])),
+                    count=(runs, most * runs),
+                    tensors=tuple(decision.path for decision in weights),
+                )
+
+
+def _numbers_a_token(facts: Facts, keys: Decision, heads: Sequence[Decision]) -> Iterator[int]:
+    """On one device, of queries, keys, the heads' output and values, as they travel.
+
+    A query is as wide as a key, a head's output as a value.
+    """
+    for decision in heads:
+        num_heads, num_kv_heads = size_of(decision, "heads"), size_of(keys, "kv_heads")
+        tensor = facts.ways(set(split_axes(facts, decision.spec)) & set(facts.tensor_axes))
+        times = repeats(num_heads, num_kv_heads, tensor * facts.ways(facts.context_axes))
+        numbers = decision.leaf.size // decision.leaf.num_layers // size_of(decision, "embed") // tensor
+        yield from (numbers, numbers * num_kv_heads * times // num_heads)
 
 
 def repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:

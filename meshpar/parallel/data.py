@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshpar.parallel.part import Facts, Part, RuleSets, activations, replicated_all
+from meshpar.parallel.part import Part, RuleSets, activations, replicated_all
+from meshpar.parallel.promise import Facts
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.parallel.zero import stages_above
 

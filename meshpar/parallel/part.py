@@ -3,6 +3,7 @@
     rules()      four rule sets: parameters, gradients, optimizer state, activations
     needs()      mesh axes without which it would be another strategy
     engine()     the module that makes gradients, where XLA does not
+    promise()    the collectives that XLA puts in because of its rules
     smaller()    the same with less memory, the mildest change first
 
 `Strategy` joins parts; `explain`, the planner and the command line learn a parallelism from these answers.
@@ -11,9 +12,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
+from meshpar.parallel.promise import Facts, Promised
 from meshpar.sharding.rules import ACTIVATION_NAMES, BATCH_AXES, PARAMETER_NAMES, DimRule, Largest, Rules
 from meshpar.sharding.types import problem
 
@@ -49,16 +51,6 @@ class Need:
     why: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a part is told when it is asked for a smaller one."""
-
-    sizes: Mapping[str, int]
-    """Of every mesh axis."""
-    accumulate: int = 1
-    """Micro-steps."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One parallelism. Frozen, comparable; its repr is how to write it in Python.
@@ -82,6 +74,14 @@ class Part:
     def engine(self) -> str | None:
         """The module whose `gradients` makes the gradients of a step; None: XLA does it."""
         return None
+
+    def promise(self, facts: Facts) -> Iterator[Promised]:
+        """The collectives that XLA puts in because of its rules, beside those of parameters (`leaves.promised`).
+
+        Args:
+          facts: of the step, with all parts' rules in force.
+        """
+        return iter(())
 
     def smaller(self, facts: Facts) -> tuple[Part, ...]:
         """The same with less memory, the mildest change first; empty where there is none."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from meshpar.parallel.part import Facts, Need, Part, RuleSets, activations, axes_of, split
+from meshpar.parallel.part import Need, Part, RuleSets, activations, axes_of, split
+from meshpar.parallel.promise import Facts
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.types import near, problem
 

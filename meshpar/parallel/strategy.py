@@ -6,10 +6,12 @@ import ast
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshpar.parallel.part import Facts, Need, Part, RuleSets, activations
+from meshpar.parallel import leaves
+from meshpar.parallel.part import Need, Part, RuleSets, activations
+from meshpar.parallel.promise import Facts, Promised, merged
 from meshpar.sharding.rules import USER, Rules
 from meshpar.sharding.types import AnyMesh, axis_sizes, near, problem
 
@@ -106,6 +108,21 @@ class Strategy:
         values = (getattr(part, field, None) for part in reversed(self.parts))
         return next((value for value in values if value is not None), None)
 
+    def promise(self, facts: Facts) -> tuple[Promised, ...]:
+        """The collectives that XLA puts in because of all parts' rules.
+
+        Those of parameters follow from the rules of all parts together; the others each part tells of its own.
+        """
+        return merged([*leaves.promised(facts), *self.promise_of_layers(facts)])
+
+    def promise_of_layers(self, facts: Facts) -> tuple[Promised, ...]:
+        """What the work on activations sends; what two parts promise alike counts once."""
+        found: list[Promised] = []
+        for part in self.parts:
+            before = set(found)
+            found += [one for one in part.promise(facts) if one not in before]
+        return tuple(found)
+
     def smaller(self, part: Part, facts: Facts) -> tuple[Strategy, ...]:
         """This strategy with a smaller one in a part's place, for each that it knows."""
         at = self.parts.index(part)
@@ -201,6 +218,9 @@ class Bare(Part):
         # Paths are those of parameters: a pattern such as `.*` must not catch the batch.
         return RuleSets(self.given, self.given, self.given, activations("default") | self.given.without_paths())
 
+    def promise(self, facts: Facts) -> Iterator[Promised]:
+        return _contracted(facts)
+
     def to_json(self) -> dict[str, Any]:
         return {"part": self.name, **self.given.to_json()}
 
@@ -231,6 +251,9 @@ class Custom(Part):
     def rules(self) -> RuleSets:
         return RuleSets(self.params, self.grads, self.optimizer, self.activations)
 
+    def promise(self, facts: Facts) -> Iterator[Promised]:
+        return _contracted(facts)
+
     def to_json(self) -> dict[str, Any]:
         changed = self.arguments()
         return {"part": self.name} | {field: rules.to_json() for field, rules in changed.items()}
@@ -242,6 +265,13 @@ class Custom(Part):
         given = self.rules()._asdict()
         is_default = self.activations == activations("default")
         return {name: rules for name, rules in given.items() if name != "activations" or not is_default}
+
+
+def _contracted(facts: Facts) -> Iterator[Promised]:
+    """Rules by hand may split weights over any axis, as `tensor_parallel` does."""
+    from meshpar.parallel.tensor import contracted
+
+    return contracted(facts)
 
 
 def custom(*, params: Rules, grads: Rules, optimizer: Rules, activations: Rules | None = None) -> Strategy:

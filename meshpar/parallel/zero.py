@@ -13,7 +13,6 @@ from typing import Any, Literal
 from meshpar.parallel.part import (
     MIN_SHARDED_BYTES,
     Axes,
-    Facts,
     Need,
     Part,
     RuleSets,
@@ -22,6 +21,7 @@ from meshpar.parallel.part import (
     replicated_all,
     split,
 )
+from meshpar.parallel.promise import Facts
 from meshpar.parallel.quantized import ENGINE, Quantize, quantize_of
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.rules import Largest

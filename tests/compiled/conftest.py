@@ -112,15 +112,20 @@ def compiled(planted, program_of, request):
 
 
 @pytest.fixture(scope="session")
-def read(compiled):
-    """(name, target, **options) -> (setup, options, census) of a planted mistake or a strategy's reference decoder."""
+def read(compiled, planted):
+    """(name, target, **options) -> (setup, options, census, jaxpr) of a planted mistake or a strategy's decoder.
+
+    The jaxpr is None where no kernel sends anything.
+    """
     known = {}
 
     def one(name, target, **options):
         key = (name, target, str(options))
         if key not in known:
             plant, program = compiled(name, target, **options)
-            known[key] = plant.state.setup, plant.step.options, census(program.module, plant.mesh)
+            has_kernels = name in planted.KERNELS or name == "sliced_all_reduce"
+            jaxpr = plant.step.trace(plant.state, plant.batch).jaxpr if has_kernels else None
+            known[key] = plant.state.setup, plant.step.options, census(program.module, plant.mesh), jaxpr
         return known[key]
 
     return one

@@ -1,4 +1,4 @@
-"""What layers of experts send, in closed form, against programs for CPU devices and for a pod of 64 H100s."""
+"""What MoE layers send, in closed form, against traced steps and programs for CPU devices and for a pod of 64 H100s."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.compiled.alone import asked_of
 from meshpar.compiled.census import census
-from meshpar.compiled.holding import hold
+from meshpar.compiled.explain import held_to
 from meshpar.compiled.program import compile_here
 from meshpar.compiled.promise import promised
-from meshpar.compiled.promise_moe import BACK, CHOSEN, COUNTS, THERE
 from meshpar.compiled.target import missing_aot
-from meshpar.compiled.terms import with_layers
+from meshpar.compiled.traced import messages
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
-from meshpar.moe import MoEConfig, Payload, Routing, Weights, exchange, layer, moe_layer
+from meshpar.moe import MoEConfig, Payload, Routing, Weights, moe_layer
+from meshpar.parallel.promise import with_layers
 from meshpar.planner import cost
 from meshpar.training.precision import remat_layer
 
@@ -101,10 +100,17 @@ class Case:
         state = mp.abstract_state(config.build(), optax.sgd(0.1), mesh=mesh, strategy=self.strategy)
         return state, mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), **self.step)
 
+    @property
+    def on_cpu(self):
+        return self.target == "cpu"
+
     def promises(self):
         state, step = self.state_and_step
-        asked = asked_of(step, state, self.batch)
-        return promised(state.setup, step.options, self.batch, experts=asked, on_cpu=self.target == "cpu")
+        return promised(state.setup, step.options, self.batch, on_cpu=self.on_cpu)
+
+    def held(self, collectives, jaxpr):
+        state, step = self.state_and_step
+        return held_to(state.setup, step.options, self.batch, collectives, jaxpr, on_cpu=self.on_cpu)
 
 
 CASES = {
@@ -166,7 +172,7 @@ EVERY = [pytest.param(name, marks=marks(name)) for name in ALL]
 
 @pytest.fixture(scope="module")
 def found(request):
-    """A case's promise and census, compiled once."""
+    """A case's census and the jaxpr of its step, compiled once."""
 
     @functools.cache
     def one(name):
@@ -179,13 +185,13 @@ def found(request):
             pytest.skip(missing_aot())
         else:
             program = request.getfixturevalue("pod").compile(traced, case.target)
-        return case.promises(), census(program.module, state.setup.mesh)
+        return census(program.module, state.setup.mesh), traced.jaxpr
 
     return one
 
 
 def verdict_of(found, name):
-    return hold(*found(name), micro_steps=ALL[name].micro_steps)
+    return ALL[name].held(*found(name))
 
 
 def payload_bytes(case, dtype):
@@ -209,31 +215,26 @@ def test_two_all_to_alls_each_way_a_layer_and_nothing_that_was_not_promised(foun
     case = ALL[name]
     verdict = verdict_of(found, name)
     assert verdict.missing == ()
-    assert verdict.surprise == ()
-    assert verdict.written == ()
-    kind, messages = "all-to-all" if case.target == "cpu" else "ragged-all-to-all", 1
+    assert verdict.unexpected == ()
+    kind, times = "all-to-all" if case.on_cpu else "ragged-all-to-all", 1
     if len(case.experts) > 1:  # over one axis and then over the other, rank by rank
-        kind, messages = "collective-permute", sum(case.sizes[axis] - 1 for axis in case.experts)
+        kind, times = "collective-permute", sum(case.sizes[axis] - 1 for axis in case.experts)
     payload = case.moe.get("payload") or Payload()
-    formats = {THERE: (payload.dispatch, payload.combine), BACK: (payload.grad, payload.grad)}
     runs = L * case.chunks * case.micro_steps
-    for role, coded in formats.items():
-        lines = [line for line in verdict.kept if line.role == role]
-        assert {line.kind for line in lines} == {kind}
-        assert {axis for line in lines for axis in line.axes} == set(case.experts)
-        times = runs * (case.forwards if role == THERE else 1)
-        assert sum(line.found_count for line in lines) == 2 * times * messages
-        expected = times * sum(payload_bytes(case, None if one is None else "u8") for one in coded)
-        assert sum(line.found_bytes for line in lines) == sum(line.bytes_sent_per_device for line in lines) == expected
-    counts = [line for line in verdict.kept if line.role == COUNTS]
+    coded = [*(payload.dispatch, payload.combine) * case.forwards, payload.grad, payload.grad]
+    lines = [line for line in verdict.kernels if line.kind == kind]
+    assert {axis for line in lines for axis in line.axes} == set(case.experts)
+    assert sum(line.found_count for line in lines) == len(coded) * runs * times
+    expected = runs * sum(payload_bytes(case, None if one is None else "u8") for one in coded)
+    assert sum(line.found_bytes for line in lines) == expected
+    collectives = found(name)[0]
+    counts = [one for one in collectives if one.kind == "all-gather" and one.dtype == "s32"]
     if "capacity_factor" in case.routing or "choice" in case.routing:
         assert counts == []  # a buffer holds what it holds, and nobody asks for more
     else:
-        (line,) = counts
-        assert line.found_count == runs * case.forwards
-        assert line.found_bytes == runs * case.forwards * (case.ranks - 1) * E * 4
-    sent = [one for one in found(name)[1] if one.kind == kind]
-    assert sum(one.count_per_step for one in sent) == 2 * runs * (1 + case.forwards) * messages
+        assert sum(one.count_per_step for one in counts) == runs * case.forwards
+        assert sum(one.bytes_sent_per_step for one in counts) == runs * case.forwards * (case.ranks - 1) * E * 4
+    assert sum(one.count_per_step for one in collectives if one.kind == kind) == len(coded) * runs * times
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
@@ -258,13 +259,12 @@ def test_gradients_of_experts_are_summed_over_other_axes_and_the_routers_over_al
 def test_with_the_width_split_gradients_are_summed_where_there_are_tokens(found, name):
     """Not where there is room for all rows that any routing may send."""
     case = ALL[name]
-    kept = {(line.role, line.tensors): line for line in verdict_of(found, name).kept}
-    ((_, line),) = [(key, line) for key, line in kept.items() if key[0] == CHOSEN]
-    assert (line.axes, line.found_count) == (("tensor",), L)
-    assert line.found_bytes == L * 2 * (1 / 2) * case.tokens * K * 4
-    over_tensor = [one for one in found(name)[1] if one.axes == ("tensor",)]
-    rows = {max(array.size for array in one.arrays) // D for one in over_tensor if "moe" in one.module.split("/")}
-    assert max(rows) == case.tokens
+    collectives, _ = found(name)
+    over_tensor = [one for one in collectives if one.axes == ("tensor",) and "moe" in one.module.split("/")]
+    assert verdict_of(found, name).unexpected == ()
+    assert max(max(array.size for array in one.arrays) // D for one in over_tensor) == case.tokens
+    chosen = [one for one in over_tensor if one.payload_bytes == case.tokens * K * 4 and one.is_backward]
+    assert sum(one.count_per_step for one in chosen) == L
 
 
 @pytest.mark.matrix
@@ -272,18 +272,17 @@ def test_whole_weights_on_every_device_send_no_tokens(found):
     """Gradients reduced once after all micro-steps: experts are gathered over all axes, and tokens stay."""
     case = Case(step={"accumulate": 2, "accumulate_mode": "once"})
     state, step = case.state_and_step
-    promises = case.promises()
-    assert not {THERE, BACK, COUNTS} & {one.role for one in promises}
-    program = compile_here(step.trace(state, case.batch), options=QUICK)
-    verdict = hold(promises, census(program.module, state.setup.mesh), micro_steps=2)
-    assert verdict.missing == verdict.surprise == verdict.written == ()
+    traced = step.trace(state, case.batch)
+    assert not [one for one in messages(traced.jaxpr) if one.kind == "all-to-all"]
+    verdict = case.held(census(compile_here(traced, options=QUICK).module, state.setup.mesh), traced.jaxpr)
+    assert verdict.missing == verdict.unexpected == ()
     gathered = {axis for line in verdict.kept if "layers/mlp/gate" in line.tensors for axis in line.axes}
     assert gathered == {"fsdp", "expert"}
 
 
 def test_experts_are_gathered_forward_and_again_backward(found):
     """Each rank its own, from the shards of `fsdp`; gradients summed whole instead are not what was promised."""
-    promises, collectives = found("dropless")
+    collectives, jaxpr = found("dropless")
     whole = E // CASES["dropless"].ranks * D * F
     over_fsdp = [one for one in collectives if one.axes == ("fsdp",)]
     gathers = [one for one in over_fsdp if one.kind == "all-gather" and one.payload_bytes == 4 * whole]
@@ -292,28 +291,15 @@ def test_experts_are_gathered_forward_and_again_backward(found):
         dataclasses.replace(one, kind="all-reduce") if one.kind == "reduce-scatter" and one in over_fsdp else one
         for one in collectives
     ]
-    missing = {tensor for line in hold(promises, summed).missing for tensor in line.tensors}
+    missing = {tensor for line in CASES["dropless"].held(summed, jaxpr).missing for tensor in line.tensors}
     assert {"layers/mlp/gate", "layers/mlp/up", "layers/mlp/down"} <= missing
 
 
-def test_experts_that_are_sent_nothing_and_gradients_over_the_wrong_axis_are_missing(found):
-    """What is promised is not kept by a program without it."""
-    promises, collectives = found("dropless")
-    without = [one for one in collectives if one.kind != "all-to-all"]
-    assert {line.role for line in hold(promises, without).missing} == {THERE, BACK}
-    elsewhere = [dataclasses.replace(one, axes=("fsdp",)) if one.kind == "all-to-all" else one for one in collectives]
-    assert {line.role for line in hold(promises, elsewhere).missing} == {THERE, BACK}
-
-
-def test_no_experts_promise_nothing_and_whole_ones_neither():
-    case = CASES["dropless"]
-    state, step = case.state_and_step
-    assert {THERE, BACK, COUNTS} <= {one.role for one in case.promises()}
+def test_whole_experts_send_no_tokens():
+    state, step = CASES["dropless"].state_and_step
     whole = mp.abstract_state(state.setup.model, optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp())
-    asked = asked_of(step, state, case.batch)
-    assert asked == asked_of(step, whole, case.batch)
-    roles = {one.role for one in promised(whole.setup, step.options, case.batch, experts=asked)}
-    assert not {THERE, BACK, COUNTS} & roles
+    jaxpr = step.trace(whole, CASES["dropless"].batch).jaxpr
+    assert not [one for one in messages(jaxpr) if "to-all" in one.kind]
 
 
 def test_layers_whose_dim_is_unnamed_are_promised_one_by_one():
@@ -365,31 +351,17 @@ def small_step(*, factor=None, remat=None, accumulate=1, **moe):
     return step, state, {"x": jax.ShapeDtypeStruct((8 * accumulate, T, D), np.float32)}
 
 
-def promised_of(made, experts=None):
-    step, state, batch = made
-    experts = asked_of(*made) if experts is None else experts
-    return promised(state.setup, step.options, batch, experts=experts, on_cpu=True)
-
-
-def held(made, experts=None):
-    step, state, batch = made
-    program = compile_here(step.trace(state, batch), options=QUICK)
-    collectives = census(program.module, state.setup.mesh)
-    return hold(promised_of(made, experts), collectives, micro_steps=step.options.accumulate)
-
-
 ROWS, ROW_BYTES = 2 * T * 2, D * 4
 """Choices of one device's tokens, and what one is on the wire."""
+BY_BYTES = {"float32": 4, "uint8": 1}
 
 
 @pytest.mark.parametrize(
     ("options", "there", "back"),
     [
         # Any routing: a token's two choices are of two ranks, so each of four may get it.
-        pytest.param({}, 2 * 2 * ROWS * ROW_BYTES, 2 * 2 * ROWS * ROW_BYTES, id="dropless", marks=pytest.mark.matrix),
-        pytest.param(
-            {"factor": 1.0}, 2 * ROWS * ROW_BYTES, 2 * ROWS * ROW_BYTES, id="buffers", marks=pytest.mark.matrix
-        ),
+        pytest.param({}, 2 * 2 * ROWS * ROW_BYTES, 2 * 2 * ROWS * ROW_BYTES, id="dropless"),
+        pytest.param({"factor": 1.0}, 2 * ROWS * ROW_BYTES, 2 * ROWS * ROW_BYTES, id="buffers"),
         pytest.param(
             {"factor": 1.0, "chunks": 2, "remat": "full", "accumulate": 2, "payload": Payload(dispatch="int8")},
             2 * 2 * ROWS * (ROW_BYTES + D + 4),
@@ -398,81 +370,14 @@ ROWS, ROW_BYTES = 2 * T * 2, D * 4
         ),
     ],
 )
-def test_layers_in_a_model_of_plain_functions_are_known_by_what_they_say(options, there, back):
-    """Its batch is no tokens, so that nothing but a layer knows how many it has."""
-    verdict = held(small_step(**options))
-    assert verdict.missing == verdict.surprise == verdict.written == ()
-    for role, payload in ((THERE, there), (BACK, back)):
-        lines = [line for line in verdict.kept if line.role == role]
-        assert sum(line.found_bytes for line in lines) == L * 3 / 4 * payload
-        assert sum(line.bytes_sent_per_device for line in lines) == L * 3 / 4 * payload
-
-
-@pytest.mark.matrix
-def test_a_layer_that_says_nothing_sends_whole_rows():
-    verdict = held(small_step(factor=1.0), experts=())
-    assert verdict.missing == verdict.surprise == ()
-    assert [line.found_count for line in verdict.kept if line.role in (THERE, BACK)] == [2 * L, 2 * L]
-
-
-def test_buffers_of_twice_the_size_are_reported(monkeypatch):
-    room = layer.capacity
-    monkeypatch.setattr(layer, "capacity", lambda *args: 2 * room(*args))
-    verdict = held(small_step(factor=1.0))
-    assert {line.role for line in verdict.missing} == {THERE, BACK}
-    assert {(one.kind, one.axes) for one in verdict.surprise} == {("all-to-all", ("expert",))}
-    assert sum(one.count_per_step for one in verdict.surprise) == 4 * L
-    asked = sum(line.bytes_sent_per_device for line in verdict.missing)
-    assert sum(one.bytes_sent_per_device for one in verdict.surprise) == 2 * asked
-
-
-def test_a_third_all_to_all_is_reported(monkeypatch):
-    """Two more undo each other, so that the numbers stay right and nothing but the count tells."""
-    once = exchange.all_to_all
-
-    def thrice(link, parts):
-        for _ in range(3):
-            parts = jax.lax.optimization_barrier(once(link, parts))
-        return parts
-
-    monkeypatch.setattr(exchange, "all_to_all", thrice)
-    verdict = held(small_step())
-    assert verdict.missing == ()
-    assert {(one.kind, one.axes) for one in verdict.surprise} == {("all-to-all", ("expert",))}
-    assert sum(one.count_per_step for one in verdict.surprise) == 8 * L
-
-
-def test_gradients_of_experts_summed_over_their_own_axis_are_reported(monkeypatch):
-    """What is wrong silently elsewhere: every rank gets the sum of the gradients of other ranks' experts too."""
-
-    @jax.custom_vjp
-    def mixed(weight):
-        return weight
-
-    def backward(_, grad):
-        return (jax.lax.pcast(jax.lax.psum(grad, "expert"), "expert", to="varying"),)
-
-    mixed.defvjp(lambda weight: (weight, None), backward)
-    whole = layer.whole
-    monkeypatch.setattr(layer, "whole", lambda dims, dtype, shard: mixed(whole(dims, dtype, shard)))
-    verdict = held(small_step())
-    assert verdict.missing == ()
-    assert {(one.kind, one.axes) for one in verdict.surprise} == {("all-reduce", ("expert",))}
-    assert sum(one.count_per_step for one in verdict.surprise) == 3 * L
-
-
-def test_layers_of_one_size_that_are_asked_differently_send_whole_rows():
-    """Nothing tells which of the weights is whose."""
-    made = small_step()
-    (asked,) = asked_of(*made)
-    routing = dataclasses.replace(asked.config.routing, top_k=3)
-    other = asked._replace(config=dataclasses.replace(asked.config, routing=routing))
-    legs = [
-        leg
-        for one in promised_of(made, (asked, other))
-        if one.role in (THERE, BACK)
-        for spelling in one.spellings
-        for leg in spelling
-    ]
-    assert legs
-    assert all(leg.multiple for leg in legs)
+def test_a_traced_layer_sends_what_the_formulas_say(options, there, back):
+    """In number and in bytes; a third all-to-all, or buffers of twice the size, would show here."""
+    step, state, batch = small_step(**options)
+    sent = [one for one in messages(step.trace(state, batch).jaxpr) if one.kind == "all-to-all"]
+    steps, chunks = options.get("accumulate", 1), options.get("chunks", 1)
+    forwards = 2 if options.get("remat") else 1
+    assert {one.axes for one in sent} == {("expert",)}
+    assert sum(one.count for one in sent) == 2 * (1 + forwards) * L * steps * chunks
+    assert sum(one.count * one.elements * BY_BYTES[one.dtype] for one in sent) == L * (there + back)
+    over_own = [one for one in messages(step.trace(state, batch).jaxpr) if one.kind == "all-reduce"]
+    assert not [one for one in over_own if one.elements >= D * 48], "gradients of experts are their owners'"

@@ -1,0 +1,158 @@
+"""What parameters promise one by one: weights gathered before use, gradients reduced, new values gathered.
+
+It follows from how a leaf, its gradient and its update lie, whichever part's rules said so:
+
+    a parameter split over batch axes       all-gather before use, forward and backward, in the compute dtype
+    its gradient                            reduce-scatter over the axes that split its update,
+                                            all-reduce over the other axes that split the batch
+    a parameter not split as its update is  all-gather of the new value
+
+A stacked leaf counts once a layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from meshpar.parallel.part import MIN_SHARDED_BYTES
+from meshpar.parallel.promise import (
+    GRADIENTS,
+    RENEWED,
+    WEIGHTS,
+    Facts,
+    Promised,
+    Weight,
+    has_vocabulary,
+    is_looked_up,
+    is_router,
+    layer_elements,
+    owned_axes,
+    split_axes,
+)
+
+
+def promised(facts: Facts) -> Iterator[Promised]:
+    """Of every parameter, its gradient and its new value."""
+    for make in (gathered, reduced, renewed):
+        for weight in facts.weights:
+            one = make(facts, weight)
+            if one is not None:
+                layered = _as_layers(weight)
+                stacked = make(facts, layered) if layered is not None else None
+                yield dataclasses.replace(one, stacked=stacked)
+
+
+def _as_layers(weight: Weight) -> Weight | None:
+    """A leaf without names as if its first dim were layers; None when that cannot be."""
+    leaf = weight.decision.leaf
+    if leaf.names is not None or len(leaf.shape) < 2 or leaf.shape[0] < 2:
+        return None
+    leaf = dataclasses.replace(leaf, names=("layers", *(None for _ in leaf.shape[1:])))
+    return dataclasses.replace(weight, decision=dataclasses.replace(weight.decision, leaf=leaf))
+
+
+def gathered(facts: Facts, weight: Weight) -> Promised | None:
+    """A parameter that is split over axes on which every device needs it whole."""
+    decision = weight.decision
+    axes = set(split_axes(facts, decision.spec)) - set(facts.tensor_axes) - set(owned_axes(facts, decision))
+    if not axes or (facts.quantize is not None and axes & set(facts.batch_axes)):  # by a kernel of the engine's
+        return None
+    stack = decision.leaf.num_layers
+    # Outside a loop over layers what was gathered for the forward pass is still there in the backward; inside, a layer
+    # that is computed again may gather again. MoE layers gather their router on the way in, and keep it.
+    passes = 1 if facts.is_once else 2
+    fewest = (1 if is_router(decision) else passes) * facts.micro_steps * stack if stack > 1 else 1
+    most = (passes + (facts.is_remat and stack > 1)) * facts.micro_steps * stack
+    return Promised(
+        role=WEIGHTS,
+        kind="gather",
+        axes=facts.ordered(axes),
+        elements=layer_elements(facts, decision, axes),
+        dtype=facts.wire(facts.compute_dtype(decision)),
+        count=(fewest, most),
+        tensors=(decision.path,),
+        stack=stack,
+        of_leaf=True,
+    )
+
+
+def reduced(facts: Facts, weight: Weight) -> Promised | None:
+    """A gradient: scattered over the axes that split its update, summed over the others that split the batch."""
+    decision, leaf = weight.decision, weight.decision.leaf
+    in_bytes = facts.quantize is not None and facts.quantize.gradients is not None and leaf.layer_ndim > 1
+    if in_bytes and set(split_axes(facts, decision.spec)) & set(facts.batch_axes):  # by a kernel of the engine's
+        return None
+    owned, split = set(owned_axes(facts, decision)), set(split_axes(facts, decision.spec))
+    of_all = set(facts.batch_axes) | set(facts.context_axes)
+    partial = ((of_all | set(facts.sequence_axes)) - owned - split) | ((split & of_all) - owned)
+    if is_router(decision):  # experts see the whole sequence, and so does what scores them
+        partial -= set(facts.sequence_axes)
+    if not partial:
+        return None
+    scattered = set(split_axes(facts, weight.update)) & partial
+    stack, elements = leaf.num_layers, leaf.size // leaf.num_layers // facts.ways(split - partial)
+    runs = stack * facts.micro_steps
+    # A table that is looked up and multiplied by has two gradients, which are summed after their reduction.
+    uses = 2 if facts.is_tied and has_vocabulary(decision) else 1
+    counts: dict[str, tuple[int, int]] = {}
+    # Micro-steps keep their sums as the gradients' rules say. XLA may add up what these leave whole before it sends.
+    keeps_sums = facts.accumulate > 1 and not facts.is_once
+    kept = scattered & set(split_axes(facts, weight.grads)) if keeps_sums else scattered
+    if keeps_sums:
+        counts |= dict.fromkeys(partial - kept, (stack, uses * runs))
+    # With one reduction behind all micro-steps, the axes that split the sequence still reduce in each of them.
+    if facts.is_once and not facts.by_stages:
+        each = stack * facts.accumulate
+        counts |= dict.fromkeys(partial & {*facts.sequence_axes, *facts.context_axes}, (each, uses * each))
+    return Promised(
+        role=GRADIENTS,
+        kind="sum",
+        axes=facts.ordered(partial),
+        scattered=facts.ordered(scattered),
+        whole=kept != scattered or _may_come_whole(facts, weight, elements, partial - scattered),
+        elements=elements,
+        dtype=facts.wire(facts.reduce_dtype(decision)),
+        count=(runs, uses * runs),
+        counts=tuple((axis, *counts[axis]) for axis in facts.ordered(counts)),
+        tensors=(decision.path,),
+        stack=stack,
+        of_leaf=True,
+    )
+
+
+def _may_come_whole(facts: Facts, weight: Weight, elements: int, rest: set[str]) -> bool:
+    """Whether XLA may sum a gradient whole, where its ranks keep a part each.
+
+    It does not bother to scatter small arrays, and XLA:CPU not always finds the slice behind a sum. A lookup's gradient
+    whose rows are split in both dims is summed over the axes of both at once. Experts' gradients leave the region of
+    their layer as shards where they went in so, and whole where they did not, as the router does.
+    """
+    decision, owned = weight.decision, owned_axes(facts, weight.decision)
+    in_region = (bool(owned) or is_router(decision)) and not facts.is_once
+    update, spec = (set(split_axes(facts, one)) for one in (weight.update, decision.spec))
+    if in_region and owned and update <= spec:
+        return False
+    is_small = elements * facts.reduce_dtype(decision).itemsize <= MIN_SHARDED_BYTES
+    others = {axis for one in facts.weights for axis in owned_axes(facts, one.decision)} | set(facts.context_axes)
+    return facts.on_cpu or is_small or in_region or (bool(rest & others) and is_looked_up(decision))
+
+
+def renewed(facts: Facts, weight: Weight) -> Promised | None:
+    """A parameter whose update is split more than itself: the new value is gathered."""
+    decision = weight.decision
+    axes = facts.ordered(set(split_axes(facts, weight.update)) - set(split_axes(facts, decision.spec)))
+    if not axes:
+        return None
+    stack = decision.leaf.num_layers
+    return Promised(
+        role=RENEWED,
+        kind="gather",
+        axes=axes,
+        elements=layer_elements(facts, decision, ()),
+        dtype=facts.wire(decision.leaf.dtype),
+        count=(stack, stack),
+        tensors=(decision.path,),
+        stack=stack,
+        of_leaf=True,
+    )
