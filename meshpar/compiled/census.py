@@ -125,12 +125,12 @@ class Collective:
 
     @property
     def reduce_scatter_as_all_reduce(self) -> bool:
-        """An all-reduce of which each device keeps only its slice: how XLA:CPU spells a reduce-scatter."""
+        """An all-reduce of which each device keeps only its slice: what XLA:CPU lowers a reduce-scatter to."""
         return bool(self.parts) and all(part.is_sliced for part in self.parts)
 
     @property
     def logical_kind(self) -> str:
-        """The kind with XLA:CPU's spelling of reduce-scatter undone."""
+        """The kind that was asked for: reduce-scatter where XLA:CPU lowers it to an all-reduce and a slice."""
         return "reduce-scatter" if self.reduce_scatter_as_all_reduce else self.kind
 
     @property

@@ -213,7 +213,7 @@ def _other_dtypes(promise: Promise) -> Iterator[Finding]:
 def _notes(program: Program, collectives: tuple[Collective, ...]) -> list[str]:
     notes = []
     if program.target == "cpu":
-        notes.append("XLA:CPU spells a reduce-scatter as an all-reduce and a slice, which sends twice the bytes")
+        notes.append("XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, which sends twice the bytes")
         notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and waits for every collective")
     if any(not one.count_known for one in collectives):
         notes.append("a loop of unknown length counts once")

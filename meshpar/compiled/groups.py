@@ -1,4 +1,4 @@
-"""Replica groups of a collective, in the three spellings XLA prints, as plain tuples of device numbers."""
+"""Replica groups of a collective, in the three forms XLA prints, as plain tuples of device numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _parse_groups(text: str) -> Groups:
         return _rows(devices)
     if text.startswith("mesh["):
         return _mesh_groups(text)
-    raise HloSyntaxError(f"replica groups in no known spelling: {text[:60]!r}", 1)
+    raise HloSyntaxError(f"replica groups in no known form: {text[:60]!r}", 1)
 
 
 def parse_lists(text: str, line: int) -> Groups:

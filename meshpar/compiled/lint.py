@@ -11,7 +11,7 @@
     slow-axis               an axis that every layer waits for crosses nodes                     a cluster
     idle-axis               nothing is split over a mesh axis: its devices repeat each other     GPU, CPU
 
-XLA:CPU spells a reduce-scatter as a sliced all-reduce and widens bfloat16 to float32 on the wire: those two rules are
+XLA:CPU lowers a reduce-scatter to a sliced all-reduce and widens bfloat16 to float32 on the wire: those two rules are
 left out there. Gradients in float32 are what `Precision.reduce` asks for, and so are new parameters gathered after an
 update. Arrays under `SMALL_BYTES` are passed over.
 """
@@ -33,12 +33,14 @@ from meshpar.compiled.clock import work
 from meshpar.compiled.hlo import ArrayShape, Computation, Instruction, Module
 from meshpar.compiled.messages import Rematerialization
 from meshpar.compiled.program import Program
+from meshpar.compiled.promise import facts_of
 from meshpar.compiled.scan import HloSyntaxError, Scanner
 from meshpar.compiled.shapes import dtype_bits, scan_shape
 from meshpar.compiled.walk import executed
+from meshpar.parallel.promise import split_axes
 from meshpar.parallel.strategy import BIG_LEAF_BYTES
 from meshpar.planner.hardware import Cluster
-from meshpar.sharding.rules import ACTIVATION_NAMES, USER, First
+from meshpar.sharding.rules import USER
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import Decision, axis_sizes, num_shards, spec_axes
 from meshpar.training.options import StepOptions
@@ -63,7 +65,7 @@ class Finding:
     what: str
     """What was found, with its sizes."""
     fix: str
-    """What usually mends it."""
+    """The suggested fix."""
     nbytes: int
     """What it costs a device: bytes it sends in a step, or holds too much."""
 
@@ -231,7 +233,7 @@ def _layer_bytes(decision: Decision) -> int:
 
 def _whole_batch(look: _Look) -> Iterator[Finding]:
     params = _parameter_dims(look.setup)
-    told = {one.module for one in look.program.rematerializations}  # those gathers have been told of
+    told = {one.module for one in look.program.rematerializations}  # those gathers have been reported
     for some in _by_place(one for one in _arrays(look) if _gathers_rows(look, one, params)):
         if some[0].module in told:
             continue
@@ -538,15 +540,11 @@ def _slow_axis(look: _Look) -> Iterator[Finding]:
 
 
 def _inner_axes(look: _Look) -> frozenset[str]:
-    """Axes that split what is inside a layer, so that the layer waits for them: those of activations but the batch."""
-    rules = look.setup.strategy.activations
-    found = {"tensor"}
-    for name in ACTIVATION_NAMES:
-        rule = rules.name_rule(name) if name not in ("batch", "act_expert") else None
-        value = rule.value if rule is not None else None
-        choices = value.alternatives if isinstance(value, First) else (value,)
-        found |= {axis for choice in choices if isinstance(choice, str | tuple) for axis in spec_axes(choice)}
-    return frozenset(axis for axis in found if look.sizes.get(axis, 1) > 1)
+    """Axes that split what is inside a layer, so that the layer waits for them: weights or activations, no rows."""
+    facts, pipelined = facts_of(look.setup, look.options, ()), look.setup.strategy.pipeline
+    weights = {axis for one in facts.weights for axis in split_axes(facts, one.decision.spec)} - look.batch_axes
+    found = {*facts.tensor_axes, *facts.context_axes, *weights}
+    return frozenset(found - (set() if pipelined is None else {pipelined.axis}))
 
 
 def _idle_axis(look: _Look) -> Iterator[Finding]:

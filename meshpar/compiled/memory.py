@@ -54,7 +54,7 @@ class Contributor:
     what: str
     """`parameters`, `optimizer state` or `temporary`."""
     shape: str
-    """One device's part, in XLA's spelling; of several, the largest."""
+    """One device's part, as XLA writes it; of several, the largest."""
     source: str
     """`file:line` of a temporary; empty for the state."""
     count: int

@@ -34,7 +34,7 @@ class Rematerialization:
     shape: str
     """The tensor's shape on one device, as XLA prints it; empty when the message does not hold it."""
     before: str
-    """Sharding it had, in XLA's spelling."""
+    """Sharding it had, as XLA writes it."""
     after: str
     """Sharding it was to have."""
 

@@ -30,7 +30,7 @@ from meshpar.training.state import TrainState, abstract_state
 from meshpar.training.step import TrainStep, train_step
 
 CLUSTER = "h100:1x8"
-"""Where the table is made for, unless told otherwise."""
+"""Where the table is made for by default."""
 MODEL = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=768
 )

@@ -25,7 +25,7 @@ from meshpar.sharding.table import human_bytes
 Style = Literal["", "good", "bad", "warn", "faint", "strong"]
 
 MOST_ROWS = 20
-"""Rows of a table before the rest is told in one line; HTML folds them away instead."""
+"""Rows of a table before the rest is summed up in one line; HTML folds them away instead."""
 TEXT_COLUMNS = 160
 """Width of a report as plain text."""
 ROOMY_COLUMNS = 130
@@ -56,7 +56,7 @@ class Table:
     rest: str = "more"
     """What further rows are, after their number."""
     most: int = MOST_ROWS
-    """Rows before the rest is told in one line."""
+    """Rows before the rest is summed up in one line."""
 
     @property
     def names(self) -> tuple[str, ...]:

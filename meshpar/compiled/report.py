@@ -49,7 +49,7 @@ class Sent:
             "is_backward": one.is_backward,
             "is_async": one.is_async,
             "in_branch": one.in_branch,
-            "spells": one.logical_kind if one.logical_kind != one.kind else None,
+            "stands_for": one.logical_kind if one.logical_kind != one.kind else None,
             "crosses_node": self.crosses_node,
             "time_s": self.time_s,
             "hidden_fraction": self.hidden_fraction,
@@ -79,7 +79,7 @@ class Report:
     stages: Stages | None = None
     """How stages share the work; None without them."""
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
-    """The step on a clock, to draw; not part of the JSON."""
+    """The simulated step, to draw; not part of the JSON."""
 
     @property
     def totals(self) -> dict[str, dict[str, Total]]:

@@ -25,7 +25,7 @@ _DIM = re.compile(r"(?:<=)?([0-9]{1,18})\Z")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayShape:
-    """An array: element type as XLA spells it (`bf16`), dims, and the layout text if one was printed."""
+    """An array: element type as XLA writes it (`bf16`), dims, and the layout text if one was printed."""
 
     dtype: str
     dims: tuple[int, ...]

@@ -72,7 +72,7 @@ def stages(
     Args:
       setup, options, batch, on_cpu: as for `promise.promised`.
       parts: how stages cut the model.
-      times: the step on a clock, or None.
+      times: the simulated step, or None.
     """
     schedule = parts.schedule
     assert setup.strategy.pipeline is not None

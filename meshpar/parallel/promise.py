@@ -101,7 +101,7 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A training step, as a part is told of it."""
+    """What a part has to know of a training step."""
 
     sizes: dict[str, int]
     """Of every mesh axis, in the mesh's order."""

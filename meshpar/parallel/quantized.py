@@ -23,7 +23,7 @@ class Quantize:
     weights: str | None = "int8"
     """Weights, when they are gathered: "int8", "fp8" (e4m3), or None: in the compute dtype (qwZ)."""
     gradients: str | None = "int8"
-    """Gradients, when they meet: each rank adds up what arrives in float32 (qgZ). None: in the reduction dtype."""
+    """Gradients, when they are reduced: each rank adds up what arrives in float32 (qgZ). None: in the reduction dtype."""
     block: int = 256
     """The most elements that share a scale."""
     stochastic: bool = False
@@ -31,7 +31,7 @@ class Quantize:
     secondary: str | tuple[str, ...] | None = None
     """Axes inside a node over which a second shard is kept from forward to backward, so that the backward pass gathers
     inside the node only (hpZ): `size of the other axes` times the bytes of the first, one byte a parameter. Gradients
-    then meet inside the node first, too."""
+    are then reduced inside the node first, too."""
 
     def __post_init__(self) -> None:
         if isinstance(self.secondary, list):

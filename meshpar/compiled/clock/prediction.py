@@ -88,7 +88,7 @@ class Compute:
 
 
 def why_not_timed(target: str, cluster: Cluster | None) -> str:
-    """Why a program compiled for a target cannot be put on a clock; empty when it can."""
+    """Why the time of a program compiled for a target cannot be estimated; empty when it can."""
     if cluster is None:
         return f"compiled for `{target}`: name a cluster of GPUs, as `h100:1x8`, for times"
     if target in ("cpu", "tpu"):

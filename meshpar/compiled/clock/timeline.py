@@ -1,4 +1,4 @@
-"""The scheduled program on a clock: when each kernel and each collective runs, and what hides what.
+"""The scheduled program simulated: when each kernel and each collective runs, and what hides what.
 
 A GPU runs one step here as two streams. *Compute* runs the kernels in the order of the schedule, each as long as the
 roofline says (`clock/roofline.py`). *Communication* runs the collectives one after the other in the order they are
@@ -157,7 +157,7 @@ class Timeline:
 def timeline(
     module: Module, collectives: Sequence[Collective], cluster: Cluster, cells: Cells | None = None
 ) -> Timeline:
-    """Puts a scheduled program on a clock.
+    """Simulates a scheduled program.
 
     Args:
       module: as the GPU compiler scheduled it.
@@ -529,7 +529,7 @@ def _check(module: Module, cluster: Cluster) -> None:
     if not module.is_scheduled:
         raise problem(
             f"program `{module.name}`",
-            "be put on a clock",
+            "be simulated",
             "its instructions do not stand in the order they run in",
             "give the compiled program, not the lowered one",
         )
@@ -537,7 +537,7 @@ def _check(module: Module, cluster: Cluster) -> None:
     if devices > cluster.num_devices:
         raise problem(
             f"program `{module.name}`",
-            f"be put on a clock for `{cluster.name}` of {cluster.num_devices} GPUs",
+            f"be simulated for `{cluster.name}` of {cluster.num_devices} GPUs",
             f"it runs on {devices}",
             "name the cluster it was compiled for",
         )
