@@ -23,7 +23,7 @@ class Quantize:
     weights: str | None = "int8"
     """Weights, when they are gathered: "int8", "fp8" (e4m3), or None: in the compute dtype (qwZ)."""
     gradients: str | None = "int8"
-    """Gradients, when they are reduced: each rank adds up what arrives in float32 (qgZ). None: in the reduction dtype."""
+    """Gradients, when reduced: each rank adds up what arrives in float32 (qgZ). None: in the reduction dtype."""
     block: int = 256
     """The most elements that share a scale."""
     stochastic: bool = False
