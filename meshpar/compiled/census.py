@@ -48,7 +48,7 @@ MeshLike: TypeAlias = AnyMesh | Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Member:
     """One array of a collective, as it stood before XLA combined it with others."""
 
     array: ArrayShape
@@ -101,7 +101,7 @@ class Collective:
     """Whether other work may run between its start and its done."""
     is_promoted: bool
     """Whether the backend widened the reduction's type (XLA:CPU sums bfloat16 as float32)."""
-    parts: tuple[Part, ...]
+    parts: tuple[Member, ...]
     """Its arrays one by one; those that XLA laid end to end in one flat array, too."""
     name: str
     computation: str
@@ -359,7 +359,7 @@ def _first_named(computation: Computation, asked: Sequence[Instruction]) -> Inst
 
 def _parts(
     module: Module, visit: Visit, ins: Instruction, kind: str, arrays: Sequence[ArrayShape], group_size: int
-) -> tuple[Part, ...]:
+) -> tuple[Member, ...]:
     """A combined collective taken apart."""
     computation = visit.computation
     sliced = _sliced(module, visit, ins, group_size, len(arrays))
@@ -382,7 +382,7 @@ def _parts(
         reader = None if flat else _reader(computation, visit.wrapper or ins, at, len(arrays), op_name)
         if reader is not None:
             op_name, source = reader.metadata.op_name, scopes.source(module, reader) or source
-        parts.append(Part(array=array, op_name=op_name, source=source, is_sliced=is_sliced))
+        parts.append(Member(array=array, op_name=op_name, source=source, is_sliced=is_sliced))
     return tuple(parts)
 
 

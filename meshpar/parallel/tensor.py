@@ -63,7 +63,7 @@ def tensor_parallel(*, sequence: bool = False, axis: str = "tensor") -> Strategy
 
 
 @dataclasses.dataclass
-class _Block:
+class _SplitWeights:
     """Weights under one parent that are split over one axis."""
 
     axis: str
@@ -105,13 +105,13 @@ def contracted(facts: Facts) -> Iterator[Promised]:
     vector that is gathered, and its gradient that is summed.
     """
     leaves = [one.decision for one in facts.weights]
-    blocks: dict[tuple[str, str, int, bool], _Block] = {}
+    blocks: dict[tuple[str, str, int, bool], _SplitWeights] = {}
     for decision in leaves:
         for axis in facts.tensor_axes:
             side = _side(decision, axis)
             if side is not None:
                 key = parent(decision), axis, decision.leaf.num_layers, is_expert(decision)
-                block = blocks.setdefault(key, _Block(axis))
+                block = blocks.setdefault(key, _SplitWeights(axis))
                 (block.rows if side == "row" else block.columns).append(decision)
     for (where, *_), block in blocks.items():
         block.part(leaves, where)
@@ -146,7 +146,7 @@ def _side(decision: Decision, axis: str) -> str | None:
     return None if at == embed else "row" if at < embed else "column"
 
 
-def _of_block(facts: Facts, block: _Block) -> Iterator[Promised]:
+def _of_block(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
     some = (block.rows or block.columns)[0]
     stack, by_sequence = some.leaf.num_layers, block.axis in facts.sequence_axes
     num_rows, num_lookups = len(block.rows), sum(map(has_vocabulary, block.rows))
@@ -175,7 +175,7 @@ def _of_block(facts: Facts, block: _Block) -> Iterator[Promised]:
         yield promise("sequence made whole, backward", "gather", num_rows, num_rows)
 
 
-def _of_narrow(facts: Facts, block: _Block) -> Iterator[Promised]:
+def _of_narrow(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
     """What narrow vectors send: gathered where the sequence is split between blocks, and the sum of their gradient."""
     for one in block.narrow:
         stack, width = one.leaf.num_layers, one.leaf.shape[-1]
