@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -129,8 +129,7 @@ class Plan:
     """int32 `[tick, direction, lane]`: 1 where some stage sends."""
 
     @staticmethod
-    def of(schedule: Schedule, *, pairs: bool = False) -> Plan:
-        """With what stages need to know to meet in pairs, or without."""
+    def of(schedule: Schedule) -> Plan:
         slots = schedule.validate().slots()
         turn = _turn(schedule)
         has = schedule.table[..., 0] >= 0
@@ -150,8 +149,6 @@ class Plan:
             "sends": slots.sends,
             "arrives": slots.arrives,
         }
-        if pairs:
-            columns["meets"] = _meets(slots.sends)
         return Plan(
             schedule=schedule,
             slots=slots,
@@ -165,24 +162,6 @@ class Plan:
         """Slots of each buffer on every device: those of the stage that needs most, for all run one program."""
         counts = {"stash": self.slots.num_stash, "backlog": self.slots.num_backlog, "inbox": self.slots.num_inbox}
         return {**{name: int(count.max(initial=0)) for name, count in counts.items()}, "turn": int(self.turn.max()) + 1}
-
-
-def _pairs(stages: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Neighbours around a ring of an even number of stages, so that in two rounds each meets both of its own."""
-    return tuple([[low, (low + 1) % stages] for low in range(begin, stages, 2)] for begin in (0, 1))  # type: ignore[return-value]
-
-
-def _meets(sends: np.ndarray) -> np.ndarray:
-    """int32 `[tick, stage, direction, lane, round]`: 1 where a stage's pair of that round sends that way."""
-    stages = sends.shape[1]
-    meets = np.zeros((*sends.shape, 2), np.int32)
-    for round_, groups in enumerate(_pairs(stages)):
-        for low, high in groups:
-            for direction, by in enumerate(SHIFTS):
-                if by:
-                    for stage in (low, high):
-                        meets[:, stage, direction, :, round_] = sends[:, low if by > 0 else high, direction] >= 0
-    return meets
 
 
 def _turn(schedule: Schedule) -> np.ndarray:
@@ -207,8 +186,6 @@ class Executor:
     """Makes a part's weights of what the loop is given, in every cell: for shards."""
     pin: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda params, ends: (params, ends)
     """Lays the sums of gradients out over the axes that are XLA's."""
-    messages: Literal["permute", "pairs"] = "permute"
-    """What messages are sent by: a permute in which every stage takes part, or gathers of the two that it is for."""
 
     def __call__(self, columns: Mapping[str, jax.Array], params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
                  late: jax.Array, extra: PyTree = ()) -> Sums:  # fmt: skip
@@ -380,9 +357,7 @@ class _Trace:
                     continue
                 ring = self._wraps(direction, lane)
                 with jax.named_scope(f"{SENDS[direction]}_{lane}" if lane else SENDS[direction]):
-                    if self.executor.messages == "pairs":
-                        inbox = _write(inbox, slot, self._exchanged(out, at["meets"][direction, lane], by))
-                    elif self.plan.moves[:, direction, lane].all():
+                    if self.plan.moves[:, direction, lane].all():
                         inbox = _write(inbox, slot, self._send(out, by, ring))
                     else:  # the same choice on all stages, so nobody waits for a message that is not sent
                         inbox = lax.cond(
@@ -392,22 +367,6 @@ class _Trace:
                             inbox, out, slot,
                         )  # fmt: skip
         return inbox
-
-    def _exchanged(self, x: PyTree, meets: jax.Array, by: int) -> PyTree:
-        """As `_send`, but a stage waits for nobody but the one that it sends to or hears from."""
-        stages = self.plan.schedule.stages
-        rank = lax.axis_index(self.axis)
-        got = jax.tree.map(jnp.zeros_like, x)
-        for round_, groups in enumerate(_pairs(stages)):
-
-            def meet(x: PyTree, got: PyTree, groups: Sequence[Sequence[int]] = groups, round_: int = round_) -> PyTree:
-                both = lax.all_gather(x, self.axis, axis_index_groups=groups)
-                hears = rank % 2 != (round_ + (by < 0)) % 2
-                return jax.tree.map(lambda b, g: jnp.where(hears, b[int(by < 0)], g), both, got)
-
-            # Each pair by itself: the table tells both of them, in the same tick, that they meet.
-            got = lax.cond(meets[round_] > 0, meet, lambda x, got: got, x, got)
-        return got
 
     def _wraps(self, direction: int, lane: int) -> bool:
         edge = -1 if SHIFTS[direction] > 0 else 0

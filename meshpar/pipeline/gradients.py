@@ -75,7 +75,6 @@ class Pipeline:
     own: PyTree = None
     """Of each leaf of the parts a PartitionSpec with the axes of the batch over which every rank has a slice of its
     own: never whole, with a gradient of its own, as experts are. None: of no leaf."""
-    messages: Literal["permute", "pairs"] = "permute"
     split_inside: tuple[str, ...] = ()
     """Axes, not the batch's, over which what goes from part to part is to be split; the first part says how."""
 
@@ -98,8 +97,7 @@ class Pipeline:
           the sums, with no gradients in them: loss, metrics and weight as scalars, `aux` by part; where the stages do
           not meet each with a leading dim `[stage]`. And the gradients, in the dtype they are summed in.
         """
-        pairs = self.messages == "pairs"
-        plan, placement = Plan.of(self.schedule, pairs=pairs), Placement.of(self.schedule, self.axis)
+        plan, placement = Plan.of(self.schedule), Placement.of(self.schedule, self.axis)
         manual = (self.axis, *self.batch_axes)
         own = jax.tree.map(lambda _: PartitionSpec(), specs.parts, is_leaf=is_spec) if self.own is None else self.own
         at_entry = self._entering(specs, own)
@@ -111,7 +109,6 @@ class Pipeline:
             functions=self.functions,
             axis=self.axis,
             grad_dtype=self.grad_dtype,
-            messages=self.messages,
             whole=self._gatherer(_each(_but, sharded.parts, own), auto.parts),
             pin=lambda parts, ends: (_pinned(parts, auto.parts), _pinned(ends, auto.ends)),
         )
@@ -349,13 +346,6 @@ class ValueAndGrad:
         check_rows(batch, pipe.schedule, axis_sizes(pipe.mesh), pipe.batch_axes)
         _check_key(key)
         _check_late(late, pipe.schedule)
-        if late is not None and pipe.messages == "pairs":
-            raise problem(
-                "late",
-                'send numbers along with messages="pairs"',
-                "they go over every link in every tick, so that all stages would wait for each other",
-                'use messages="permute", or leave out late',
-            )
         return self._compiled(params, batch, key, late)
 
     def _run(
@@ -394,7 +384,6 @@ def value_and_grad(
     remat: str | None = None,
     weight: str | None = None,
     meet: bool = True,
-    messages: Literal["permute", "pairs"] = "permute",
 ) -> ValueAndGrad:
     """Loss and gradients of a model cut into parts, run over the stages of a mesh as the schedule says.
 
@@ -435,9 +424,6 @@ def value_and_grad(
         are read; and a number that an optimizer needs of all stages (a norm to clip by) is best had a step late: what
         is given as `late` `[stage, numbers]` rides along with the messages, and its sums come back as `[stage,
         numbers]`, the same on all stages. With `meet=True` no more than scalars is summed over the stages.
-      messages: "permute" sends by collective permutes, in which an accelerator's stages wait for their neighbours and
-        host devices for all of each other. "pairs" sends by gathers of the two stages that a message is for, so that
-        host devices too wait for nobody else; for an even number of stages, and without `late`.
 
     Returns:
       `f(params, batch, key=None, late=None) -> (Result, gradients)`, compiled; also inside a `jax.jit` of yours.
@@ -483,17 +469,6 @@ def value_and_grad(
             "there is no such choice",
             'use "step" or "microbatch"',
         )
-    if messages not in ("permute", "pairs"):
-        raise problem(
-            f"{where}(messages={messages!r})", "send by them", "there is no such choice", 'use "permute" or "pairs"'
-        )
-    if messages == "pairs" and schedule.stages % 2 and schedule.stages > 1:
-        raise problem(
-            f'{where}(messages="pairs")',
-            f"send between {schedule.stages} stages",
-            "an odd number of them cannot meet two by two around a ring",
-            'use messages="permute", or an even number of stages',
-        )
     if weight is not None and not meet:
         raise problem(
             f"{where}(weight={weight!r}, meet=False)",
@@ -532,7 +507,6 @@ def value_and_grad(
         batch_axes=tuple(name for name in axes if sizes[name] > 1),
         gather=gather,
         meet=meet,
-        messages=messages,
     )
     return ValueAndGrad(pipe, specs)
 
