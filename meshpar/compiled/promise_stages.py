@@ -38,7 +38,7 @@ from meshpar.compiled.promise_matmul import VOCABULARY
 from meshpar.compiled.terms import ITEMSIZE, Facts, Leg, Promised, facts_of, owned_axes, split_axes
 from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.pipeline.schedules.ops import F, W
-from meshpar.pipeline.traffic import Traffic, gathers_in_cells, traffic
+from meshpar.pipeline.traffic import StageTraffic, gathers_in_cells, traffic
 from meshpar.sharding.types import Decision, is_spec, without_axes
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
@@ -126,7 +126,7 @@ class _Promise:
     """With microbatches for micro-steps, gathered and reduced once."""
     parts: Parts
     pipelined: PipelinePart
-    traffic: Traffic
+    traffic: StageTraffic
     leaves: tuple[_Leaf, ...]
 
     @staticmethod

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshpar.pipeline.executor import Micro as Micro
-    from meshpar.pipeline.gradients import Params as Params
+    from meshpar.pipeline.executor import Params as Params
     from meshpar.pipeline.gradients import Result as Result
     from meshpar.pipeline.gradients import value_and_grad as value_and_grad
     from meshpar.pipeline.layers import Aux as Aux
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from meshpar.pipeline.split_backward import split_vjp as split_vjp
 
 _HOMES = {
-    "executor": ("Micro",),
-    "gradients": ("Params", "Result", "value_and_grad"),
+    "executor": ("Micro", "Params"),
+    "gradients": ("Result", "value_and_grad"),
     "layers": ("Aux", "scan_layers"),
     "schedules": (
         "SCHEDULES", "Op", "Schedule", "Simulation", "Slots", "Timeline", "dualpipe", "dualpipe_v", "gpipe",

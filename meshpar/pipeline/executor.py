@@ -28,7 +28,7 @@ from meshpar.pipeline.schedules.slots import SHIFTS, STAY, colored
 from meshpar.pipeline.slicing import flat_jaxpr
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
 from meshpar.sharding.types import PyTree
-from meshpar.training.reports import is_counted
+from meshpar.training.sums import Sums, weighed_by
 
 Buffers: TypeAlias = tuple[jax.Array, ...]
 
@@ -65,25 +65,24 @@ class Functions:
     """(parameters of one part, ends, x, micro) -> y, where `stage` leaves out ends that it must not depend on."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sums:
+class Params(NamedTuple):
+    """The parameters of a model that is cut into parts, and likewise their gradients."""
+
+    parts: PyTree
+    """Each leaf `[part, ...]`, in the order of the model; split over the mesh axis of the stages."""
+    ends: PyTree = None
+    """Of what stands before the first part and behind the last: embedding, head. Whole on every stage. None: nothing
+    does that has parameters."""
+
+
+class Totals(NamedTuple):
     """What one device has added up over its microbatches."""
 
-    loss: jax.Array
-    """Losses times weights; of the last part's stage, and every stage's auxiliary ones."""
-    metrics: dict[str, jax.Array]
-    """Of the loss function, times weights; counts as they are. Zero but on the last part's stage."""
+    sums: Sums
+    """With gradients as `Params`: of this stage's parts, `[chunk, ...]`, and of the ends. All but these and auxiliary
+    losses is zero but on the stages of the last part; gradients of ends also come from those of the first."""
     aux: dict[str, jax.Array]
     """`[chunk, ...]`, of this stage's parts; not weighed."""
-    weight: jax.Array
-    """Of the microbatches; zero but on the last part's stage."""
-    params: PyTree
-    """Gradients, `[chunk, ...]`."""
-    ends: PyTree
-    """Gradients of what is outside of the parts; zero but on the first and last part's stages."""
-    late: jax.Array
-    """What was given, summed over stages."""
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +93,7 @@ class _Carry:
     inbox: PyTree
     turn: PyTree
     """Outputs of the last part that wait for the loss."""
-    sums: Sums
+    totals: Totals
     below: jax.Array
     above: jax.Array
     """`late` of the stages before and behind this one, as far as it has come."""
@@ -160,8 +159,8 @@ class Plan:
 
     def buffers(self) -> dict[str, int]:
         """Slots of each buffer on every device: those of the stage that needs most, for all run one program."""
-        counts = {"stash": self.slots.num_stash, "backlog": self.slots.num_backlog, "inbox": self.slots.num_inbox}
-        return {**{name: int(count.max(initial=0)) for name, count in counts.items()}, "turn": int(self.turn.max()) + 1}
+        counts = {name: int(count.max(initial=0)) for name, count in self.slots.counts().items()}
+        return {**counts, "turn": int(self.turn.max()) + 1}
 
 
 def _turn(schedule: Schedule) -> np.ndarray:
@@ -188,8 +187,8 @@ class Executor:
     """Lays the sums of gradients out over the axes that are XLA's."""
 
     def __call__(self, columns: Mapping[str, jax.Array], params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
-                 late: jax.Array, extra: PyTree = ()) -> Sums:  # fmt: skip
-        """Sums over all microbatches.
+                 late: jax.Array, extra: PyTree = ()) -> tuple[Totals, jax.Array]:  # fmt: skip
+        """Sums over all microbatches; and over all stages, of `late`.
 
         Args:
           columns: `plan.columns`, of this stage: `[tick, ...]`.
@@ -208,7 +207,7 @@ class Executor:
             return trace.tick(carry, at, moves, late), None
 
         carry, _ = lax.scan(tick, carry, (dict(columns), jnp.asarray(self.plan.moves)))
-        return dataclasses.replace(carry.sums, late=carry.below + late + carry.above)
+        return carry.totals, carry.below + late + carry.above
 
 
 class _Trace:
@@ -228,7 +227,6 @@ class _Trace:
         self.part_params = one
         self.split = split_stage(self.functions, one, self.x, micro)
         (self.y, aux_loss), self.aux = jax.eval_shape(_stage(self.functions), one, (self.x, _data(micro)))
-        self.loss, self.metrics = jax.eval_shape(self._last, ends, self.x, micro)
         self.aux_loss = aux_loss
 
     # -- The model's parts --------------------------------------------------------------------------------------------
@@ -238,18 +236,22 @@ class _Trace:
         key = jax.random.fold_in(jax.random.fold_in(self.key, microbatch), part)
         return Micro(rows, key, part, self.extra)
 
-    def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-        """(loss times weight, (weight, metrics times weight, counts as they are))."""
+    def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[Sums, tuple[PyTree, PyTree]]:
+        """Of one microbatch, times its weight; and the gradients of the ends and of y, likewise."""
         with jax.named_scope("loss"):
-            loss, metrics = jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro))
-        name = self.functions.weight
-        weight = jnp.ones((), _wide_dtype(loss.dtype)) if name is None else _wide(lax.stop_gradient(metrics[name]))
-
-        def weighed(x: jax.Array) -> jax.Array:
-            return x * weight if name is None else jnp.where(weight > 0, x * weight, 0)
-
-        told = {k: v.astype(_aux_dtype(v.dtype)) if is_counted(v) else weighed(_wide(v)) for k, v in metrics.items()}
-        return weighed(loss.astype(weight.dtype)), (weight, told)
+            loss, vjp, metrics = jax.vjp(
+                lambda ends, y: jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro)), ends, y, has_aux=True
+            )
+            name = self.functions.weight
+            sums = weighed_by(None if name is None else metrics[name], loss, metrics)
+            if name is None:
+                return sums, vjp(jnp.ones_like(loss))
+            # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
+            has = sums.weight > 0
+            grads = vjp(jnp.where(has, sums.weight, 0).astype(loss.dtype))
+            return sums, jax.tree.map(
+                lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(has, g, jnp.zeros_like(g)), grads
+            )
 
     def _first(self, ends: PyTree, micro: Micro) -> PyTree:
         with jax.named_scope("first"):
@@ -297,23 +299,16 @@ class _Trace:
         def sums(like: PyTree, *lead: int) -> PyTree:
             return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), self.executor.grad_dtype(x.dtype)), like)
 
-        (weight, metrics) = self.metrics
-        params, ends = self.executor.pin(sums(self.part_params, self.chunks), sums(self.ends))
+        one, _ = jax.eval_shape(self._last, self.ends, self.x, self.micro(*[jnp.zeros((), jnp.int32)] * 2))
+        grads = Params(*self.executor.pin(sums(self.part_params, self.chunks), sums(self.ends)))
+        aux = {k: jnp.zeros((self.chunks, *x.shape), _aux_dtype(x.dtype)) for k, x in self.aux.items()}
         return _Carry(
             stash=room(self.split.stash, counts["stash"]),
             backlog=room(self._handed, counts["backlog"]),
             # One part alone is sent nothing; what would read it is traced all the same.
             inbox=room(self.x, max(counts["inbox"], 1)),
             turn=room(self.x, counts["turn"]),
-            sums=Sums(
-                loss=jnp.zeros((), self.loss.dtype),
-                metrics={name: jnp.zeros(x.shape, x.dtype) for name, x in metrics.items()},
-                aux={k: jnp.zeros((self.chunks, *x.shape), _aux_dtype(x.dtype)) for k, x in self.aux.items()},
-                weight=jnp.zeros((), weight.dtype),
-                params=params,
-                ends=ends,
-                late=late,
-            ),
+            totals=Totals(_zeros(one).replace(grads=grads), aux),
             below=jnp.zeros_like(late),
             above=jnp.zeros_like(late),
         )
@@ -324,7 +319,7 @@ class _Trace:
         branches = [self._cell(cell) for cell in self.plan.cells]
         with jax.named_scope(CELL):
             held = (carry.stash, carry.backlog, carry.inbox, carry.turn)
-            sums, made = lax.switch(at["branch"], branches, carry.sums, held, at)
+            totals, made = lax.switch(at["branch"], branches, carry.totals, held, at)
             # Behind the cells and not in them: buffers that come out of a branch are copied on their way.
             stash = _write(carry.stash, at["stash"][F], made.left)
             turn = _write(carry.turn, at["turn"][F], made.up)
@@ -334,7 +329,7 @@ class _Trace:
         if late.size:
             with jax.named_scope("late"):
                 below, above = self._send(below + late, 1, False), self._send(above + late, -1, False)
-        return _Carry(stash=stash, backlog=backlog, inbox=inbox, turn=turn, sums=sums, below=below, above=above)
+        return _Carry(stash=stash, backlog=backlog, inbox=inbox, turn=turn, totals=totals, below=below, above=above)
 
     def _send(self, x: PyTree, by: int, ring: bool) -> PyTree:
         """To the stage `by` further; the ends of a line get zeros."""
@@ -377,11 +372,12 @@ class _Trace:
     def _cell(self, kinds: Sequence[bool]) -> Callable[..., Any]:
         has_f, has_b, has_w, own = kinds
 
-        def run(sums: Sums, held: Any, at: Mapping[str, jax.Array]) -> tuple[Sums, _Made]:
+        def run(totals: Totals, held: Any, at: Mapping[str, jax.Array]) -> tuple[Totals, _Made]:
             stash, backlog, inbox, turn = held
             whole = self._weights_of(at)
             made = _Made(*(_zeros(like) for like in (self.x, self.x, self.split.stash, self._handed)))
             read_stash = {kind: _read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
+            sums, aux = totals
             handed: Buffers = ()
             if has_b:
                 down, handed, sums = self._backward(whole(B), read_stash[B], inbox, turn, sums, at)
@@ -391,15 +387,19 @@ class _Trace:
                     left = handed if own else _read(backlog, at["backlog"][W])
                     shared = self.split.shared(whole(B if own else W))
                     grads = self.split.weights(shared, read_stash[W], left)
-                    sums = dataclasses.replace(sums, params=self._added(sums.params, grads, at["chunk"][W]))
+                    parts = _sum(sums.grads.parts, grads, None if self.chunks == 1 else at["chunk"][W])
+                    sums = sums.replace(grads=sums.grads._replace(parts=parts))
             if has_f:
-                up, left, sums = self._forward(whole(F), inbox, sums, at)
+                up, left, aux_loss, more = self._forward(whole(F), inbox, at)
                 made = made._replace(up=up, left=left)
-            return sums, made._replace(up=self._laid(made.up), down=self._laid(made.down))
+                sums = sums.replace(loss=sums.loss + aux_loss.astype(sums.loss.dtype))
+                aux = {k: x.at[at["chunk"][F]].add(more[k].astype(x.dtype)) for k, x in aux.items()}
+            return Totals(sums, aux), made._replace(up=self._laid(made.up), down=self._laid(made.down))
 
         return run
 
-    def _forward(self, weights: PyTree, inbox: PyTree, sums: Sums, at: Any) -> tuple[PyTree, Buffers, Sums]:
+    def _forward(self, weights: PyTree, inbox: PyTree, at: Any) -> tuple[PyTree, Buffers, jax.Array, Any]:
+        """(y, what is left for B and W, auxiliary loss, its metrics)."""
         micro = self.micro(at["microbatch"][F], at["part"][F])
         with jax.named_scope("forward"):
             with jax.named_scope(IF_FIRST):
@@ -409,34 +409,21 @@ class _Trace:
                     lambda: self._laid(_read(inbox, at["inbox"][F])),
                 )
             ((y, aux_loss), metrics), left = self.split.forward(weights, (x, _data(micro)))
-        aux = {
-            name: sums.aux[name].at[at["chunk"][F]].add(x.astype(sums.aux[name].dtype)) for name, x in metrics.items()
-        }
-        loss = sums.loss + aux_loss.astype(sums.loss.dtype)
-        return y, left, dataclasses.replace(sums, aux=aux, loss=loss)
+        return y, left, aux_loss, metrics
 
     def _backward(
         self, weights: PyTree, stash: Buffers, inbox: PyTree, turn: PyTree, sums: Sums, at: Any
     ) -> tuple[PyTree, Buffers, Sums]:
+        """(dx, what is handed to W, sums)."""
         part = at["part"][B]
         micro = self.micro(at["microbatch"][B], part)
         last = self.plan.schedule.num_parts - 1
 
         def from_loss(sums: Sums) -> tuple[PyTree, Sums]:
-            y = _read(turn, at["turn"][B])
-            loss, vjp, (weight, metrics) = jax.vjp(lambda e, y: self._last(e, y, micro), self.ends, y, has_aux=True)
-            d_ends, dy = vjp(jnp.ones_like(loss))
-            dy = _solid(dy, self.x)
-            if self.functions.weight is not None:
-                # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
-                d_ends, dy = jax.tree.map(
-                    lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(weight > 0, g, jnp.zeros_like(g)),
-                    (d_ends, dy),
-                )
-            added = {name: sums.metrics[name] + x for name, x in metrics.items()}
-            return self._laid(dy), dataclasses.replace(
-                sums, loss=sums.loss + loss, metrics=added, weight=sums.weight + weight, ends=_sum(sums.ends, d_ends)
-            )  # fmt: skip
+            one, (d_ends, dy) = self._last(self.ends, _read(turn, at["turn"][B]), micro)
+            added = jax.tree.map(jnp.add, sums.replace(grads=None), one)
+            grads = sums.grads._replace(ends=_sum(sums.grads.ends, d_ends))
+            return self._laid(_solid(dy, self.x)), added.replace(grads=grads)
 
         def from_next(sums: Sums) -> tuple[PyTree, Sums]:
             return self._laid(_read(inbox, at["inbox"][B])), sums
@@ -447,26 +434,15 @@ class _Trace:
             shared = self.split.shared(weights)
             # Auxiliary losses of all parts count once for each microbatch, whatever its weight.
             ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
-            no = _zeros(self.aux)
-            (dx, _), handed = self.split.backward(shared, stash, ((dy, ones), no))
+            (dx, _), handed = self.split.backward(shared, stash, ((dy, ones), _zeros(self.aux)))
 
             def into_first(ends: PyTree) -> PyTree:
                 (d_ends,) = jax.vjp(lambda e: self._first(e, micro), self.ends)[1](dx)
                 return _sum(ends, d_ends)
 
             with jax.named_scope(IF_FIRST):
-                ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.ends)
-        return _solid(dx, self.x), handed, dataclasses.replace(sums, ends=ends)
-
-    def _added(self, sums: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
-        def add(total: jax.Array, grad: Any) -> jax.Array:
-            if grad.dtype == jax.dtypes.float0:
-                return total
-            if self.chunks == 1:
-                return total + grad.astype(total.dtype)[None]
-            return total.at[chunk].add(grad.astype(total.dtype))
-
-        return jax.tree.map(add, sums, grads)
+                ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.grads.ends)
+        return _solid(dx, self.x), handed, sums.replace(grads=sums.grads._replace(ends=ends))
 
 
 def split_stage(functions: Functions, params: PyTree, x: PyTree, micro: Micro) -> SplitVjp:
@@ -532,19 +508,19 @@ def _write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
     return jax.tree.map(write, buffer, value)
 
 
-def _sum(totals: PyTree, grads: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda total, g: total if g.dtype == jax.dtypes.float0 else total + g.astype(total.dtype), totals, grads
-    )
+def _sum(totals: PyTree, grads: PyTree, at: jax.Array | None = None) -> PyTree:
+    """Gradients added to their sums, or at a place of these; what has none adds nothing."""
+
+    def add(total: jax.Array, grad: Any) -> jax.Array:
+        if grad.dtype == jax.dtypes.float0:
+            return total
+        if at is None:
+            return total + lax.expand_dims(grad.astype(total.dtype), range(total.ndim - grad.ndim))
+        return total.at[at].add(grad.astype(total.dtype))
+
+    return jax.tree.map(add, totals, grads)
 
 
 def _aux_dtype(dtype: Any) -> Any:
-    return _wide_dtype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(dtype, jnp.int32)
-
-
-def _wide_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(_wide_dtype(x.dtype))
+    """In which the parts' metrics are summed."""
+    return jnp.promote_types(dtype, jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) else jnp.int32)

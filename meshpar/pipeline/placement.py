@@ -32,7 +32,7 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Placement:
+class WeightPlacement:
     """From parts at rest, `[parts / stages, ...]` on each stage, to the schedule's, `[chunk, ...]`, and back."""
 
     axis: str
@@ -42,7 +42,7 @@ class Placement:
     rounds: tuple[Round, ...]
 
     @staticmethod
-    def of(schedule: Schedule, axis: str) -> Placement:
+    def of(schedule: Schedule, axis: str) -> WeightPlacement:
         rows = schedule.num_parts // schedule.stages
         moves = [
             (part // rows, part % rows, stage, chunk)
@@ -67,7 +67,7 @@ class Placement:
                 pairs += [] if at_home else [(source, goal)]
             moves = left
             rounds.append(Round(pairs=tuple(pairs), row=row, chunk=chunk))
-        return Placement(axis=axis, rows=rows, chunks=schedule.chunks, rounds=tuple(rounds))
+        return WeightPlacement(axis=axis, rows=rows, chunks=schedule.chunks, rounds=tuple(rounds))
 
     @property
     def moves(self) -> int:

@@ -2,7 +2,7 @@
 
     up, down      one permute for every lane and tick in which some stage has a result for the next, or the one before;
                   all stages take part in it, and those with nothing to say send what nobody reads
-    parts         a permute for every round of `Placement`: weights before the first tick, gradients after the last
+    parts         a permute for every round of their placement: weights before the first tick, gradients after the last
     ends          embedding and head run on the stages that hold the first and the last part
 
 Counts follow from the table alone; bytes are those of what the model hands on.
@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshpar.pipeline.placement import Placement
+from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.schedules.slots import DOWN, UP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Traffic:
+class StageTraffic:
     """Counts of one step."""
 
     ticks: int
@@ -52,7 +52,7 @@ class Traffic:
         return frozenset(np.flatnonzero(self.last).tolist())
 
 
-def traffic(schedule: Schedule) -> Traffic:
+def traffic(schedule: Schedule) -> StageTraffic:
     """What a schedule sends."""
     has = schedule.table[..., 0] >= 0
     held = schedule.parts[np.arange(schedule.stages)[:, None], schedule.table[..., 1]]
@@ -62,7 +62,7 @@ def traffic(schedule: Schedule) -> Traffic:
         ticks = (sends[:, :, direction] >= 0).any(1).sum(0)
         return tuple(int(count) for count in ticks if count)
 
-    return Traffic(
+    return StageTraffic(
         ticks=schedule.ticks,
         ops=has.sum(0),
         first=(has[..., F] & (held[..., F] == 0)).sum(0),
@@ -70,7 +70,7 @@ def traffic(schedule: Schedule) -> Traffic:
         up=lanes(UP),
         down=lanes(DOWN),
         messages=int((sends[:, :, [UP, DOWN]] >= 0).sum()),
-        rounds=sum(bool(one.pairs) for one in Placement.of(schedule, "stage").rounds),
+        rounds=sum(bool(one.pairs) for one in WeightPlacement.of(schedule, "stage").rounds),
     )
 
 

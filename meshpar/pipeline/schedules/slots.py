@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, B, F, W, problem
+from meshpar.pipeline.schedules.ops import KINDS, B, F, W
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.schedule import Schedule
@@ -43,34 +43,10 @@ class Slots:
 
     What comes `UP` was sent by stage − 1, what comes `DOWN` by stage + 1."""
 
-    @property
-    def num_stash(self) -> np.ndarray:
-        """Slots of each stage, `[stage]`."""
-        return self.stash.max((0, 2), initial=-1) + 1
-
-    @property
-    def num_backlog(self) -> np.ndarray:
-        """Slots of each stage, `[stage]`."""
-        return self.backlog.max((0, 2), initial=-1) + 1
-
-    @property
-    def num_inbox(self) -> np.ndarray:
-        """Slots of each stage, `[stage]`."""
-        return self.inbox.max((0, 2), initial=-1) + 1
-
-    @property
-    def lanes(self) -> np.ndarray:
-        """Messages that leave one stage in one tick, at most: `[direction]`."""
-        return (self.sends >= 0).any((0, 1)).sum(1)
-
-    def validate(self, schedule: Schedule) -> Slots:
-        """These slots themselves, if every op of the schedule finds in its slot what is meant for it.
-
-        Raises:
-          ValueError: a slot is empty, or holds something else; names tick, stage and microbatch.
-        """
-        _replay(self, schedule)
-        return self
+    def counts(self) -> dict[str, np.ndarray]:
+        """How many slots of `stash`, `backlog` and `inbox` each stage needs, `[stage]`."""
+        buffers = {"stash": self.stash, "backlog": self.backlog, "inbox": self.inbox}
+        return {name: slots.max((0, 2), initial=-1) + 1 for name, slots in buffers.items()}
 
 
 def assign(schedule: Schedule) -> Slots:
@@ -137,69 +113,3 @@ def _messages(schedule: Schedule, inbox: np.ndarray) -> tuple[np.ndarray, np.nda
     sends[made, origin, direction, lane] = kind
     arrives[made, goal, direction, lane] = slot
     return sends, arrives
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Playing a table through, buffers and all
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class _Memory:
-    """The buffers of all stages: what each slot holds."""
-
-    def __init__(self, slots: Slots, schedule: Schedule) -> None:
-        self.slots, self.schedule = slots, schedule
-        self.held: dict[tuple[str, int, int], tuple[int, int, int]] = {}
-
-    def write(self, buffer: str, stage: int, slot: int, what: tuple[int, int, int]) -> None:
-        self.held[buffer, stage, slot] = what
-
-    def read(self, buffer: str, tick: int, stage: int, kind: int, wanted: tuple[int, int, int]) -> None:
-        slot = int(getattr(self.slots, buffer)[tick, stage, kind])
-        found = self.held.get((buffer, stage, slot))
-        if found != wanted:
-            raise problem(
-                f"{buffer} of schedule `{self.schedule.name}`, tick {tick}, stage {stage}",
-                f"read what {_told(wanted)} left, from slot {slot}",
-                f"the slot holds what {_told(found)} left" if found else "nothing has been written there",
-                "take the slots that `Schedule.slots()` gives",
-            )
-
-
-def _told(what: tuple[int, int, int]) -> str:
-    kind, microbatch, part = what
-    return f"{KINDS[kind]} of microbatch {microbatch} on part {part}"
-
-
-def _replay(slots: Slots, schedule: Schedule) -> None:
-    memory = _Memory(slots, schedule)
-    for tick in range(schedule.ticks):
-        results = [_run_cell(memory, tick, stage) for stage in range(schedule.stages)]
-        for stage, direction, lane in np.argwhere(slots.arrives[tick] >= 0).tolist():
-            origin = (stage - SHIFTS[direction]) % schedule.stages
-            kind = int(slots.sends[tick, origin, direction, lane])
-            if kind in results[origin]:
-                slot = int(slots.arrives[tick, stage, direction, lane])
-                memory.write("inbox", stage, slot, results[origin][kind])
-
-
-def _run_cell(memory: _Memory, tick: int, stage: int) -> dict[int, tuple[int, int, int]]:
-    """Reads and writes of one cell; gives its results by kind."""
-    slots, schedule = memory.slots, memory.schedule
-    results: dict[int, tuple[int, int, int]] = {}
-    for op in schedule.cell(tick, stage):
-        kind, part = op.number, int(schedule.parts[stage, op.chunk])
-        what = (kind, op.microbatch, part)
-        before = part - 1 if kind == F else part + 1
-        if kind != W and 0 <= before < schedule.num_parts:
-            memory.read("inbox", tick, stage, kind, (kind, op.microbatch, before))
-        if kind != F:
-            memory.read("stash", tick, stage, kind, (F, op.microbatch, part))
-        if kind == W and (slots.backlog[tick, stage, W] >= 0 or results.get(B) != (B, op.microbatch, part)):
-            memory.read("backlog", tick, stage, W, (B, op.microbatch, part))
-        if kind == F:
-            memory.write("stash", stage, int(slots.stash[tick, stage, F]), what)
-        if kind == B:
-            memory.write("backlog", stage, int(slots.backlog[tick, stage, B]), what)
-        results[kind] = what
-    return results
