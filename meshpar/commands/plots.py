@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from meshpar.compiled.clock.timeline import Segment, Timeline
     from meshpar.compiled.memory import Memory
     from meshpar.compiled.report import Report
-    from meshpar.pipeline.schedules import Schedule
-    from meshpar.pipeline.schedules import Timeline as PipelineTimeline
+    from meshpar.pipeline.schedules import Schedule, ScheduleTimeline
 
 Curve = Iterable[tuple[float, float]]
 """Points (step, value)."""
@@ -926,7 +925,7 @@ def schedule(
 
 
 def schedule_times(
-    lines: Sequence[tuple[Schedule, PipelineTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
+    lines: Sequence[tuple[Schedule, ScheduleTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
 ) -> Figure:
     """Pipeline schedules on a clock, simulated or measured, one above the other on one time axis.
 
@@ -956,7 +955,7 @@ def schedule_times(
     return figure
 
 
-def _draw_schedule(panel: Axes, one: Schedule, line: PipelineTimeline, *, inches_per_unit: float) -> None:
+def _draw_schedule(panel: Axes, one: Schedule, line: ScheduleTimeline, *, inches_per_unit: float) -> None:
     for tick, stage in np.argwhere(one.busy).tolist():
         cell = one.cell(tick, stage)
         height = 0.9 / len(cell)

@@ -76,12 +76,12 @@ def check_run(run: StagedRun) -> None:
             "there is no such choice",
             'use "step" or "microbatch"',
         )
-    if run.functions.weight is not None and not run.meet:
+    if run.functions.weight is not None and not run.sync:
         raise problem(
-            f"{WHERE}(weight={run.functions.weight!r}, meet=False)",
-            "weigh microbatches while the stages do not meet",
+            f"{WHERE}(weight={run.functions.weight!r}, sync=False)",
+            "weigh microbatches where stages do not wait for each other",
             "only the last stage knows the sum of the weights",
-            "use meet=True, or weigh rows inside loss_fn and leave out weight",
+            "use sync=True, or weigh rows inside loss_fn and leave out weight",
         )
     if run.batch_axes is not None:
         _check_batch_axes(run.batch_axes, axis, sizes)
@@ -338,8 +338,8 @@ def _check_apart(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> 
             raise problem(
                 name,
                 f"run `ppermute` over {', '.join(f'`{a}`' for a in axes)} inside a stage",
-                "host devices all meet in every permute, also of groups of them, and other stages do something else "
-                "meanwhile: they would wait for each other for ever",
+                "host devices wait for all others in every permute, also of groups of them, and other stages do "
+                "something else meanwhile: a deadlock",
                 "leave out what sends around a ring (context_parallel, matmuls that overlap their messages) under "
                 "stages; tensor_parallel(sequence=True) works",
             )

@@ -3,7 +3,7 @@
     tick:   cell (F, B, W of some microbatch, or idle) ─► results ─► one message up, one down ─► inbox of the neighbours
              │ reads and writes stash and backlog            only where some cell of the tick has something to send
 
-Manual over the stages and over the axes that split the batch, so gradients are summed where they are made and meet
+Manual over the stages and over the axes that split the batch, so gradients are summed where they are made and reduced
 once, behind the loop. All other axes stay XLA's: what splits a stage's own work puts its collectives into the cells,
 whose groups never leave a stage.
 """
@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from meshpar.pipeline.layers import Aux
 from meshpar.pipeline.schedules import Schedule, Slots
 from meshpar.pipeline.schedules.ops import B, F, W
-from meshpar.pipeline.schedules.slots import SHIFTS, STAY, colored
+from meshpar.pipeline.schedules.slots import BUFFERS, SHIFTS, STAY
 from meshpar.pipeline.slicing import flat_jaxpr
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
 from meshpar.sharding.types import PyTree
@@ -33,7 +33,7 @@ from meshpar.training.sums import Sums, weighed_by
 Buffers: TypeAlias = tuple[jax.Array, ...]
 
 CELL, IF_FIRST, IF_LAST, SENDS = "cell", "if_first", "if_last", ("send_up", "send_down")
-"""Scopes that the choices of a tick stand in: what runs in them, the table tells and not the program."""
+"""Scopes of the choices of a tick: which branch runs is in the schedule's table, not in the program."""
 
 
 class Micro(NamedTuple):
@@ -118,8 +118,6 @@ class Plan:
 
     schedule: Schedule
     slots: Slots
-    turn: np.ndarray
-    """int32 `[tick, stage, kind]`: where the last part's F puts its output, and its B finds it."""
     cells: tuple[tuple[bool, ...], ...]
     """What kinds of cells there are: (F, B, W, whether W follows its own B)."""
     columns: dict[str, np.ndarray]
@@ -130,7 +128,6 @@ class Plan:
     @staticmethod
     def of(schedule: Schedule) -> Plan:
         slots = schedule.validate().slots()
-        turn = _turn(schedule)
         has = schedule.table[..., 0] >= 0
         own = has[..., B] & has[..., W] & (slots.backlog[..., W] < 0)
         keys = np.concatenate([has, own[..., None]], -1)
@@ -141,17 +138,11 @@ class Plan:
             "microbatch": schedule.table[..., 0],
             "chunk": schedule.table[..., 1],
             "part": part,
-            "stash": slots.stash,
-            "backlog": slots.backlog,
-            "inbox": slots.inbox,
-            "turn": turn,
-            "sends": slots.sends,
-            "arrives": slots.arrives,
+            **{name: getattr(slots, name) for name in (*BUFFERS, "sends", "arrives")},
         }
         return Plan(
             schedule=schedule,
             slots=slots,
-            turn=turn,
             cells=tuple(tuple(bool(x) for x in cell) for cell in cells),
             columns={name: np.asarray(column, np.int32) for name, column in columns.items()},
             moves=np.any(slots.sends >= 0, axis=1).astype(np.int32),
@@ -159,17 +150,7 @@ class Plan:
 
     def buffers(self) -> dict[str, int]:
         """Slots of each buffer on every device: those of the stage that needs most, for all run one program."""
-        counts = {name: int(count.max(initial=0)) for name, count in self.slots.counts().items()}
-        return {**counts, "turn": int(self.turn.max()) + 1}
-
-
-def _turn(schedule: Schedule) -> np.ndarray:
-    turn = np.full(schedule.table.shape[:3], -1, np.int32)
-    on, first, last = schedule.done_on[:, -1], schedule.done_in[F][:, -1], schedule.done_in[B][:, -1]
-    slot = colored(on, first, last)
-    turn[first, on, F] = slot
-    turn[last, on, B] = slot
-    return turn
+        return {name: int(count.max(initial=0)) for name, count in self.slots.counts().items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,7 +192,7 @@ class Executor:
 
 
 class _Trace:
-    """What one trace of the loop knows."""
+    """One trace of the loop: its arguments, and the shapes that follow from them."""
 
     def __init__(self, executor: Executor, params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
                  extra: PyTree) -> None:  # fmt: skip
@@ -226,8 +207,8 @@ class _Trace:
         one = jax.eval_shape(lambda params: executor.whole(self._chunk(params, zero)), params)
         self.part_params = one
         self.split = split_stage(self.functions, one, self.x, micro)
-        (self.y, aux_loss), self.aux = jax.eval_shape(_stage(self.functions), one, (self.x, _data(micro)))
-        self.aux_loss = aux_loss
+        (_, self.aux_loss), self.aux = jax.eval_shape(_stage(self.functions), one, (self.x, _data(micro)))
+        self.of_last, _ = jax.eval_shape(self._last, ends, self.x, micro)
 
     # -- The model's parts --------------------------------------------------------------------------------------------
 
@@ -299,7 +280,6 @@ class _Trace:
         def sums(like: PyTree, *lead: int) -> PyTree:
             return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), self.executor.grad_dtype(x.dtype)), like)
 
-        one, _ = jax.eval_shape(self._last, self.ends, self.x, self.micro(*[jnp.zeros((), jnp.int32)] * 2))
         grads = Params(*self.executor.pin(sums(self.part_params, self.chunks), sums(self.ends)))
         aux = {k: jnp.zeros((self.chunks, *x.shape), _aux_dtype(x.dtype)) for k, x in self.aux.items()}
         return _Carry(
@@ -308,7 +288,7 @@ class _Trace:
             # One part alone is sent nothing; what would read it is traced all the same.
             inbox=room(self.x, max(counts["inbox"], 1)),
             turn=room(self.x, counts["turn"]),
-            totals=Totals(_zeros(one).replace(grads=grads), aux),
+            totals=Totals(_zeros(self.of_last).replace(grads=grads), aux),
             below=jnp.zeros_like(late),
             above=jnp.zeros_like(late),
         )
@@ -354,7 +334,7 @@ class _Trace:
                 with jax.named_scope(f"{SENDS[direction]}_{lane}" if lane else SENDS[direction]):
                     if self.plan.moves[:, direction, lane].all():
                         inbox = _write(inbox, slot, self._send(out, by, ring))
-                    else:  # the same choice on all stages, so nobody waits for a message that is not sent
+                    else:  # the same choice on all stages, so no stage waits for a message that is not sent
                         inbox = lax.cond(
                             moves[direction, lane] > 0,
                             lambda inbox, out, slot, by=by, ring=ring: _write(inbox, slot, self._send(out, by, ring)),

@@ -60,7 +60,7 @@ class StagedRun:
     """That split the batch; None: those of `BATCH_AXES` that the mesh has."""
     gather: Literal["step", "microbatch"] = "step"
     grad_dtype: Callable[[Any], Any] = lambda dtype: jnp.promote_types(dtype, jnp.float32)
-    meet: bool = True
+    sync: bool = True
     own: PyTree = None
     """Of each leaf of the parts a PartitionSpec with the axes of the batch over which every rank has a slice of its
     own: never whole, with a gradient of its own, as experts are. None: of no leaf."""
@@ -83,7 +83,7 @@ class StagedRun:
     ) -> tuple[Result, Params]:  # fmt: skip
         """Means over all microbatches and devices, and gradients of the loss's, in the dtype they are summed in.
 
-        Where the stages do not meet, loss, metrics, aux and late are each stage's share, `[stage, ...]`.
+        Without `sync` loss, metrics, aux and late are each stage's share, `[stage, ...]`.
 
         Args:
           params: in the compute dtype.
@@ -105,7 +105,7 @@ class StagedRun:
             # Everything is differentiated inside, and nothing inside has to vary alike.
             check_vma=False,
         )(share.executor.plan.columns, self.laid(params, share.at_entry), batch, jax.random.key_data(key), late, extra)
-        with jax.named_scope("gradients_meet"):
+        with jax.named_scope("reduce_gradients"):
             parts = jax.tree.map(lambda g: _summed(g, 0), grads.parts)
             ends = jax.tree.map(lambda g: _summed(g, 1), grads.ends)
             grads = self.laid(Params(parts, self._over_stages(ends, grad_specs.ends, share.owners)), grad_specs)
@@ -173,7 +173,7 @@ class _Share:
     def out_specs(self) -> Any:
         by_batch, axis = self.batch_axes or None, self.run.axis
         grads = _each(lambda own: P(_but(P(by_batch), own)[0], axis, *own[1:]), self.own)
-        return P() if self.run.meet else P(axis), Params(grads, P(axis, by_batch))
+        return P() if self.run.sync else P(axis), Params(grads, P(axis, by_batch))
 
     def __call__(
         self, columns: Any, params: Params, rows: PyTree, key_data: jax.Array, late: jax.Array, extra: PyTree
@@ -195,10 +195,10 @@ class _Share:
         grads = Params(grads.parts, jax.tree.map(lambda g: g[None], grads.ends))
         held = jnp.asarray(run.schedule.parts)[lax.axis_index(run.axis)]
         aux = {k: jnp.zeros((run.schedule.num_parts, *x.shape[1:]), x.dtype).at[held].add(x) for k, x in aux.items()}
-        over = self.manual if run.meet else self.batch_axes
+        over = self.manual if run.sync else self.batch_axes
         totals = Totals(sums.replace(grads=None), aux)
         out = (lax.psum(totals, over) if over else totals), late
-        return (out if run.meet else jax.tree.map(lambda x: x[None], out)), grads
+        return (out if run.sync else jax.tree.map(lambda x: x[None], out)), grads
 
     def _entering(self, specs: Params) -> Params:
         """How parameters enter the loop: whole over the axes that split the batch, unless every cell gathers them."""
@@ -321,7 +321,7 @@ def value_and_grad(
     gather: Literal["step", "microbatch"] = "step",
     remat: str | None = None,
     weight: str | None = None,
-    meet: bool = True,
+    sync: bool = True,
 ) -> ValueAndGrad:
     """Loss and gradients of a model cut into parts, run over the stages of a mesh as the schedule says.
 
@@ -348,7 +348,7 @@ def value_and_grad(
         holds them, "microbatch" gathers them in every cell that needs them and holds shards.
       remat: what F does not keep and B computes again, as in `train_step`; None keeps all residuals.
       weight: a metric by which microbatches are weighed in the mean.
-      meet: False leaves out what makes all stages wait for each other at a step's end, for schedules without a bubble
+      sync: False leaves out what makes all stages wait for each other at a step's end, for schedules without a bubble
         over consecutive steps: loss and metrics come as each stage's share, `[stage, ...]`, to be summed when read.
 
     Returns:
@@ -359,7 +359,7 @@ def value_and_grad(
     """
     functions = _functions(stage_fn, loss_fn, first_fn, remat, weight)
     run = StagedRun(
-        functions=functions, schedule=schedule, mesh=mesh, axis=axis, batch_axes=batch_axes, gather=gather, meet=meet
+        functions=functions, schedule=schedule, mesh=mesh, axis=axis, batch_axes=batch_axes, gather=gather, sync=sync
     )
     return ValueAndGrad(run, specs)
 

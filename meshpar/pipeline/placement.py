@@ -1,8 +1,8 @@
-"""Which stage holds which part of the model, and how weights get there and gradients back.
+"""The weight placement of a schedule: which stage holds which part of the model.
 
-At rest the parts lie over the stages in order, as the layers of a model do that knows no schedule. A schedule may want
-them elsewhere: several apart on one stage, or two copies. Then weights go to their places before the first tick and
-gradients come back after the last, from stage to stage, once a step.
+Between steps the parts lie over the stages in order, as the layers of a model without a schedule do. A schedule may
+hold them elsewhere: several apart on one stage, or two copies. Then weights go to their places before the first tick
+and gradients come back after the last, from stage to stage, once a step.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class Round:
     """Parts that move at the same time, at most one from each stage and one to each."""
 
     pairs: tuple[tuple[int, int], ...]
-    """(from, to) stages; empty: every part is where it is wanted."""
+    """(from, to) stages; empty: every part is in its place."""
     row: np.ndarray
-    """int32 `[stage]`: which of the parts it holds at rest a stage sends; −1: none."""
+    """int32 `[stage]`: which of the parts that it holds between steps a stage sends; −1: none."""
     chunk: np.ndarray
-    """int32 `[stage]`: where it puts what it gets; −1: it gets none."""
+    """int32 `[stage]`: where it puts the part it receives; −1: none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WeightPlacement:
-    """From parts at rest, `[parts / stages, ...]` on each stage, to the schedule's, `[chunk, ...]`, and back."""
+    """From parts between steps, `[parts / stages, ...]` on each stage, to the schedule's, `[chunk, ...]`, and back."""
 
     axis: str
     rows: int
-    """Parts a stage holds at rest."""
+    """Parts a stage holds between steps."""
     chunks: int
     rounds: tuple[Round, ...]
 
@@ -51,20 +51,20 @@ class WeightPlacement:
         ]
         rounds = []
         while moves:
-            # Greedy: of those at home one for each stage, else the first ones whose stages are free.
-            at_home = any(source == goal for source, _, goal, _ in moves)
-            sending, getting = set[int](), set[int]()
+            # Greedy: of those in place one for each stage, else the first ones whose stages are free.
+            in_place = any(source == goal for source, _, goal, _ in moves)
+            sending, receiving = set[int](), set[int]()
             row, chunk = (np.full(schedule.stages, -1, np.int32) for _ in range(2))
             pairs, left = [], []
             for move in moves:
                 source, of_row, goal, to_chunk = move
-                if (source == goal) != at_home or source in sending or goal in getting:
+                if (source == goal) != in_place or source in sending or goal in receiving:
                     left.append(move)
                     continue
                 sending.add(source)
-                getting.add(goal)
+                receiving.add(goal)
                 row[source], chunk[goal] = of_row, to_chunk
-                pairs += [] if at_home else [(source, goal)]
+                pairs += [] if in_place else [(source, goal)]
             moves = left
             rounds.append(Round(pairs=tuple(pairs), row=row, chunk=chunk))
         return WeightPlacement(axis=axis, rows=rows, chunks=schedule.chunks, rounds=tuple(rounds))
@@ -76,20 +76,20 @@ class WeightPlacement:
 
     def spread(self, params: PyTree) -> PyTree:
         """`[rows, ...] -> [chunk, ...]`, inside a `shard_map` over the stages."""
-        if self._still:
+        if self._is_in_order:
             return params
         with jax.named_scope("parts_to_stages"):
             return jax.tree.map(self._spread, params)
 
     def collect(self, grads: PyTree) -> PyTree:
         """`[chunk, ...] -> [rows, ...]`, copies of a part summed."""
-        if self._still:
+        if self._is_in_order:
             return grads
         with jax.named_scope("gradients_from_stages"):
             return jax.tree.map(self._collect, grads)
 
     @property
-    def _still(self) -> bool:
+    def _is_in_order(self) -> bool:
         return self.moves == 0 and self.rows == self.chunks
 
     def _spread(self, x: jax.Array) -> jax.Array:

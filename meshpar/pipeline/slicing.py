@@ -82,7 +82,7 @@ def _evaluated(eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
 
 
 def _as_traced(eqn: JaxprEqn) -> Any:
-    """What is bound inside is told to come from the line that made an equation, and from its scopes inside of ours."""
+    """What is bound inside comes from the line that made an equation, and from its scopes inside of ours."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 

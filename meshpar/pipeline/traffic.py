@@ -1,7 +1,7 @@
 """What a schedule sends over the stages, in closed form: which ticks have a message, which parts move, who does what.
 
     up, down      one permute for every lane and tick in which some stage has a result for the next, or the one before;
-                  all stages take part in it, and those with nothing to say send what nobody reads
+                  all stages take part in it, and those with no result send what is not read
     parts         a permute for every round of their placement: weights before the first tick, gradients after the last
     ends          embedding and head run on the stages that hold the first and the last part
 
@@ -39,7 +39,7 @@ class StageTraffic:
     messages: int
     """Results that are used on another stage than the one that made them, all stages together."""
     rounds: int
-    """Permutes that bring the weights of a part to the stages where the schedule wants them, and as many back."""
+    """Permutes that bring the weights of a part to the stages where the schedule has them, and as many back."""
 
     @property
     def first_stages(self) -> frozenset[int]:
@@ -83,8 +83,8 @@ def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
       schedule: the table.
       reads: whether F, B and W read the weight; `SplitVjp.reads`.
     """
-    asks = (schedule.table[..., 0] >= 0) & np.asarray(reads)
+    reading = (schedule.table[..., 0] >= 0) & np.asarray(reads)
     if schedule.chunks == 1:
-        return asks.any(2).sum(0)
-    shares = asks[..., B] & asks[..., W] & (schedule.slots().backlog[..., W] < 0)
-    return asks.sum((0, 2)) - shares.sum(0)
+        return reading.any(2).sum(0)
+    shares = reading[..., B] & reading[..., W] & (schedule.slots().backlog[..., W] < 0)
+    return reading.sum((0, 2)) - shares.sum(0)

@@ -49,7 +49,7 @@ class Case:
     tensor: int = 1
     gather: str = "step"
     remat: str | None = None
-    meet: bool = True
+    sync: bool = True
     tied: bool = False
     noise: bool = False
     aux: bool = False
@@ -195,7 +195,7 @@ class Run:
 def function(case: Case):
     return value_and_grad(
         case.stage, case.last, schedule=case.table, mesh=case.mesh, first_fn=case.first, specs=case.specs,
-        gather=case.gather, remat=case.remat, meet=case.meet, weight="weight" if case.weighted else None,
+        gather=case.gather, remat=case.remat, sync=case.sync, weight="weight" if case.weighted else None,
     )  # fmt: skip
 
 
@@ -386,7 +386,8 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches_and_gpipes_does(run):
     case = program("gpipe", 8)
     part = jax.tree.map(lambda x: x[0], case.data[0].parts)
     x = jax.ShapeDtypeStruct((case.rows, EMBED), jnp.float32)
-    kept = split_vjp(lambda layers, x: case.stage(layers, x, None), part, x).stash_bytes + x.size * 4
+    stash = split_vjp(lambda layers, x: case.stage(layers, x, None), part, x).stash
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in (*stash, x))
     assert (many - few) / 24 == pytest.approx(kept, rel=0.05)
 
 
@@ -431,7 +432,7 @@ def shared_ends(case):
 
 
 @pytest.mark.parametrize("case", CROSSED, ids=label)
-def test_gradients_meet_once_behind_the_loop(run, case):
+def test_gradients_are_reduced_once_behind_the_loop(run, case):
     """And weights are gathered once before it, unless every cell is to gather its own."""
     found = [c for c in run(case).collectives if BATCH & {*c.axes}]
     gathers = [c for c in found if c.kind == "all-gather"]
@@ -479,10 +480,10 @@ def test_stages_send_only_to_their_neighbours(run, case):
         assert any(c.axes == ("tensor",) and c.in_loop for c in found)
 
 
-APART = Case(schedule="zb-h2", fsdp=2, meet=False)
+APART = Case(schedule="zb-h2", fsdp=2, sync=False)
 
 
-def test_stages_that_do_not_meet(run):
+def test_stages_that_do_not_wait_for_each_other(run):
     """Every stage has its share of the loss; nothing but permutes crosses stages."""
     one = run(APART)
     assert all(c.kind == "collective-permute" for c in one.collectives if "stage" in c.axes)
@@ -496,12 +497,12 @@ def test_stages_that_do_not_meet(run):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), grads, wanted)
 
 
-@pytest.mark.parametrize("meet", [pytest.param(True, marks=pytest.mark.matrix), False])
-def test_late_numbers_are_summed_on_their_way(meet):
-    case = Case(schedule="zb-h1", p=4, m=4, dtype="float32", meet=meet)
+@pytest.mark.parametrize("sync", [pytest.param(True, marks=pytest.mark.matrix), False])
+def test_late_numbers_are_summed_on_their_way(sync):
+    case = Case(schedule="zb-h1", p=4, m=4, dtype="float32", sync=sync)
     late = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (4, 3)), jnp.float32)
     result, _ = jax.jit(function(case))(*case.data, jax.random.key(7), late)
-    np.testing.assert_array_equal(result.late, late.sum(0) if meet else jnp.tile(late.sum(0), (4, 1)))
+    np.testing.assert_array_equal(result.late, late.sum(0) if sync else jnp.tile(late.sum(0), (4, 1)))
 
 
 @pytest.fixture(scope="module")
@@ -674,7 +675,7 @@ MISTAKES = {
         "before the layers or behind",
     ),
     "schedule": ({"schedule": "1f1b"}, "it is a str", "one_f_one_b"),
-    "weight": ({"weight": "double", "meet": False}, "only the last stage knows", "meet=True"),
+    "weight": ({"weight": "double", "sync": False}, "only the last stage knows", "sync=True"),
     "weighed aux": ({"weight": "double", "stage": with_aux}, "auxiliary losses", "leave out weight"),
     "inputs": ({"first_fn": None}, "`inputs`", "a first_fn"),
     "no metrics": ({"last": lambda ends, y, micro: y.mean()}, "from its result", "return loss, {}"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshpar.pipeline import schedules
-from meshpar.pipeline.schedules import SCHEDULES, Op, Schedule, make
+from meshpar.pipeline.schedules import SCHEDULES, Schedule, StageOp, make
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 from tests.pipeline.replay import replay
@@ -267,7 +267,7 @@ def test_schedules_are_values():
     with pytest.raises(ValueError, match="read-only"):
         one.table[0, 0, 0, 0] = 3
     assert repr(one) == "Schedule('zb-h1', stages=4, microbatches=8, ticks=27)"
-    assert one.cell(0, 0) == (Op("F", 0, 0),)
+    assert one.cell(0, 0) == (StageOp("F", 0, 0),)
     assert one.cell(0, 1) == ()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, Op, problem
+from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, StageOp, problem
 
 Event = tuple[str, int, int]
 """(kind, microbatch, part of the model): done once in a step, wherever that is."""
@@ -157,7 +157,7 @@ def paired(table: np.ndarray, joined: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return table[keep], joined[keep]
 
 
-def filled(rows: Sequence[Sequence[Op]], parts: np.ndarray, limit: int) -> list[list[Block]]:
+def filled(rows: Sequence[Sequence[StageOp]], parts: np.ndarray, limit: int) -> list[list[Block]]:
     """F and B in the order given, each as soon as it can, and W wherever a stage would otherwise idle.
 
     Args:
@@ -165,12 +165,12 @@ def filled(rows: Sequence[Sequence[Op]], parts: np.ndarray, limit: int) -> list[
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, int] = {}
-    pending: list[list[Op]] = [[] for _ in rows]
+    pending: list[list[StageOp]] = [[] for _ in rows]
     held, at = [0] * len(rows), [0] * len(rows)
     order: list[list[Block]] = [[] for _ in rows]
     now = 0
     while any(pending) or any(here < len(row) for here, row in zip(at, rows, strict=True)):
-        picked: list[tuple[int, Op]] = []
+        picked: list[tuple[int, StageOp]] = []
         for stage, row in enumerate(rows):
             op = row[at[stage]] if at[stage] < len(row) else None
             if op is not None and _can(op, done, int(parts[stage, op.chunk]), num_parts, now, held[stage] < limit):
@@ -191,6 +191,6 @@ def filled(rows: Sequence[Sequence[Op]], parts: np.ndarray, limit: int) -> list[
     return order
 
 
-def _can(op: Op, done: dict[Event, int], part: int, num_parts: int, now: int, room: bool) -> bool:
+def _can(op: StageOp, done: dict[Event, int], part: int, num_parts: int, now: int, room: bool) -> bool:
     event = needs(op.kind, op.microbatch, part, num_parts)
     return (event is None or done.get(event, now) < now) and (room or op.kind != "F")

@@ -1,4 +1,4 @@
-"""A schedule on the clock: with any costs, in lockstep ticks or each stage as soon as it can."""
+"""A schedule simulated: with any costs, in lockstep ticks or each stage as soon as it can."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Costs: TypeAlias = ArrayLike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Timeline:
+class ScheduleTimeline:
     """When each stage does what, in the unit of the costs."""
 
     start: np.ndarray
@@ -61,9 +61,9 @@ class Timeline:
 class Simulation:
     """One schedule, both ways."""
 
-    free: Timeline
+    free: ScheduleTimeline
     """Each stage begins a block as soon as it can."""
-    lockstep: Timeline
+    lockstep: ScheduleTimeline
     """All stages begin a tick together: each pays the tick's longest cell, and the messages after it."""
 
     @property
@@ -118,7 +118,7 @@ def _lengths(schedule: Schedule, cost: np.ndarray, hidden: np.ndarray) -> np.nda
     return np.maximum((ops * cost).sum(2) - pairs * hidden, 0.0)
 
 
-def _free(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> Timeline:
+def _free(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> ScheduleTimeline:
     _, last = block_ticks(schedule)
     needs = _needs(schedule)
     wait, length = comm.tolist(), lengths.tolist()
@@ -138,7 +138,7 @@ def _free(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> Timeline
             ends[cell][stage] = at
         free[stage] = at
     nothing = np.where(schedule.table[..., 0] >= 0, 0.0, np.nan)
-    return Timeline(
+    return ScheduleTimeline(
         start=begins[..., None] + nothing, end=(begins + lengths)[..., None] + nothing, busy=lengths.sum(0)
     )  # fmt: skip
 
@@ -154,14 +154,14 @@ def _needs(schedule: Schedule) -> dict[tuple[int, int], list[tuple[int, int]]]:
     return found
 
 
-def _lockstep(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> Timeline:
+def _lockstep(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> ScheduleTimeline:
     ops = schedule.table[..., 0] >= 0
     after = _sends(schedule) * comm.max()
     ends = (lengths.max(1) + after).cumsum()
     start = (ends - after - lengths.max(1))[:, None, None] + np.zeros(ops.shape)
     end = start + lengths[..., None]
     nothing = np.where(ops, 0.0, np.nan)
-    return Timeline(start=start + nothing, end=end + nothing, busy=lengths.sum(0))
+    return ScheduleTimeline(start=start + nothing, end=end + nothing, busy=lengths.sum(0))
 
 
 def _sends(schedule: Schedule) -> np.ndarray:

@@ -17,6 +17,8 @@ UP, DOWN, STAY = range(3)
 """Where a result goes: to stage + 1, to stage − 1 (both on a ring), or to another chunk of the same stage."""
 SHIFTS = (1, -1, 0)
 """Of `UP`, `DOWN` and `STAY`."""
+BUFFERS = ("stash", "backlog", "inbox", "turn")
+"""Of which each has slots."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +38,8 @@ class Slots:
     """int32 `[tick, stage, kind]`: the slot that holds an F's input or a B's output gradient.
 
     None for F of part 0, which begins with the batch, and for B of the last part, which begins with the loss."""
+    turn: np.ndarray
+    """int32 `[tick, stage, kind]`: where the last part's F puts its output, and its B finds it."""
     sends: np.ndarray
     """int32 `[tick, stage, direction, lane]`: which kind's result (F or B) leaves the cell that way."""
     arrives: np.ndarray
@@ -44,15 +48,14 @@ class Slots:
     What comes `UP` was sent by stage − 1, what comes `DOWN` by stage + 1."""
 
     def counts(self) -> dict[str, np.ndarray]:
-        """How many slots of `stash`, `backlog` and `inbox` each stage needs, `[stage]`."""
-        buffers = {"stash": self.stash, "backlog": self.backlog, "inbox": self.inbox}
-        return {name: slots.max((0, 2), initial=-1) + 1 for name, slots in buffers.items()}
+        """How many slots of `stash`, `backlog`, `inbox` and `turn` each stage needs, `[stage]`."""
+        return {name: getattr(self, name).max((0, 2), initial=-1) + 1 for name in BUFFERS}
 
 
 def assign(schedule: Schedule) -> Slots:
     """See `Schedule.slots`. Only for a schedule that validates."""
     shape = schedule.table.shape[:3]
-    stash, backlog, inbox = (np.full(shape, -1, np.int32) for _ in range(3))
+    stash, backlog, inbox, turn = (np.full(shape, -1, np.int32) for _ in BUFFERS)
     done, on = schedule.done_in, schedule.done_on
 
     slot = colored(on, done[F], done[W])
@@ -63,8 +66,11 @@ def assign(schedule: Schedule) -> Slots:
     for kind in (B, W):
         backlog[done[kind][apart], on[apart], kind] = slot
 
+    on, first, last = on[:, -1], done[F][:, -1], done[B][:, -1]
+    turn[first, on, F] = turn[last, on, B] = colored(on, first, last)
+
     sends, arrives = _messages(schedule, inbox)
-    return Slots(stash=stash, backlog=backlog, inbox=inbox, sends=sends, arrives=arrives)
+    return Slots(stash=stash, backlog=backlog, inbox=inbox, turn=turn, sends=sends, arrives=arrives)
 
 
 def colored(stage: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
