@@ -127,22 +127,28 @@ def checked_params(run: StagedRun, params: Any, specs: PyTree | None) -> Params:
             "give pipeline.Params(parts, ends)",
         )
     params = Params(*params)
+    _check_plain("pipeline parameters", params.parts, "be trained")
     _check_parts(run, params)
     if specs is not None:
         _check_specs(run, params, specs)
     return params
 
 
+def _check_plain(name: str, tree: PyTree, asked: str) -> None:
+    """Numbers, and no random keys."""
+    for path, x in tree_leaves_with_paths(tree):
+        if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
+            raise problem(
+                f"{name}, `{path}`",
+                f"{asked} as {x.dtype}",
+                "parameters, messages and their gradients are plain numbers",
+                "draw random numbers from micro.key, or carry jax.random.key_data(key)",
+            )
+
+
 def _check_parts(run: StagedRun, params: Params) -> None:
     wanted = run.schedule.num_parts
     for path, x in tree_leaves_with_paths(params.parts):
-        if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
-            raise problem(
-                f"pipeline parameters `{path}`",
-                f"be trained as {x.dtype}",
-                "parameters are numbers",
-                "draw random numbers from micro.key",
-            )
         if np.shape(x)[:1] != (wanted,):
             raise problem(
                 f"pipeline parameters `{path}` of shape {np.shape(x)} dim 0",
@@ -215,7 +221,7 @@ def owners_of_ends(run: StagedRun, one: PyTree, ends: PyTree, micro: Micro) -> l
     """For each leaf of the ends, the stages that make gradients of it; the functions fit each other."""
     functions, count = run.functions, len(jax.tree.leaves(ends))
     x = jax.eval_shape(functions.first, ends, micro)
-    _check_sent(x)
+    _check_plain("what first_fn gives", x, "be sent from stage to stage")
     y, _ = jax.eval_shape(functions.stage, one, x, micro)
     check_alike("stage_fn", x, y)
     if run.split_inside and not any(layout_of(functions.first, ends, micro)):
@@ -250,18 +256,6 @@ def owners_of_ends(run: StagedRun, one: PyTree, ends: PyTree, micro: Micro) -> l
         set[int]().union(*(stages for use, stages in zip(of, held, strict=True) if use))
         for of in zip(*uses, strict=True)
     ]
-
-
-def _check_sent(x: PyTree) -> None:
-    """Of what goes from part to part."""
-    for path, leaf in tree_leaves_with_paths(x):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise problem(
-                f"`{path}` of what first_fn gives",
-                f"be sent from stage to stage as {leaf.dtype}",
-                "messages and their gradients are plain numbers",
-                "take random keys from micro.key, or carry jax.random.key_data(key)",
-            )
 
 
 def _check_loss(found: Any, weight: str | None) -> None:

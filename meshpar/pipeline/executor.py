@@ -49,16 +49,20 @@ class Micro(NamedTuple):
     """What the model keeps beside parameters, as it was before the step."""
 
 
+First: TypeAlias = Callable[[PyTree, Micro], PyTree]
+"""(ends, micro) -> the first part's input."""
+Last: TypeAlias = Callable[[PyTree, PyTree, Micro], tuple[jax.Array, dict[str, jax.Array]]]
+"""(ends, the last part's output, micro) -> (loss, metrics)."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Functions:
     """A model cut into parts; none of them may communicate over the stages."""
 
-    first: Callable[[PyTree, Micro], PyTree]
-    """(ends, micro) -> the first part's input."""
+    first: First
     stage: Callable[[PyTree, PyTree, Micro], tuple[PyTree, Aux]]
     """(parameters of one part, x, micro) -> (y, aux); y is as x is."""
-    last: Callable[[PyTree, PyTree, Micro], tuple[jax.Array, dict[str, jax.Array]]]
-    """(ends, the last part's output, micro) -> (loss, metrics)."""
+    last: Last
     weight: str | None = None
     """Metric of `last` by which microbatches are weighed; None: all count the same."""
     inside: Callable[[PyTree, PyTree, PyTree, Micro], PyTree] | None = None
@@ -213,9 +217,8 @@ class _Trace:
     # -- The model's parts --------------------------------------------------------------------------------------------
 
     def micro(self, microbatch: jax.Array, part: jax.Array) -> Micro:
-        rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.rows)
         key = jax.random.fold_in(jax.random.fold_in(self.key, microbatch), part)
-        return Micro(rows, key, part, self.extra)
+        return Micro(read(self.rows, microbatch), key, part, self.extra)
 
     def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[Sums, tuple[PyTree, PyTree]]:
         """Of one microbatch, times its weight; and the gradients of the ends and of y, likewise."""
@@ -250,7 +253,7 @@ class _Trace:
     def _chunk(self, params: PyTree, chunk: jax.Array) -> PyTree:
         if self.chunks == 1:
             return jax.tree.map(lambda p: p[0], params)
-        return jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, chunk, keepdims=False), params)
+        return read(params, chunk)
 
     def _weights_of(self, at: Mapping[str, jax.Array]) -> Callable[[int], PyTree]:
         """From the kind of an op in a cell to the weights of its part, gathered once for all ops of one part."""
@@ -301,9 +304,9 @@ class _Trace:
             held = (carry.stash, carry.backlog, carry.inbox, carry.turn)
             totals, made = lax.switch(at["branch"], branches, carry.totals, held, at)
             # Behind the cells and not in them: buffers that come out of a branch are copied on their way.
-            stash = _write(carry.stash, at["stash"][F], made.left)
-            turn = _write(carry.turn, at["turn"][F], made.up)
-            backlog = _write(carry.backlog, at["backlog"][B], made.handed)
+            stash = write(carry.stash, at["stash"][F], made.left)
+            turn = write(carry.turn, at["turn"][F], made.up)
+            backlog = write(carry.backlog, at["backlog"][B], made.handed)
         inbox = self._messages(carry.inbox, (made.up, made.down), at, moves)
         below, above = carry.below, carry.above
         if late.size:
@@ -328,16 +331,16 @@ class _Trace:
                 out = jax.tree.map(lambda f, b, kind=kind: jnp.where(kind == B, b, f), *results)
                 slot = at["arrives"][direction, lane]
                 if direction == STAY:
-                    inbox = _write(inbox, slot, out)
+                    inbox = write(inbox, slot, out)
                     continue
                 ring = self._wraps(direction, lane)
                 with jax.named_scope(f"{SENDS[direction]}_{lane}" if lane else SENDS[direction]):
                     if self.plan.moves[:, direction, lane].all():
-                        inbox = _write(inbox, slot, self._send(out, by, ring))
+                        inbox = write(inbox, slot, self._send(out, by, ring))
                     else:  # the same choice on all stages, so no stage waits for a message that is not sent
                         inbox = lax.cond(
                             moves[direction, lane] > 0,
-                            lambda inbox, out, slot, by=by, ring=ring: _write(inbox, slot, self._send(out, by, ring)),
+                            lambda inbox, out, slot, by=by, ring=ring: write(inbox, slot, self._send(out, by, ring)),
                             lambda inbox, out, slot: inbox,
                             inbox, out, slot,
                         )  # fmt: skip
@@ -356,7 +359,7 @@ class _Trace:
             stash, backlog, inbox, turn = held
             whole = self._weights_of(at)
             made = _Made(*(_zeros(like) for like in (self.x, self.x, self.split.stash, self._handed)))
-            read_stash = {kind: _read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
+            read_stash = {kind: read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
             sums, aux = totals
             handed: Buffers = ()
             if has_b:
@@ -364,7 +367,7 @@ class _Trace:
                 made = made._replace(down=down, handed=made.handed if own else handed)
             if has_w:
                 with jax.named_scope("weights"):
-                    left = handed if own else _read(backlog, at["backlog"][W])
+                    left = handed if own else read(backlog, at["backlog"][W])
                     shared = self.split.shared(whole(B if own else W))
                     grads = self.split.weights(shared, read_stash[W], left)
                     parts = _sum(sums.grads.parts, grads, None if self.chunks == 1 else at["chunk"][W])
@@ -386,7 +389,7 @@ class _Trace:
                 x = lax.cond(
                     at["part"][F] == 0,
                     lambda: self._laid(self._first(self.ends, micro)),
-                    lambda: self._laid(_read(inbox, at["inbox"][F])),
+                    lambda: self._laid(read(inbox, at["inbox"][F])),
                 )
             ((y, aux_loss), metrics), left = self.split.forward(weights, (x, _data(micro)))
         return y, left, aux_loss, metrics
@@ -400,13 +403,13 @@ class _Trace:
         last = self.plan.schedule.num_parts - 1
 
         def from_loss(sums: Sums) -> tuple[PyTree, Sums]:
-            one, (d_ends, dy) = self._last(self.ends, _read(turn, at["turn"][B]), micro)
+            one, (d_ends, dy) = self._last(self.ends, read(turn, at["turn"][B]), micro)
             added = jax.tree.map(jnp.add, sums.replace(grads=None), one)
             grads = sums.grads._replace(ends=_sum(sums.grads.ends, d_ends))
             return self._laid(_solid(dy, self.x)), added.replace(grads=grads)
 
         def from_next(sums: Sums) -> tuple[PyTree, Sums]:
-            return self._laid(_read(inbox, at["inbox"][B])), sums
+            return self._laid(read(inbox, at["inbox"][B])), sums
 
         with jax.named_scope("backward"):
             with jax.named_scope(IF_LAST):
@@ -474,11 +477,12 @@ def _solid(grads: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda g, x: jnp.zeros(x.shape, x.dtype) if g.dtype == jax.dtypes.float0 else g, grads, like)
 
 
-def _read(buffer: PyTree, slot: jax.Array) -> PyTree:
+def read(buffer: PyTree, slot: jax.Array) -> PyTree:
+    """What a slot of the buffer holds."""
     return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
 
 
-def _write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
+def write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
     """The buffer with a slot replaced; as it was where the slot is −1."""
 
     def write(b: jax.Array, x: jax.Array) -> jax.Array:

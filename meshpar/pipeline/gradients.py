@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar.collectives import broadcast
 from meshpar.pipeline import checks
-from meshpar.pipeline.executor import Executor, Functions, Micro, Params, Plan, Totals
+from meshpar.pipeline.executor import Executor, First, Functions, Last, Micro, Params, Plan, Totals
 from meshpar.pipeline.layers import Aux, with_aux
 from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.schedules import Schedule
@@ -56,7 +56,7 @@ class StagedRun:
     schedule: Schedule
     mesh: AnyMesh
     axis: str = "stage"
-    batch_axes: tuple[str, ...] | None = None
+    batch_axes: str | tuple[str, ...] | None = None
     """That split the batch; None: those of `BATCH_AXES` that the mesh has."""
     gather: Literal["step", "microbatch"] = "step"
     grad_dtype: Callable[[Any], Any] = lambda dtype: jnp.promote_types(dtype, jnp.float32)
@@ -74,7 +74,8 @@ class StagedRun:
     def split_by(self) -> dict[str, int]:
         """Axes that split the batch, and their sizes; those of one rank are left out."""
         sizes = axis_sizes(self.mesh)
-        named = BATCH_AXES if self.batch_axes is None else self.batch_axes
+        named = (self.batch_axes,) if isinstance(self.batch_axes, str) else self.batch_axes
+        named = BATCH_AXES if named is None else named
         return {axis: sizes[axis] for axis in named if sizes.get(axis, 1) > 1}
 
     def __call__(
@@ -166,8 +167,8 @@ class _Share:
 
     @property
     def in_specs(self) -> tuple[Any, ...]:
-        stage = P(self.run.axis)
-        return P(None, *stage), self.sharded, P(self.batch_axes or None), P(), stage, P()
+        stage = self.run.axis
+        return P(None, stage), self.sharded, P(self.batch_axes or None), P(), P(stage), P()
 
     @property
     def out_specs(self) -> Any:
@@ -262,12 +263,8 @@ def _summed(x: jax.Array, dim: int) -> jax.Array:
 # For any stage function
 # ---------------------------------------------------------------------------------------------------------------------
 
-First: TypeAlias = Callable[[PyTree, Micro], PyTree]
-"""(ends, micro) -> the first part's input."""
 Stage: TypeAlias = Callable[[PyTree, PyTree, Micro], Any]
 """(parameters of one part, x, micro) -> y, or (y, Aux)."""
-Last: TypeAlias = Callable[[PyTree, PyTree, Micro], tuple[jax.Array, dict[str, jax.Array]]]
-"""(ends, the last part's output, micro) -> (loss, metrics)."""
 
 
 class ValueAndGrad:
@@ -316,7 +313,7 @@ def value_and_grad(
     mesh: AnyMesh,
     first_fn: First | None = None,
     axis: str = "stage",
-    batch_axes: tuple[str, ...] | None = None,
+    batch_axes: str | tuple[str, ...] | None = None,
     specs: PyTree | None = None,
     gather: Literal["step", "microbatch"] = "step",
     remat: str | None = None,

@@ -8,13 +8,13 @@ and gradients come back after the last, from stage to stage, once a step.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshpar.pipeline.executor import read, write
 from meshpar.pipeline.schedules import Schedule
 from meshpar.sharding.types import PyTree
 
@@ -76,47 +76,28 @@ class WeightPlacement:
 
     def spread(self, params: PyTree) -> PyTree:
         """`[rows, ...] -> [chunk, ...]`, inside a `shard_map` over the stages."""
-        if self._is_in_order:
-            return params
-        with jax.named_scope("parts_to_stages"):
-            return jax.tree.map(self._spread, params)
+        with jax.named_scope("place_weights"):
+            return self._moved(params, back=False)
 
     def collect(self, grads: PyTree) -> PyTree:
         """`[chunk, ...] -> [rows, ...]`, copies of a part summed."""
-        if self._is_in_order:
-            return grads
-        with jax.named_scope("gradients_from_stages"):
-            return jax.tree.map(self._collect, grads)
+        with jax.named_scope("return_gradients"):
+            return self._moved(grads, back=True)
 
-    @property
-    def _is_in_order(self) -> bool:
-        return self.moves == 0 and self.rows == self.chunks
-
-    def _spread(self, x: jax.Array) -> jax.Array:
-        out = jnp.zeros((self.chunks, *x.shape[1:]), x.dtype)
-        for one in self.rounds:
-            row, chunk = self._here(one)
-            block = lax.dynamic_index_in_dim(x, row, keepdims=False)
-            block = lax.ppermute(block, self.axis, one.pairs) if one.pairs else block
-            out = _put(out, chunk, block, add=False)
-        return out
-
-    def _collect(self, x: jax.Array) -> jax.Array:
-        out = jnp.zeros((self.rows, *x.shape[1:]), x.dtype)
-        for one in self.rounds:
-            row, chunk = self._here(one)
-            block = lax.dynamic_index_in_dim(x, chunk, keepdims=False)
-            block = lax.ppermute(block, self.axis, [(b, a) for a, b in one.pairs]) if one.pairs else block
-            out = _put(out, row, block, add=True)
-        return out
-
-    def _here(self, one: Round) -> tuple[jax.Array, jax.Array]:
+    def _moved(self, tree: PyTree, *, back: bool) -> PyTree:
+        if self.moves == 0 and self.rows == self.chunks:
+            return tree
         stage = lax.axis_index(self.axis)
-        return jnp.asarray(one.row)[stage], jnp.asarray(one.chunk)[stage]
 
+        def moved(x: jax.Array) -> jax.Array:
+            out = jnp.zeros((self.rows if back else self.chunks, *x.shape[1:]), x.dtype)
+            for one in self.rounds:
+                row, chunk = jnp.asarray(one.row)[stage], jnp.asarray(one.chunk)[stage]
+                source, goal = (chunk, row) if back else (row, chunk)
+                block = read(x, source)
+                if one.pairs:
+                    block = lax.ppermute(block, self.axis, [(b, a) if back else (a, b) for a, b in one.pairs])
+                out = write(out, goal, read(out, goal) + block if back else block)
+            return out
 
-def _put(out: jax.Array, at: jax.Array, block: Any, *, add: bool) -> jax.Array:
-    """The array with a block put, or added, at a place; as it was where that is −1."""
-    old = lax.dynamic_index_in_dim(out, at, keepdims=False)
-    new = jnp.where(at >= 0, old + block if add else block, old)
-    return lax.dynamic_update_index_in_dim(out, new, at, 0)
+        return jax.tree.map(moved, tree)
