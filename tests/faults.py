@@ -129,9 +129,8 @@ FAULTS = (
         "pipeline/test_schedules.py",
     ),
     Fault(
-        "a tick that waits for no message", "pipeline/schedules/simulate.py",
-        "at = max(at, ends[origin][other] + (wait[stage] if other != stage else 0.0))",
-        "at = max(at, ends[origin][other] if other == stage else 0.0)", "pipeline/test_simulate.py",
+        "a message that takes no time", "pipeline/schedules/order.py",
+        "end + (comm[stage] if comm and origin != stage else 0)", "end", "pipeline/test_simulate.py",
     ),
     Fault(
         "a microbatch is lost", "pipeline/executor.py",

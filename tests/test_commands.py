@@ -144,7 +144,6 @@ SMALLER = {
 """Fields of a recipe that is trained; those that the command itself sets stay, but for the number of steps."""
 FEWER = {
     "step": ("--pairs", "2"),
-    "schedule": ("--sleep-ms", "1", "--repeats", "1"),
     "collectives": ("--max-bytes", "1kB", "--repeats", "1"),
     "moe": ("--experts", "8", "--tokens", "64", "--repeats", "1"),
 }

@@ -132,35 +132,6 @@ def collectives(
         _draw(found, plot)
 
 
-@bench.command("schedule", short_help="Pipeline schedules with stages that sleep.")
-@click.option(
-    "--sleep-ms", default=20.0, show_default=True, type=click.FloatRange(min=0), help="Time of F, of B, of W."
-)
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1), help="Rounds; the median is kept.")
-@click.option("--schedule", "names", metavar="NAME", multiple=True, help="Only this one; may be repeated.")
-@click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
-def schedule(
-    sleep_ms: float, repeats: int, names: tuple[str, ...], devices: int, as_json: bool, traceback: bool
-) -> None:
-    """Every pipeline schedule on host devices whose stages sleep, against its own simulation.
-
-    Columns: measured time and quartiles; simulated makespan, each stage as soon as it can, and in lockstep; ÷ =
-    measured over simulated; bubble = the share of the step in which a stage has nothing to do, measured and simulated.
-    """
-    prepare_devices(devices)
-    from meshpar.bench import pipeline
-
-    cases = [case for case in pipeline.CASES if case[0] <= devices] or pipeline.CASES
-    chosen = names or pipeline.NAMES
-    tell = _progress if sys.stderr.isatty() else lambda line: None
-    found = pipeline.schedules(names=chosen, cases=cases, op_s=sleep_ms / 1e3, repeats=repeats, tell=tell)
-    if sys.stderr.isatty():
-        _progress("")
-    print_report(found, as_json=as_json)
-
-
 @bench.command("moe", short_help="Layers of experts against one-hot einsums.")
 @click.option(
     "--experts", "num_experts", metavar="E", multiple=True, type=click.IntRange(min=1),

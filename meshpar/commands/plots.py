@@ -20,12 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from meshpar.bench.found import Collectives, Row
-    from meshpar.bench.pipeline import Schedules
     from meshpar.compiled.clock.timeline import Segment, Timeline
     from meshpar.compiled.memory import Memory
     from meshpar.compiled.report import Report
-    from meshpar.pipeline.schedules import Schedule
-    from meshpar.pipeline.schedules import Timeline as PipelineTimeline
+    from meshpar.pipeline.schedules import Schedule, ScheduleTimeline
 
 Curve = Iterable[tuple[float, float]]
 """Points (step, value)."""
@@ -927,7 +925,7 @@ def schedule(
 
 
 def schedule_times(
-    lines: Sequence[tuple[Schedule, PipelineTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
+    lines: Sequence[tuple[Schedule, ScheduleTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
 ) -> Figure:
     """Pipeline schedules on a clock, simulated or measured, one above the other on one time axis.
 
@@ -957,7 +955,7 @@ def schedule_times(
     return figure
 
 
-def _draw_schedule(panel: Axes, one: Schedule, line: PipelineTimeline, *, inches_per_unit: float) -> None:
+def _draw_schedule(panel: Axes, one: Schedule, line: ScheduleTimeline, *, inches_per_unit: float) -> None:
     for tick, stage in np.argwhere(one.busy).tolist():
         cell = one.cell(tick, stage)
         height = 0.9 / len(cell)
@@ -1032,39 +1030,6 @@ def _apart(values: Sequence[float], *, room: float, low: float) -> list[float]:
         groups.append((mean, count))
     means = [mean for mean, count in groups for _ in range(count)]
     return [max(mean, low) + at * room for at, mean in enumerate(means)]
-
-
-def schedules(found: Schedules, *, title: str = "") -> Figure:
-    """Steps of pipeline schedules as measured (filled, quartiles as bars) over their simulations (open).
-
-    Args:
-      found: what `meshpar.bench.schedules` measured.
-      title: above the picture.
-    """
-    cases = list(dict.fromkeys((row.stages, row.microbatches) for row in found.rows))
-    names = list(dict.fromkeys(row.schedule for row in found.rows))
-    figure, axes = _figure(9.0, 0.8 + 0.32 * len(names) * len(cases), rows=len(cases))
-    for panel, case in zip(np.atleast_1d(axes).flat, cases, strict=True):
-        rows = [row for row in found.rows if (row.stages, row.microbatches) == case]
-        for at, row in enumerate(rows):
-            color = SCHEDULES.get(row.schedule, MORE[0])
-            measured, simulated = 1e3 * row.time_s, 1e3 * row.free_s
-            panel.plot([simulated, measured], [at, at], color=color, lw=1.2)
-            panel.plot(simulated, at, marker="o", ms=8, mfc="white", mec=color, mew=1.5)
-            spread = [[measured - 1e3 * row.low_s], [1e3 * row.high_s - measured]]
-            panel.errorbar(measured, at, xerr=spread, marker="o", ms=5, color=color, elinewidth=0.8, capsize=2)
-            panel.annotate(
-                f"× {row.ratio:.2f}", (max(1e3 * row.high_s, simulated), at), xytext=(10, 0),
-                textcoords="offset points", va="center", fontsize=8, color=INK,
-            )  # fmt: skip
-        panel.set_yticks(range(len(rows)), [row.schedule for row in rows], fontsize=8)
-        panel.set_ylim(len(rows) - 0.5, -0.5)
-        panel.margins(x=0.12)
-        panel.grid(color=FAINT, lw=0.5, axis="x")
-        panel.set_title("{} stages, {} microbatches".format(*case), loc="left", color=INK, fontsize=9)
-    np.atleast_1d(axes).flat[-1].set_xlabel("ms a step: open simulated, filled measured", color=INK)
-    figure.suptitle(title, color=INK, fontweight="bold", fontsize=11)
-    return figure
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from meshpar.parallel.promise import (
 )
 from meshpar.parallel.tensor import VOCABULARY
 from meshpar.pipeline.schedules.ops import F, W
-from meshpar.pipeline.traffic import Traffic, traffic
+from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.sharding.rules import REFINES
 from meshpar.sharding.types import axis_sizes, is_spec, without_axes
 from meshpar.training.options import StepOptions
@@ -160,7 +160,7 @@ class _Staged:
     facts: Facts
     """With microbatches for micro-steps, gathered and reduced once."""
     parts: Parts
-    traffic: Traffic
+    traffic: StageTraffic
     weights: tuple[Weight, ...]
     """Those of `facts` as one stage holds them: of stacked layers its share, with the stages taken for granted."""
 

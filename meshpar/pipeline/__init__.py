@@ -1,6 +1,6 @@
 """Pipeline parallelism: schedules as data, and what runs them.
 
-Names are imported when they are first used; schedules need no jax.
+Schedules need no jax; what runs them is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -8,51 +8,46 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from meshpar.pipeline.schedules import SCHEDULES as SCHEDULES
+from meshpar.pipeline.schedules import Schedule as Schedule
+from meshpar.pipeline.schedules import ScheduleTimeline as ScheduleTimeline
+from meshpar.pipeline.schedules import Simulation as Simulation
+from meshpar.pipeline.schedules import Slots as Slots
+from meshpar.pipeline.schedules import StageOp as StageOp
+from meshpar.pipeline.schedules import dualpipe as dualpipe
+from meshpar.pipeline.schedules import dualpipe_v as dualpipe_v
+from meshpar.pipeline.schedules import gpipe as gpipe
+from meshpar.pipeline.schedules import interleaved_1f1b as interleaved_1f1b
+from meshpar.pipeline.schedules import make as make
+from meshpar.pipeline.schedules import one_f_one_b as one_f_one_b
+from meshpar.pipeline.schedules import zb_h1 as zb_h1
+from meshpar.pipeline.schedules import zb_h2 as zb_h2
+from meshpar.pipeline.schedules import zb_v as zb_v
+
 if TYPE_CHECKING:
     from meshpar.pipeline.executor import Micro as Micro
-    from meshpar.pipeline.gradients import Params as Params
+    from meshpar.pipeline.executor import Params as Params
     from meshpar.pipeline.gradients import Result as Result
     from meshpar.pipeline.gradients import value_and_grad as value_and_grad
     from meshpar.pipeline.layers import Aux as Aux
     from meshpar.pipeline.layers import scan_layers as scan_layers
-    from meshpar.pipeline.schedules import SCHEDULES as SCHEDULES
-    from meshpar.pipeline.schedules import Op as Op
-    from meshpar.pipeline.schedules import Schedule as Schedule
-    from meshpar.pipeline.schedules import Simulation as Simulation
-    from meshpar.pipeline.schedules import Slots as Slots
-    from meshpar.pipeline.schedules import Timeline as Timeline
-    from meshpar.pipeline.schedules import dualpipe as dualpipe
-    from meshpar.pipeline.schedules import dualpipe_v as dualpipe_v
-    from meshpar.pipeline.schedules import gpipe as gpipe
-    from meshpar.pipeline.schedules import interleaved_1f1b as interleaved_1f1b
-    from meshpar.pipeline.schedules import make as make
-    from meshpar.pipeline.schedules import one_f_one_b as one_f_one_b
-    from meshpar.pipeline.schedules import zb_h1 as zb_h1
-    from meshpar.pipeline.schedules import zb_h2 as zb_h2
-    from meshpar.pipeline.schedules import zb_v as zb_v
     from meshpar.pipeline.split_backward import SplitVjp as SplitVjp
     from meshpar.pipeline.split_backward import split_vjp as split_vjp
 
 _HOMES = {
-    "executor": ("Micro",),
-    "gradients": ("Params", "Result", "value_and_grad"),
-    "layers": ("Aux", "scan_layers"),
-    "schedules": (
-        "SCHEDULES", "Op", "Schedule", "Simulation", "Slots", "Timeline", "dualpipe", "dualpipe_v", "gpipe",
-        "interleaved_1f1b", "make", "one_f_one_b", "zb_h1", "zb_h2", "zb_v",
-    ),
-    "split_backward": ("SplitVjp", "split_vjp"),
+    "Micro": "executor", "Params": "executor", "Result": "gradients", "value_and_grad": "gradients",
+    "Aux": "layers", "scan_layers": "layers", "SplitVjp": "split_backward", "split_vjp": "split_backward",
 }  # fmt: skip
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-
-__all__ = [*_HOME_OF]
+__all__ = [
+    *_HOMES, "SCHEDULES", "Schedule", "ScheduleTimeline", "Simulation", "Slots", "StageOp", "dualpipe", "dualpipe_v",
+    "gpipe", "interleaved_1f1b", "make", "one_f_one_b", "zb_h1", "zb_h2", "zb_v",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"meshpar.pipeline has no {name!r}; it has {', '.join(sorted(_HOME_OF))}")
-    value = getattr(importlib.import_module(f"meshpar.pipeline.{_HOME_OF[name]}"), name)
-    globals()[name] = value
+    if name not in _HOMES:
+        raise AttributeError(f"meshpar.pipeline has no {name!r}; it has {', '.join(__dir__())}")
+    value = globals()[name] = getattr(importlib.import_module(f"meshpar.pipeline.{_HOMES[name]}"), name)
     return value
 
 

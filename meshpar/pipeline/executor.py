@@ -3,7 +3,7 @@
     tick:   cell (F, B, W of some microbatch, or idle) ─► results ─► one message up, one down ─► inbox of the neighbours
              │ reads and writes stash and backlog            only where some cell of the tick has something to send
 
-Manual over the stages and over the axes that split the batch, so gradients are summed where they are made and meet
+Manual over the stages and over the axes that split the batch, so gradients are summed where they are made and reduced
 once, behind the loop. All other axes stay XLA's: what splits a stage's own work puts its collectives into the cells,
 whose groups never leave a stage.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +24,16 @@ from jax.sharding import PartitionSpec
 from meshpar.pipeline.layers import Aux
 from meshpar.pipeline.schedules import Schedule, Slots
 from meshpar.pipeline.schedules.ops import B, F, W
-from meshpar.pipeline.schedules.slots import SHIFTS, STAY, colored
+from meshpar.pipeline.schedules.slots import BUFFERS, SHIFTS, STAY
 from meshpar.pipeline.slicing import flat_jaxpr
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
 from meshpar.sharding.types import PyTree
-from meshpar.training.reports import is_counted
+from meshpar.training.sums import Sums, weighed_by
 
 Buffers: TypeAlias = tuple[jax.Array, ...]
 
 CELL, IF_FIRST, IF_LAST, SENDS = "cell", "if_first", "if_last", ("send_up", "send_down")
-"""Scopes that the choices of a tick stand in: what runs in them, the table tells and not the program."""
+"""Scopes of the choices of a tick: which branch runs is in the schedule's table, not in the program."""
 
 
 class Micro(NamedTuple):
@@ -49,41 +49,44 @@ class Micro(NamedTuple):
     """What the model keeps beside parameters, as it was before the step."""
 
 
+First: TypeAlias = Callable[[PyTree, Micro], PyTree]
+"""(ends, micro) -> the first part's input."""
+Last: TypeAlias = Callable[[PyTree, PyTree, Micro], tuple[jax.Array, dict[str, jax.Array]]]
+"""(ends, the last part's output, micro) -> (loss, metrics)."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Functions:
     """A model cut into parts; none of them may communicate over the stages."""
 
-    first: Callable[[PyTree, Micro], PyTree]
-    """(ends, micro) -> the first part's input."""
+    first: First
     stage: Callable[[PyTree, PyTree, Micro], tuple[PyTree, Aux]]
     """(parameters of one part, x, micro) -> (y, aux); y is as x is."""
-    last: Callable[[PyTree, PyTree, Micro], tuple[jax.Array, dict[str, jax.Array]]]
-    """(ends, the last part's output, micro) -> (loss, metrics)."""
+    last: Last
     weight: str | None = None
     """Metric of `last` by which microbatches are weighed; None: all count the same."""
     inside: Callable[[PyTree, PyTree, PyTree, Micro], PyTree] | None = None
     """(parameters of one part, ends, x, micro) -> y, where `stage` leaves out ends that it must not depend on."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sums:
+class Params(NamedTuple):
+    """The parameters of a model that is cut into parts, and likewise their gradients."""
+
+    parts: PyTree
+    """Each leaf `[part, ...]`, in the order of the model; split over the mesh axis of the stages."""
+    ends: PyTree = None
+    """Of what stands before the first part and behind the last: embedding, head. Whole on every stage. None: nothing
+    does that has parameters."""
+
+
+class Totals(NamedTuple):
     """What one device has added up over its microbatches."""
 
-    loss: jax.Array
-    """Losses times weights; of the last part's stage, and every stage's auxiliary ones."""
-    metrics: dict[str, jax.Array]
-    """Of the loss function, times weights; counts as they are. Zero but on the last part's stage."""
+    sums: Sums
+    """With gradients as `Params`: of this stage's parts, `[chunk, ...]`, and of the ends. All but these and auxiliary
+    losses is zero but on the stages of the last part; gradients of ends also come from those of the first."""
     aux: dict[str, jax.Array]
     """`[chunk, ...]`, of this stage's parts; not weighed."""
-    weight: jax.Array
-    """Of the microbatches; zero but on the last part's stage."""
-    params: PyTree
-    """Gradients, `[chunk, ...]`."""
-    ends: PyTree
-    """Gradients of what is outside of the parts; zero but on the first and last part's stages."""
-    late: jax.Array
-    """What was given, summed over stages."""
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +97,7 @@ class _Carry:
     inbox: PyTree
     turn: PyTree
     """Outputs of the last part that wait for the loss."""
-    sums: Sums
+    totals: Totals
     below: jax.Array
     above: jax.Array
     """`late` of the stages before and behind this one, as far as it has come."""
@@ -119,8 +122,6 @@ class Plan:
 
     schedule: Schedule
     slots: Slots
-    turn: np.ndarray
-    """int32 `[tick, stage, kind]`: where the last part's F puts its output, and its B finds it."""
     cells: tuple[tuple[bool, ...], ...]
     """What kinds of cells there are: (F, B, W, whether W follows its own B)."""
     columns: dict[str, np.ndarray]
@@ -129,10 +130,8 @@ class Plan:
     """int32 `[tick, direction, lane]`: 1 where some stage sends."""
 
     @staticmethod
-    def of(schedule: Schedule, *, pairs: bool = False) -> Plan:
-        """With what stages need to know to meet in pairs, or without."""
+    def of(schedule: Schedule) -> Plan:
         slots = schedule.validate().slots()
-        turn = _turn(schedule)
         has = schedule.table[..., 0] >= 0
         own = has[..., B] & has[..., W] & (slots.backlog[..., W] < 0)
         keys = np.concatenate([has, own[..., None]], -1)
@@ -143,19 +142,11 @@ class Plan:
             "microbatch": schedule.table[..., 0],
             "chunk": schedule.table[..., 1],
             "part": part,
-            "stash": slots.stash,
-            "backlog": slots.backlog,
-            "inbox": slots.inbox,
-            "turn": turn,
-            "sends": slots.sends,
-            "arrives": slots.arrives,
+            **{name: getattr(slots, name) for name in (*BUFFERS, "sends", "arrives")},
         }
-        if pairs:
-            columns["meets"] = _meets(slots.sends)
         return Plan(
             schedule=schedule,
             slots=slots,
-            turn=turn,
             cells=tuple(tuple(bool(x) for x in cell) for cell in cells),
             columns={name: np.asarray(column, np.int32) for name, column in columns.items()},
             moves=np.any(slots.sends >= 0, axis=1).astype(np.int32),
@@ -163,35 +154,7 @@ class Plan:
 
     def buffers(self) -> dict[str, int]:
         """Slots of each buffer on every device: those of the stage that needs most, for all run one program."""
-        counts = {"stash": self.slots.num_stash, "backlog": self.slots.num_backlog, "inbox": self.slots.num_inbox}
-        return {**{name: int(count.max(initial=0)) for name, count in counts.items()}, "turn": int(self.turn.max()) + 1}
-
-
-def _pairs(stages: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Neighbours around a ring of an even number of stages, so that in two rounds each meets both of its own."""
-    return tuple([[low, (low + 1) % stages] for low in range(begin, stages, 2)] for begin in (0, 1))  # type: ignore[return-value]
-
-
-def _meets(sends: np.ndarray) -> np.ndarray:
-    """int32 `[tick, stage, direction, lane, round]`: 1 where a stage's pair of that round sends that way."""
-    stages = sends.shape[1]
-    meets = np.zeros((*sends.shape, 2), np.int32)
-    for round_, groups in enumerate(_pairs(stages)):
-        for low, high in groups:
-            for direction, by in enumerate(SHIFTS):
-                if by:
-                    for stage in (low, high):
-                        meets[:, stage, direction, :, round_] = sends[:, low if by > 0 else high, direction] >= 0
-    return meets
-
-
-def _turn(schedule: Schedule) -> np.ndarray:
-    turn = np.full(schedule.table.shape[:3], -1, np.int32)
-    on, first, last = schedule.done_on[:, -1], schedule.done_in[F][:, -1], schedule.done_in[B][:, -1]
-    slot = colored(on, first, last)
-    turn[first, on, F] = slot
-    turn[last, on, B] = slot
-    return turn
+        return {name: int(count.max(initial=0)) for name, count in self.slots.counts().items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,12 +170,10 @@ class Executor:
     """Makes a part's weights of what the loop is given, in every cell: for shards."""
     pin: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda params, ends: (params, ends)
     """Lays the sums of gradients out over the axes that are XLA's."""
-    messages: Literal["permute", "pairs"] = "permute"
-    """What messages are sent by: a permute in which every stage takes part, or gathers of the two that it is for."""
 
     def __call__(self, columns: Mapping[str, jax.Array], params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
-                 late: jax.Array, extra: PyTree = ()) -> Sums:  # fmt: skip
-        """Sums over all microbatches.
+                 late: jax.Array, extra: PyTree = ()) -> tuple[Totals, jax.Array]:  # fmt: skip
+        """Sums over all microbatches; and over all stages, of `late`.
 
         Args:
           columns: `plan.columns`, of this stage: `[tick, ...]`.
@@ -231,11 +192,11 @@ class Executor:
             return trace.tick(carry, at, moves, late), None
 
         carry, _ = lax.scan(tick, carry, (dict(columns), jnp.asarray(self.plan.moves)))
-        return dataclasses.replace(carry.sums, late=carry.below + late + carry.above)
+        return carry.totals, carry.below + late + carry.above
 
 
 class _Trace:
-    """What one trace of the loop knows."""
+    """One trace of the loop: its arguments, and the shapes that follow from them."""
 
     def __init__(self, executor: Executor, params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
                  extra: PyTree) -> None:  # fmt: skip
@@ -250,29 +211,31 @@ class _Trace:
         one = jax.eval_shape(lambda params: executor.whole(self._chunk(params, zero)), params)
         self.part_params = one
         self.split = split_stage(self.functions, one, self.x, micro)
-        (self.y, aux_loss), self.aux = jax.eval_shape(_stage(self.functions), one, (self.x, _data(micro)))
-        self.loss, self.metrics = jax.eval_shape(self._last, ends, self.x, micro)
-        self.aux_loss = aux_loss
+        (_, self.aux_loss), self.aux = jax.eval_shape(_stage(self.functions), one, (self.x, _data(micro)))
+        self.of_last, _ = jax.eval_shape(self._last, ends, self.x, micro)
 
     # -- The model's parts --------------------------------------------------------------------------------------------
 
     def micro(self, microbatch: jax.Array, part: jax.Array) -> Micro:
-        rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.rows)
         key = jax.random.fold_in(jax.random.fold_in(self.key, microbatch), part)
-        return Micro(rows, key, part, self.extra)
+        return Micro(read(self.rows, microbatch), key, part, self.extra)
 
-    def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-        """(loss times weight, (weight, metrics times weight, counts as they are))."""
+    def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[Sums, tuple[PyTree, PyTree]]:
+        """Of one microbatch, times its weight; and the gradients of the ends and of y, likewise."""
         with jax.named_scope("loss"):
-            loss, metrics = jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro))
-        name = self.functions.weight
-        weight = jnp.ones((), _wide_dtype(loss.dtype)) if name is None else _wide(lax.stop_gradient(metrics[name]))
-
-        def weighed(x: jax.Array) -> jax.Array:
-            return x * weight if name is None else jnp.where(weight > 0, x * weight, 0)
-
-        told = {k: v.astype(_aux_dtype(v.dtype)) if is_counted(v) else weighed(_wide(v)) for k, v in metrics.items()}
-        return weighed(loss.astype(weight.dtype)), (weight, told)
+            loss, vjp, metrics = jax.vjp(
+                lambda ends, y: jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro)), ends, y, has_aux=True
+            )
+            name = self.functions.weight
+            sums = weighed_by(None if name is None else metrics[name], loss, metrics)
+            if name is None:
+                return sums, vjp(jnp.ones_like(loss))
+            # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
+            has = sums.weight > 0
+            grads = vjp(jnp.where(has, sums.weight, 0).astype(loss.dtype))
+            return sums, jax.tree.map(
+                lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(has, g, jnp.zeros_like(g)), grads
+            )
 
     def _first(self, ends: PyTree, micro: Micro) -> PyTree:
         with jax.named_scope("first"):
@@ -290,7 +253,7 @@ class _Trace:
     def _chunk(self, params: PyTree, chunk: jax.Array) -> PyTree:
         if self.chunks == 1:
             return jax.tree.map(lambda p: p[0], params)
-        return jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, chunk, keepdims=False), params)
+        return read(params, chunk)
 
     def _weights_of(self, at: Mapping[str, jax.Array]) -> Callable[[int], PyTree]:
         """From the kind of an op in a cell to the weights of its part, gathered once for all ops of one part."""
@@ -320,23 +283,15 @@ class _Trace:
         def sums(like: PyTree, *lead: int) -> PyTree:
             return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), self.executor.grad_dtype(x.dtype)), like)
 
-        (weight, metrics) = self.metrics
-        params, ends = self.executor.pin(sums(self.part_params, self.chunks), sums(self.ends))
+        grads = Params(*self.executor.pin(sums(self.part_params, self.chunks), sums(self.ends)))
+        aux = {k: jnp.zeros((self.chunks, *x.shape), _aux_dtype(x.dtype)) for k, x in self.aux.items()}
         return _Carry(
             stash=room(self.split.stash, counts["stash"]),
             backlog=room(self._handed, counts["backlog"]),
             # One part alone is sent nothing; what would read it is traced all the same.
             inbox=room(self.x, max(counts["inbox"], 1)),
             turn=room(self.x, counts["turn"]),
-            sums=Sums(
-                loss=jnp.zeros((), self.loss.dtype),
-                metrics={name: jnp.zeros(x.shape, x.dtype) for name, x in metrics.items()},
-                aux={k: jnp.zeros((self.chunks, *x.shape), _aux_dtype(x.dtype)) for k, x in self.aux.items()},
-                weight=jnp.zeros((), weight.dtype),
-                params=params,
-                ends=ends,
-                late=late,
-            ),
+            totals=Totals(_zeros(self.of_last).replace(grads=grads), aux),
             below=jnp.zeros_like(late),
             above=jnp.zeros_like(late),
         )
@@ -347,17 +302,17 @@ class _Trace:
         branches = [self._cell(cell) for cell in self.plan.cells]
         with jax.named_scope(CELL):
             held = (carry.stash, carry.backlog, carry.inbox, carry.turn)
-            sums, made = lax.switch(at["branch"], branches, carry.sums, held, at)
+            totals, made = lax.switch(at["branch"], branches, carry.totals, held, at)
             # Behind the cells and not in them: buffers that come out of a branch are copied on their way.
-            stash = _write(carry.stash, at["stash"][F], made.left)
-            turn = _write(carry.turn, at["turn"][F], made.up)
-            backlog = _write(carry.backlog, at["backlog"][B], made.handed)
+            stash = write(carry.stash, at["stash"][F], made.left)
+            turn = write(carry.turn, at["turn"][F], made.up)
+            backlog = write(carry.backlog, at["backlog"][B], made.handed)
         inbox = self._messages(carry.inbox, (made.up, made.down), at, moves)
         below, above = carry.below, carry.above
         if late.size:
             with jax.named_scope("late"):
                 below, above = self._send(below + late, 1, False), self._send(above + late, -1, False)
-        return _Carry(stash=stash, backlog=backlog, inbox=inbox, turn=turn, sums=sums, below=below, above=above)
+        return _Carry(stash=stash, backlog=backlog, inbox=inbox, turn=turn, totals=totals, below=below, above=above)
 
     def _send(self, x: PyTree, by: int, ring: bool) -> PyTree:
         """To the stage `by` further; the ends of a line get zeros."""
@@ -376,38 +331,20 @@ class _Trace:
                 out = jax.tree.map(lambda f, b, kind=kind: jnp.where(kind == B, b, f), *results)
                 slot = at["arrives"][direction, lane]
                 if direction == STAY:
-                    inbox = _write(inbox, slot, out)
+                    inbox = write(inbox, slot, out)
                     continue
                 ring = self._wraps(direction, lane)
                 with jax.named_scope(f"{SENDS[direction]}_{lane}" if lane else SENDS[direction]):
-                    if self.executor.messages == "pairs":
-                        inbox = _write(inbox, slot, self._exchanged(out, at["meets"][direction, lane], by))
-                    elif self.plan.moves[:, direction, lane].all():
-                        inbox = _write(inbox, slot, self._send(out, by, ring))
-                    else:  # the same choice on all stages, so nobody waits for a message that is not sent
+                    if self.plan.moves[:, direction, lane].all():
+                        inbox = write(inbox, slot, self._send(out, by, ring))
+                    else:  # the same choice on all stages, so no stage waits for a message that is not sent
                         inbox = lax.cond(
                             moves[direction, lane] > 0,
-                            lambda inbox, out, slot, by=by, ring=ring: _write(inbox, slot, self._send(out, by, ring)),
+                            lambda inbox, out, slot, by=by, ring=ring: write(inbox, slot, self._send(out, by, ring)),
                             lambda inbox, out, slot: inbox,
                             inbox, out, slot,
                         )  # fmt: skip
         return inbox
-
-    def _exchanged(self, x: PyTree, meets: jax.Array, by: int) -> PyTree:
-        """As `_send`, but a stage waits for nobody but the one that it sends to or hears from."""
-        stages = self.plan.schedule.stages
-        rank = lax.axis_index(self.axis)
-        got = jax.tree.map(jnp.zeros_like, x)
-        for round_, groups in enumerate(_pairs(stages)):
-
-            def meet(x: PyTree, got: PyTree, groups: Sequence[Sequence[int]] = groups, round_: int = round_) -> PyTree:
-                both = lax.all_gather(x, self.axis, axis_index_groups=groups)
-                hears = rank % 2 != (round_ + (by < 0)) % 2
-                return jax.tree.map(lambda b, g: jnp.where(hears, b[int(by < 0)], g), both, got)
-
-            # Each pair by itself: the table tells both of them, in the same tick, that they meet.
-            got = lax.cond(meets[round_] > 0, meet, lambda x, got: got, x, got)
-        return got
 
     def _wraps(self, direction: int, lane: int) -> bool:
         edge = -1 if SHIFTS[direction] > 0 else 0
@@ -418,69 +355,61 @@ class _Trace:
     def _cell(self, kinds: Sequence[bool]) -> Callable[..., Any]:
         has_f, has_b, has_w, own = kinds
 
-        def run(sums: Sums, held: Any, at: Mapping[str, jax.Array]) -> tuple[Sums, _Made]:
+        def run(totals: Totals, held: Any, at: Mapping[str, jax.Array]) -> tuple[Totals, _Made]:
             stash, backlog, inbox, turn = held
             whole = self._weights_of(at)
             made = _Made(*(_zeros(like) for like in (self.x, self.x, self.split.stash, self._handed)))
-            read_stash = {kind: _read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
+            read_stash = {kind: read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
+            sums, aux = totals
             handed: Buffers = ()
             if has_b:
                 down, handed, sums = self._backward(whole(B), read_stash[B], inbox, turn, sums, at)
                 made = made._replace(down=down, handed=made.handed if own else handed)
             if has_w:
                 with jax.named_scope("weights"):
-                    left = handed if own else _read(backlog, at["backlog"][W])
+                    left = handed if own else read(backlog, at["backlog"][W])
                     shared = self.split.shared(whole(B if own else W))
                     grads = self.split.weights(shared, read_stash[W], left)
-                    sums = dataclasses.replace(sums, params=self._added(sums.params, grads, at["chunk"][W]))
+                    parts = _sum(sums.grads.parts, grads, None if self.chunks == 1 else at["chunk"][W])
+                    sums = sums.replace(grads=sums.grads._replace(parts=parts))
             if has_f:
-                up, left, sums = self._forward(whole(F), inbox, sums, at)
+                up, left, aux_loss, more = self._forward(whole(F), inbox, at)
                 made = made._replace(up=up, left=left)
-            return sums, made._replace(up=self._laid(made.up), down=self._laid(made.down))
+                sums = sums.replace(loss=sums.loss + aux_loss.astype(sums.loss.dtype))
+                aux = {k: x.at[at["chunk"][F]].add(more[k].astype(x.dtype)) for k, x in aux.items()}
+            return Totals(sums, aux), made._replace(up=self._laid(made.up), down=self._laid(made.down))
 
         return run
 
-    def _forward(self, weights: PyTree, inbox: PyTree, sums: Sums, at: Any) -> tuple[PyTree, Buffers, Sums]:
+    def _forward(self, weights: PyTree, inbox: PyTree, at: Any) -> tuple[PyTree, Buffers, jax.Array, Any]:
+        """(y, what is left for B and W, auxiliary loss, its metrics)."""
         micro = self.micro(at["microbatch"][F], at["part"][F])
         with jax.named_scope("forward"):
             with jax.named_scope(IF_FIRST):
                 x = lax.cond(
                     at["part"][F] == 0,
                     lambda: self._laid(self._first(self.ends, micro)),
-                    lambda: self._laid(_read(inbox, at["inbox"][F])),
+                    lambda: self._laid(read(inbox, at["inbox"][F])),
                 )
             ((y, aux_loss), metrics), left = self.split.forward(weights, (x, _data(micro)))
-        aux = {
-            name: sums.aux[name].at[at["chunk"][F]].add(x.astype(sums.aux[name].dtype)) for name, x in metrics.items()
-        }
-        loss = sums.loss + aux_loss.astype(sums.loss.dtype)
-        return y, left, dataclasses.replace(sums, aux=aux, loss=loss)
+        return y, left, aux_loss, metrics
 
     def _backward(
         self, weights: PyTree, stash: Buffers, inbox: PyTree, turn: PyTree, sums: Sums, at: Any
     ) -> tuple[PyTree, Buffers, Sums]:
+        """(dx, what is handed to W, sums)."""
         part = at["part"][B]
         micro = self.micro(at["microbatch"][B], part)
         last = self.plan.schedule.num_parts - 1
 
         def from_loss(sums: Sums) -> tuple[PyTree, Sums]:
-            y = _read(turn, at["turn"][B])
-            loss, vjp, (weight, metrics) = jax.vjp(lambda e, y: self._last(e, y, micro), self.ends, y, has_aux=True)
-            d_ends, dy = vjp(jnp.ones_like(loss))
-            dy = _solid(dy, self.x)
-            if self.functions.weight is not None:
-                # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
-                d_ends, dy = jax.tree.map(
-                    lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(weight > 0, g, jnp.zeros_like(g)),
-                    (d_ends, dy),
-                )
-            added = {name: sums.metrics[name] + x for name, x in metrics.items()}
-            return self._laid(dy), dataclasses.replace(
-                sums, loss=sums.loss + loss, metrics=added, weight=sums.weight + weight, ends=_sum(sums.ends, d_ends)
-            )  # fmt: skip
+            one, (d_ends, dy) = self._last(self.ends, read(turn, at["turn"][B]), micro)
+            added = jax.tree.map(jnp.add, sums.replace(grads=None), one)
+            grads = sums.grads._replace(ends=_sum(sums.grads.ends, d_ends))
+            return self._laid(_solid(dy, self.x)), added.replace(grads=grads)
 
         def from_next(sums: Sums) -> tuple[PyTree, Sums]:
-            return self._laid(_read(inbox, at["inbox"][B])), sums
+            return self._laid(read(inbox, at["inbox"][B])), sums
 
         with jax.named_scope("backward"):
             with jax.named_scope(IF_LAST):
@@ -488,26 +417,15 @@ class _Trace:
             shared = self.split.shared(weights)
             # Auxiliary losses of all parts count once for each microbatch, whatever its weight.
             ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
-            no = _zeros(self.aux)
-            (dx, _), handed = self.split.backward(shared, stash, ((dy, ones), no))
+            (dx, _), handed = self.split.backward(shared, stash, ((dy, ones), _zeros(self.aux)))
 
             def into_first(ends: PyTree) -> PyTree:
                 (d_ends,) = jax.vjp(lambda e: self._first(e, micro), self.ends)[1](dx)
                 return _sum(ends, d_ends)
 
             with jax.named_scope(IF_FIRST):
-                ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.ends)
-        return _solid(dx, self.x), handed, dataclasses.replace(sums, ends=ends)
-
-    def _added(self, sums: PyTree, grads: PyTree, chunk: jax.Array) -> PyTree:
-        def add(total: jax.Array, grad: Any) -> jax.Array:
-            if grad.dtype == jax.dtypes.float0:
-                return total
-            if self.chunks == 1:
-                return total + grad.astype(total.dtype)[None]
-            return total.at[chunk].add(grad.astype(total.dtype))
-
-        return jax.tree.map(add, sums, grads)
+                ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.grads.ends)
+        return _solid(dx, self.x), handed, sums.replace(grads=sums.grads._replace(ends=ends))
 
 
 def split_stage(functions: Functions, params: PyTree, x: PyTree, micro: Micro) -> SplitVjp:
@@ -559,11 +477,12 @@ def _solid(grads: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda g, x: jnp.zeros(x.shape, x.dtype) if g.dtype == jax.dtypes.float0 else g, grads, like)
 
 
-def _read(buffer: PyTree, slot: jax.Array) -> PyTree:
+def read(buffer: PyTree, slot: jax.Array) -> PyTree:
+    """What a slot of the buffer holds."""
     return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
 
 
-def _write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
+def write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
     """The buffer with a slot replaced; as it was where the slot is −1."""
 
     def write(b: jax.Array, x: jax.Array) -> jax.Array:
@@ -573,19 +492,19 @@ def _write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
     return jax.tree.map(write, buffer, value)
 
 
-def _sum(totals: PyTree, grads: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda total, g: total if g.dtype == jax.dtypes.float0 else total + g.astype(total.dtype), totals, grads
-    )
+def _sum(totals: PyTree, grads: PyTree, at: jax.Array | None = None) -> PyTree:
+    """Gradients added to their sums, or at a place of these; what has none adds nothing."""
+
+    def add(total: jax.Array, grad: Any) -> jax.Array:
+        if grad.dtype == jax.dtypes.float0:
+            return total
+        if at is None:
+            return total + lax.expand_dims(grad.astype(total.dtype), range(total.ndim - grad.ndim))
+        return total.at[at].add(grad.astype(total.dtype))
+
+    return jax.tree.map(add, totals, grads)
 
 
 def _aux_dtype(dtype: Any) -> Any:
-    return _wide_dtype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(dtype, jnp.int32)
-
-
-def _wide_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(_wide_dtype(x.dtype))
+    """In which the parts' metrics are summed."""
+    return jnp.promote_types(dtype, jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) else jnp.int32)

@@ -56,9 +56,9 @@ def scan_layers(layer: Layer, x: Any, params: PyTree) -> Any:
         x, aux = scan_layers(layer, x, (params, bias))     where layer gives (x, Aux(loss, {"load": counts}))
 
     A layer may give an `Aux` with its output: an auxiliary loss, and metrics. Then so does `scan_layers`: the losses
-    summed over layers, the metrics stacked, `[layers, ...]`. Under stages nobody has them before all microbatches are
-    through, so what a model and its loss function make of them is worked out once, behind the last tick, of the sums
-    and means over microbatches and devices. For that,
+    summed over layers, the metrics stacked, `[layers, ...]`. Under stages they are complete only when all
+    microbatches are through, so what a model and its loss function make of them is worked out once, behind the last
+    tick, of the sums and means over microbatches and devices. For that,
 
       - the loss may add `aux.loss`, times a constant, and use no `aux.metrics`;
       - a metric, or a variable that the model changes, may be made of `aux`, constants and the model's variables as
@@ -102,17 +102,17 @@ def scanned(layer: Layer, x: Any, params: PyTree) -> Any:
 def check_alike(name: str, x: PyTree, y: PyTree) -> None:
     """What takes x and gives y, one after the other, gives it as it takes it."""
     trees = [str(jax.tree.structure(tree)) for tree in (x, y)]
-    if trees[0] != trees[1] or _told(x) != _told(y):
+    if trees[0] != trees[1] or _types(x) != _types(y):
         of_x, of_y = ("", "") if trees[0] == trees[1] else (f" in {tree}" for tree in trees)
         raise problem(
             name,
-            f"give its result, {_told(y)}{of_y}, to the next",
-            f"each takes {_told(x)}{of_x}",
+            f"give its result, {_types(y)}{of_y}, to the next",
+            f"each takes {_types(x)}{of_x}",
             "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them",
         )
 
 
-def _told(tree: PyTree) -> str:
+def _types(tree: PyTree) -> str:
     return ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in jax.tree.leaves(tree)) or "no array"
 
 

@@ -82,7 +82,7 @@ def _evaluated(eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
 
 
 def _as_traced(eqn: JaxprEqn) -> Any:
-    """What is bound inside is told to come from the line that made an equation, and from its scopes inside of ours."""
+    """What is bound inside comes from the line that made an equation, and from its scopes inside of ours."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
@@ -246,7 +246,7 @@ class Cut:
             self._in_first.add(at)
             if eqn.primitive.name == "scan":
                 self.loops[at] = loop = _CutLoop(eqn, self._shared, wanted, effects=self._effects)
-                needed |= _kept(eqn.invars, loop.first_inputs)
+                needed |= _kept(eqn.invars, loop.inputs(loop.cut.first_needs, loop.first))
                 self._from_first |= _kept(eqn.outvars, loop.first)
             else:
                 needed.update(_variables(eqn.invars))
@@ -267,7 +267,7 @@ class Cut:
             if eqn.primitive.name == "scan":
                 loop = self.loops.setdefault(at, _CutLoop(eqn, self._shared, [False] * len(eqn.outvars)))
                 loop.finish(wanted)
-                needed |= _kept(eqn.invars, loop.second_inputs)
+                needed |= _kept(eqn.invars, loop.inputs(loop.cut.second_needs, loop.second))
             else:
                 needed.update(_variables(eqn.invars))
         crossing |= needed & has
@@ -358,23 +358,13 @@ class _CutLoop:
         """Stacked values that the first half hands to the second."""
         return len(self.cut.crossing) + sum(loop.num_handed for loop in self.cut.loops.values())
 
-    @property
-    def first_inputs(self) -> list[bool]:
-        return self._inputs(self.cut.first_needs, self.first)
-
-    @property
-    def second_inputs(self) -> list[bool]:
-        return self._inputs(self.cut.second_needs, self.second)
-
-    def _inputs(self, needs: Sequence[bool], outputs: Sequence[bool]) -> list[bool]:
+    def inputs(self, needs: Sequence[bool], outputs: Sequence[bool]) -> list[bool]:
+        """Which inputs of the loop a half reads, of what its body does and the outputs it gives."""
         consts, carry, xs = self.loop.parted(needs)
         return [*consts, *(a or b for a, b in zip(carry, outputs, strict=False)), *xs]
 
     def run_first(self, args: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-        def body(full: list[Value]) -> tuple[list[Value], list[Value]]:
-            return self.cut.run_first(full)
-
-        return self._run(args, self.first, self.cut.first_needs, body, [])
+        return self._run(args, self.first, self.cut.first_needs, self.cut.run_first, [])
 
     def run_second(self, args: Sequence[Value], handed: Sequence[Value]) -> list[Value]:
         def body(full: list[Value], *stacked: Value) -> tuple[list[Value], list[Value]]:

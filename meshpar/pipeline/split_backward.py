@@ -44,7 +44,7 @@ def split_vjp(stage_fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: P
         return y, residuals
 
     fwd, (y, residuals) = flat_jaxpr(forward, params, x)
-    ends = _Ends(params=_Leaves(params), x=_Leaves(x), y=_Leaves(y))
+    ends = _Ends(params=_TreeLeaves(params), x=_TreeLeaves(x), y=_TreeLeaves(y))
 
     def backward(residuals: list[jax.Array], dy: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         dparams, dx = jax.tree.unflatten(pullback["tree"], residuals)(ends.y.tree(dy))
@@ -115,16 +115,6 @@ class SplitVjp:
         in_b, in_w = behind(self._backward.first_needs), behind(self._backward.second_needs)
         return tuple(zip(self._forward.first_needs[:count], in_b, in_w, strict=True))
 
-    @property
-    def stash_bytes(self) -> int:
-        """Of one microbatch."""
-        return _nbytes(self.stash)
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Of one microbatch."""
-        return _nbytes(self.backlog)
-
 
 def _cut(fwd: ClosedJaxpr, bwd: ClosedJaxpr, residuals: Sequence[Any], ends: _Ends) -> SplitVjp:
     """The parts that F, B and W are of a forward pass (to y and residuals) and a backward one (of residuals and dy)."""
@@ -156,7 +146,7 @@ def _cut(fwd: ClosedJaxpr, bwd: ClosedJaxpr, residuals: Sequence[Any], ends: _En
     return dataclasses.replace(split, backlog=_shapes(backlog))
 
 
-class _Leaves:
+class _TreeLeaves:
     """The leaves of a pytree, of which only the real and complex ones have gradients."""
 
     def __init__(self, like: PyTree) -> None:
@@ -187,9 +177,9 @@ class _Leaves:
 class _Ends:
     """What goes into a function and what comes out."""
 
-    params: _Leaves
-    x: _Leaves
-    y: _Leaves
+    params: _TreeLeaves
+    x: _TreeLeaves
+    y: _TreeLeaves
 
 
 class _Kept:
@@ -197,21 +187,17 @@ class _Kept:
 
     def __init__(self, variables: Sequence[Any], own: Sequence[bool], read: Sequence[bool]) -> None:
         first: dict[Any, int] = {}
-        # Literals are not told apart by identity; each is kept for itself.
+        # Literals are equal though they are different ones: each is kept by itself.
         self.same = [first.setdefault(at if isinstance(v, Literal) else v, at) for at, v in enumerate(variables)]
         kept = sorted({self.same[at] for at, used in enumerate(read) if used})
         self.stashed = [at for at in kept if own[at]]
         self.shared = [at for at in kept if not own[at]]
 
     def residuals(self, shared: Values, stash: Values) -> list[Any]:
-        """All residuals, None where nobody reads one."""
+        """All residuals, None for those that are not read."""
         at_hand = dict(zip([*self.shared, *self.stashed], [*shared, *stash], strict=True))
         return [at_hand.get(at) for at in self.same]
 
 
 def _shapes(leaves: Iterable[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-
-
-def _nbytes(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

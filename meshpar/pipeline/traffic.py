@@ -1,8 +1,8 @@
 """What a schedule sends over the stages, in closed form: which ticks have a message, which parts move, who does what.
 
     up, down      one permute for every lane and tick in which some stage has a result for the next, or the one before;
-                  all stages take part in it, and those with nothing to say send what nobody reads
-    parts         a permute for every round of `Placement`: weights before the first tick, gradients after the last
+                  all stages take part in it, and those with no result send what is not read
+    parts         a permute for every round of their placement: weights before the first tick, gradients after the last
     ends          embedding and head run on the stages that hold the first and the last part
 
 Counts follow from the table alone; bytes are those of what the model hands on.
@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshpar.pipeline.placement import Placement
+from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.schedules.slots import DOWN, UP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Traffic:
+class StageTraffic:
     """Counts of one step."""
 
     ticks: int
@@ -39,7 +39,7 @@ class Traffic:
     messages: int
     """Results that are used on another stage than the one that made them, all stages together."""
     rounds: int
-    """Permutes that bring the weights of a part to the stages where the schedule wants them, and as many back."""
+    """Permutes that bring the weights of a part to the stages where the schedule has them, and as many back."""
 
     @property
     def first_stages(self) -> frozenset[int]:
@@ -52,7 +52,7 @@ class Traffic:
         return frozenset(np.flatnonzero(self.last).tolist())
 
 
-def traffic(schedule: Schedule) -> Traffic:
+def traffic(schedule: Schedule) -> StageTraffic:
     """What a schedule sends."""
     has = schedule.table[..., 0] >= 0
     held = schedule.parts[np.arange(schedule.stages)[:, None], schedule.table[..., 1]]
@@ -62,7 +62,7 @@ def traffic(schedule: Schedule) -> Traffic:
         ticks = (sends[:, :, direction] >= 0).any(1).sum(0)
         return tuple(int(count) for count in ticks if count)
 
-    return Traffic(
+    return StageTraffic(
         ticks=schedule.ticks,
         ops=has.sum(0),
         first=(has[..., F] & (held[..., F] == 0)).sum(0),
@@ -70,7 +70,7 @@ def traffic(schedule: Schedule) -> Traffic:
         up=lanes(UP),
         down=lanes(DOWN),
         messages=int((sends[:, :, [UP, DOWN]] >= 0).sum()),
-        rounds=sum(bool(one.pairs) for one in Placement.of(schedule, "stage").rounds),
+        rounds=sum(bool(one.pairs) for one in WeightPlacement.of(schedule, "stage").rounds),
     )
 
 
@@ -83,8 +83,8 @@ def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
       schedule: the table.
       reads: whether F, B and W read the weight; `SplitVjp.reads`.
     """
-    asks = (schedule.table[..., 0] >= 0) & np.asarray(reads)
+    reading = (schedule.table[..., 0] >= 0) & np.asarray(reads)
     if schedule.chunks == 1:
-        return asks.any(2).sum(0)
-    shares = asks[..., B] & asks[..., W] & (schedule.slots().backlog[..., W] < 0)
-    return asks.sum((0, 2)) - shares.sum(0)
+        return reading.any(2).sum(0)
+    shares = reading[..., B] & reading[..., W] & (schedule.slots().backlog[..., W] < 0)
+    return reading.sum((0, 2)) - shares.sum(0)

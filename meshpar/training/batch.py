@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -45,7 +46,13 @@ def split_by(sharding: NamedSharding) -> tuple[str, ...]:
 
 def check_batch(batch: PyTree, sharding: NamedSharding, accumulate: int) -> None:
     """Raises ValueError where rows do not go evenly over the devices and micro-steps, or are no numbers."""
-    shards = math.prod(axis_sizes(sharding.mesh)[axis] for axis in split_by(sharding))
+    sizes = axis_sizes(sharding.mesh)
+    check_rows(batch, {axis: sizes[axis] for axis in split_by(sharding)}, accumulate, "micro-steps")
+
+
+def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str) -> None:
+    """The same for these mesh axes and their sizes, and so many pieces of each device's rows, called `what`."""
+    shards = math.prod(over.values())
     leaves = tree_leaves_with_paths(batch)
     if not leaves:
         raise problem("batch", "train on it", "it holds no arrays", "pass a pytree of arrays with a batch dim first")
@@ -68,12 +75,12 @@ def check_batch(batch: PyTree, sharding: NamedSharding, accumulate: int) -> None
                 f"it has {shape[0] if shape else 'no'} rows and another leaf has {rows}",
                 "give every leaf the same first dim, the global batch",
             )
-    unit = shards * accumulate
+    unit = shards * count
     if rows == 0 or rows % unit:
-        over = " × ".join(f"`{axis}`" for axis in split_by(sharding)) or "one device"
+        axes = " × ".join(f"`{axis}`" for axis in over) or "one device"
         raise problem(
             f"batch leaf `{leaves[0][0]}` of shape {shapes[leaves[0][0]]} dim 0 (`batch`)",
-            f"split over {over} ({shards})" + (f" in {accumulate} micro-steps" if accumulate > 1 else ""),
+            f"split over {axes} ({shards})" + (f" in {count} {what}" if count > 1 else ""),
             f"{rows} rows are not a positive multiple of {unit}",
             f"use a batch of {max(1, -(-rows // unit)) * unit}",
         )

@@ -63,13 +63,18 @@ def weight_of(options: StepOptions, metrics: dict[str, jax.Array]) -> jax.Array 
 
 def weighed(options: StepOptions, loss: jax.Array, metrics: dict[str, jax.Array], grads: PyTree, extra: PyTree) -> Sums:
     """A micro-step times its weight: loss and metrics in float32 at the least."""
-    given = weight_of(options, metrics)
+    return weighed_by(weight_of(options, metrics), loss, metrics, grads, extra)
+
+
+def weighed_by(given: jax.Array | None, loss: jax.Array, metrics: dict[str, jax.Array], grads: PyTree = None,
+               extra: PyTree = None) -> Sums:  # fmt: skip
+    """The same by a weight at hand; None: by one."""
     weight = jnp.ones((), loss.dtype) if given is None else given
     # Means are taken in float32 at the least: counts and float16 losses would not survive a weight or a division.
     counts = {name: x.astype(jnp.promote_types(x.dtype, jnp.int32)) for name, x in metrics.items() if is_counted(x)}
     others = {name: x for name, x in metrics.items() if name not in counts}
     loss, others, weight = jax.tree.map(wide, (loss, others, weight))
-    if options.weight is not None:
+    if given is not None:
         # Gradients times a number of tokens are beyond float16, and that number is not in bfloat16. A micro-step of
         # weight zero has no mean: 0/0 in the loss must not spoil the others.
         grads = jax.tree.map(wide, grads)

@@ -479,21 +479,3 @@ def test_curves_of_schedules_share_a_name_where_they_coincide():
 )
 def test_names_move_as_little_as_they_must(values, expected):
     assert plots._apart(values, room=1, low=0) == pytest.approx(expected)
-
-
-def test_measured_schedules_stand_beside_their_simulations():
-    from meshpar.bench.pipeline import Row, Schedules
-
-    def row(name, microbatches, time_s):
-        return Row(
-            schedule=name, stages=4, microbatches=microbatches, ticks=33, time_s=time_s, low_s=time_s, high_s=time_s,
-            free_s=0.5, lockstep_s=0.5, busy_s=0.4, naps={},
-        )  # fmt: skip
-
-    rows = (row("gpipe", 8, 0.55), row("zb-v", 8, 0.5), row("gpipe", 16, 0.6))
-    figure = plots.schedules(Schedules(op_s=0.02, repeats=1, load=(0, 0), rows=rows, measures=(), sleeps=""))
-    few, many = figure.axes
-    assert [label.get_text() for label in few.get_yticklabels()] == ["gpipe", "zb-v"]
-    assert texts(figure) == ["× 1.10", "× 1.00", "× 1.20"]
-    assert many.get_title(loc="left") == "4 stages, 16 microbatches"
-    assert sorted({float(x) for line in few.get_lines() for x in line.get_xdata()}) == [500, 550]

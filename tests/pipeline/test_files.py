@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
-from meshpar.pipeline.schedules import SCHEDULES, Op, Schedule, make
+from meshpar.pipeline.schedules import SCHEDULES, Schedule, StageOp, make
 from meshpar.sharding.types import MeshparError
+from tests.pipeline.replay import replay
 
 NAMES = [*SCHEDULES]
 
@@ -56,9 +57,9 @@ def test_a_file_of_others(tmp_path):
     assert (schedule.name, schedule.stages, schedule.microbatches) == ("theirs", 2, 4)
     assert schedule.parts.tolist() == [[0, 3], [1, 2]]
     first = schedule.order()[0]
-    assert first[4:6] == [(Op("B", 0, 1),), (Op("W", 0, 1),)]
-    assert first[7] == (Op("F", 3, 0), Op("B", 1, 1), Op("W", 1, 1))
-    schedule.slots().validate(schedule)
+    assert first[4:6] == [(StageOp("B", 0, 1),), (StageOp("W", 0, 1),)]
+    assert first[7] == (StageOp("F", 3, 0), StageOp("B", 1, 1), StageOp("W", 1, 1))
+    replay(schedule)
 
 
 # As torch's 1F1B and GPipe are written, and the compute_comms table that it makes of an interleaved zero-bubble one.

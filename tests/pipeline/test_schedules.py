@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from meshpar.pipeline import schedules
-from meshpar.pipeline.schedules import SCHEDULES, Op, Schedule, make
+from meshpar.pipeline.schedules import SCHEDULES, Schedule, StageOp, make
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
+from tests.pipeline.replay import replay
 
 SIZES = [(p, m) for p in range(2, 9) for m in range(p, 33)]
 FEW = [(p, m) for p in (2, 3, 4, 6, 7) for m in (p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p)]
@@ -196,7 +197,7 @@ def test_few_microbatches_and_few_stages(name, p, m):
         return
     schedule = make(name, p, m)
     assert (schedule.stages, schedule.microbatches) == (p, m)
-    schedule.slots().validate(schedule)
+    replay(schedule)
 
 
 def test_odd_microbatches_go_through_two_streams_too():
@@ -266,7 +267,7 @@ def test_schedules_are_values():
     with pytest.raises(ValueError, match="read-only"):
         one.table[0, 0, 0, 0] = 3
     assert repr(one) == "Schedule('zb-h1', stages=4, microbatches=8, ticks=27)"
-    assert one.cell(0, 0) == (Op("F", 0, 0),)
+    assert one.cell(0, 0) == (StageOp("F", 0, 0),)
     assert one.cell(0, 1) == ()
 
 

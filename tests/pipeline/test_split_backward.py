@@ -223,8 +223,6 @@ def test_what_is_handed_on_is_as_foretold(fn):
     stash, backlog = jax.eval_shape(lambda *args: run(split, *args)[3][1:], LAYERS, X)
     for told, found in ((split.stash, stash), (split.backlog, backlog)):
         assert [(leaf.shape, leaf.dtype) for leaf in told] == [(leaf.shape, leaf.dtype) for leaf in found]
-    assert split.stash_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in stash)
-    assert split.backlog_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in backlog)
 
 
 @pytest.mark.parametrize("fn", [unrolled, scanned, jitted, lower_precision, custom, tied, closed_over])

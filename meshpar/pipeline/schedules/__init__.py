@@ -13,8 +13,8 @@ from meshpar.pipeline.schedules.makers import zb_h1 as zb_h1
 from meshpar.pipeline.schedules.makers import zb_h2 as zb_h2
 from meshpar.pipeline.schedules.makers import zb_v as zb_v
 from meshpar.pipeline.schedules.ops import KINDS as KINDS
-from meshpar.pipeline.schedules.ops import Op as Op
+from meshpar.pipeline.schedules.ops import StageOp as StageOp
 from meshpar.pipeline.schedules.schedule import Schedule as Schedule
+from meshpar.pipeline.schedules.simulate import ScheduleTimeline as ScheduleTimeline
 from meshpar.pipeline.schedules.simulate import Simulation as Simulation
-from meshpar.pipeline.schedules.simulate import Timeline as Timeline
 from meshpar.pipeline.schedules.slots import Slots as Slots

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import Block, Op, problem, unreadable
+from meshpar.pipeline.schedules.ops import Block, StageOp, problem, unreadable
 from meshpar.pipeline.schedules.schedule import Schedule
 
 _KINDS = {"F": "F", "B": "BW", "I": "B", "W": "W"}
@@ -45,7 +45,7 @@ def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     _check_implied(str(path), cells, found, parts)
     rows = [
         [
-            tuple(Op(kind, i, held.index(part)) for part, letter, i in block for kind in _KINDS[letter])
+            tuple(StageOp(kind, i, held.index(part)) for part, letter, i in block for kind in _KINDS[letter])
             for block in row
         ]
         for row, held in zip(found, parts, strict=True)

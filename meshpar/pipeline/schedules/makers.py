@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import Block, Op, is_count, problem
+from meshpar.pipeline.schedules.ops import Block, StageOp, is_count, problem
 from meshpar.pipeline.schedules.order import filled
 from meshpar.pipeline.schedules.schedule import Schedule
 
 # Below, p is the number of stages, m of microbatches, v of chunks; F, B and W the time of one stage's forward, gradient
 # of the input and gradient of the weights; M a microbatch's activations on one stage. Bubbles are span bubbles, exact
-# in the range that is told with each; for anything else `Schedule.simulate` has the number.
+# in the range that stands with each; for anything else there is `Schedule.simulate`.
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -22,7 +22,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Bubble (p−1)(F+B+W), activations m·M. Huang et al., GPipe, arXiv 1811.06965.
     """
     _check("gpipe", stages, microbatches)
-    row: list[Block] = [(Op("F", i),) for i in range(microbatches)]
+    row: list[Block] = [(StageOp("F", i),) for i in range(microbatches)]
     row += [_whole(i) for i in range(microbatches)]
     return Schedule.from_order("gpipe", [row] * stages)
 
@@ -117,7 +117,7 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
     if stages % 2:
         raise problem(
             "schedule `dualpipe`", f"run two streams through {stages} stages",
-            "the streams meet between the two middle stages, so their number is even",
+            "the streams cross between the two middle stages, so their number is even",
             f"take {stages - 1 or 2} or {stages + 1} stages, or `dualpipe-v`",
         )  # fmt: skip
     half = stages // 2
@@ -198,7 +198,7 @@ def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
 
 
 def _whole(microbatch: int, chunk: int = 0) -> Block:
-    return Op("B", microbatch, chunk), Op("W", microbatch, chunk)
+    return StageOp("B", microbatch, chunk), StageOp("W", microbatch, chunk)
 
 
 def _folded(stages: int) -> list[list[int]]:
@@ -209,9 +209,9 @@ def _folded(stages: int) -> list[list[int]]:
 def _alternated(forward: list[tuple[int, int]], backward: list[tuple[int, int]], ahead: int) -> list[Block]:
     """Some forwards ahead, then one forward and one whole backward in turn. Both lists are (microbatch, chunk)."""
     ahead = min(ahead, len(forward))
-    row: list[Block] = [(Op("F", *what),) for what in forward[:ahead]]
+    row: list[Block] = [(StageOp("F", *what),) for what in forward[:ahead]]
     for number, what in enumerate(backward):
-        row += [(Op("F", *next_),) for next_ in forward[ahead + number : ahead + number + 1]]
+        row += [(StageOp("F", *next_),) for next_ in forward[ahead + number : ahead + number + 1]]
         row.append(_whole(*what))
     return row
 
@@ -223,18 +223,18 @@ def _zero_bubble(stages: int, microbatches: int, limit: int) -> list[list[Block]
         to_last = stages - 1 - stage
         ahead = min(1 + to_last + min(max(limit - stages, 0), to_last), limit)
         late = limit - ahead
-        row = [Op("F", i) for i in range(min(ahead, microbatches))]
+        row = [StageOp("F", i) for i in range(min(ahead, microbatches))]
         for i in range(microbatches):
-            row.append(Op("B", i))
-            row += [Op("W", i - late)] if i >= late else []
-            row += [Op("F", i + ahead)] if i + ahead < microbatches else []
-        row += [Op("W", i) for i in range(max(0, microbatches - late), microbatches)]
+            row.append(StageOp("B", i))
+            row += [StageOp("W", i - late)] if i >= late else []
+            row += [StageOp("F", i + ahead)] if i + ahead < microbatches else []
+        row += [StageOp("W", i) for i in range(max(0, microbatches - late), microbatches)]
         blocks: list[Block] = [(op,) for op in row]
         rows.append(blocks)
     return rows
 
 
-def _v_order(stages: int, microbatches: int, stage: int) -> Iterator[Op]:
+def _v_order(stages: int, microbatches: int, stage: int) -> Iterator[StageOp]:
     """ZB-V's order of F and B on one stage; W is to be put where there is room.
 
     Laid out for at least 2p−1 microbatches; of fewer, the ops of those that do not exist are left out.
@@ -250,7 +250,7 @@ def _v_order(stages: int, microbatches: int, stage: int) -> Iterator[Op]:
         i = count[kind, chunk]
         count[kind, chunk] += 1
         if i < microbatches:
-            yield Op(kind, i, chunk)
+            yield StageOp(kind, i, chunk)
 
 
 def _two_streams(half: int, stage: int, streams: tuple[list[int], list[int]]) -> Iterator[Block]:
@@ -262,19 +262,19 @@ def _two_streams(half: int, stage: int, streams: tuple[list[int], list[int]]) ->
     laid_out = max(2 * half, *(len(stream) for stream in streams))
     to_middle = half - 1 - stage
     count: Counter[tuple[str, int]] = Counter()
-    put_off: deque[Op] = deque()
+    put_off: deque[StageOp] = deque()
 
-    def ops(kinds: str, chunk: int) -> list[Op]:
+    def ops(kinds: str, chunk: int) -> list[StageOp]:
         """The next microbatch's F, B alone, or whole backward on a chunk."""
         i = count[kinds[0], chunk]
         count[kinds[0], chunk] += 1
         if i >= len(streams[chunk]):
             return []
-        found = [Op(kind, streams[chunk][i], chunk) for kind in kinds]
-        put_off.extend(Op("W", streams[chunk][i], chunk) for _ in [0] if kinds == "B")
+        found = [StageOp(kind, streams[chunk][i], chunk) for kind in kinds]
+        put_off.extend(StageOp("W", streams[chunk][i], chunk) for _ in [0] if kinds == "B")
         return found
 
-    def plan() -> Iterator[list[Op]]:
+    def plan() -> Iterator[list[StageOp]]:
         for _ in range(2 * to_middle):
             yield ops("F", 0)
         for _ in range(stage + 1):

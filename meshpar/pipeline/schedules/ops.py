@@ -16,7 +16,7 @@ LONG = {"F": "forward", "B": "input gradient", "W": "weight gradient"}
 """A kind in words."""
 
 
-class Op(NamedTuple):
+class StageOp(NamedTuple):
     """One op of one stage."""
 
     kind: str
@@ -35,7 +35,7 @@ class Op(NamedTuple):
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if chunked else "")
 
 
-Block: TypeAlias = tuple[Op, ...]
+Block: TypeAlias = tuple[StageOp, ...]
 """Ops that a stage runs as one piece: it begins when all of them can, and what they send leaves when the last is done.
 
 `(B, W)` of one microbatch is a whole backward; `(F, B)` or `(F, B, W)` of two microbatches is an overlapped pair.

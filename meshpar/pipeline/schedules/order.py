@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, Op, problem
+from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, StageOp, problem
 
 Event = tuple[str, int, int]
 """(kind, microbatch, part of the model): done once in a step, wherever that is."""
@@ -22,16 +23,26 @@ def needs(kind: str, microbatch: int, part: int, num_parts: int) -> Event | None
     return "B", microbatch, part
 
 
-def starts(name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray) -> list[list[int]]:
-    """When each block begins if every stage starts each as soon as it can; every op takes one tick, messages none.
+def starts(
+    name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray, *, lengths: Sequence[Sequence[float]] | None = None,
+    comm: Sequence[float] | None = None,
+) -> list[list[Any]]:  # fmt: skip
+    """When each block begins if every stage starts each as soon as it can; whole numbers where lengths are.
+
+    Args:
+      name: of the schedule, for errors.
+      rows: of each stage, its blocks in order.
+      parts: `[stage, chunk]`.
+      lengths: of the same blocks; None: each op takes one tick.
+      comm: what each stage waits for a message; None: nothing.
 
     Raises:
       ValueError: an op waits for one that is in no row, or later in its own, or the stages wait for each other.
     """
     num_parts = int(parts.max()) + 1
-    done: dict[Event, int] = {}
-    begun: list[list[int]] = [[] for _ in rows]
-    free = [0] * len(rows)
+    done: dict[Event, tuple[int, Any]] = {}
+    begun: list[list[Any]] = [[] for _ in rows]
+    free: list[Any] = [0] * len(rows)
     waiting: dict[Event, list[int]] = defaultdict(list)
     ready = list(range(len(rows)))
     while ready:
@@ -43,12 +54,14 @@ def starts(name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray) -> lis
             if missing:
                 waiting[missing[0]].append(stage)
                 break
-            begin = max([free[stage], *(done[event] for event in outside)])
+            begin = free[stage]
+            for origin, end in (done[event] for event in outside):
+                begin = max(begin, end + (comm[stage] if comm and origin != stage else 0))
+            free[stage] = begin + (lengths[stage][len(begun[stage])] if lengths else len(block))
             begun[stage].append(begin)
-            free[stage] = begin + len(block)
             for op in block:
                 event = (op.kind, op.microbatch, int(parts[stage, op.chunk]))
-                done[event] = free[stage]
+                done[event] = stage, free[stage]
                 ready += waiting.pop(event, [])
     if any(len(at) < len(row) for at, row in zip(begun, rows, strict=True)):
         raise _stuck(name, begun, rows, parts)
@@ -157,7 +170,7 @@ def paired(table: np.ndarray, joined: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return table[keep], joined[keep]
 
 
-def filled(rows: Sequence[Sequence[Op]], parts: np.ndarray, limit: int) -> list[list[Block]]:
+def filled(rows: Sequence[Sequence[StageOp]], parts: np.ndarray, limit: int) -> list[list[Block]]:
     """F and B in the order given, each as soon as it can, and W wherever a stage would otherwise idle.
 
     Args:
@@ -165,12 +178,12 @@ def filled(rows: Sequence[Sequence[Op]], parts: np.ndarray, limit: int) -> list[
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, int] = {}
-    pending: list[list[Op]] = [[] for _ in rows]
+    pending: list[list[StageOp]] = [[] for _ in rows]
     held, at = [0] * len(rows), [0] * len(rows)
     order: list[list[Block]] = [[] for _ in rows]
     now = 0
     while any(pending) or any(here < len(row) for here, row in zip(at, rows, strict=True)):
-        picked: list[tuple[int, Op]] = []
+        picked: list[tuple[int, StageOp]] = []
         for stage, row in enumerate(rows):
             op = row[at[stage]] if at[stage] < len(row) else None
             if op is not None and _can(op, done, int(parts[stage, op.chunk]), num_parts, now, held[stage] < limit):
@@ -191,6 +204,6 @@ def filled(rows: Sequence[Sequence[Op]], parts: np.ndarray, limit: int) -> list[
     return order
 
 
-def _can(op: Op, done: dict[Event, int], part: int, num_parts: int, now: int, room: bool) -> bool:
+def _can(op: StageOp, done: dict[Event, int], part: int, num_parts: int, now: int, room: bool) -> bool:
     event = needs(op.kind, op.microbatch, part, num_parts)
     return (event is None or done.get(event, now) < now) and (room or op.kind != "F")

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshpar.pipeline.schedules import order
 from meshpar.pipeline.schedules.check import check, check_rows
-from meshpar.pipeline.schedules.ops import KINDS, Block, F, Op, W, problem
+from meshpar.pipeline.schedules.ops import KINDS, Block, F, StageOp, W, problem
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.simulate import Costs, Simulation
@@ -206,7 +206,7 @@ class Schedule:
     def cell(self, tick: int, stage: int) -> Block:
         """The ops of one stage in one tick, F before B before W; empty when it idles."""
         cell = self.table[tick, stage]
-        return tuple(Op(kind, int(i), int(chunk)) for kind, (i, chunk) in zip(KINDS, cell, strict=True) if i >= 0)
+        return tuple(StageOp(kind, int(i), int(chunk)) for kind, (i, chunk) in zip(KINDS, cell, strict=True) if i >= 0)
 
     def order(self) -> list[list[Block]]:
         """Of each stage, its blocks in order."""
@@ -294,7 +294,7 @@ class Schedule:
     def simulate(
         self, *, f: Costs = 1.0, b: Costs = 1.0, w: Costs = 1.0, comm: Costs = 0.0, pair: Costs | None = None
     ) -> Simulation:
-        """The step on the clock, with these costs, in any unit of time.
+        """The step simulated with these costs, in any unit of time.
 
         Args:
           f: of the forward of one `stages`-th of the model; a number, or one for each stage. Of a model cut into more
@@ -315,7 +315,7 @@ class Schedule:
         return assign(self)
 
     def repeated(self, steps: int) -> Schedule:
-        """So many steps one after another with nothing at which the stages meet; microbatches are numbered on."""
+        """So many steps one after another with no synchronisation between them; microbatches are numbered on."""
         rows = [
             [
                 tuple(op._replace(microbatch=op.microbatch + step * self.microbatches) for op in block)
@@ -348,7 +348,7 @@ class Schedule:
         """As plain data.
 
         Args:
-          simulation: whose makespan and bubbles to tell; default: with F = B = W = 1 and no time for messages.
+          simulation: for makespan and bubbles; default: with F = B = W = 1 and no time for messages.
         """
         times = simulation or self._unit
         return {
@@ -404,7 +404,7 @@ def _held(name: str, parts: Sequence[Sequence[int]] | None, stages: int) -> np.n
     return np.array(rows, np.int32)
 
 
-def _ops(cell: Cell, where: str) -> Iterable[Op]:
+def _ops(cell: Cell, where: str) -> Iterable[StageOp]:
     """The ops of a cell as a person writes it."""
     if cell is None or len(cell) == 0:
         return
@@ -419,7 +419,7 @@ def _ops(cell: Cell, where: str) -> Iterable[Op]:
                 "an op is one of F, B, W with the numbers of its microbatch and its chunk",
                 'write it as ("F", 3, 0), and None for an idle tick',
             )
-        yield Op(*op)
+        yield StageOp(*op)
 
 
 def _plain(cell: Block) -> list[Any] | None:

@@ -1,17 +1,16 @@
-"""A schedule on the clock: with any costs, in lockstep ticks or each stage as soon as it can."""
+"""A schedule simulated: with any costs, in lockstep ticks or each stage as soon as it can."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshpar.pipeline.schedules.check import block_ticks
 from meshpar.pipeline.schedules.ops import B, F, problem
+from meshpar.pipeline.schedules.order import starts
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.schedule import Schedule
@@ -21,7 +20,7 @@ Costs: TypeAlias = ArrayLike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Timeline:
+class ScheduleTimeline:
     """When each stage does what, in the unit of the costs."""
 
     start: np.ndarray
@@ -61,9 +60,9 @@ class Timeline:
 class Simulation:
     """One schedule, both ways."""
 
-    free: Timeline
+    free: ScheduleTimeline
     """Each stage begins a block as soon as it can."""
-    lockstep: Timeline
+    lockstep: ScheduleTimeline
     """All stages begin a tick together: each pays the tick's longest cell, and the messages after it."""
 
     @property
@@ -118,50 +117,29 @@ def _lengths(schedule: Schedule, cost: np.ndarray, hidden: np.ndarray) -> np.nda
     return np.maximum((ops * cost).sum(2) - pairs * hidden, 0.0)
 
 
-def _free(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> Timeline:
-    _, last = block_ticks(schedule)
-    needs = _needs(schedule)
-    wait, length = comm.tolist(), lengths.tolist()
-    begins = np.zeros(lengths.shape)
-    ends = [[0.0] * schedule.stages for _ in range(schedule.ticks)]
-    """When what a cell makes is there: at the end of its block."""
-    free = [0.0] * schedule.stages
-    # Blocks by their first tick: whatever one needs is in a block that ended, and so began, in an earlier tick.
-    for tick, stage in np.argwhere(schedule.begins).tolist():
-        at, cells = free[stage], range(tick, last[tick, stage] + 1)
-        for origin, other in (need for cell in cells for need in needs.get((cell, stage), ())):
-            at = max(at, ends[origin][other] + (wait[stage] if other != stage else 0.0))
-        for cell in cells:
-            begins[cell, stage] = at
-            at += length[cell][stage]
-        for cell in cells:
-            ends[cell][stage] = at
-        free[stage] = at
+def _free(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> ScheduleTimeline:
+    own = [np.flatnonzero(begins) for begins in schedule.begins.T]
+    blocks = [np.add.reduceat(cells, ticks).tolist() for cells, ticks in zip(lengths.T, own, strict=True)]
+    begun = starts(schedule.name, schedule.order(), schedule.parts, lengths=blocks, comm=comm.tolist())
+    start = np.zeros(lengths.shape)
+    for stage, ticks in enumerate(own):
+        start[ticks, stage] = begun[stage]
+    for tick, stage in np.argwhere(schedule.joined):
+        start[tick + 1, stage] = start[tick, stage] + lengths[tick, stage]
     nothing = np.where(schedule.table[..., 0] >= 0, 0.0, np.nan)
-    return Timeline(
-        start=begins[..., None] + nothing, end=(begins + lengths)[..., None] + nothing, busy=lengths.sum(0)
+    return ScheduleTimeline(
+        start=start[..., None] + nothing, end=(start + lengths)[..., None] + nothing, busy=lengths.sum(0)
     )  # fmt: skip
 
 
-def _needs(schedule: Schedule) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Of each cell that needs something of another part of the model: the cells (tick, stage) that make it."""
-    done_in, on = schedule.done_in, schedule.done_on
-    found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for kind, users, makers in ((F, np.s_[:, 1:], np.s_[:, :-1]), (B, np.s_[:, :-1], np.s_[:, 1:])):
-        cells = (done_in[kind][users], on[users], done_in[kind][makers], on[makers])
-        for tick, stage, origin, other in zip(*(array.ravel().tolist() for array in cells), strict=True):
-            found[tick, stage].append((origin, other))
-    return found
-
-
-def _lockstep(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> Timeline:
+def _lockstep(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> ScheduleTimeline:
     ops = schedule.table[..., 0] >= 0
     after = _sends(schedule) * comm.max()
     ends = (lengths.max(1) + after).cumsum()
     start = (ends - after - lengths.max(1))[:, None, None] + np.zeros(ops.shape)
     end = start + lengths[..., None]
     nothing = np.where(ops, 0.0, np.nan)
-    return Timeline(start=start + nothing, end=end + nothing, busy=lengths.sum(0))
+    return ScheduleTimeline(start=start + nothing, end=end + nothing, busy=lengths.sum(0))
 
 
 def _sends(schedule: Schedule) -> np.ndarray:

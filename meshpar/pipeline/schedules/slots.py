@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, B, F, W, problem
+from meshpar.pipeline.schedules.ops import KINDS, B, F, W
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.schedule import Schedule
@@ -17,6 +17,8 @@ UP, DOWN, STAY = range(3)
 """Where a result goes: to stage + 1, to stage − 1 (both on a ring), or to another chunk of the same stage."""
 SHIFTS = (1, -1, 0)
 """Of `UP`, `DOWN` and `STAY`."""
+BUFFERS = ("stash", "backlog", "inbox", "turn")
+"""Of which each has slots."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +38,8 @@ class Slots:
     """int32 `[tick, stage, kind]`: the slot that holds an F's input or a B's output gradient.
 
     None for F of part 0, which begins with the batch, and for B of the last part, which begins with the loss."""
+    turn: np.ndarray
+    """int32 `[tick, stage, kind]`: where the last part's F puts its output, and its B finds it."""
     sends: np.ndarray
     """int32 `[tick, stage, direction, lane]`: which kind's result (F or B) leaves the cell that way."""
     arrives: np.ndarray
@@ -43,40 +47,15 @@ class Slots:
 
     What comes `UP` was sent by stage − 1, what comes `DOWN` by stage + 1."""
 
-    @property
-    def num_stash(self) -> np.ndarray:
-        """Slots of each stage, `[stage]`."""
-        return self.stash.max((0, 2), initial=-1) + 1
-
-    @property
-    def num_backlog(self) -> np.ndarray:
-        """Slots of each stage, `[stage]`."""
-        return self.backlog.max((0, 2), initial=-1) + 1
-
-    @property
-    def num_inbox(self) -> np.ndarray:
-        """Slots of each stage, `[stage]`."""
-        return self.inbox.max((0, 2), initial=-1) + 1
-
-    @property
-    def lanes(self) -> np.ndarray:
-        """Messages that leave one stage in one tick, at most: `[direction]`."""
-        return (self.sends >= 0).any((0, 1)).sum(1)
-
-    def validate(self, schedule: Schedule) -> Slots:
-        """These slots themselves, if every op of the schedule finds in its slot what is meant for it.
-
-        Raises:
-          ValueError: a slot is empty, or holds something else; names tick, stage and microbatch.
-        """
-        _replay(self, schedule)
-        return self
+    def counts(self) -> dict[str, np.ndarray]:
+        """How many slots of `stash`, `backlog`, `inbox` and `turn` each stage needs, `[stage]`."""
+        return {name: getattr(self, name).max((0, 2), initial=-1) + 1 for name in BUFFERS}
 
 
 def assign(schedule: Schedule) -> Slots:
     """See `Schedule.slots`. Only for a schedule that validates."""
     shape = schedule.table.shape[:3]
-    stash, backlog, inbox = (np.full(shape, -1, np.int32) for _ in range(3))
+    stash, backlog, inbox, turn = (np.full(shape, -1, np.int32) for _ in BUFFERS)
     done, on = schedule.done_in, schedule.done_on
 
     slot = colored(on, done[F], done[W])
@@ -87,8 +66,11 @@ def assign(schedule: Schedule) -> Slots:
     for kind in (B, W):
         backlog[done[kind][apart], on[apart], kind] = slot
 
+    on, first, last = on[:, -1], done[F][:, -1], done[B][:, -1]
+    turn[first, on, F] = turn[last, on, B] = colored(on, first, last)
+
     sends, arrives = _messages(schedule, inbox)
-    return Slots(stash=stash, backlog=backlog, inbox=inbox, sends=sends, arrives=arrives)
+    return Slots(stash=stash, backlog=backlog, inbox=inbox, turn=turn, sends=sends, arrives=arrives)
 
 
 def colored(stage: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
@@ -137,69 +119,3 @@ def _messages(schedule: Schedule, inbox: np.ndarray) -> tuple[np.ndarray, np.nda
     sends[made, origin, direction, lane] = kind
     arrives[made, goal, direction, lane] = slot
     return sends, arrives
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Playing a table through, buffers and all
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class _Memory:
-    """The buffers of all stages: what each slot holds."""
-
-    def __init__(self, slots: Slots, schedule: Schedule) -> None:
-        self.slots, self.schedule = slots, schedule
-        self.held: dict[tuple[str, int, int], tuple[int, int, int]] = {}
-
-    def write(self, buffer: str, stage: int, slot: int, what: tuple[int, int, int]) -> None:
-        self.held[buffer, stage, slot] = what
-
-    def read(self, buffer: str, tick: int, stage: int, kind: int, wanted: tuple[int, int, int]) -> None:
-        slot = int(getattr(self.slots, buffer)[tick, stage, kind])
-        found = self.held.get((buffer, stage, slot))
-        if found != wanted:
-            raise problem(
-                f"{buffer} of schedule `{self.schedule.name}`, tick {tick}, stage {stage}",
-                f"read what {_told(wanted)} left, from slot {slot}",
-                f"the slot holds what {_told(found)} left" if found else "nothing has been written there",
-                "take the slots that `Schedule.slots()` gives",
-            )
-
-
-def _told(what: tuple[int, int, int]) -> str:
-    kind, microbatch, part = what
-    return f"{KINDS[kind]} of microbatch {microbatch} on part {part}"
-
-
-def _replay(slots: Slots, schedule: Schedule) -> None:
-    memory = _Memory(slots, schedule)
-    for tick in range(schedule.ticks):
-        results = [_run_cell(memory, tick, stage) for stage in range(schedule.stages)]
-        for stage, direction, lane in np.argwhere(slots.arrives[tick] >= 0).tolist():
-            origin = (stage - SHIFTS[direction]) % schedule.stages
-            kind = int(slots.sends[tick, origin, direction, lane])
-            if kind in results[origin]:
-                slot = int(slots.arrives[tick, stage, direction, lane])
-                memory.write("inbox", stage, slot, results[origin][kind])
-
-
-def _run_cell(memory: _Memory, tick: int, stage: int) -> dict[int, tuple[int, int, int]]:
-    """Reads and writes of one cell; gives its results by kind."""
-    slots, schedule = memory.slots, memory.schedule
-    results: dict[int, tuple[int, int, int]] = {}
-    for op in schedule.cell(tick, stage):
-        kind, part = op.number, int(schedule.parts[stage, op.chunk])
-        what = (kind, op.microbatch, part)
-        before = part - 1 if kind == F else part + 1
-        if kind != W and 0 <= before < schedule.num_parts:
-            memory.read("inbox", tick, stage, kind, (kind, op.microbatch, before))
-        if kind != F:
-            memory.read("stash", tick, stage, kind, (F, op.microbatch, part))
-        if kind == W and (slots.backlog[tick, stage, W] >= 0 or results.get(B) != (B, op.microbatch, part)):
-            memory.read("backlog", tick, stage, W, (B, op.microbatch, part))
-        if kind == F:
-            memory.write("stash", stage, int(slots.stash[tick, stage, F]), what)
-        if kind == B:
-            memory.write("backlog", stage, int(slots.backlog[tick, stage, B]), what)
-        results[kind] = what
-    return results

@@ -11,7 +11,6 @@ loop over ticks. Nobody has to write a model in pieces.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +20,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.parallel.pipeline import Pipeline as PipelinePart
-from meshpar.pipeline.executor import Functions, Micro, split_stage
-from meshpar.pipeline.gradients import Params, Pipeline, check_rows
+from meshpar.pipeline.executor import Functions, Micro, Params, split_stage
+from meshpar.pipeline.gradients import StagedRun
 from meshpar.pipeline.layers import Aux, Layer, Run, running, scanned, with_aux
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, depends, flat_jaxpr
@@ -39,8 +38,8 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
     without_axes,
 )
+from meshpar.training.batch import check_rows
 from meshpar.training.options import StepOptions
-from meshpar.training.reports import means
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
 
@@ -71,10 +70,11 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     assert pipelined is not None
     schedule = schedule_of(pipelined)
     _check(setup, schedule, pipelined, batch_axes)
+    sizes = axis_sizes(setup.mesh)
+    check_rows(batch, {axis: sizes[axis] for axis in batch_axes}, schedule.microbatches, "microbatches")
     cut = _Cut.of(setup, schedule, pipelined)
-    check_rows(batch, schedule, axis_sizes(setup.mesh), batch_axes)
     behind = _Behind.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}", weight)
-    pipe = Pipeline(
+    run = StagedRun(
         functions=cut.functions(loss, params, weight, behind),
         schedule=schedule,
         mesh=setup.mesh,
@@ -86,23 +86,16 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
         split_inside=_split_inside(setup),
     )
     specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs(setup, options))
-    late = jnp.zeros((schedule.stages, 0), jnp.float32)
     parted = cut.parted(params)
     if not cut.is_even:
         # One change at a time, for which XLA has an all-to-all: else it gathers whole stacks and picks layers.
-        parted = pipe.laid(pipe.laid(parted, cut.specs(setup.layout.params, at_rest=True)), specs)
-    sums, grads = pipe.sums(parted, specs, out, batch, key, late, state.extra)
+        parted = run.laid(run.laid(parted, cut.specs(setup.layout.params, at_rest=True)), specs)
+    result, grads = run(parted, batch, key, specs=specs, grad_specs=out, extra=state.extra)
     if not cut.is_even:
-        grads = pipe.laid(grads, cut.specs(grad_specs(setup, options), at_rest=True))
-    shards = math.prod(axis_sizes(setup.mesh)[axis] for axis in batch_axes)
-    count = schedule.microbatches * shards
-    total = sums.weight if weight is not None else jnp.asarray(count, sums.weight.dtype)
-    loss_mean, grads = jax.tree.map(lambda x: x / total.astype(x.dtype), (sums.loss, grads))
-    aux = {name: cut.by_layer(x) for name, x in means(sums.aux, count).items()}
+        grads = run.laid(grads, cut.specs(grad_specs(setup, options), at_rest=True))
+    aux = {name: cut.by_layer(x) for name, x in result.aux.items()}
     metrics, extra = behind(state.extra, aux)
-    return Sums(
-        loss_mean, {**means(sums.metrics, total), **metrics}, cut.joined(grads), jnp.ones_like(loss_mean), extra
-    )
+    return Sums(result.loss, {**result.metrics, **metrics}, cut.joined(grads), jnp.ones_like(result.loss), extra)
 
 
 def reads_of_layers(
