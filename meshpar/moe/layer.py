@@ -31,11 +31,11 @@ from meshpar.moe.grouped import grouped_swiglu
 from meshpar.moe.meeting import Dims, alike, scattered, total, varies_beside, whole
 from meshpar.moe.order import by_expert, in_buffers, spread, weighted_sum
 from meshpar.moe.routing import Routed, capacity, count, route
-from meshpar.pipeline.layers import Aux, is_staged
 from meshpar.sharding.context import Ambient, ambient, constrain, param_spec, spec_of
 from meshpar.sharding.regions import outer_axes, per_device
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import Leaf, axes_of_spec, axis_sizes, problem, spec_axes
+from meshpar.training.layers import Aux, is_staged
 from meshpar.training.precision import dot_general
 from meshpar.training.reports import describe, report
 
@@ -83,7 +83,7 @@ class Told(NamedTuple):
 
     @property
     def aux(self) -> Aux:
-        """As `meshpar.pipeline.scan_layers` takes it."""
+        """As `meshpar.scan_layers` takes it."""
         metrics = {"load": self.load, "dropped": self.dropped, "router_entropy": self.router_entropy}
         return Aux(self.loss, metrics)
 

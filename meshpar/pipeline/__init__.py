@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from meshpar.pipeline.gradients import Params as Params
     from meshpar.pipeline.gradients import Result as Result
     from meshpar.pipeline.gradients import value_and_grad as value_and_grad
-    from meshpar.pipeline.layers import Aux as Aux
-    from meshpar.pipeline.layers import scan_layers as scan_layers
     from meshpar.pipeline.schedules import SCHEDULES as SCHEDULES
     from meshpar.pipeline.schedules import Op as Op
     from meshpar.pipeline.schedules import Schedule as Schedule
@@ -32,16 +30,18 @@ if TYPE_CHECKING:
     from meshpar.pipeline.schedules import zb_v as zb_v
     from meshpar.pipeline.split_backward import SplitVjp as SplitVjp
     from meshpar.pipeline.split_backward import split_vjp as split_vjp
+    from meshpar.training.layers import Aux as Aux
+    from meshpar.training.layers import scan_layers as scan_layers
 
 _HOMES = {
     "executor": ("Micro",),
     "gradients": ("Params", "Result", "value_and_grad"),
-    "layers": ("Aux", "scan_layers"),
     "schedules": (
         "SCHEDULES", "Op", "Schedule", "Simulation", "Slots", "Timeline", "dualpipe", "dualpipe_v", "gpipe",
         "interleaved_1f1b", "make", "one_f_one_b", "zb_h1", "zb_h2", "zb_v",
     ),
     "split_backward": ("SplitVjp", "split_vjp"),
+    ".training.layers": ("Aux", "scan_layers"),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -51,7 +51,7 @@ __all__ = [*_HOME_OF]
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"meshpar.pipeline has no {name!r}; it has {', '.join(sorted(_HOME_OF))}")
-    value = getattr(importlib.import_module(f"meshpar.pipeline.{_HOME_OF[name]}"), name)
+    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.collectives import broadcast
 from meshpar.pipeline.executor import Executor, Functions, Micro, Plan, Sums, layout_of
-from meshpar.pipeline.layers import Aux, check_alike, with_aux
 from meshpar.pipeline.placement import Placement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
@@ -32,7 +31,7 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
     without_axes,
 )
-from meshpar.training.precision import REMAT_POLICIES, check_remat
+from meshpar.training.layers import REMAT_POLICIES, Aux, check_alike, check_remat, with_aux
 from meshpar.training.reports import check_numbers, means
 
 

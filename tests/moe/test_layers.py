@@ -18,8 +18,8 @@ import meshpar as mp
 from meshpar import moe
 from meshpar.collectives.check import ranks_of
 from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
-from meshpar.pipeline.layers import running
 from meshpar.sharding.types import MeshparError, tree_leaves_with_paths
+from meshpar.training.layers import running
 from meshpar.training.reports import collecting, is_listening, report
 from tests.grid import cases
 

@@ -26,7 +26,8 @@ from meshpar.collectives import quantized_all_reduce
 from meshpar.collectives.quantized import decoded, encoded, gathered_bytes, scattered_sum
 from meshpar.parallel import Quantize
 from meshpar.sharding.types import Decision, PyTree, axis_sizes, near_or, path_str, problem, spec_axes
-from meshpar.training.precision import SECOND_SHARD, Precision
+from meshpar.training.layers import SECOND_SHARD
+from meshpar.training.precision import Precision
 from meshpar.training.state import Setup
 
 
@@ -125,7 +126,7 @@ class Unshard:
         if len({(leaf.batch, leaf.others, leaf.per_layer) for leaf in found}) == 1:
             return found[0]
         raise problem(
-            f"layer_weights(at={at!r}), parameter `{path}`",
+            f"scan_layers(at={at!r}), parameter `{path}`",
             "gather it for one layer",
             f"{len(found) or 'no'} parameters have paths that end in `{wanted[1:]}`"
             + ", and they are not split alike" * bool(found),
