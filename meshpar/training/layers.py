@@ -19,7 +19,18 @@ from meshpar.training.precision import Numerics
 
 
 class Aux(NamedTuple):
-    """What a layer, or a part of the model, gives beside its output."""
+    """What a layer, or a part of the model, gives beside its output.
+
+    Under stages nobody has it before all microbatches are through, so what a model and its loss function make of it is
+    worked out once, behind the last tick, of the sums and means over microbatches and devices. For that,
+
+      - the loss may add `aux.loss`, times a constant, and use no `aux.metrics`;
+      - a metric, or a variable that the model changes, may be made of `aux`, constants and the model's variables as
+        they were before the step, and then of nothing else (`bias = update_bias(bias, aux.metrics["load"])`);
+      - a metric that is not made of `aux` is one of each microbatch, as always.
+
+    All of this gives what a scan gives, as far as losses and metrics are means over rows, or counts.
+    """
 
     loss: jax.Array
     """Scalar; a mean over rows, as losses are."""
@@ -76,17 +87,9 @@ def scan_layers(
     A layer may give an `Aux` with its output: an auxiliary loss, and metrics. Then so does `scan_layers`: the losses
     summed over layers, the metrics stacked, `[layers, ...]`.
 
-    **Under stages** a model calls it once with `staged`; what stands before is the first stage's and what stands behind
-    the last one's. The layer must depend on nothing but its arguments and what follows from the batch. Nobody has an
-    Aux before all microbatches are through, so what a model and its loss function make of it is worked out once, behind
-    the last tick, of the sums and means over microbatches and devices. For that,
-
-      - the loss may add `aux.loss`, times a constant, and use no `aux.metrics`;
-      - a metric, or a variable that the model changes, may be made of `aux`, constants and the model's variables as
-        they were before the step, and then of nothing else (`bias = update_bias(bias, aux.metrics["load"])`);
-      - a metric that is not made of `aux` is one of each microbatch, as always.
-
-    All of this gives what a scan gives, as far as losses and metrics are means over rows, or counts.
+    Under stages a model calls it once with `staged`; what stands before is the first stage's and what stands behind the
+    last one's. The layer must depend on nothing but its arguments and what follows from the batch. `Aux` says what may
+    be made of one.
 
     Args:
       layer: `(x, params, extra, cache) -> x` of one layer, without those of the last two that are not given; or
