@@ -5,6 +5,26 @@
 Two payload all-to-alls forward and two backward, whatever the routing. What they carry is differentiated by hand, each
 by the other one's transpose, and so are all other motions: gathers, or on CPUs loops over blocks of the rows there are.
 No scatter of rows, and nothing of the size of tokens x experts x width.
+
+*Dropless* (`capacity=None`): choices are sorted by expert, and every one is computed. A rank may be sent
+P = T min(k, E/N) rows by each other one, for the choices of a token are different experts: that is the bound all arrays
+have, N P rows, for every routing (`planner.cost.dropless_rows`; `dropless_bytes` in all). Only rows there are travel in
+the ragged form, T k d numbers of which (N-1)/N leave the rank if routing is even; in the fixed form N P d, of which
+(N-1)/N. With `bound_factor` f, P is f T k / N where that is less, and what is over is dropped.
+
+*Capacity*: every expert takes C choices of each rank (`routing.capacity` says how many for a factor), and the buffers
+[E, C, d] travel whole (Lepikhin et al. 2020, "GShard", with buffers by rank; Fedus et al. 2022, "Switch Transformers").
+It is the form for experts that choose, too: k = E columns cost no room.
+
+What is dropped has no part in y and no gradient: the residual carries the token. First come, first served: choices
+count token by token, and a token's own in their order (column by column), so that what is over are the last tokens of a
+rank. `Dispatched.dropped` tells how many.
+
+Gradients are those of the formula: of x, weights, and what `expert_fn` closes over, summed over the tokens of the ranks
+of `axis`. Weights of experts that are alike on other axes (data, fsdp) get this rank's part of the sum: jax adds the
+parts when `check_vma` is on and they come in as alike there, else that is the caller's psum. Experts cut over `tensor`
+may end with a psum over it in `expert_fn`; it is cheaper to leave partial sums and psum y, which has T rows instead of
+R.
 """
 
 from __future__ import annotations
@@ -29,7 +49,7 @@ from meshpar.moe.check import check_array
 from meshpar.moe.choice import GPUS, IMPLEMENTATIONS, choose_dispatch
 from meshpar.moe.exchange import Coding, Link, Traffic
 from meshpar.moe.order import Order, Places, Runs, by_expert, in_buffers, moved, part_of, spread, weighted_sum
-from meshpar.moe.routing import count, kept
+from meshpar.moe.routing import count, kept, or_unassigned
 from meshpar.planner import cost
 from meshpar.sharding.types import problem
 
@@ -93,25 +113,8 @@ def dispatch(
         per device x [T, d], experts [T, k], weights [T, k] -> y [T, d'];  of N ranks, r owns experts [r E/N, (r+1) E/N)
         2 all-to-alls forward and 2 backward of payload, and one all-gather forward of E counts (4 (N-1) E bytes)
 
-    *Dropless* (`capacity=None`): choices are sorted by expert, and every one is computed. A rank may be sent
-    P = T min(k, E/N) rows by each other one, for the choices of a token are different experts: that is the bound all
-    arrays have, N P rows, for every routing (`planner.cost.dropless_rows`; `dropless_bytes` in all). Only rows there
-    are travel in the ragged form, T k d numbers of which (N-1)/N leave the rank if routing is even; in the fixed form
-    N P d, of which (N-1)/N. With `bound_factor` f, P is f T k / N where that is less, and what is over is dropped.
-
-    *Capacity*: every expert takes C choices of each rank (`routing.capacity` says how many for a factor), and the
-    buffers [E, C, d] travel whole (Lepikhin et al. 2020, "GShard", with buffers by rank; Fedus et al. 2022, "Switch
-    Transformers"). It is the form for experts that choose, too: k = E columns cost no room.
-
-    What is dropped has no part in y and no gradient: the residual carries the token. First come, first served: choices
-    count token by token, and a token's own in their order (column by column), so that what is over are the last tokens
-    of a rank. `Dispatched.dropped` tells how many.
-
-    Gradients are those of the formula: of x, weights, and what `expert_fn` closes over, summed over the tokens of the
-    ranks of `axis`. Weights of experts that are alike on other axes (data, fsdp) get this rank's part of the sum: jax
-    adds the parts when `check_vma` is on and they come in as alike there, else that is the caller's psum. Experts cut
-    over `tensor` may end with a psum over it in `expert_fn`; it is cheaper to leave partial sums and psum y, which has
-    T rows instead of R.
+    Dropless without a capacity, else in buffers: the module's docstring says what each form sends and
+    drops, and what gradients are.
 
     Args:
       x: this rank's tokens; the same at all ranks of axes that cut the experts' width.
@@ -139,17 +142,14 @@ def dispatch(
     _check_chunks(chunks, x.shape[0])
     how = _checked_how(axis, capacity, bound_factor, implementation)
     check_payload(KERNEL, payload)
-    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
+    experts = or_unassigned(experts, num_experts)
     _, x, weights = varying_alike(axis, experts, x, weights)
     (experts,) = varying_alike(axis, experts)  # and no further: so what is counted is the same at ranks of other axes
     size, (num_tokens, k) = x.shape[0] // chunks, experts.shape
     shape = _Shape(size, k, num_experts, num_ranks, (axis,) if isinstance(axis, str) else axis, how)
     payload = payload or Payload()
-
-    path: _Dropless | _Capacity
-    if capacity is None:
-        path = _Dropless(shape, payload, bound_factor)
-    else:
+    path: _Dropless | _Capacity = _Dropless(shape, payload, bound_factor)
+    if capacity is not None:
         path = _Capacity(shape, payload, min(capacity, size))
     parts = [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
     outputs, stats = _pipelined(path, x, experts, weights, expert_fn, parts)

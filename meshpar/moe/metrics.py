@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from meshpar.collectives.check import Axis, ranks_of
 from meshpar.moe.check import check_tokens, check_whole
-from meshpar.moe.routing import count, or_nobody
+from meshpar.moe.routing import count, or_unassigned
 from meshpar.sharding.types import problem
 
 HEALTHY_MAX_OVER_MIN = 1.3
@@ -84,7 +84,7 @@ def measure(
         raise problem("measure", f"split experts over {num_ranks} ranks", exists, "give the size of the expert axis")
     with jax.named_scope("measure_load"):
         scores = lax.stop_gradient(scores)
-        chosen = or_nobody(experts, num_experts) < num_experts
+        chosen = or_unassigned(experts, num_experts) < num_experts
         here = {
             "tokens": count(experts, num_experts),
             "dropped": jnp.zeros((), jnp.int32) if kept is None else (chosen & ~kept).sum(dtype=jnp.int32),

@@ -1,7 +1,21 @@
-"""Which rank owns which experts: placed anew from measured loads, the model's function unchanged.
+"""Expert rebalancing: which rank owns which experts, by measured loads; the model's function unchanged.
 
 Rank r of N owns places [r E/N, (r+1) E/N). A placement is a permutation of the experts over these places; applied to
-experts and router alike it renames the experts, and nothing else.
+experts and router alike it renumbers the experts, and nothing else.
+
+Outputs stay the same to the bit where each rank sends its own tokens to the experts, with a capacity or dropless:
+neither the weights of `route`, nor what is dropped over capacity, nor the order in which a token's choices are summed
+depends on how the experts are numbered. Excepted are tokens whose scores tie exactly, since a tie goes to the lowest
+number. There are three cases in which outputs change, and a warning where the state shows one:
+
+- `bound_factor`: what is over the bound between two ranks is dropped, so it depends on which experts share a rank.
+  Outputs of a batch of which nothing is dropped, before and after, stay the same to the bit.
+- Tokens replicated over the axes of the experts: each rank sums over its own experts, and then ranks are summed, so
+  outputs are equal up to rounding.
+- `Routing(choice="expert")`: a token's experts are summed in the order of their numbers; up to rounding.
+
+The state shows the config of a layer when it is an attribute of a module, at any depth: in NNX always, in Linen unless
+it is made inside a compact method. Auxiliary losses and gradients are sums over experts: equal up to rounding.
 """
 
 from __future__ import annotations
@@ -129,23 +143,10 @@ def rebalance(
     groups: int = 1,
     method: Method = "auto",
 ) -> Rebalanced:
-    """The same model with its experts placed anew: every dim named `expert` permuted, in experts, router and bias.
+    """The same model, its experts rebalanced: every dim named `expert` permuted, in experts, router and bias.
 
-    Outputs stay the same to the bit where each rank sends its own tokens to the experts, with a capacity or dropless:
-    neither the weights of `route`, nor what has no room at an expert, nor the order in which a token's choices are
-    summed depends on how the experts are numbered. Excepted are tokens whose scores tie exactly, since a tie goes to
-    the lowest number. There are three cases in which outputs change, and a warning where the state shows one:
-
-    - `bound_factor`: what is over the bound between two ranks is dropped, so it depends on which experts share a rank.
-      Outputs of a batch of which nothing is dropped, before and after, stay the same to the bit.
-    - Tokens replicated over the axes of the experts: each rank sums over its own experts, and then ranks are summed, so
-      outputs are equal up to rounding.
-    - `Routing(choice="expert")`: a token's experts are summed in the order of their numbers; up to rounding.
-
-    The state shows the config of a layer when it is an attribute of a module, at any depth: in NNX always, in Linen
-    unless it is made inside a compact method. Auxiliary losses and gradients are sums over experts: equal up to
-    rounding. Arrays keep their dtype and sharding; experts travel between ranks once. Not to be called inside
-    `jax.jit`: the loads have to be known.
+    Outputs stay the same to the bit, but for what the module's docstring names. Arrays keep their dtype and sharding;
+    experts travel between ranks once. Not to be called inside `jax.jit`: the loads have to be known.
 
     Of a TrainState the optimizer's moments are permuted like the parameters they belong to, and so are vectors of E
     numbers that the model keeps beside its parameters in the module of a router (the balancing bias, the loads it
@@ -171,29 +172,19 @@ def rebalance(
     """
     _check_given(loads)
     is_state = isinstance(state, TrainState)
-    if not is_state and (names is None or num_ranks is None):
-        missing = " and ".join(what for what, given in (("names", names), ("num_ranks", num_ranks)) if given is None)
-        raise problem(
-            "rebalance",
-            f"place the experts of parameters without {missing}",
-            "a TrainState knows both, a tree of arrays neither",
-            "give the state, or names=model.names() and num_ranks=mesh.shape['expert']",
-        )
+    _check_known(is_state, names, num_ranks)
     parts = {"params": state.params, "opt_state": state.opt_state, "extra": state.extra} if is_state else {"": state}
     known = _known(state, names or {}) if is_state else {"": _own_names(state, names or {})}
     ranks = num_ranks if num_ranks is not None else _ranks_of_experts(state)
     configs = _configs(state.bound()) if is_state else []
     _check_groups(configs, groups)
-    of_params = {path: named for path, (named, _) in known["params" if is_state else ""].items()}
-    by_scope = dict(loads) if isinstance(loads, Mapping) else {"": loads}
     placements = {}
-    for scope, given in by_scope.items():
-        _check_router(of_params, scope)
-        layers = np.asarray(given)
-        rows = layers if layers.ndim == 2 else layers[None]
-        placed = tuple(place(row, ranks, groups=groups, method=method) for row in rows)
-        order = np.array([one.order for one in placed])
-        order = order if layers.ndim == 2 else order[0]
+    for scope, given in (loads if isinstance(loads, Mapping) else {"": loads}).items():
+        _check_router({path: named for path, (named, _) in known["params" if is_state else ""].items()}, scope)
+        rows = np.asarray(given)
+        each = rows if rows.ndim == 2 else rows[None]
+        placed = tuple(place(row, ranks, groups=groups, method=method) for row in each)
+        order = np.array([one.order for one in placed]).reshape(rows.shape)
         for part, leaves in known.items():
             inside = {path: named for path, (named, home) in leaves.items() if _below(home, scope)}
             parts[part] = _permuted_tree(parts[part], order, inside, part)
@@ -482,6 +473,17 @@ def _check_given(loads: Any) -> None:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(loads)):
         asked, exists = "place experts while a program is traced", "the loads are not known before it runs"
         raise problem("rebalance", asked, exists, "call it outside of jax.jit, on loads that have arrived")
+
+
+def _check_known(is_state: bool, names: object, num_ranks: object) -> None:
+    missing = " and ".join(what for what, given in (("names", names), ("num_ranks", num_ranks)) if given is None)
+    if missing and not is_state:
+        raise problem(
+            "rebalance",
+            f"place the experts of parameters without {missing}",
+            "a TrainState knows both, a tree of arrays neither",
+            "give the state, or names=model.names() and num_ranks=mesh.shape['expert']",
+        )
 
 
 def _checked_loads(loads: Any) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from meshpar.moe.check import check_array, check_whole
-from meshpar.moe.routing import kept, or_nobody
+from meshpar.moe.routing import kept, or_unassigned
 from meshpar.sharding.types import PyTree, problem
 
 
@@ -43,7 +43,7 @@ def moe(
     """
     num_experts = _num_experts(params)
     _check_tokens(x, experts, weights, token_ranks)
-    experts = or_nobody(experts, num_experts)
+    experts = or_unassigned(experts, num_experts)
     weights = jnp.where(experts < num_experts, weights, 0)
     if capacity is not None:
         of_ranks = experts.reshape(token_ranks, -1, experts.shape[1])

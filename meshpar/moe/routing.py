@@ -203,7 +203,7 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
 
     Room goes to the earliest token, and among one token's choices to the first: choices are numbered as they stand in
     `experts`, row by row. So what drops is the same in every run, and what is at the end of a batch drops first.
-    A slot is counted on past the capacity; a choice of nobody (see `or_nobody`) is never kept.
+    A slot is counted on past the capacity; a choice of nobody (see `or_unassigned`) is never kept.
 
     No temporary is larger than a few times `experts`: choices are sorted, not compared with every expert.
 
@@ -213,7 +213,7 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
     check_array("kept", "experts", experts, "T k", "whole")
     check_whole("kept", "capacity", capacity, least=0)
     check_whole("kept", "num_experts", num_experts)
-    experts = or_nobody(experts, num_experts)
+    experts = or_unassigned(experts, num_experts)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     by_expert = flat[order]
@@ -232,11 +232,11 @@ def count(experts: Int[Array, ...], num_experts: int) -> Int32[Array, " E"]:
     """
     check_array("count", "experts", experts, "...", "whole")
     check_whole("count", "num_experts", num_experts)
-    flat = or_nobody(experts, num_experts).reshape(-1)
+    flat = or_unassigned(experts, num_experts).reshape(-1)
     return jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
 
 
-def or_nobody(experts: Int[Array, "*dims"], num_experts: int) -> Int32[Array, "*dims"]:
+def or_unassigned(experts: Int[Array, "*dims"], num_experts: int) -> Int32[Array, "*dims"]:
     """Numbers from 0 to E - 1 as they are, and E, which means nobody, for all others."""
     return jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
 
