@@ -124,7 +124,7 @@ class TransformerConfig:
     """Multi-head latent attention in place of grouped-query attention; every head then has a key and a value of its
     own, and `head_dim` is the width of its query and key."""
     moe: MoEConfig | None = None
-    """A layer of experts in place of the MLP, in all layers but the first `num_dense_layers`."""
+    """An MoE layer in place of the MLP, in all layers but the first `num_dense_layers`."""
     num_dense_layers: int = 0
     """How many of the layers, the first, have an MLP where the others have experts."""
 
@@ -224,12 +224,12 @@ class TransformerConfig:
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one token meets: of the experts, those of the ones it visits."""
+        """Active parameters: of the experts, those of the ones that a token visits."""
         return self.num_params - self.num_moe_layers * self._idle_params
 
     @property
     def _idle_params(self) -> int:
-        """Of a layer of experts, those of the ones that a token does not visit."""
+        """Of an MoE layer, those of the ones that a token does not visit."""
         return 0 if self.moe is None else self.moe.num_params(self.embed_dim) - self.moe.active_params(self.embed_dim)
 
     @property

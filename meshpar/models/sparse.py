@@ -14,7 +14,7 @@ from meshpar.moe.routing import Routing
 
 
 def mixtral_8x7b(**changes: Any) -> TransformerConfig:
-    """Mixtral 8x7B: 46,702,792,704 parameters, of which a token meets 12,879,925,248. Any field can be given anew."""
+    """Mixtral 8x7B: 46,702,792,704 parameters, 12,879,925,248 of them active. Any field can be changed."""
     sizes: dict[str, Any] = {
         "vocab_size": 32_000,
         "num_layers": 32,
@@ -30,7 +30,7 @@ def mixtral_8x7b(**changes: Any) -> TransformerConfig:
 
 
 def deepseek_v3(**changes: Any) -> TransformerConfig:
-    """DeepSeek-V3: 671,026,404,352 parameters, of which a token meets 37,552,282,624. Any field can be given anew.
+    """DeepSeek-V3: 671,026,404,352 parameters, 37,552,282,624 of them active. Any field can be changed.
 
     Without the module that predicts a second token, which the release counts besides (14e9), and without the balancing
     bias, which is no parameter (14,848 numbers, that the release counts among them). Its balancing loss of every

@@ -99,7 +99,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None
     ) -> tuple[Array, LayerCache | None, Aux | None]:
-        """The residual stream behind this layer, the cache with these positions in it, and what experts tell."""
+        """The residual stream behind this layer, the cache with these positions in it, and the router's statistics."""
         overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
         with jax.named_scope("attention"):
             h_BTE = self.attention_norm(x_BTE)
@@ -108,8 +108,8 @@ class Block(nnx.Module):
         aux = None
         with jax.named_scope("mlp"):
             if isinstance(self.mlp, MoE):
-                m_BTE, told = self.mlp(layers.block_input(self.mlp_norm(x_BTE)), drops=cache is None)
-                aux = told.aux
+                m_BTE, stats = self.mlp(layers.block_input(self.mlp_norm(x_BTE)), drops=cache is None)
+                aux = stats.aux
             else:
                 h_BTE = overlap.block_input(self.mlp_norm(x_BTE), overlapped=overlapped)
                 m_BTE = self.mlp(h_BTE, overlapped=overlapped)

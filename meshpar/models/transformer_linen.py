@@ -89,7 +89,7 @@ class LinenBlock(nn.Module):
     def __call__(
         self, x_BTE: Array, cache: LayerCache | None, angles: Rope, length: Array | None
     ) -> tuple[Array, tuple[LayerCache | None, Aux | None]]:
-        """The residual stream behind this layer, the cache with these positions in it, and what experts tell."""
+        """The residual stream behind this layer, the cache with these positions in it, and the router's statistics."""
         is_whole = cache is None
         overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=not is_whole)
         h_BTE = linen_norm(self.cfg, "attention_norm")(x_BTE)
@@ -101,8 +101,8 @@ class LinenBlock(nn.Module):
             assert self.cfg.moe is not None
             down = into_residual(self.cfg)
             experts = LinenMoE(self.cfg.embed_dim, self.cfg.moe, self.cfg.param_dtype, down, name="mlp")
-            m_BTE, told = experts(layers.block_input(h_BTE), drops=is_whole)
-            aux = told.aux
+            m_BTE, stats = experts(layers.block_input(h_BTE), drops=is_whole)
+            aux = stats.aux
         else:
             h_BTE = overlap.block_input(h_BTE, overlapped=overlapped)
             m_BTE = LinenMLP(self.cfg, name="mlp")(h_BTE, overlapped=overlapped)

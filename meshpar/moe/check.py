@@ -61,10 +61,16 @@ def check_whole(kernel: str, name: str, asked: Any, *, least: int = 1) -> None:
         raise problem(f"{kernel}({name}=...)", f"be {asked!r}", exists, f"write {name}={max(least, 1)}, say")
 
 
-def check_factor(kernel: str, name: str, asked: Any) -> None:
+def check_factor(kernel: str, name: str, asked: Any, *, scheduled: bool = True) -> None:
     """Raises `ValueError` for what is no number from 0 on; a schedule's, that is an array, may be any."""
-    if getattr(asked, "shape", None) == () and jnp.issubdtype(asked.dtype, jnp.number):
+    if scheduled and getattr(asked, "shape", None) == () and jnp.issubdtype(asked.dtype, jnp.number):
         return
     if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 <= asked < math.inf:
         exists = "it is a number from 0 on"
         raise problem(f"{kernel}({name}=...)", f"be {asked!r}", exists, f"write {name}=0.001, say")
+
+
+def check_positive(where: str, name: str, asked: Any, fix: str) -> None:
+    """Raises `ValueError` for what is no number above 0."""
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 < asked < math.inf:
+        raise problem(f"{where}({name}=...)", f"be {asked!r}", "it is a number above 0", f"write {name}={fix}")

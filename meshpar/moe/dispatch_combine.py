@@ -18,7 +18,7 @@ It is the form for experts that choose, too: k = E columns cost no room.
 
 What is dropped has no part in y and no gradient: the residual carries the token. First come, first served: choices
 count token by token, and a token's own in their order (column by column), so that what is over are the last tokens of a
-rank. `Dispatched.dropped` tells how many.
+rank. `Dispatched.dropped` counts it.
 
 Gradients are those of the formula: of x, weights, and what `expert_fn` closes over, summed over the tokens of the ranks
 of `axis`. Weights of experts that are alike on other axes (data, fsdp) get this rank's part of the sum: jax adds the
@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -45,9 +44,9 @@ from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_o
 from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe import choice, exchange
-from meshpar.moe.check import check_array
+from meshpar.moe.check import check_array, check_positive
 from meshpar.moe.choice import GPUS, IMPLEMENTATIONS, choose_dispatch
-from meshpar.moe.exchange import Coding, Link, Traffic
+from meshpar.moe.exchange import Coding, RowCounts, RowLink
 from meshpar.moe.order import Order, Places, Runs, by_expert, in_buffers, moved, part_of, spread, weighted_sum
 from meshpar.moe.routing import count, kept, or_unassigned
 from meshpar.planner import cost
@@ -56,7 +55,7 @@ from meshpar.sharding.types import problem
 KERNEL = "dispatch"
 
 ExpertFn: TypeAlias = Callable[[jax.Array, Any], jax.Array]
-"""(rows [R, d] sorted by local expert, group_sizes int32 [E/N]) -> [R, d']; rows beyond the sum are nobody's."""
+"""(rows [R, d] sorted by local expert, group_sizes int32 [E/N]) -> [R, d']; rows beyond the sum are unassigned."""
 
 
 class Dispatched(NamedTuple):
@@ -210,8 +209,8 @@ class _Shape(NamedTuple):
     def local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
-    def link(self, pair_rows: int) -> Link:
-        return Link(self.axis, self.num_ranks, self.how, pair_rows, self.tokens * self.k)
+    def link(self, pair_rows: int) -> RowLink:
+        return RowLink(self.axis, self.num_ranks, self.how, pair_rows, self.tokens * self.k)
 
     def counts_of_all(self, counts: jax.Array) -> jax.Array:
         """int32 [N from, N to, E/N], of every rank's [E]."""
@@ -230,7 +229,7 @@ class _Arrived(NamedTuple):
     sizes: Any
     order: Order
     """Of this rank's own choices."""
-    traffic: Traffic | None
+    traffic: RowCounts | None
     runs: Runs | Places | None
     """From where rows came in to where they stand."""
     stats: Dispatched
@@ -282,7 +281,7 @@ class _Dropless(NamedTuple):
     bound_factor: float | None
 
     @property
-    def link(self) -> Link:
+    def link(self) -> RowLink:
         shape = self.shape
         return shape.link(
             cost.dropless_rows(shape.tokens, shape.k, shape.num_experts, shape.num_ranks, self.bound_factor)
@@ -292,7 +291,7 @@ class _Dropless(NamedTuple):
     def out(self, x: jax.Array, experts: jax.Array) -> _Arrived:
         shape, link = self.shape, self.link
         chosen = sent = count(experts, shape.num_experts)
-        if link.pair_rows < link.send_rows:  # what a rank takes may be less than all, and who comes late is nobody's
+        if link.pair_rows < link.send_rows:  # what a rank takes may be less than all, and who comes late is dropped
             _, fits = kept(experts // shape.local_experts, link.pair_rows, shape.num_ranks)
             experts = jnp.where(fits, experts, shape.num_experts)
             sent = count(experts, shape.num_experts)
@@ -313,10 +312,10 @@ class _Dropless(NamedTuple):
         rows = made if arrived.runs is None else moved(made, arrived.runs.undone, len(made))
         return exchange.sent_back(self.link, _coding(self.payload, "combine"), rows, arrived.traffic)
 
-    def _traffic(self, of_all: jax.Array) -> Traffic:
+    def _traffic(self, of_all: jax.Array) -> RowCounts:
         sums = of_all.sum(2, dtype=jnp.int32)  # [from, to]
         begins, rank = jnp.cumsum(sums, axis=1) - sums, self.shape.rank()
-        return Traffic(sums[rank], begins[rank], sums[:, rank], begins[:, rank])
+        return RowCounts(sums[rank], begins[rank], sums[:, rank], begins[:, rank])
 
 
 def _begins(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -436,12 +435,10 @@ def _checked_how(axis: Axis, capacity: int | None, bound_factor: float | None, i
     return choose_dispatch(dropless=False, two_levels=is_pair).implementation
 
 
-def check_bound(where: str, factor: object) -> None:
+def check_bound(where: str, factor: Any) -> None:
     """Raises `ValueError` for a `bound_factor` that is neither a number above 0 nor None."""
-    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-    if factor is not None and not (is_number and 0 < factor < math.inf):  # type: ignore[operator]
-        exists = "it is a number of rows, in units of an even load"
-        raise problem(where, f"use bound_factor={factor!r}", exists, "give 2.0, say, or None: any routing fits")
+    if factor is not None:
+        check_positive(where, "bound_factor", factor, "2.0, say, in units of an even load, or None: any routing fits")
 
 
 def check_payload(where: str, payload: object) -> None:

@@ -1,4 +1,4 @@
-"""A layer of experts as a Flax Linen module: `LinenMoE`, with the parameters and functions of the NNX one."""
+"""An MoE layer as a Flax Linen module: `LinenMoE`, with the parameters and functions of the NNX one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshpar.moe.layer import (
     INWARD_NAMES,
     OUTWARD_NAMES,
     ROUTER_NAMES,
-    Told,
+    RouterStats,
     Weights,
     check_layer,
     expert_init,
@@ -29,7 +29,7 @@ BALANCE = "balance"
 
 
 class LinenMoE(nn.Module):
-    """A layer of SwiGLU experts, for any Linen model; see `meshpar.moe.MoE`.
+    """An MoE layer of SwiGLU experts, for any Linen model; see `meshpar.moe.MoE`.
 
     With `config.bias_rate` the collection `balance` holds `bias` and `load`, which has to be mutable in training. A
     model that is trained with it hands on `after_update` (`from_linen` calls that of the module it is given).
@@ -41,8 +41,8 @@ class LinenMoE(nn.Module):
     down_init: Any = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], Told]:
-        """What the experts make of tokens, and what the layer tells; see `moe_layer`."""
+    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], RouterStats]:
+        """The experts' output for every token, and the router's statistics; see `moe_layer`."""
         check_layer("LinenMoE", self.embed_dim, self.config, self.param_dtype)
         config, dtype = self.config, jnp.dtype(self.param_dtype)
         num_experts, width, embed_dim = config.routing.num_experts, config.mlp_dim, self.embed_dim
@@ -68,7 +68,7 @@ class LinenMoE(nn.Module):
             wide = jnp.promote_types(dtype, jnp.float32)
             bias = self.variable(BALANCE, "bias", jnp.zeros, (num_experts,), wide)
             load = self.variable(BALANCE, "load", jnp.zeros, (num_experts,), jnp.int32)
-        y, told = moe_layer(x, weights, config, bias=None if bias is None else bias.value, drops=drops)
+        y, stats = moe_layer(x, weights, config, bias=None if bias is None else bias.value, drops=drops)
         if config.shared_experts:
             shared = (embed_dim, config.shared_dim)
             y = y + shared_experts(
@@ -78,8 +78,8 @@ class LinenMoE(nn.Module):
                 param("shared_down", OUTWARD_NAMES[1:], shared[::-1], down),
             )
         if load is not None and self.is_mutable_collection(BALANCE) and not self.is_initializing():
-            load.value = load.value + told.load
-        return y, told
+            load.value = load.value + stats.load
+        return y, stats
 
     @nn.nowrap
     def after_update(self, extra: PyTree) -> PyTree:

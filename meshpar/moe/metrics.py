@@ -38,13 +38,13 @@ class Load(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """A layer of experts in one step: a pytree of arrays, that a scan over layers stacks."""
+    """An MoE layer in one step: a pytree of arrays, that a scan over layers stacks."""
 
     experts: Load
     ranks: Load
     """Ranks of the mesh axis that the experts are split over: they set the time of the step."""
     drop_rate: Float[Array, "*layers"]
-    """Share of all choices that found no room at their expert."""
+    """Share of all choices that were dropped over capacity."""
     router_entropy: Float[Array, "*layers"]
     """Mean over tokens, in nats, of the entropy of a token's scores: ln E when undecided, 0 when there is no doubt."""
 
@@ -63,7 +63,7 @@ def measure(
       experts: of every token, from `route`.
       scores: likewise.
       num_ranks: of the mesh axis that the experts are split over, E / num_ranks neighbours at each.
-      kept: which choices found room, from `routing.kept`; None: all.
+      kept: which choices were not dropped, from `routing.kept`; None: all.
       axis: mesh axes that the tokens are split over, when called inside `shard_map`: E + 3 numbers are summed.
 
     Raises:
@@ -75,7 +75,7 @@ def measure(
         raise problem(
             "measure",
             f"take `kept` of shape {jnp.shape(kept)} and dtype {jnp.result_type(kept)}",
-            f"it says of each of the choices {experts.shape} whether it found room",
+            f"it says of each of the choices {experts.shape} whether it was kept",
             "give what `routing.kept` gives for the same experts",
         )
     num_experts = scores.shape[-1]
@@ -116,7 +116,7 @@ def scalars(loads: Loads, *, prefix: str = "moe_") -> dict[str, Float[Array, ""]
 
 
 def loads(metrics: Mapping[str, Any]) -> Loads | None:
-    """The loads of a model's layers of experts out of the metrics of its step, on the host; None where it has none.
+    """The loads of a model's MoE layers out of the metrics of its step, on the host; None where it has none.
 
     Args:
       metrics: of one step; or sums over several of what counts tokens, and means of the rest.
@@ -187,7 +187,7 @@ def _uneven_ranks(loads: Loads) -> Advice | None:
     ratio, over_mean = float(loads.ranks.max_over_min[layers[0]]), loads.ranks.max_over_mean[layers[0]]
     text = (
         f"{_where(layers, loads)} {_degree(ratio)} over ranks: all wait for one that gets {over_mean:.3g} times the "
-        f"mean (busiest over least busy {ratio:.3g}, healthy up to {HEALTHY_MAX_OVER_MIN}): place the experts anew "
+        f"mean (busiest over least busy {ratio:.3g}, healthy up to {HEALTHY_MAX_OVER_MIN}): rebalance them "
         "with `moe.rebalance`"
     )
     return Advice("ranks", layers, text)
@@ -223,7 +223,7 @@ def _worst_first(values: Any, limits: Any) -> tuple[int, ...]:
 def _where(layers: tuple[int, ...], loads: Loads) -> str:
     total = len(loads.drop_rate)
     if total == 1:
-        return "the layer of experts"
+        return "the MoE layer"
     also = f" (and {len(layers) - 1} more of {total})" if len(layers) > 1 else ""
     return f"layer {layers[0]}{also}"
 

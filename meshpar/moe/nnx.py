@@ -1,4 +1,4 @@
-"""A layer of experts as a Flax NNX module: `MoE`."""
+"""An MoE layer as a Flax NNX module: `MoE`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshpar.moe.layer import (
     INWARD_NAMES,
     OUTWARD_NAMES,
     ROUTER_NAMES,
-    Told,
+    RouterStats,
     Weights,
     check_layer,
     expert_init,
@@ -34,7 +34,7 @@ class LoadCount(nnx.Variable):
 
 
 class MoE(nnx.Module):
-    """A layer of SwiGLU experts, for any NNX model.
+    """An MoE layer of SwiGLU experts, for any NNX model.
 
     Parameters: `router [d, E]`, `gate` and `up [E, d, f]`, `down [E, f, d]`, and of shared experts `shared_gate`,
     `shared_up [d, s]`, `shared_down [s, d]`, with logical names. With `config.bias_rate` there are two variables more,
@@ -84,20 +84,20 @@ class MoE(nnx.Module):
                 self.bias = BalancingBias(jnp.zeros(num_experts, jnp.promote_types(dtype, jnp.float32)))
                 self.load = LoadCount(jnp.zeros(num_experts, jnp.int32))
 
-    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], Told]:
-        """What the experts make of tokens, and what the layer tells; see `moe_layer`.
+    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], RouterStats]:
+        """The experts' output for every token, and the router's statistics; see `moe_layer`.
 
-        The auxiliary loss, `told.loss`, is the caller's to add to the loss, or to hand to
+        The auxiliary loss, `stats.loss`, is the caller's to add to the loss, or to hand to
         `meshpar.training.reports.report`.
         """
         config = self.config
         weights = Weights(self.router[...], self.gate[...], self.up[...], self.down[...])
-        y, told = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
+        y, stats = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
         if config.shared_experts:
             y = y + shared_experts(x, self.shared_gate[...], self.shared_up[...], self.shared_down[...])
         if config.is_biased:
-            self.load[...] = self.load[...] + told.load
-        return y, told
+            self.load[...] = self.load[...] + stats.load
+        return y, stats
 
     def after_update(self) -> None:
         """Move the bias by what was counted since the last time; a training step does it once, behind its update."""

@@ -55,7 +55,7 @@ MOST_PARTITIONS = 3_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
+class ExpertPlacement:
     """Experts of one layer over ranks."""
 
     order: tuple[int, ...]
@@ -81,11 +81,11 @@ class Placement:
 
 
 class Rebalanced(NamedTuple):
-    """A model with its experts placed anew."""
+    """A model with its experts rebalanced."""
 
     state: Any
     """What was given: a TrainState, or parameters."""
-    placements: dict[str, tuple[Placement, ...]]
+    placements: dict[str, tuple[ExpertPlacement, ...]]
     """By the path given with the loads ("" when there was none), one for each layer."""
 
     @property
@@ -98,7 +98,7 @@ class Rebalanced(NamedTuple):
 
 def place(
     loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 1, method: Method = "auto"
-) -> Placement:
+) -> ExpertPlacement:
     """The experts shared out so that the busiest rank has little to do, E / num_ranks to each.
 
     "greedy" takes the experts from the busiest down and gives each to the least loaded rank that has a place left;
@@ -126,7 +126,7 @@ def place(
     else:
         order = np.concatenate([of[_order(loads[of], num_ranks // groups, method)] for of in by_group])
     rank_of = np.arange(len(loads)) // (len(loads) // num_ranks)
-    return Placement(
+    return ExpertPlacement(
         order=tuple(order.tolist()),
         before=tuple(loads.reshape(num_ranks, -1).sum(1).tolist()),
         after=tuple(loads[order].reshape(num_ranks, -1).sum(1).tolist()),
@@ -535,7 +535,7 @@ def _check_router(named: Mapping[str, Names], scope: str) -> None:
         shown = ", ".join(f"`{path}`" for path in list(inside)[:4]) or "none at all"
         raise problem(
             f"leaves below `{scope}`" if scope else "the tree",
-            "place experts anew",
+            "rebalance experts",
             f"no router is among the leaves with a dim named `expert` ({shown}), and without it the model would change",
             "give names whose last is `expert` to the router's kernel [d, E]",
         )
@@ -543,7 +543,7 @@ def _check_router(named: Mapping[str, Names], scope: str) -> None:
 
 def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray, part: str) -> None:
     sizes = dict(zip(names, x.shape, strict=True))
-    asked = f"place {order.shape[-1]} experts anew" + f" in {len(order)} layers" * (order.ndim == 2)
+    asked = f"rebalance {order.shape[-1]} experts" + f" in {len(order)} layers" * (order.ndim == 2)
     exists, where = f"its shape is {x.shape}, with the names {names}", f"`{path}`"
     if part == "opt_state" and order.ndim == 2 and "layers" not in sizes and sizes["expert"] == order.shape[-1]:
         raise problem(

@@ -1,4 +1,4 @@
-"""What a layer of experts computes, in plain global-view jax.numpy: every token through every expert, then masked."""
+"""What an MoE layer computes, in plain global-view jax.numpy: every token through every expert, then masked."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def moe(
 ) -> Float[Array, "T d_out"]:
     """y_t = Σ_j weights_tj · expert_fn(params of experts_tj, x_t), over the choices that are kept, in their order.
 
-    E/k times the work that is needed, and temporaries [E, T, d_out]: for tests and for small things. A choice of nobody
-    (no number from 0 to E - 1) adds nothing. The sum runs over a token's choices, not over the experts, so it has the
-    same bits however the experts are numbered.
+    E/k times the work that is needed, and temporaries [E, T, d_out]: for tests and for small things. An unassigned
+    choice (no number from 0 to E - 1) adds nothing. The sum runs over a token's choices, not over the experts, so it
+    has the same bits however the experts are numbered.
 
     Args:
       x: all tokens.

@@ -60,7 +60,7 @@ def test_auxiliary_loss_draws_scores_from_the_busy_to_the_idle():
     assert (slope[:, 1:] < 0).all()
 
 
-def test_choices_of_nobody_and_scores_of_nothing():
+def test_unassigned_choices_and_scores_of_nothing():
     scores = jnp.asarray(rng.random((6, 4)), jnp.float32)
     experts = np.array([[0, 4], [1, 4], [2, 4], [3, 4], [4, 4], [4, 4]])
     assert auxiliary_loss(scores, experts, alpha=1.0) == pytest.approx(1.0, rel=1e-6)

@@ -114,7 +114,7 @@ def test_equal_to_a_product_row_by_row(options, dtype, request):
         run = jax.jit(value_and_grads(functools.partial(grouped_matmul, **options)))
         rows, weights, cotangent = operands(dtype)
         for name, sizes in SIZES.items():
-            # What stands in rows of nobody is nobody's business, forward or backward.
+            # What stands in unassigned rows does not matter, forward or backward.
             owned = (jnp.arange(ROWS) < sum(sizes))[:, None]
             poisoned = jnp.where(owned, rows, jnp.nan), weights, jnp.where(owned, cotangent, jnp.nan)
             found = run(*poisoned, jnp.asarray(sizes, jnp.int32))
@@ -265,7 +265,7 @@ def compiled_swiglu(typical_rows, *, checkpointed):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_swiglu_is_nine_matmuls_and_nothing_is_as_wide_as_hidden_but_typical_rows(checkpointed):
-    """Of the blocks beyond the typical ones eleven, in loops of a length that nobody knows."""
+    """Of the blocks beyond the typical ones eleven, in loops of a length not known before."""
     program = hlo.parse(compiled_swiglu(1024, checkpointed=checkpointed).as_text())
     width, groups = LARGE["width"], LARGE["groups"]
     known = cost.grouped_matmul_flops(1024, groups, 32, width, 4 * width)

@@ -1,4 +1,4 @@
-"""A layer of experts: equal to the dense reference in value and every gradient on every mesh, and what it tells."""
+"""An MoE layer: equal to the dense reference in value and every gradient on every mesh, and the router's statistics."""
 
 from __future__ import annotations
 
@@ -458,7 +458,7 @@ def test_the_bias_moves_after_a_step_and_by_all_that_was_counted(kind):
 
 
 def test_reports_reach_who_listens():
-    report(loss=jnp.ones(()))  # nobody does
+    report(loss=jnp.ones(()))  # nothing listens
     assert not is_listening()
     with collecting() as reports:
         assert is_listening()
@@ -472,7 +472,7 @@ def test_reports_reach_who_listens():
 
 def test_metrics_of_all_layers():
     load = jnp.asarray([[4, 0, 0, 4], [2, 2, 2, 2]])
-    aux = moe.Told(jnp.full((), 0.5), load, jnp.asarray([2, 0]), jnp.asarray([0.1, 0.2])).aux
+    aux = moe.RouterStats(jnp.full((), 0.5), load, jnp.asarray([2, 0]), jnp.asarray([0.1, 0.2])).aux
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2, z_weight=1.0)
     mesh = mesh_of({"expert": 2})
     with collecting() as reports, mp.use(mesh, EXPERT):
@@ -489,7 +489,7 @@ def test_metrics_of_all_layers():
 
 
 def test_a_model_of_one_layer_reports_what_that_told():
-    told = moe.Told(jnp.zeros(()), jnp.asarray([4, 0, 0, 4]), jnp.asarray(2), jnp.asarray(0.1))
+    told = moe.RouterStats(jnp.zeros(()), jnp.asarray([4, 0, 0, 4]), jnp.asarray(2), jnp.asarray(0.1))
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2)
     with collecting() as reports, mp.use(mesh_of({"expert": 2}), EXPERT):
         moe.report_layers(told, cfg)
@@ -503,9 +503,9 @@ def test_a_model_of_one_layer_reports_what_that_told():
     ("told", "words"),
     [
         (None, "report a NoneType"),
-        (moe.Told(*[jnp.zeros(())] * 4), r"loads \(\)"),
-        (moe.Told(*[jnp.zeros(5)] * 4), r"loads \(5,\)"),
-        (moe.Told(*[jnp.zeros((2, 4))] * 4), r"loss \(2, 4\)"),
+        (moe.RouterStats(*[jnp.zeros(())] * 4), r"loads \(\)"),
+        (moe.RouterStats(*[jnp.zeros(5)] * 4), r"loads \(5,\)"),
+        (moe.RouterStats(*[jnp.zeros((2, 4))] * 4), r"loss \(2, 4\)"),
     ],
 )
 def test_what_no_layers_told_is_not_reported(told, words):
@@ -545,8 +545,8 @@ WITH_ROOM = Routing(num_experts=4, top_k=2, capacity_factor=1.0)
         ({"bias_rate": -1.0}, "from 0 on"),
         ({"z_weight": math.inf}, "from 0 on"),
         ({"implementation": "rugged"}, "`ragged`"),
-        ({"bound_factor": -1.0}, "bound_factor=-1.0"),
-        ({"bound_factor": "2"}, "bound_factor='2'"),
+        ({"bound_factor": -1.0}, "be -1.0"),
+        ({"bound_factor": "2"}, "be '2'"),
         ({"bound_factor": 1.5, "routing": WITH_ROOM}, "or the capacity_factor"),
         ({"implementation": "ragged", "routing": WITH_ROOM}, "travel whole"),
         ({"implementation": "ragged", "routing": BY_EXPERTS}, "leave implementation out"),
@@ -586,7 +586,7 @@ def test_weights_of_another_config():
         (lambda x, w, c: (x, w._replace(gate=w.gate.astype(int)), c), "`gate` of shape"),
         (lambda x, w, c: (x, w._replace(router=w.router[:, :0]), c), r"a router of shape \(4, 0\)"),
         (lambda x, w, c: (x, Weights(w.router, *(of[:4] for of in w[1:])), c), "be that of 8 experts"),
-        (lambda x, w, c: (x, w, c.routing), "a layer of experts is a MoEConfig"),
+        (lambda x, w, c: (x, w, c.routing), "described by a MoEConfig"),
     ],
 )
 def test_what_is_no_layer_is_told_before_it_is_traced(change, words):
@@ -601,7 +601,7 @@ def test_what_is_no_layer_is_told_before_it_is_traced(change, words):
     [
         (0, BIASED, "float32", r"embed_dim=.* be 0"),
         (4.0, BIASED, "float32", r"be 4.0"),
-        (4, BIASED.routing, "float32", "a layer of experts is a MoEConfig"),
+        (4, BIASED.routing, "float32", "described by a MoEConfig"),
         (4, BIASED, "int8", "floating dtype"),
         (4, BIASED, "float_32", "floating dtype"),
         (4, BIASED, None, "floating dtype"),

@@ -72,10 +72,10 @@ def test_drop_rates_at_the_extremes_of_capacity(top_k):
     assert drop_rate(all_to_one, 0) == 1
 
 
-@pytest.mark.parametrize("nobody", [2, -1])
-def test_choices_of_nobody_are_neither_load_nor_drops(nobody):
-    experts = np.array([[0, nobody], [nobody, 1], [0, nobody], [nobody, nobody]], np.int32)
-    kept = experts != nobody
+@pytest.mark.parametrize("unassigned", [2, -1])
+def test_unassigned_choices_are_neither_load_nor_drops(unassigned):
+    experts = np.array([[0, unassigned], [unassigned, 1], [0, unassigned], [unassigned, unassigned]], np.int32)
+    kept = experts != unassigned
     loads = measure(experts, np.ones((4, 2), np.float32), kept=kept)
     assert loads.experts.tokens.tolist() == [2, 1]
     assert loads.drop_rate == 0
@@ -167,7 +167,7 @@ def test_advice_names_the_layers_the_numbers_and_a_way_out():
 
 def test_advice_on_one_layer_says_uneven_below_2_and_counts_the_idle():
     (experts,) = moe.advice(jax.tree.map(lambda x: x[0], stacked([1000] * 7 + [1500])))
-    assert experts.text.startswith("the layer of experts is uneven: the busiest expert gets 1.5 times")
+    assert experts.text.startswith("the MoE layer is uneven: the busiest expert gets 1.5 times")
     first, *_ = moe.advice(stacked([1000] * 6 + [0, 0]))
     assert ", 2 of them get none (healthy up to 1.3)" in first.text
 

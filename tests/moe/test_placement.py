@@ -295,9 +295,9 @@ def test_loads_that_cannot_be_placed(loads, num_ranks, options, told):
 
 
 def test_leaves_that_do_not_fit_the_loads():
-    with pytest.raises(MeshparError, match="`moe/bias`: asked to place 8 experts anew"):
+    with pytest.raises(MeshparError, match="`moe/bias`: asked to rebalance 8 experts"):
         moe.rebalance(model(), zipf(8), names=NAMES, num_ranks=4)
-    with pytest.raises(MeshparError, match="16 experts anew in 2 layers"):
+    with pytest.raises(MeshparError, match="16 experts in 2 layers"):
         moe.rebalance(model(), np.stack([zipf(16)] * 2), names=NAMES, num_ranks=4)
     with pytest.raises(MeshparError, match=r"leaves below `block`: .*none at all"):
         moe.rebalance(model(), {"block": zipf(16)}, names=NAMES, num_ranks=4)
@@ -307,7 +307,7 @@ def test_leaves_that_do_not_fit_the_loads():
 
 
 class Layer(nnx.Module):
-    """A layer of experts with a vector of their number beside it that is none of theirs."""
+    """An MoE layer with a vector of their number beside it that is none of theirs."""
 
     def __init__(self, *, rngs):
         routing = Routing(num_experts=NUM_EXPERTS, top_k=2)

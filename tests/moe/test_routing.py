@@ -185,7 +185,7 @@ def test_half_precision_logits_are_scored_in_float32():
 @pytest.mark.parametrize(
     "routing", [MIXTRAL, SWITCH, dataclasses.replace(DEEPSEEK, groups=1, top_groups=1), DEEPSEEK], ids=str
 )
-def test_numbering_the_experts_anew_changes_no_bit(routing, with_bias):
+def test_renumbering_the_experts_changes_no_bit(routing, with_bias):
     logits = logits_of(512, routing, seed=3, scale=4.0)
     rng = np.random.default_rng(0)
     by_group = np.arange(routing.num_experts).reshape(routing.groups, -1)
@@ -272,14 +272,14 @@ def choices_of(kind, tokens, num_experts, top_k):
     some = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
     if kind == "all to the same":
         some[:] = np.arange(top_k)
-    if kind == "nobody":
+    if kind == "unassigned":
         some[rng.random(some.shape) < 0.5] = num_experts
     if kind == "round":
         some[:] = (np.arange(tokens * top_k) % num_experts).reshape(tokens, top_k)
     return some.astype(np.int32)
 
 
-@pytest.mark.parametrize("kind", ["any", "all to the same", "round", "nobody"])
+@pytest.mark.parametrize("kind", ["any", "all to the same", "round", "unassigned"])
 @pytest.mark.parametrize(("num_experts", "top_k"), SHAPES)
 def test_room_goes_to_the_earliest_token_and_its_first_choice(num_experts, top_k, kind):
     experts = choices_of(kind, 24, num_experts, top_k)
@@ -298,9 +298,9 @@ def test_room_goes_to_the_earliest_token_and_its_first_choice(num_experts, top_k
         np.testing.assert_array_equal(kept, np.arange(24)[:, None] < [5] * top_k)
 
 
-@pytest.mark.parametrize("nobody", [-1, -8, 8, 100])
-def test_any_number_that_is_no_expert_is_nobody(nobody):
-    experts = np.array([[0, nobody], [nobody, 7], [0, 7]], np.int32)
+@pytest.mark.parametrize("unassigned", [-1, -8, 8, 100])
+def test_any_number_that_is_no_expert_is_unassigned(unassigned):
+    experts = np.array([[0, unassigned], [unassigned, 7], [0, 7]], np.int32)
     assert moe.count(experts, 8).tolist() == [2, 0, 0, 0, 0, 0, 0, 2]
     slot, kept = find_kept(experts, 1, num_experts=8)
     assert kept.tolist() == [[True, False], [False, True], [False, False]]
@@ -368,8 +368,8 @@ def test_no_temporary_of_choices_times_experts():
         ({"normalize": "no"}, "True or False"),
         ({"causal": None}, "True or False"),
         ({"force": 2}, "True or False"),
-        ({"scale": 0.0}, "positive number"),
-        ({"scale": True}, "positive number"),
+        ({"scale": 0.0}, "a number above 0"),
+        ({"scale": True}, "a number above 0"),
         ({"capacity_factor": 0}, "or None"),
         ({"capacity_factor": math.inf}, "or None"),
         ({"groups": 3}, "a divisor of 8"),
