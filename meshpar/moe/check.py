@@ -27,16 +27,12 @@ def check_array(kernel: str, name: str, x: Any, dims: str, of: Literal["floating
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if shape is None or dtype is None:
         asked = f"take a {type(x).__name__} for `{name}`"
-    elif not jnp.issubdtype(dtype, _KINDS[of]) or dims not in ("...", _letters(dims, len(shape))):
+    elif not jnp.issubdtype(dtype, _KINDS[of]) or (dims != "..." and len(dims.split()) != len(shape)):
         asked = f"take `{name}` of shape {shape} and dtype {dtype}"
     else:
         return
     wanted = f"[{', '.join(dims.split())}]"
     raise problem(kernel, asked, f"it is an array {wanted} of {of} numbers", f"give a jax or NumPy array {wanted}")
-
-
-def _letters(dims: str, ndim: int) -> str | None:
-    return dims if len(dims.split()) == ndim else None
 
 
 def check_tokens(kernel: str, scores: Any, experts: Any) -> None:

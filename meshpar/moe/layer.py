@@ -30,7 +30,7 @@ from meshpar.moe.dispatch_combine import Dispatched, ExpertFn, dispatch
 from meshpar.moe.grouped import grouped_swiglu
 from meshpar.moe.order import by_expert, in_buffers, spread, weighted_sum
 from meshpar.moe.reduction import Dims, alike, scattered, total, varies_beside, whole
-from meshpar.moe.routing import Routed, capacity, count, route
+from meshpar.moe.routing import Routed, capacity, count, entropy, route
 from meshpar.sharding.context import Ambient, ambient, constrain, param_spec, spec_of
 from meshpar.sharding.regions import outer_axes, per_device
 from meshpar.sharding.rules import resolve
@@ -247,7 +247,32 @@ def shared_experts(
         return dot_general(hidden, down, outward)
 
 
-def expert_init(init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+Init: TypeAlias = Callable[..., jax.Array]
+"""(key, shape, dtype) -> array."""
+SHARED = ("shared_gate", "shared_up", "shared_down")
+
+
+def parameters(
+    embed_dim: int, config: MoEConfig, down_init: Init | None
+) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Init]]:
+    """Logical names, shape and initializer of a layer's parameters, in the order in which they are drawn."""
+    num_experts, width, shared = config.routing.num_experts, config.mlp_dim, (embed_dim, config.shared_dim)
+    init = jax.nn.initializers.lecun_normal()
+    down, inward, outward = down_init or init, (num_experts, embed_dim, width), (num_experts, width, embed_dim)
+    found = {
+        "router": (ROUTER_NAMES, (embed_dim, num_experts), init),
+        "gate": (INWARD_NAMES, inward, _of_each_expert(init)),
+        "up": (INWARD_NAMES, inward, _of_each_expert(init)),
+        "down": (OUTWARD_NAMES, outward, _of_each_expert(down)),
+    }
+    if config.shared_experts:
+        names = (INWARD_NAMES[1:], INWARD_NAMES[1:], OUTWARD_NAMES[1:])
+        shapes = (shared, shared, shared[::-1])
+        found |= dict(zip(SHARED, zip(names, shapes, (init, init, down), strict=True), strict=True))
+    return found
+
+
+def _of_each_expert(init: Init) -> Init:
     """An initializer of one expert's matrix, as one of all experts, `[E, ...]`: each is drawn by itself."""
 
     def make(key: jax.Array, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -585,11 +610,10 @@ def _router_stats(logits: jax.Array, routed: Routed, dropped: jax.Array, config:
     if config.z_weight:
         loss += z_loss(logits, weight=config.z_weight, axis=axis)
     scores = lax.stop_gradient(scores)
-    shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
-    entropy = -jax.scipy.special.xlogy(shares, shares).sum(-1).mean()
+    mean = entropy(scores).mean()
     load = count(routed.experts, config.routing.num_experts)
     if cut.experts and not cut.travels:
         dropped = lax.psum(dropped, cut.experts)
     if cut.counted:
         load, dropped = lax.psum((load, dropped), cut.counted)
-    return RouterStats(loss, load, dropped, entropy if axis is None else lax.pmean(entropy, axis))
+    return RouterStats(loss, load, dropped, mean if axis is None else lax.pmean(mean, axis))

@@ -11,17 +11,7 @@ from jaxtyping import Array, Float
 
 from meshpar.moe.balance import update_bias
 from meshpar.moe.config import MoEConfig
-from meshpar.moe.layer import (
-    INWARD_NAMES,
-    OUTWARD_NAMES,
-    ROUTER_NAMES,
-    RouterStats,
-    Weights,
-    check_layer,
-    expert_init,
-    moe_layer,
-    shared_experts,
-)
+from meshpar.moe.layer import SHARED, RouterStats, Weights, check_layer, moe_layer, parameters, shared_experts
 from meshpar.sharding.types import PyTree
 
 BALANCE = "balance"
@@ -45,9 +35,6 @@ class LinenMoE(nn.Module):
         """The experts' output for every token, and the router's statistics; see `moe_layer`."""
         check_layer("LinenMoE", self.embed_dim, self.config, self.param_dtype)
         config, dtype = self.config, jnp.dtype(self.param_dtype)
-        num_experts, width, embed_dim = config.routing.num_experts, config.mlp_dim, self.embed_dim
-        lecun = nn.initializers.lecun_normal()
-        down = self.down_init or lecun
 
         def param(name: str, names: tuple[str, ...], shape: tuple[int, ...], init: Any) -> Array:
             # Of experts a rank may hold its own only, inside stages; `moe_layer` sees to their sizes.
@@ -56,27 +43,16 @@ class LinenMoE(nn.Module):
             boxed: Any = nn.with_logical_partitioning(init, names)
             return self.param(name, boxed, shape, dtype)
 
-        inward = (num_experts, embed_dim, width)
-        weights = Weights(
-            param("router", ROUTER_NAMES, (embed_dim, num_experts), lecun),
-            param("gate", INWARD_NAMES, inward, expert_init(lecun)),
-            param("up", INWARD_NAMES, inward, expert_init(lecun)),
-            param("down", OUTWARD_NAMES, (num_experts, width, embed_dim), expert_init(down)),
-        )
+        made = {name: param(name, *of) for name, of in parameters(self.embed_dim, config, self.down_init).items()}
         bias = load = None
         if config.is_biased:
             wide = jnp.promote_types(dtype, jnp.float32)
-            bias = self.variable(BALANCE, "bias", jnp.zeros, (num_experts,), wide)
-            load = self.variable(BALANCE, "load", jnp.zeros, (num_experts,), jnp.int32)
+            bias = self.variable(BALANCE, "bias", jnp.zeros, (config.routing.num_experts,), wide)
+            load = self.variable(BALANCE, "load", jnp.zeros, (config.routing.num_experts,), jnp.int32)
+        weights = Weights(*(made[name] for name in Weights._fields))
         y, stats = moe_layer(x, weights, config, bias=None if bias is None else bias.value, drops=drops)
         if config.shared_experts:
-            shared = (embed_dim, config.shared_dim)
-            y = y + shared_experts(
-                x,
-                param("shared_gate", INWARD_NAMES[1:], shared, lecun),
-                param("shared_up", INWARD_NAMES[1:], shared, lecun),
-                param("shared_down", OUTWARD_NAMES[1:], shared[::-1], down),
-            )
+            y = y + shared_experts(x, *(made[name] for name in SHARED))
         if load is not None and self.is_mutable_collection(BALANCE) and not self.is_initializing():
             load.value = load.value + stats.load
         return y, stats

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from meshpar.collectives.check import Axis, ranks_of
 from meshpar.moe.check import check_tokens, check_whole
-from meshpar.moe.routing import count, or_unassigned
+from meshpar.moe.routing import count, entropy, or_unassigned
 from meshpar.sharding.types import problem
 
 HEALTHY_MAX_OVER_MIN = 1.3
@@ -88,7 +88,7 @@ def measure(
         here = {
             "tokens": count(experts, num_experts),
             "dropped": jnp.zeros((), jnp.int32) if kept is None else (chosen & ~kept).sum(dtype=jnp.int32),
-            "entropy": _entropy(scores).sum(),
+            "entropy": entropy(scores).sum(),
             "routed": jnp.asarray(len(scores), scores.dtype),
         }
         if axis is not None:
@@ -131,12 +131,7 @@ def loads(metrics: Mapping[str, Any]) -> Loads | None:
         exists = f"there is `moe/load`, and no {', '.join(f'`{name}`' for name in missing)}"
         raise problem("loads(metrics)", "read the load of experts", exists, "give the metrics of a step as they are")
     experts, ranks, *rest = (np.asarray(metrics[f"moe/{name}"], np.float64) for name in names)
-    return Loads(_host_load(experts), _host_load(ranks), *rest)  # type: ignore[arg-type]
-
-
-def _host_load(tokens: np.ndarray) -> Load:
-    mean, most = np.maximum(tokens.mean(-1), np.finfo(tokens.dtype).tiny), tokens.max(-1)
-    return Load(tokens, most / mean, most / np.maximum(tokens.min(-1), 1), tokens.std(-1) / mean)  # type: ignore[arg-type]
+    return Loads(_load(experts, np.float64, np), _load(ranks, np.float64, np), *rest)  # type: ignore[arg-type]
 
 
 class Advice(NamedTuple):
@@ -232,13 +227,8 @@ def _degree(ratio: float) -> str:
     return "is imbalanced" if ratio > IMBALANCED_MAX_OVER_MIN else "is uneven"
 
 
-def _load(tokens: jax.Array, dtype: np.dtype) -> Load:
+def _load(tokens: Any, dtype: Any, xp: Any = jnp) -> Load:
     exact = tokens.astype(dtype)
-    mean = jnp.maximum(exact.mean(-1), jnp.finfo(dtype).tiny)
+    mean = xp.maximum(exact.mean(-1), xp.finfo(dtype).tiny)
     busiest = exact.max(-1)
-    return Load(tokens, busiest / mean, busiest / jnp.maximum(exact.min(-1), 1), exact.std(-1) / mean)
-
-
-def _entropy(scores: jax.Array) -> jax.Array:
-    shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
-    return -jax.scipy.special.xlogy(shares, shares).sum(-1)
+    return Load(tokens, busiest / mean, busiest / xp.maximum(exact.min(-1), 1), exact.std(-1) / mean)

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from meshpar.moe.balance import update_bias
 from meshpar.moe.config import MoEConfig
-from meshpar.moe.layer import (
-    INWARD_NAMES,
-    OUTWARD_NAMES,
-    ROUTER_NAMES,
-    RouterStats,
-    Weights,
-    check_layer,
-    expert_init,
-    moe_layer,
-    shared_experts,
-)
+from meshpar.moe.layer import SHARED, RouterStats, Weights, check_layer, moe_layer, parameters, shared_experts
 
 Initializer = nnx.initializers.Initializer
 
@@ -62,27 +50,14 @@ class MoE(nnx.Module):
     ) -> None:
         check_layer("MoE", embed_dim, config, param_dtype)
         self.config = config
-        num_experts, width, dtype = config.routing.num_experts, config.mlp_dim, jnp.dtype(param_dtype)
-
-        def param(names: tuple[str, ...], shape: tuple[int, ...], init: Initializer) -> Any:
-            return nnx.Param(nnx.with_partitioning(init, names)(rngs.params(), shape, dtype))
-
-        down = down_init or nnx.initializers.lecun_normal()
+        dtype = jnp.dtype(param_dtype)
         # NNX would place annotated parameters on a mesh of its own; meshpar's rules place them when they are born.
         with nnx.use_eager_sharding(False):
-            inward = (num_experts, embed_dim, width)
-            self.router = param(ROUTER_NAMES, (embed_dim, num_experts), nnx.initializers.lecun_normal())
-            self.gate = param(INWARD_NAMES, inward, expert_init(nnx.initializers.lecun_normal()))
-            self.up = param(INWARD_NAMES, inward, expert_init(nnx.initializers.lecun_normal()))
-            self.down = param(OUTWARD_NAMES, (num_experts, width, embed_dim), expert_init(down))
-            if config.shared_experts:
-                shared = (embed_dim, config.shared_dim)
-                self.shared_gate = param(INWARD_NAMES[1:], shared, nnx.initializers.lecun_normal())
-                self.shared_up = param(INWARD_NAMES[1:], shared, nnx.initializers.lecun_normal())
-                self.shared_down = param(OUTWARD_NAMES[1:], shared[::-1], down)
+            for name, (names, shape, init) in parameters(embed_dim, config, down_init).items():
+                setattr(self, name, nnx.Param(nnx.with_partitioning(init, names)(rngs.params(), shape, dtype)))
             if config.is_biased:
-                self.bias = BalancingBias(jnp.zeros(num_experts, jnp.promote_types(dtype, jnp.float32)))
-                self.load = LoadCount(jnp.zeros(num_experts, jnp.int32))
+                self.bias = BalancingBias(jnp.zeros(config.routing.num_experts, jnp.promote_types(dtype, jnp.float32)))
+                self.load = LoadCount(jnp.zeros(config.routing.num_experts, jnp.int32))
 
     def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], RouterStats]:
         """The experts' output for every token, and the router's statistics; see `moe_layer`.
@@ -91,10 +66,10 @@ class MoE(nnx.Module):
         `meshpar.training.reports.report`.
         """
         config = self.config
-        weights = Weights(self.router[...], self.gate[...], self.up[...], self.down[...])
+        weights = Weights(*(getattr(self, name)[...] for name in Weights._fields))
         y, stats = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
         if config.shared_experts:
-            y = y + shared_experts(x, self.shared_gate[...], self.shared_up[...], self.shared_down[...])
+            y = y + shared_experts(x, *(getattr(self, name)[...] for name in SHARED))
         if config.is_biased:
             self.load[...] = self.load[...] + stats.load
         return y, stats

@@ -232,6 +232,12 @@ def count(experts: Int[Array, ...], num_experts: int) -> Int32[Array, " E"]:
     return jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
 
 
+def entropy(scores: Float[Array, "T E"]) -> Float[Array, " T"]:
+    """Of each token's scores, divided by their sum, in nats."""
+    shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
+    return -jax.scipy.special.xlogy(shares, shares).sum(-1)
+
+
 def or_unassigned(experts: Int[Array, "*dims"], num_experts: int) -> Int32[Array, "*dims"]:
     """Numbers from 0 to E - 1 as they are, and E, which means unassigned, for all others."""
     return jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)

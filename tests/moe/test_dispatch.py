@@ -20,7 +20,6 @@ from meshpar.compiled.census import census
 from meshpar.compiled.clock import work
 from meshpar.moe import Payload, choose_dispatch, dispatch, grouped_matmul
 from meshpar.planner import cost
-from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 
 WIDTH, HIDDEN = 6, 4
@@ -655,87 +654,3 @@ def test_auto_says_why():
     assert choose_dispatch("cuda", dropless=False).implementation == "fixed"
     assert choose_dispatch("cuda", dropless=False, two_levels=True).implementation == "hierarchical"
     assert {one.kind for one in sent(CASES["buffers in two levels"])} == {"collective-permute", "all-gather"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"num_experts": 6}, "6 is not a multiple of 4.*take 8 experts"),
-        ({"implementation": "fixd"}, "did you mean `fixed`"),
-        ({"implementation": "ragged"}, "no ragged-all-to-all for cpu.*'auto'"),
-        ({"implementation": "hierarchical"}, "its two levels are two axes"),
-        ({"implementation": "ragged", "capacity": 2}, "buffers of fixed capacity travel whole"),
-        ({"capacity": 0}, "capacity=0"),
-        ({"capacity": 2, "bound_factor": 1.0}, "leave out one of them"),
-        ({"bound_factor": 0.0}, "be 0.0"),
-        ({"bound_factor": math.nan}, "be nan"),
-        ({"bound_factor": "2"}, "be .2."),
-        ({"payload": "int8"}, "says of each way how rows travel"),
-        ({"chunks": 16, "capacity": 1}, "8 is not a multiple of 16"),
-        ({"chunks": 3}, "8 is not a multiple of 3.*one of 1, 2, 4, 8"),
-        ({"axis": "experts"}, "did you mean `expert`"),
-    ],
-)
-def test_mistakes_are_told_before_anything_is_sent(changes, says):
-    case = Case(on(expert=4), dtype="float32")
-    x, weights, *_ = case.arrays()
-
-    def one_device(x, experts, weights):
-        options = {"axis": "expert", "num_experts": case.num_experts} | changes
-        return dispatch(x, experts, weights, lambda rows, _: rows, **options)[0]
-
-    rows = P("expert")
-    run = jax.shard_map(one_device, mesh=case.mesh, in_specs=(rows,) * 3, out_specs=rows)
-    with pytest.raises(MeshparError, match=says):
-        jax.eval_shape(run, x, routings(case)["even"], weights)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "dtypes", "says"),
-    [
-        (((8, 6), (8, 2), (8, 3)), ("float32", "int32", "float32"), "they are .T, d., .T, k. and .T, k."),
-        (((8, 6), (4, 2), (4, 2)), ("float32", "int32", "float32"), "they are .T, d."),
-        (((8, 6), (8, 0), (8, 0)), ("float32", "int32", "float32"), "at least one token and one choice"),
-        (((8, 0), (8, 2), (8, 2)), ("float32", "int32", "float32"), "of some width"),
-        (((8, 6), (8, 2), (8, 2)), ("float32", "float32", "float32"), "numbers of experts"),
-        (((8, 6), (8, 2), (8, 2)), ("int32", "int32", "float32"), "take x of int32"),
-        (((8, 6), (8, 2), (8, 2)), ("float32", "int32", "int32"), "take weights of int32"),
-    ],
-)
-def test_arrays_have_to_go_together(shapes, dtypes, says):
-    case = Case(on(expert=1))
-    run = jax.shard_map(
-        lambda *arrays: case.over_experts()(*arrays, lambda rows, _: rows)[0],
-        mesh=case.mesh,
-        in_specs=P("expert"),
-        out_specs=P("expert"),
-    )
-    with pytest.raises(MeshparError, match=says):
-        jax.eval_shape(run, *(jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)))
-
-
-@pytest.mark.parametrize(
-    ("made", "says"),
-    [
-        (lambda rows, _: rows[1:], "one row for each that came in"),
-        (lambda rows, _: [rows], "give back a list"),
-        (lambda rows, _: rows.astype(int), "whole numbers would round"),
-    ],
-)
-def test_experts_give_back_a_row_for_each_that_came_in(made, says):
-    case = Case(on(expert=1))
-    run = jax.shard_map(
-        lambda *arrays: case.over_experts()(*arrays, made)[0],
-        mesh=case.mesh,
-        in_specs=P("expert"),
-        out_specs=P("expert"),
-    )
-    with pytest.raises(MeshparError, match=says):
-        jax.eval_shape(run, jnp.zeros((8, 6)), jnp.zeros((8, 2), jnp.int32), jnp.zeros((8, 2)))
-
-
-def test_formats_of_a_payload_are_known():
-    with pytest.raises(MeshparError, match="int8"):
-        Payload(dispatch="int4")
-    with pytest.raises(MeshparError, match="block=0"):
-        Payload(block=0)

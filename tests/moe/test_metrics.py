@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar import moe
-from meshpar.sharding.types import MeshparError
 
 measure = jax.jit(moe.measure, static_argnames="num_ranks")
 
@@ -189,35 +188,3 @@ def test_few_tokens_of_a_perfect_router_are_no_reason_for_advice():
     assert np.median(ratios) > 1.5
     assert told <= 10
     assert moe.advice(stacked([40] * 15 + [160])) != []
-
-
-def test_experts_that_do_not_divide_over_ranks():
-    with pytest.raises(MeshparError, match="split experts over 3 ranks"):
-        moe.measure(np.zeros((4, 1), np.int32), np.ones((4, 8), np.float32), num_ranks=3)
-
-
-EXPERTS, SCORES = np.zeros((4, 1), np.int32), np.ones((4, 8), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"experts": EXPERTS[:3]}, "of the same tokens"),
-        ({"experts": EXPERTS[:0], "scores": SCORES[:0]}, "of one at the least"),
-        ({"experts": EXPERTS.astype(np.float32)}, "`experts` of shape .* dtype float32"),
-        ({"scores": SCORES.astype(int)}, "`scores` of shape .* dtype int"),
-        ({"num_ranks": 2.0}, "be 2.0"),
-        ({"num_ranks": True}, "be True"),
-        ({"kept": np.ones((1,), bool)}, "whether it found room"),
-        ({"kept": np.ones((4, 1), np.float32)}, "whether it found room"),
-    ],
-)
-def test_what_is_not_of_the_same_tokens_is_not_measured(changes, told):
-    """Three choices with four tokens' scores, or room for all said by one, gave some load or other."""
-    with pytest.raises(MeshparError, match=told):
-        moe.measure(**{"experts": EXPERTS, "scores": SCORES} | changes)
-
-
-def test_metrics_of_which_some_are_missing():
-    with pytest.raises(MeshparError, match="no `moe/rank_load`"):
-        moe.loads({"moe/load": np.ones((1, 4))})
