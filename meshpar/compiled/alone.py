@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh
 
-from meshpar.moe.layer import Asked
+from meshpar.moe.layer import MoESpec
 from meshpar.sharding.context import use
 from meshpar.sharding.types import PyTree
 from meshpar.training.precision import cast_floating, numerics
@@ -17,14 +17,14 @@ from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
 
 
-def asked_of(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[Asked, ...]:
+def asked_of(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[MoESpec, ...]:
     """What layers of experts are asked in one step, in all its micro-steps together; without any, nothing is traced.
 
     Arguments as for `traced_alone`.
     """
     if not any("expert" in (decision.leaf.names or ()) for decision in state.setup.table.params):
         return ()
-    layers = (one for one in traced_alone(step, state, batch).layers if isinstance(one, Asked))
+    layers = (one for one in traced_alone(step, state, batch).layers if isinstance(one, MoESpec))
     return tuple(dict.fromkeys(one._replace(tokens=one.tokens * step.options.accumulate) for one in layers))
 
 

@@ -36,7 +36,7 @@ from meshpar.compiled.promise_matmul import contracted
 from meshpar.compiled.promise_moe import routed
 from meshpar.compiled.promise_stages import by_stage
 from meshpar.compiled.terms import Facts, Promised, facts_of
-from meshpar.moe.layer import Asked
+from meshpar.moe.layer import MoESpec
 from meshpar.sharding.types import Decision, is_spec
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
@@ -44,7 +44,7 @@ from meshpar.training.state import Setup
 Layers: TypeAlias = tuple[Callable[[Facts], Iterable[Promised]], ...]
 
 
-def _layers(experts: Sequence[Asked]) -> Layers:
+def _layers(experts: Sequence[MoESpec]) -> Layers:
     """What the layers' own work promises for `Facts.leaves`, each a function of the facts.
 
     Under stages they are asked for the leaves before the layers, inside and behind them one by one.
@@ -53,7 +53,7 @@ def _layers(experts: Sequence[Asked]) -> Layers:
 
 
 def promised(
-    setup: Setup, options: StepOptions, batch: Any, *, experts: Sequence[Asked] = (), on_cpu: bool = False
+    setup: Setup, options: StepOptions, batch: Any, *, experts: Sequence[MoESpec] = (), on_cpu: bool = False
 ) -> tuple[Promised, ...]:
     """What a training step promises to send.
 
@@ -91,7 +91,7 @@ def promised_by_stage(
     batch: Any,
     parts: Parts,
     *,
-    experts: Sequence[Asked] = (),
+    experts: Sequence[MoESpec] = (),
     on_cpu: bool = False,
 ) -> tuple[tuple[Promised, ...], ...]:
     """What each stage of a pipelined training step promises to send.

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from meshpar.compiled.terms import Facts, Leg, Promised, is_router, owned_axes
 from meshpar.moe.choice import choose_dispatch
 from meshpar.moe.dispatch_combine import Payload
-from meshpar.moe.layer import Asked
+from meshpar.moe.layer import MoESpec
 from meshpar.moe.routing import capacity
 from meshpar.planner.cost import dropless_rows, quantized_bytes
 from meshpar.sharding.types import Decision, spec_axes
@@ -72,12 +72,12 @@ class _Layer:
         entries = [entry for entry, own in zip(spec, leaf.names or (), strict=False) if own == name]
         return facts.ordered({axis for entry in entries for axis in spec_axes(entry)} & set(facts.tensor_axes))
 
-    def is_of(self, asked: Asked) -> bool:
+    def is_of(self, asked: MoESpec) -> bool:
         """Whether a layer that was asked so may have these weights."""
         return (asked.config.routing.num_experts, asked.width) == (self.size_of("expert"), self.size_of("embed"))
 
 
-def routed(facts: Facts, asked: Sequence[Asked] = ()) -> Iterator[Promised]:
+def routed(facts: Facts, asked: Sequence[MoESpec] = ()) -> Iterator[Promised]:
     """Tokens of every layer of experts over the axes that split these.
 
     Args:
@@ -115,7 +115,7 @@ class _Exchange:
     """One chunk of one layer's tokens on one device."""
 
     facts: Facts
-    asked: Asked
+    asked: MoESpec
     axes: tuple[str, ...]
 
     @property
@@ -175,7 +175,7 @@ class _Exchange:
         )
 
 
-def _known(facts: Facts, layer: _Layer, axes: tuple[str, ...], asked: Asked) -> Iterator[Promised]:
+def _known(facts: Facts, layer: _Layer, axes: tuple[str, ...], asked: MoESpec) -> Iterator[Promised]:
     """Exact in number and in bytes: whatever else a layer sends is not promised."""
     exchange, payload, recomputed = (
         _Exchange(facts, asked, axes),

@@ -57,7 +57,7 @@ class Weights(NamedTuple):
     down: Float[Array, "E f d"]
 
 
-class Asked(NamedTuple):
+class MoESpec(NamedTuple):
     """What a layer computes, as `meshpar.training.reports.describe` passes it on."""
 
     config: MoEConfig
@@ -181,7 +181,7 @@ def moe_layer(
     _check_given(x, weights, config)
     _check_sizes(x, weights, config, bias, is_alone=is_alone)
     dtype = jnp.result_type(x, *weights[1:])
-    describe(Asked(config, x.size // x.shape[-1], x.shape[-1], dtype, drops))
+    describe(MoESpec(config, x.size // x.shape[-1], x.shape[-1], dtype, drops))
     cut = _Cut() if here is None or is_alone else _Cut.of(here, x, weights, config)
     kernel = functools.partial(_per_device, config=config, cut=cut, drops=drops)
     with jax.named_scope("moe"):
