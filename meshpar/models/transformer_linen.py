@@ -149,6 +149,7 @@ class LinenTransformer(nn.Module):
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)
 
+    @nn.nowrap
     def _layers(self, x_BTE: Array, cache: KVCache | None, angles: Rope) -> tuple[Array, LayerCache | None, Aux | None]:
         """The layers, one after the other under scans, or by stages."""
         cfg, dense = self.cfg, self.cfg.num_dense_layers
@@ -165,6 +166,7 @@ class LinenTransformer(nn.Module):
             self.put_variable(BALANCE, "layers", {"mlp": counted})
         return x_BTE, joined_caches(kv_dense, kv), aux
 
+    @nn.nowrap
     def _run(
         self,
         at: str,
