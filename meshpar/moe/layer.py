@@ -33,8 +33,8 @@ from meshpar.moe.reduction import Dims, alike, scattered, total, varies_beside, 
 from meshpar.moe.routing import Routed, capacity, count, entropy, route
 from meshpar.sharding.context import Ambient, ambient, constrain, param_spec, spec_of
 from meshpar.sharding.regions import outer_axes, per_device
-from meshpar.sharding.rules import resolve
-from meshpar.sharding.types import Leaf, axes_of_spec, axis_sizes, problem, spec_axes
+from meshpar.sharding.rules import Rules, resolve
+from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, problem, spec_axes
 from meshpar.training.layers import Aux, is_staged
 from meshpar.training.precision import dot_general
 from meshpar.training.reports import describe, report
@@ -322,7 +322,7 @@ class _Cut(NamedTuple):
         inner_experts = experts
         if weights.gate.shape[0] != num_experts:
             experts, inner_experts = _cut_outside(here, weights, num_experts), ()
-        around = _around(here, outer)
+        around = tuple(axis for axis in axes_over(here.mesh, here.rules, "batch", "seq") if axis in outer)
         batch = (*tokens[0], *tokens[1], *around)
         _check_experts(experts, batch)
         scattered = behind[1][len(tokens[1]) :] if set(behind[1][len(tokens[1]) :]) <= set(hidden) else ()
@@ -386,19 +386,18 @@ def _as_it_lies(
     return lies if lies[: len(used)] == used and set(more) <= set(by_tokens) - taken else used
 
 
-def _around(here: Ambient, outer: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes of a region around that split tokens."""
-    sizes = axis_sizes(here.mesh)
-    like = Leaf(path="tokens", shape=(here.mesh.size,) * 2, dtype=np.dtype(np.int32), names=("batch", "seq"))
-    axes = axes_of_spec(resolve(like, here.rules, here.mesh).spec)
-    return tuple(axis for axis in axes if axis in outer and sizes[axis] > 1)
+def axes_over(mesh: AnyMesh, rules: Rules, *names: str, size: int | None = None) -> tuple[str, ...]:
+    """Mesh axes above 1 over which rules split activations with dims of these names, each of a size or as they divide.
+
+    Those of a region around are among them.
+    """
+    shape = (size or mesh.size,) * len(names)
+    like = Leaf(path="×".join(names), shape=shape, dtype=np.dtype(np.int32), names=names)
+    return axes_of_spec(resolve(like, rules, mesh).spec, axis_sizes(mesh))
 
 
 def _axes_of_experts(here: Ambient, num_experts: int) -> tuple[str, ...]:
-    """Axes that split the experts, those of a region around included."""
-    like = Leaf(path="experts", shape=(num_experts,), dtype=np.dtype(np.int32), names=("act_expert",))
-    sizes = axis_sizes(here.mesh)
-    return tuple(a for e in resolve(like, here.rules, here.mesh).spec for a in spec_axes(e) if sizes[a] > 1)
+    return axes_over(here.mesh, here.rules, "act_expert", size=num_experts)
 
 
 def _cut_outside(here: Ambient, weights: Weights, num_experts: int) -> tuple[str, ...]:

@@ -33,12 +33,10 @@ import numpy as np
 
 from meshpar.moe.check import check_whole
 from meshpar.moe.config import MoEConfig
-from meshpar.sharding.rules import resolve
+from meshpar.moe.layer import axes_over
 from meshpar.sharding.types import (
-    Leaf,
     Names,
     PyTree,
-    axes_of_spec,
     axis_sizes,
     near_or,
     path_str,
@@ -310,7 +308,8 @@ def _configs(model: Any) -> list[MoEConfig]:
 def _inexact(setup: Setup, configs: Sequence[MoEConfig], num_ranks: int) -> list[str]:
     """Why outputs change when experts move."""
     reasons = []
-    experts, tokens = (_axes(setup, *names) for names in (("act_expert",), ("batch", "seq")))
+    rules = setup.strategy.activations
+    experts, tokens = (set(axes_over(setup.mesh, rules, *names)) for names in (("act_expert",), ("batch", "seq")))
     travels = experts <= tokens
     for config in configs:
         routing, factor = config.routing, config.bound_factor
@@ -330,14 +329,6 @@ def _inexact(setup: Setup, configs: Sequence[MoEConfig], num_ranks: int) -> list
             "rounding; they stay the same to the bit where the rule for `batch` names the axes of the experts"
         )
     return reasons
-
-
-def _axes(setup: Setup, *names: str) -> set[str]:
-    """Mesh axes above 1 that split activations of these names."""
-    like = Leaf(path="x", shape=(setup.mesh.size,) * len(names), dtype=np.dtype(np.int32), names=names)
-    sizes = axis_sizes(setup.mesh)
-    spec = resolve(like, setup.strategy.activations, setup.mesh).spec
-    return set(axes_of_spec(spec, sizes))
 
 
 def _permuted_tree(
