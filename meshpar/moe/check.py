@@ -48,6 +48,27 @@ def check_tokens(kernel: str, scores: Any, experts: Any) -> None:
         )
 
 
+def check_routed(kernel: str, x: Any, experts: Any, weights: Any) -> None:
+    """Raises `ValueError` unless these are tokens [T, d] with the numbers and the weights [T, k] of their experts."""
+    for name, array in (("x", x), ("experts", experts), ("weights", weights)):
+        if not hasattr(array, "dtype"):
+            check_array(kernel, name, array, "T d" if name == "x" else "T k")
+    shapes = f"x {x.shape}, experts {experts.shape} and weights {weights.shape}"
+    fits = x.ndim == experts.ndim == 2 and experts.shape == weights.shape and len(x) == len(experts)
+    if not fits or not experts.size or not x.size:
+        raise problem(
+            kernel,
+            f"take {shapes}",
+            "they are [T, d], [T, k] and [T, k], with at least one token and one choice, of some width",
+            "give each token its experts and their weights; -1 marks a token that goes nowhere",
+        )
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise problem(kernel, f"take experts of {experts.dtype}", "they are numbers of experts", "give int32")
+    for name, array in (("x", x), ("weights", weights)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise problem(kernel, f"take {name} of {array.dtype}", "it has a gradient", "give a floating dtype")
+
+
 def check_whole(kernel: str, name: str, asked: Any, *, least: int = 1) -> None:
     """Raises `ValueError` for what is no whole number from `least` on; one that is traced may be any."""
     if isinstance(asked, jax.core.Tracer) and jnp.issubdtype(asked.dtype, jnp.integer) and not asked.ndim:

@@ -44,7 +44,7 @@ from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_o
 from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe import choice, exchange
-from meshpar.moe.check import check_array, check_positive
+from meshpar.moe.check import check_positive, check_routed
 from meshpar.moe.choice import GPUS, IMPLEMENTATIONS, choose_dispatch
 from meshpar.moe.exchange import Coding, RowCounts, RowLink
 from meshpar.moe.order import Order, Places, Runs, by_expert, in_buffers, moved, part_of, spread, weighted_sum
@@ -136,7 +136,7 @@ def dispatch(
       ValueError: no such axis here; shapes, dtypes or options that do not go together; experts that N does not divide.
     """
     num_ranks = ranks_of(KERNEL, axis)
-    _check_arrays(x, experts, weights)
+    check_routed(KERNEL, x, experts, weights)
     _check_experts(num_experts, num_ranks)
     _check_chunks(chunks, x.shape[0])
     how = _checked_how(axis, capacity, bound_factor, implementation)
@@ -360,26 +360,6 @@ def _coding(payload: Payload, way: str) -> Coding:
 # ---------------------------------------------------------------------------------------------------------------------
 # Checks
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _check_arrays(x: jax.Array, experts: jax.Array, weights: jax.Array) -> None:
-    for name, array in (("x", x), ("experts", experts), ("weights", weights)):
-        if not hasattr(array, "dtype"):
-            check_array(KERNEL, name, array, "T d" if name == "x" else "T k")
-    shapes = f"x {x.shape}, experts {experts.shape} and weights {weights.shape}"
-    fits = x.ndim == experts.ndim == 2 and experts.shape == weights.shape and len(x) == len(experts)
-    if not fits or not experts.size or not x.size:
-        raise problem(
-            KERNEL,
-            f"take {shapes}",
-            "they are [T, d], [T, k] and [T, k], with at least one token and one choice, of some width",
-            "give each token its experts and their weights; -1 marks a token that goes nowhere",
-        )
-    if not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise problem(KERNEL, f"take experts of {experts.dtype}", "they are numbers of experts", "give int32")
-    for name, array in (("x", x), ("weights", weights)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise problem(KERNEL, f"take {name} of {array.dtype}", "it has a gradient", "give a floating dtype")
 
 
 def _check_experts(num_experts: int, num_ranks: int) -> None:
