@@ -154,7 +154,7 @@ def _whole_step(loss: Loss, options: StepOptions, params: PyTree) -> MicroStep:
 def _sharded_step(
     loss: Loss, options: StepOptions, setup: Setup, unshard: Unshard, params: PyTree, noise: jax.Array
 ) -> MicroStep:
-    """Gradients by shards: those of all devices have met, each weighed, when they come out."""
+    """Gradients by shards: they come out as weighed sums over all devices."""
 
     def loss_of(params: PyTree, extra: PyTree, micro: PyTree, key: jax.Array, weight: jax.Array | None) -> Any:
         def gather(at: str, layer: PyTree) -> PyTree:
@@ -172,7 +172,7 @@ def _sharded_step(
 
     def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> Sums:
         masters = jax.tree.map(wide, params)
-        # Gradients meet weighed, so the weight is known before: a forward pass of which XLA keeps what it takes, which
+        # Gradients are reduced weighed, so the weight is known before: a forward pass of which XLA keeps what it takes, which
         # is little where the weight is a count of tokens.
         weight = None
         if options.weight is not None:

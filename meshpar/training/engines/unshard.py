@@ -4,8 +4,8 @@
                                                                                 │
     shard's gradient ◄─sum in float32◄─ exchange ◄─ message ◄── whole gradient ◄┘
 
-For a strategy with `quantize`. The step is manual over the axes that split the batch, so XLA never sees gradients that
-have to meet; what other axes split stays split, each of their ranks quantizing what it holds.
+For a strategy with `quantize`. The step is manual over the axes that split the batch, so XLA never sees gradients
+to reduce; what other axes split stays split, each of their ranks quantizing what it holds.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Unshard:
         Args:
           params: in float32 at the least, so that their gradients are.
           key: for stochastic rounding; the same on all ranks.
-          weight: by which this rank's gradients are multiplied before they meet; None: 1.
+          weight: by which this rank's gradients are multiplied before their reduction; None: 1.
         """
 
         def enter(leaf: _Leaf, x: jax.Array) -> jax.Array:
