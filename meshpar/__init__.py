@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from meshpar.sharding.types import MeshparError as MeshparError
     from meshpar.training.batch import shard_batch as shard_batch
     from meshpar.training.checkpoint import Checkpoints as Checkpoints
+    from meshpar.training.layers import Aux as Aux
+    from meshpar.training.layers import scan_layers as scan_layers
     from meshpar.training.loop import fit as fit
     from meshpar.training.precision import Precision as Precision
     from meshpar.training.state import TrainState as TrainState
@@ -88,6 +90,7 @@ _HOMES = {
         "expert_parallel", "context_parallel", "pipeline_parallel",
     ),
     "training.precision": ("Precision",),
+    "training.layers": ("Aux", "scan_layers"),
     "training.state": ("TrainState", "init_state", "abstract_state"),
     "training.batch": ("shard_batch",),
     "training.step": ("train_step", "eval_step"),

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from meshpar.pipeline.layers import Layer, running, scanned, with_aux
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
 from meshpar.sharding.context import use
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
 from meshpar.training.engines.staged import reads_of_layers, schedule_of
+from meshpar.training.layers import Layer, running, scanned, with_aux
 from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep

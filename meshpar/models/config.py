@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal, get_args
 
+from meshpar.collectives.check import check_choice
+from meshpar.moe.check import check_positive, check_whole
 from meshpar.moe.config import MoEConfig
-from meshpar.sharding.types import near, problem
+from meshpar.sharding.types import problem
 
 if TYPE_CHECKING:
     from meshpar.sharding.adapters import Model
@@ -46,7 +48,7 @@ class RopeScaling:
                 "both are positive and the first is the smaller",
                 "use 1.0 and 4.0",
             )
-        _positive("RopeScaling", "original_seq_len", self.original_seq_len)
+        check_whole("RopeScaling", "original_seq_len", self.original_seq_len)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         for field in ("kv_rank", "nope_dim", "rope_dim", "v_dim", *(() if self.q_rank is None else ("q_rank",))):
-            _positive("LatentAttention", field, getattr(self, field))
+            check_whole("LatentAttention", field, getattr(self, field))
         if self.rope_dim % 2:
             raise problem(
                 "LatentAttention(rope_dim=...)",
@@ -124,24 +126,21 @@ class TransformerConfig:
     """Multi-head latent attention in place of grouped-query attention; every head then has a key and a value of its
     own, and `head_dim` is the width of its query and key."""
     moe: MoEConfig | None = None
-    """A layer of experts in place of the MLP, in all layers but the first `num_dense_layers`."""
+    """An MoE layer in place of the MLP, in all layers but the first `num_dense_layers`."""
     num_dense_layers: int = 0
     """How many of the layers, the first, have an MLP where the others have experts."""
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
-            _positive("TransformerConfig", field, getattr(self, field))
+            check_whole("TransformerConfig", field, getattr(self, field))
         self._check_heads()
         self._check_latent()
         self._check_experts()
         for field in ("rope_theta", "norm_eps"):
-            if not getattr(self, field) > 0:
-                raise problem(
-                    f"TransformerConfig({field}=...)", f"be {getattr(self, field)}", "it is positive", "raise it"
-                )
-        _one_of("param_dtype", self.param_dtype, PARAM_DTYPES)
-        _one_of("attention", self.attention, get_args(Attention))
-        _one_of("tensor_matmul", self.tensor_matmul, get_args(TensorMatmul))
+            check_positive("TransformerConfig", field, getattr(self, field), "1e-5, say")
+        check_choice("TransformerConfig", "param_dtype", self.param_dtype, PARAM_DTYPES)
+        check_choice("TransformerConfig", "attention", self.attention, get_args(Attention))
+        check_choice("TransformerConfig", "tensor_matmul", self.tensor_matmul, get_args(TensorMatmul))
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -184,8 +183,7 @@ class TransformerConfig:
     def _check_experts(self) -> None:
         count = self.num_dense_layers
         where = f"TransformerConfig(num_dense_layers={count!r})"
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise problem(where, "have so many dense layers", "it counts layers", "use 0 or more")
+        check_whole("TransformerConfig", "num_dense_layers", count, least=0)
         if self.moe is None and count:
             raise problem(
                 where,
@@ -224,12 +222,12 @@ class TransformerConfig:
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one token meets: of the experts, those of the ones it visits."""
+        """Active parameters: of the experts, those of the ones that a token visits."""
         return self.num_params - self.num_moe_layers * self._idle_params
 
     @property
     def _idle_params(self) -> int:
-        """Of a layer of experts, those of the ones that a token does not visit."""
+        """Of an MoE layer, those of the ones that a token does not visit."""
         return 0 if self.moe is None else self.moe.num_params(self.embed_dim) - self.moe.active_params(self.embed_dim)
 
     @property
@@ -276,19 +274,7 @@ class TransformerConfig:
         return from_nnx(lambda rngs: Transformer(self, rngs=rngs))
 
 
-def _positive(owner: str, field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise problem(f"{owner}({field}=...)", f"be {value!r}", "it is a positive integer", "use 1 or more")
-
-
 def _record(field: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         fix = f"write {field}={kind.__name__}(...), or leave it out"
         raise problem(f"TransformerConfig({field}=...)", f"be {value!r}", f"it is a {kind.__name__}, or None", fix)
-
-
-def _one_of(field: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise problem(
-            f"TransformerConfig({field}={value!r})", "use that", "there is no such choice", near(str(value), known)
-        )

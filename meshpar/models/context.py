@@ -4,7 +4,7 @@
                                 └─ attention: keys and values round the ring
 
 Tokens are whole over the axes that split the sequence, so they are put into zigzag order where they are; hidden states
-go back in two messages a step. In between only attention looks across positions, and it is told which rank has which.
+go back in two messages a step. In between only attention looks across positions, and it knows which rank has which.
 
 All of this is for rules that split the sequence inside attention (`attn_seq`). Where they keep it whole there, it stays
 in its natural order everywhere, and heads are split over its axes instead:

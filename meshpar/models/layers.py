@@ -29,7 +29,7 @@ from meshpar.sharding.types import problem
 def residual(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     """Lay x out as the residual stream lies between blocks.
 
-    On what a row-parallel matmul has just made, this is where the partial sums meet: an all-reduce, or with the
+    On what a row-parallel matmul has just made, this is where the partial sums are reduced: an all-reduce, or with the
     sequence split between blocks a reduce-scatter.
     """
     return constrain(x_BTE, "batch", "norm_seq", "act_embed")
@@ -38,8 +38,8 @@ def residual(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
 def block_input(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     """Lay a norm's output out as a block's column-parallel matmuls take it.
 
-    With the sequence split between blocks this is the all-gather, here and not before the norm. Its transpose is where
-    the gradients of those matmuls meet.
+    With the sequence split between blocks this is the all-gather, here and not before the norm. Its transpose
+    is the reduction of those matmuls' gradients.
     """
     return constrain(residual(h_BTE), "batch", "seq", "act_embed")
 

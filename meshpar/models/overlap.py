@@ -26,7 +26,8 @@ from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import ambient, spec_of
 from meshpar.sharding.regions import per_device
 from meshpar.sharding.types import axis_sizes, problem, spec_axes
-from meshpar.training.precision import MATMUL, weight_grad_dtype
+from meshpar.training.layers import MATMUL
+from meshpar.training.precision import weight_grad_dtype
 
 
 def overlaps(cfg: TransformerConfig, x_BTE: Float[Array, "B T E"], *, has_cache: bool) -> bool:

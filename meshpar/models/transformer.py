@@ -5,6 +5,7 @@ Shape suffixes as in `meshpar.models.layers`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,9 +20,10 @@ from meshpar.models.latent import NNXLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
-from meshpar.pipeline.layers import Aux, is_staged, scan_layers
 from meshpar.sharding.context import constrain
-from meshpar.training.precision import dot_general, layer_weights, remat_layer
+from meshpar.sharding.types import PyTree
+from meshpar.training.layers import Aux, scan_layers, with_aux
+from meshpar.training.precision import dot_general
 from meshpar.training.reports import is_listening
 
 
@@ -97,7 +99,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None
     ) -> tuple[Array, LayerCache | None, Aux | None]:
-        """The residual stream behind this layer, the cache with these positions in it, and what experts tell."""
+        """The residual stream behind this layer, the cache with these positions in it, and the router's statistics."""
         overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
         with jax.named_scope("attention"):
             h_BTE = self.attention_norm(x_BTE)
@@ -106,8 +108,8 @@ class Block(nnx.Module):
         aux = None
         with jax.named_scope("mlp"):
             if isinstance(self.mlp, MoE):
-                m_BTE, told = self.mlp(layers.block_input(self.mlp_norm(x_BTE)), drops=cache is None)
-                aux = told.aux
+                m_BTE, stats = self.mlp(layers.block_input(self.mlp_norm(x_BTE)), drops=cache is None)
+                aux = stats.aux
             else:
                 h_BTE = overlap.block_input(self.mlp_norm(x_BTE), overlapped=overlapped)
                 m_BTE = self.mlp(h_BTE, overlapped=overlapped)
@@ -195,31 +197,38 @@ class Transformer(nnx.Module):
 def _run(
     stacked: Block, at: str, x_BTE: Array, angles: Rope, caches: LayerCache | None, cache: KVCache | None
 ) -> tuple[Array, LayerCache | None, Aux | None]:
-    """A stack of layers under one scan; those named `layers` by stages, where there are any."""
+    """A stack of layers; see `run_layers`."""
     graph, params, *variables = nnx.split(stacked, nnx.Param, ...)
     length = None if cache is None else cache.length
 
-    def layer(x_BTE: Array, of_layer: Any) -> tuple[Array, tuple[LayerCache | None, Aux | None]]:
-        (params, variables), layer_cache = of_layer
-        block = nnx.merge(graph, layer_weights(params, at=at), *variables)
-        x_BTE, layer_cache, aux = block(x_BTE, angles, layer_cache, length)
-        return x_BTE, (layer_cache, aux)
+    def block(x_BTE: Array, params: Any, variables: Any, cache: LayerCache | None) -> Any:
+        return nnx.merge(graph, params, *variables)(x_BTE, angles, cache, length)
 
-    def of_stage(x_BTE: Array, of_layer: Any) -> Any:
-        x_BTE, (_, aux) = layer(x_BTE, (of_layer, None))
-        return x_BTE if aux is None else (x_BTE, aux)
-
-    if cache is None and is_staged() and at == "layers":
-        out = scan_layers(remat_layer(of_stage), x_BTE, (params, variables))
-        return (out[0], None, out[1]) if isinstance(out, tuple) else (out, None, None)
-    with jax.named_scope(at):
-        x_BTE, (kv, aux) = jax.lax.scan(remat_layer(layer), x_BTE, ((params, variables), caches))
-    return x_BTE, kv, None if aux is None else Aux(aux.loss.sum(0), aux.metrics)
+    return run_layers(block, x_BTE, params, variables, caches, at)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the NNX and the Linen module share
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def run_layers(
+    block: Callable[..., Any], x_BTE: Array, params: PyTree, variables: PyTree, caches: LayerCache | None, at: str
+) -> tuple[Array, LayerCache | None, Aux | None]:
+    """Stacked layers by the step's hook; those named `layers` are what stages share.
+
+    Args:
+      block: (x, parameters, variables, cache or None) -> (x, cache or None, Aux or None), of one layer.
+    """
+
+    def layer(x_BTE: Array, params: PyTree, variables: PyTree, cache: LayerCache | None = None) -> Any:
+        x_BTE, cache, aux = block(x_BTE, params, variables, cache)
+        out = x_BTE if cache is None else (x_BTE, cache)
+        return out if aux is None else (out, aux)
+
+    out = scan_layers(layer, x_BTE, params, extra=variables, caches=caches, at=at, staged=at == "layers")
+    out, aux = with_aux(out)
+    return (out, None, aux) if caches is None else (*out, aux)
 
 
 def rope_of(

@@ -5,7 +5,6 @@ Shape suffixes as in `meshpar.models.layers`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -18,13 +17,21 @@ from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, 
 from meshpar.models.config import TransformerConfig
 from meshpar.models.latent import LinenLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
-from meshpar.models.transformer import advanced, embedding_init, joined_caches, rope_of, split_cache, tied_logits
+from meshpar.models.transformer import (
+    advanced,
+    embedding_init,
+    joined_caches,
+    rope_of,
+    run_layers,
+    split_cache,
+    tied_logits,
+)
 from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
-from meshpar.pipeline.layers import Aux, is_staged, scan_layers
 from meshpar.sharding.context import constrain
 from meshpar.sharding.types import PyTree
-from meshpar.training.precision import dot_general, gathers_layers, layer_weights, remat_layer, remat_policy
+from meshpar.training.layers import Aux
+from meshpar.training.precision import dot_general
 
 
 class LinenAttention(nn.Module):
@@ -82,7 +89,7 @@ class LinenBlock(nn.Module):
     def __call__(
         self, x_BTE: Array, cache: LayerCache | None, angles: Rope, length: Array | None
     ) -> tuple[Array, tuple[LayerCache | None, Aux | None]]:
-        """The residual stream behind this layer, the cache with these positions in it, and what experts tell."""
+        """The residual stream behind this layer, the cache with these positions in it, and the router's statistics."""
         is_whole = cache is None
         overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=not is_whole)
         h_BTE = linen_norm(self.cfg, "attention_norm")(x_BTE)
@@ -94,8 +101,8 @@ class LinenBlock(nn.Module):
             assert self.cfg.moe is not None
             down = into_residual(self.cfg)
             experts = LinenMoE(self.cfg.embed_dim, self.cfg.moe, self.cfg.param_dtype, down, name="mlp")
-            m_BTE, told = experts(layers.block_input(h_BTE), drops=is_whole)
-            aux = told.aux
+            m_BTE, stats = experts(layers.block_input(h_BTE), drops=is_whole)
+            aux = stats.aux
         else:
             h_BTE = overlap.block_input(h_BTE, overlapped=overlapped)
             m_BTE = LinenMLP(self.cfg, name="mlp")(h_BTE, overlapped=overlapped)
@@ -142,29 +149,45 @@ class LinenTransformer(nn.Module):
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)
 
+    @nn.nowrap
     def _layers(self, x_BTE: Array, cache: KVCache | None, angles: Rope) -> tuple[Array, LayerCache | None, Aux | None]:
         """The layers, one after the other under scans, or by stages."""
-        cfg, dense, has_experts = self.cfg, self.cfg.num_dense_layers, self.cfg.moe is not None
+        cfg, dense = self.cfg, self.cfg.num_dense_layers
         of_dense, of_rest = split_cache(cache, dense)
         length, kv_dense = None if cache is None else cache.length, None
         if dense:
-            blocks = _scanned_block("dense_layers", dense, None)(cfg, name="dense_layers")
-            x_BTE, (kv_dense, _) = blocks(x_BTE, of_dense, angles, length)
-        if cache is None and is_staged():
-            of_layers = {name: of["layers"] for name, of in self.variables.items() if "layers" in of}
-            out = _by_stage(cfg, x_BTE, angles, of_layers)
-            if not isinstance(out, tuple):
-                return out, None, None
-            x_BTE, aux = out
-            if BALANCE in self.variables:
-                before = self.variables[BALANCE]["layers"]["mlp"]
-                counted = {**before, "load": before["load"] + aux.metrics["load"]}
-                self.put_variable(BALANCE, "layers", {"mlp": counted})
-            return x_BTE, None, aux
-        blocks = _scanned_block("layers", cfg.num_layers - dense, "layers")(cfg, has_experts, name="layers")
-        x_BTE, (kv, aux) = blocks(x_BTE, of_rest, angles, length)
-        aux = None if aux is None else Aux(aux.loss.sum(0), aux.metrics)
+            x_BTE, kv_dense, _ = self._run("dense_layers", dense, False, x_BTE, angles, of_dense, length)
+        has_experts = cfg.moe is not None
+        x_BTE, kv, aux = self._run("layers", cfg.num_layers - dense, has_experts, x_BTE, angles, of_rest, length)
+        counts = self.is_mutable_collection(BALANCE) and not self.is_initializing()
+        if aux is not None and BALANCE in self.variables and counts:
+            before = self.variables[BALANCE]["layers"]["mlp"]
+            counted = {**before, "load": before["load"] + aux.metrics["load"]}
+            self.put_variable(BALANCE, "layers", {"mlp": counted})
         return x_BTE, joined_caches(kv_dense, kv), aux
+
+    @nn.nowrap
+    def _run(
+        self,
+        at: str,
+        num_layers: int,
+        has_experts: bool,
+        x_BTE: Array,
+        angles: Rope,
+        caches: LayerCache | None,
+        length: Array | None,
+    ) -> tuple[Array, LayerCache | None, Aux | None]:
+        """A stack of layers; see `run_layers`. Outside of Linen's own scan, which only makes their variables."""
+        if self.is_initializing():
+            _stacked_block(num_layers, at)(self.cfg, has_experts, name=at)(x_BTE, None, angles, None)
+        made = {name: nn.meta.unbox(of[at]) for name, of in self.variables.items() if at in of}
+        one = LinenBlock(self.cfg, has_experts, parent=None)
+
+        def block(x_BTE: Array, params: PyTree, variables: PyTree, cache: LayerCache | None) -> Any:
+            x_BTE, (kv, aux) = one.apply({"params": params, **variables}, x_BTE, cache, angles, length)
+            return x_BTE, kv, aux
+
+        return run_layers(block, x_BTE, made.pop("params"), made, caches, at)
 
     @nn.nowrap
     def after_update(self, extra: PyTree) -> PyTree:
@@ -175,30 +198,13 @@ class LinenTransformer(nn.Module):
         return {**extra, BALANCE: {"layers": {"mlp": balance}}}
 
 
-def _by_stage(cfg: TransformerConfig, x_BTE: Array, angles: Rope, variables: Any) -> Any:
-    """The same blocks outside of Linen's own scan, whose length is that of the whole model."""
-    block = LinenBlock(cfg, cfg.moe is not None, parent=None)
-
-    def layer(x_BTE: Array, of_layer: Any) -> Any:
-        x_BTE, (_, aux) = block.apply(of_layer, x_BTE, None, angles, None)
-        return x_BTE if aux is None else (x_BTE, aux)
-
-    return scan_layers(remat_layer(layer), x_BTE, variables)
-
-
-def _scanned_block(at: str, num_layers: int, partition_name: str | None) -> Any:
-    """The block under one scan, its parameters with a leading dim, rematerialised as the step asks."""
-    block: Any = LinenBlock
-    if gathers_layers():
-        whole = functools.partial(layer_weights, at=at)
-        block = nn.map_variables(block, "params", lambda variables: {"params": whole(variables["params"])})
-    policy = remat_policy()
-    block = block if policy is None else nn.remat(block, policy=policy, prevent_cse=False)
+def _stacked_block(num_layers: int, at: str) -> Any:
+    """The block whose every parameter has a leading dim; only `layers`, which stages share, has that for its name."""
     return nn.scan(
-        block,
+        LinenBlock,
         variable_axes={"params": 0, BALANCE: 0},
         split_rngs={"params": True},
-        in_axes=(0, nn.broadcast, nn.broadcast),
+        in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
         length=num_layers,
-        metadata_params={nn.PARTITION_NAME: partition_name},
+        metadata_params={nn.PARTITION_NAME: "layers" if at == "layers" else None},
     )

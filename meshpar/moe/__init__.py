@@ -6,10 +6,10 @@
     dispatch_combine.py  tokens to their experts and back: order.py (what stands where), exchange.py (rows on the wire),
                   choice.py (how they travel when nothing is said about it)
     grouped.py    rows sorted by expert, each times its own expert's weight
-    config.py     what a layer of experts is: layer.py computes it, nnx.py and linen.py make Flax modules of it
-    placement.py  which rank owns which experts, anew from measured loads
+    config.py     what an MoE layer is: layer.py computes it, nnx.py and linen.py make Flax modules of it
+    placement.py  expert rebalancing: which rank owns which experts, by measured loads
     check.py      four-part errors of the functions on routed tokens
-    reference.py  what a layer of experts computes, every token through every expert
+    reference.py  what an MoE layer computes, every token through every expert
 
 Names are imported when they are first used.
 """
@@ -24,17 +24,16 @@ if TYPE_CHECKING:
     from meshpar.moe.balance import auxiliary_loss as auxiliary_loss
     from meshpar.moe.balance import update_bias as update_bias
     from meshpar.moe.balance import z_loss as z_loss
-    from meshpar.moe.choice import DispatchChoice as DispatchChoice
+    from meshpar.moe.choice import KernelChoice as KernelChoice
     from meshpar.moe.choice import choose_dispatch as choose_dispatch
     from meshpar.moe.config import MoEConfig as MoEConfig
     from meshpar.moe.dispatch_combine import Dispatched as Dispatched
     from meshpar.moe.dispatch_combine import Payload as Payload
     from meshpar.moe.dispatch_combine import dispatch as dispatch
-    from meshpar.moe.grouped import GroupedChoice as GroupedChoice
     from meshpar.moe.grouped import choose_grouped_matmul as choose_grouped_matmul
     from meshpar.moe.grouped import grouped_matmul as grouped_matmul
     from meshpar.moe.grouped import grouped_swiglu as grouped_swiglu
-    from meshpar.moe.layer import Told as Told
+    from meshpar.moe.layer import RouterStats as RouterStats
     from meshpar.moe.layer import Weights as Weights
     from meshpar.moe.layer import moe_layer as moe_layer
     from meshpar.moe.layer import report_layers as report_layers
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from meshpar.moe.metrics import measure as measure
     from meshpar.moe.metrics import scalars as scalars
     from meshpar.moe.nnx import MoE as MoE
-    from meshpar.moe.placement import Placement as Placement
+    from meshpar.moe.placement import ExpertPlacement as ExpertPlacement
     from meshpar.moe.placement import Rebalanced as Rebalanced
     from meshpar.moe.placement import permute as permute
     from meshpar.moe.placement import place as place
@@ -61,15 +60,15 @@ if TYPE_CHECKING:
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "balance": ("auxiliary_loss", "update_bias", "z_loss"),
-    "choice": ("DispatchChoice", "choose_dispatch"),
+    "choice": ("KernelChoice", "choose_dispatch"),
     "config": ("MoEConfig",),
     "dispatch_combine": ("Dispatched", "Payload", "dispatch"),
-    "grouped": ("GroupedChoice", "choose_grouped_matmul", "grouped_matmul", "grouped_swiglu"),
-    "layer": ("Told", "Weights", "moe_layer", "report_layers"),
+    "grouped": ("choose_grouped_matmul", "grouped_matmul", "grouped_swiglu"),
+    "layer": ("RouterStats", "Weights", "moe_layer", "report_layers"),
     "linen": ("LinenMoE",),
     "metrics": ("Advice", "Load", "Loads", "advice", "loads", "measure", "scalars"),
     "nnx": ("MoE",),
-    "placement": ("Placement", "Rebalanced", "permute", "place", "rebalance"),
+    "placement": ("ExpertPlacement", "Rebalanced", "permute", "place", "rebalance"),
     "routing": ("Routed", "Routing", "capacity", "count", "kept", "route"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -27,16 +27,12 @@ def check_array(kernel: str, name: str, x: Any, dims: str, of: Literal["floating
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if shape is None or dtype is None:
         asked = f"take a {type(x).__name__} for `{name}`"
-    elif not jnp.issubdtype(dtype, _KINDS[of]) or dims not in ("...", _letters(dims, len(shape))):
+    elif not jnp.issubdtype(dtype, _KINDS[of]) or (dims != "..." and len(dims.split()) != len(shape)):
         asked = f"take `{name}` of shape {shape} and dtype {dtype}"
     else:
         return
     wanted = f"[{', '.join(dims.split())}]"
     raise problem(kernel, asked, f"it is an array {wanted} of {of} numbers", f"give a jax or NumPy array {wanted}")
-
-
-def _letters(dims: str, ndim: int) -> str | None:
-    return dims if len(dims.split()) == ndim else None
 
 
 def check_tokens(kernel: str, scores: Any, experts: Any) -> None:
@@ -52,6 +48,27 @@ def check_tokens(kernel: str, scores: Any, experts: Any) -> None:
         )
 
 
+def check_routed(kernel: str, x: Any, experts: Any, weights: Any) -> None:
+    """Raises `ValueError` unless these are tokens [T, d] with the numbers and the weights [T, k] of their experts."""
+    for name, array in (("x", x), ("experts", experts), ("weights", weights)):
+        if not hasattr(array, "dtype"):
+            check_array(kernel, name, array, "T d" if name == "x" else "T k")
+    shapes = f"x {x.shape}, experts {experts.shape} and weights {weights.shape}"
+    fits = x.ndim == experts.ndim == 2 and experts.shape == weights.shape and len(x) == len(experts)
+    if not fits or not experts.size or not x.size:
+        raise problem(
+            kernel,
+            f"take {shapes}",
+            "they are [T, d], [T, k] and [T, k], with at least one token and one choice, of some width",
+            "give each token its experts and their weights; -1 marks a token that goes nowhere",
+        )
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise problem(kernel, f"take experts of {experts.dtype}", "they are numbers of experts", "give int32")
+    for name, array in (("x", x), ("weights", weights)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise problem(kernel, f"take {name} of {array.dtype}", "it has a gradient", "give a floating dtype")
+
+
 def check_whole(kernel: str, name: str, asked: Any, *, least: int = 1) -> None:
     """Raises `ValueError` for what is no whole number from `least` on; one that is traced may be any."""
     if isinstance(asked, jax.core.Tracer) and jnp.issubdtype(asked.dtype, jnp.integer) and not asked.ndim:
@@ -61,10 +78,16 @@ def check_whole(kernel: str, name: str, asked: Any, *, least: int = 1) -> None:
         raise problem(f"{kernel}({name}=...)", f"be {asked!r}", exists, f"write {name}={max(least, 1)}, say")
 
 
-def check_factor(kernel: str, name: str, asked: Any) -> None:
+def check_factor(kernel: str, name: str, asked: Any, *, scheduled: bool = True) -> None:
     """Raises `ValueError` for what is no number from 0 on; a schedule's, that is an array, may be any."""
-    if getattr(asked, "shape", None) == () and jnp.issubdtype(asked.dtype, jnp.number):
+    if scheduled and getattr(asked, "shape", None) == () and jnp.issubdtype(asked.dtype, jnp.number):
         return
     if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 <= asked < math.inf:
         exists = "it is a number from 0 on"
         raise problem(f"{kernel}({name}=...)", f"be {asked!r}", exists, f"write {name}=0.001, say")
+
+
+def check_positive(where: str, name: str, asked: Any, fix: str) -> None:
+    """Raises `ValueError` for what is no number above 0."""
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 < asked < math.inf:
+        raise problem(f"{where}({name}=...)", f"be {asked!r}", "it is a number above 0", f"write {name}={fix}")

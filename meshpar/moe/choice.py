@@ -17,14 +17,14 @@ def platform_of_mesh() -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DispatchChoice:
-    """An implementation of `dispatch`, and the reason for it."""
+class KernelChoice:
+    """An implementation of `dispatch` or of a grouped matmul, and the reason for it."""
 
     implementation: str
     why: str
 
 
-def choose_dispatch(platform: str | None = None, *, dropless: bool = True, two_levels: bool = False) -> DispatchChoice:
+def choose_dispatch(platform: str | None = None, *, dropless: bool = True, two_levels: bool = False) -> KernelChoice:
     """What `dispatch(implementation="auto")` takes.
 
     For dropless it is decided when the program is lowered: traced on a laptop and compiled for GPUs, it is ragged.
@@ -37,13 +37,11 @@ def choose_dispatch(platform: str | None = None, *, dropless: bool = True, two_l
     platform = platform or jax.default_backend()
     if dropless and platform in GPUS:
         why = "XLA has ragged-all-to-all for GPUs: only rows there are travel, where other forms send padding too"
-        return DispatchChoice(implementation="ragged", why=why)
+        return KernelChoice(implementation="ragged", why=why)
     if dropless:
         why = f"XLA has no ragged-all-to-all for {platform}: rows travel in parts of one size, one for each rank"
-        return DispatchChoice(implementation="fixed", why=why)
+        return KernelChoice(implementation="fixed", why=why)
     if two_levels:
         why = "buffers of one size, over two axes: a rank sends a message to each node, not to each rank there"
-        return DispatchChoice(implementation="hierarchical", why=why)
-    return DispatchChoice(
-        implementation="fixed", why="buffers of one size, over one axis: one dense all-to-all each way"
-    )
+        return KernelChoice(implementation="hierarchical", why=why)
+    return KernelChoice(implementation="fixed", why="buffers of one size, over one axis: one dense all-to-all each way")

@@ -1,19 +1,20 @@
-"""What a layer of experts is, and how it is computed and balanced."""
+"""What an MoE layer is, and how it is computed and balanced."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 
+from meshpar.collectives.check import check_choice
+from meshpar.moe.check import check_factor, check_whole
 from meshpar.moe.choice import IMPLEMENTATIONS
 from meshpar.moe.dispatch_combine import Payload, check_bound, check_payload
 from meshpar.moe.routing import Routing
-from meshpar.sharding.types import near_or, problem
+from meshpar.sharding.types import problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """A layer of SwiGLU experts.
+    """An MoE layer of SwiGLU experts.
 
     Mixtral's is `MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=14_336, auxiliary_weight=0.02)`;
     DeepSeek-V3's is `MoEConfig(routing=Routing(num_experts=256, top_k=8, score="sigmoid", scale=2.5, groups=8,
@@ -46,28 +47,14 @@ class MoEConfig:
             fix = "write moe.Routing(num_experts=8, top_k=2)"
             raise problem("MoEConfig(routing=...)", f"be {self.routing!r}", "it is a Routing", fix)
         for field, least in (("mlp_dim", 1), ("shared_experts", 0), ("chunks", 1)):
-            self._check_whole(field, least)
+            check_whole("MoEConfig", field, getattr(self, field), least=least)
         for field in ("auxiliary_weight", "z_weight", "bias_rate"):
-            self._check_weight(field)
-        if self.implementation not in IMPLEMENTATIONS:
-            fix = near_or(str(self.implementation), IMPLEMENTATIONS, f"use one of {IMPLEMENTATIONS}")
-            raise problem("MoEConfig(implementation=...)", f"be {self.implementation!r}", "there is no such form", fix)
+            check_factor("MoEConfig", field, getattr(self, field), scheduled=False)
+        check_choice("MoEConfig", "implementation", self.implementation, IMPLEMENTATIONS)
         self._check_expert_choice()
         check_bound("MoEConfig", self.bound_factor)
         check_payload("MoEConfig", self.payload)
         self._check_buffers()
-
-    def _check_whole(self, field: str, least: int) -> None:
-        value = getattr(self, field)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            exists = f"it is a whole number, {least} or more"
-            raise problem(f"MoEConfig({field}=...)", f"be {value!r}", exists, f"write {field}={max(least, 1)}")
-
-    def _check_weight(self, field: str) -> None:
-        value = getattr(self, field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            exists = "it is a number from 0 on, and 0 leaves it out"
-            raise problem(f"MoEConfig({field}=...)", f"be {value!r}", exists, f"write {field}=0.001")
 
     def _check_expert_choice(self) -> None:
         if self.routing.choice != "expert":

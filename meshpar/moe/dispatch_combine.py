@@ -5,13 +5,32 @@
 Two payload all-to-alls forward and two backward, whatever the routing. What they carry is differentiated by hand, each
 by the other one's transpose, and so are all other motions: gathers, or on CPUs loops over blocks of the rows there are.
 No scatter of rows, and nothing of the size of tokens x experts x width.
+
+*Dropless* (`capacity=None`): choices are sorted by expert, and every one is computed. A rank may be sent
+P = T min(k, E/N) rows by each other one, for the choices of a token are different experts: that is the bound all arrays
+have, N P rows, for every routing (`planner.cost.dropless_rows`; `dropless_bytes` in all). Only rows there are travel in
+the ragged form, T k d numbers of which (N-1)/N leave the rank if routing is even; in the fixed form N P d, of which
+(N-1)/N. With `bound_factor` f, P is f T k / N where that is less, and what is over is dropped.
+
+*Capacity*: every expert takes C choices of each rank (`routing.capacity` says how many for a factor), and the buffers
+[E, C, d] travel whole (Lepikhin et al. 2020, "GShard", with buffers by rank; Fedus et al. 2022, "Switch Transformers").
+It is the form for experts that choose, too: k = E columns cost no room.
+
+What is dropped has no part in y and no gradient: the residual carries the token. First come, first served: choices
+count token by token, and a token's own in their order (column by column), so that what is over are the last tokens of a
+rank. `Dispatched.dropped` counts it.
+
+Gradients are those of the formula: of x, weights, and what `expert_fn` closes over, summed over the tokens of the ranks
+of `axis`. Weights of experts that are alike on other axes (data, fsdp) get this rank's part of the sum: jax adds the
+parts when `check_vma` is on and they come in as alike there, else that is the caller's psum. Experts cut over `tensor`
+may end with a psum over it in `expert_fn`; it is cheaper to leave partial sums and psum y, which has T rows instead of
+R.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,18 +44,18 @@ from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_o
 from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe import choice, exchange
-from meshpar.moe.check import check_array
+from meshpar.moe.check import check_positive, check_routed
 from meshpar.moe.choice import GPUS, IMPLEMENTATIONS, choose_dispatch
-from meshpar.moe.exchange import Coding, Link, Traffic
+from meshpar.moe.exchange import Coding, RowCounts, RowLink
 from meshpar.moe.order import Order, Places, Runs, by_expert, in_buffers, moved, part_of, spread, weighted_sum
-from meshpar.moe.routing import count, kept
+from meshpar.moe.routing import count, kept, or_unassigned
 from meshpar.planner import cost
 from meshpar.sharding.types import problem
 
 KERNEL = "dispatch"
 
 ExpertFn: TypeAlias = Callable[[jax.Array, Any], jax.Array]
-"""(rows [R, d] sorted by local expert, group_sizes int32 [E/N]) -> [R, d']; rows beyond the sum are nobody's."""
+"""(rows [R, d] sorted by local expert, group_sizes int32 [E/N]) -> [R, d']; rows beyond the sum are unassigned."""
 
 
 class Dispatched(NamedTuple):
@@ -93,25 +112,8 @@ def dispatch(
         per device x [T, d], experts [T, k], weights [T, k] -> y [T, d'];  of N ranks, r owns experts [r E/N, (r+1) E/N)
         2 all-to-alls forward and 2 backward of payload, and one all-gather forward of E counts (4 (N-1) E bytes)
 
-    *Dropless* (`capacity=None`): choices are sorted by expert, and every one is computed. A rank may be sent
-    P = T min(k, E/N) rows by each other one, for the choices of a token are different experts: that is the bound all
-    arrays have, N P rows, for every routing (`planner.cost.dropless_rows`; `dropless_bytes` in all). Only rows there
-    are travel in the ragged form, T k d numbers of which (N-1)/N leave the rank if routing is even; in the fixed form
-    N P d, of which (N-1)/N. With `bound_factor` f, P is f T k / N where that is less, and what is over is dropped.
-
-    *Capacity*: every expert takes C choices of each rank (`routing.capacity` says how many for a factor), and the
-    buffers [E, C, d] travel whole (Lepikhin et al. 2020, "GShard", with buffers by rank; Fedus et al. 2022, "Switch
-    Transformers"). It is the form for experts that choose, too: k = E columns cost no room.
-
-    What is dropped has no part in y and no gradient: the residual carries the token. First come, first served: choices
-    count token by token, and a token's own in their order (column by column), so that what is over are the last tokens
-    of a rank. `Dispatched.dropped` tells how many.
-
-    Gradients are those of the formula: of x, weights, and what `expert_fn` closes over, summed over the tokens of the
-    ranks of `axis`. Weights of experts that are alike on other axes (data, fsdp) get this rank's part of the sum: jax
-    adds the parts when `check_vma` is on and they come in as alike there, else that is the caller's psum. Experts cut
-    over `tensor` may end with a psum over it in `expert_fn`; it is cheaper to leave partial sums and psum y, which has
-    T rows instead of R.
+    Dropless without a capacity, else in buffers: the module's docstring says what each form sends and
+    drops, and what gradients are.
 
     Args:
       x: this rank's tokens; the same at all ranks of axes that cut the experts' width.
@@ -134,22 +136,19 @@ def dispatch(
       ValueError: no such axis here; shapes, dtypes or options that do not go together; experts that N does not divide.
     """
     num_ranks = ranks_of(KERNEL, axis)
-    _check_arrays(x, experts, weights)
+    check_routed(KERNEL, x, experts, weights)
     _check_experts(num_experts, num_ranks)
     _check_chunks(chunks, x.shape[0])
     how = _checked_how(axis, capacity, bound_factor, implementation)
     check_payload(KERNEL, payload)
-    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
+    experts = or_unassigned(experts, num_experts)
     _, x, weights = varying_alike(axis, experts, x, weights)
     (experts,) = varying_alike(axis, experts)  # and no further: so what is counted is the same at ranks of other axes
     size, (num_tokens, k) = x.shape[0] // chunks, experts.shape
     shape = _Shape(size, k, num_experts, num_ranks, (axis,) if isinstance(axis, str) else axis, how)
     payload = payload or Payload()
-
-    path: _Dropless | _Capacity
-    if capacity is None:
-        path = _Dropless(shape, payload, bound_factor)
-    else:
+    path: _Dropless | _Capacity = _Dropless(shape, payload, bound_factor)
+    if capacity is not None:
         path = _Capacity(shape, payload, min(capacity, size))
     parts = [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
     outputs, stats = _pipelined(path, x, experts, weights, expert_fn, parts)
@@ -210,8 +209,8 @@ class _Shape(NamedTuple):
     def local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
-    def link(self, pair_rows: int) -> Link:
-        return Link(self.axis, self.num_ranks, self.how, pair_rows, self.tokens * self.k)
+    def link(self, pair_rows: int) -> RowLink:
+        return RowLink(self.axis, self.num_ranks, self.how, pair_rows, self.tokens * self.k)
 
     def counts_of_all(self, counts: jax.Array) -> jax.Array:
         """int32 [N from, N to, E/N], of every rank's [E]."""
@@ -230,7 +229,7 @@ class _Arrived(NamedTuple):
     sizes: Any
     order: Order
     """Of this rank's own choices."""
-    traffic: Traffic | None
+    traffic: RowCounts | None
     runs: Runs | Places | None
     """From where rows came in to where they stand."""
     stats: Dispatched
@@ -282,7 +281,7 @@ class _Dropless(NamedTuple):
     bound_factor: float | None
 
     @property
-    def link(self) -> Link:
+    def link(self) -> RowLink:
         shape = self.shape
         return shape.link(
             cost.dropless_rows(shape.tokens, shape.k, shape.num_experts, shape.num_ranks, self.bound_factor)
@@ -292,7 +291,7 @@ class _Dropless(NamedTuple):
     def out(self, x: jax.Array, experts: jax.Array) -> _Arrived:
         shape, link = self.shape, self.link
         chosen = sent = count(experts, shape.num_experts)
-        if link.pair_rows < link.send_rows:  # what a rank takes may be less than all, and who comes late is nobody's
+        if link.pair_rows < link.send_rows:  # what a rank takes may be less than all, and who comes late is dropped
             _, fits = kept(experts // shape.local_experts, link.pair_rows, shape.num_ranks)
             experts = jnp.where(fits, experts, shape.num_experts)
             sent = count(experts, shape.num_experts)
@@ -313,10 +312,10 @@ class _Dropless(NamedTuple):
         rows = made if arrived.runs is None else moved(made, arrived.runs.undone, len(made))
         return exchange.sent_back(self.link, _coding(self.payload, "combine"), rows, arrived.traffic)
 
-    def _traffic(self, of_all: jax.Array) -> Traffic:
+    def _traffic(self, of_all: jax.Array) -> RowCounts:
         sums = of_all.sum(2, dtype=jnp.int32)  # [from, to]
         begins, rank = jnp.cumsum(sums, axis=1) - sums, self.shape.rank()
-        return Traffic(sums[rank], begins[rank], sums[:, rank], begins[:, rank])
+        return RowCounts(sums[rank], begins[rank], sums[:, rank], begins[:, rank])
 
 
 def _begins(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -361,26 +360,6 @@ def _coding(payload: Payload, way: str) -> Coding:
 # ---------------------------------------------------------------------------------------------------------------------
 # Checks
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _check_arrays(x: jax.Array, experts: jax.Array, weights: jax.Array) -> None:
-    for name, array in (("x", x), ("experts", experts), ("weights", weights)):
-        if not hasattr(array, "dtype"):
-            check_array(KERNEL, name, array, "T d" if name == "x" else "T k")
-    shapes = f"x {x.shape}, experts {experts.shape} and weights {weights.shape}"
-    fits = x.ndim == experts.ndim == 2 and experts.shape == weights.shape and len(x) == len(experts)
-    if not fits or not experts.size or not x.size:
-        raise problem(
-            KERNEL,
-            f"take {shapes}",
-            "they are [T, d], [T, k] and [T, k], with at least one token and one choice, of some width",
-            "give each token its experts and their weights; -1 marks a token that goes nowhere",
-        )
-    if not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise problem(KERNEL, f"take experts of {experts.dtype}", "they are numbers of experts", "give int32")
-    for name, array in (("x", x), ("weights", weights)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise problem(KERNEL, f"take {name} of {array.dtype}", "it has a gradient", "give a floating dtype")
 
 
 def _check_experts(num_experts: int, num_ranks: int) -> None:
@@ -436,12 +415,10 @@ def _checked_how(axis: Axis, capacity: int | None, bound_factor: float | None, i
     return choose_dispatch(dropless=False, two_levels=is_pair).implementation
 
 
-def check_bound(where: str, factor: object) -> None:
+def check_bound(where: str, factor: Any) -> None:
     """Raises `ValueError` for a `bound_factor` that is neither a number above 0 nor None."""
-    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-    if factor is not None and not (is_number and 0 < factor < math.inf):  # type: ignore[operator]
-        exists = "it is a number of rows, in units of an even load"
-        raise problem(where, f"use bound_factor={factor!r}", exists, "give 2.0, say, or None: any routing fits")
+    if factor is not None:
+        check_positive(where, "bound_factor", factor, "2.0, say, in units of an even load, or None: any routing fits")
 
 
 def check_payload(where: str, payload: object) -> None:

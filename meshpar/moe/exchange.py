@@ -25,7 +25,7 @@ from meshpar.collectives.wire import varying_alike
 from meshpar.moe.order import Runs, moved
 
 
-class Link(NamedTuple):
+class RowLink(NamedTuple):
     """Between whom, and how: known when the program is traced."""
 
     axis: tuple[str, ...]
@@ -39,7 +39,7 @@ class Link(NamedTuple):
     """A."""
 
 
-class Traffic(NamedTuple):
+class RowCounts(NamedTuple):
     """How many rows go where: known when the program runs. int32 [N] each."""
 
     sent: jax.Array
@@ -60,7 +60,7 @@ class Coding(NamedTuple):
     block: int = BLOCK
 
 
-def all_to_all(link: Link, parts: jax.Array) -> jax.Array:
+def all_to_all(link: RowLink, parts: jax.Array) -> jax.Array:
     """[N, P, d] -> [N, P, d]: part r is for rank r before, from rank r after. Its own transpose."""
     if link.num_ranks == 1 or parts.size == 0:
         return parts
@@ -70,17 +70,17 @@ def all_to_all(link: Link, parts: jax.Array) -> jax.Array:
     return lax.all_to_all(parts, link.axis, 0, 0)
 
 
-def swapped(link: Link, coding: Coding, parts: jax.Array) -> jax.Array:
+def swapped(link: RowLink, coding: Coding, parts: jax.Array) -> jax.Array:
     """`all_to_all`, coded."""
     return _coded(link, coding, "both", parts, None)
 
 
-def sent_out(link: Link, coding: Coding, rows: jax.Array, traffic: Traffic) -> jax.Array:
+def sent_out(link: RowLink, coding: Coding, rows: jax.Array, traffic: RowCounts) -> jax.Array:
     """[A, d] -> [N P, d]: rows sorted by rank, to their ranks; zeros where there is no row."""
     return _coded(link, coding, "out", rows, traffic)
 
 
-def sent_back(link: Link, coding: Coding, rows: jax.Array, traffic: Traffic) -> jax.Array:
+def sent_back(link: RowLink, coding: Coding, rows: jax.Array, traffic: RowCounts) -> jax.Array:
     """[N P, d] -> [A, d]: `sent_out` undone, and its transpose."""
     return _coded(link, coding, "back", rows, traffic)
 
@@ -93,15 +93,15 @@ _OPPOSITE = {"both": "both", "out": "back", "back": "out"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _coded(link: Link, coding: Coding, way: str, rows: jax.Array, traffic: Traffic | None) -> jax.Array:
+def _coded(link: RowLink, coding: Coding, way: str, rows: jax.Array, traffic: RowCounts | None) -> jax.Array:
     return _sent(link, coding.forward, coding.block, way, rows, traffic)
 
 
-def _coded_forward(link: Link, coding: Coding, way: str, rows: jax.Array, traffic: Traffic | None) -> tuple:
+def _coded_forward(link: RowLink, coding: Coding, way: str, rows: jax.Array, traffic: RowCounts | None) -> tuple:
     return _coded(link, coding, way, rows, traffic), traffic
 
 
-def _coded_backward(link: Link, coding: Coding, way: str, traffic: Traffic | None, grad: jax.Array) -> tuple:
+def _coded_backward(link: RowLink, coding: Coding, way: str, traffic: RowCounts | None, grad: jax.Array) -> tuple:
     # Rounding counts as the identity: the transpose is that of what travels in full.
     return _sent(link, coding.backward, coding.block, _OPPOSITE[way], grad, traffic), None
 
@@ -109,7 +109,9 @@ def _coded_backward(link: Link, coding: Coding, way: str, traffic: Traffic | Non
 _coded.defvjp(_coded_forward, _coded_backward)
 
 
-def _sent(link: Link, dtype: str | None, block: int, way: str, rows: jax.Array, traffic: Traffic | None) -> jax.Array:
+def _sent(
+    link: RowLink, dtype: str | None, block: int, way: str, rows: jax.Array, traffic: RowCounts | None
+) -> jax.Array:
     if dtype is None or link.num_ranks == 1:
         return _WAYS[way](link, rows, traffic)
     message = _WAYS[way](link, encoded(rows, dtype, block, None), traffic)
@@ -121,13 +123,13 @@ def _sent(link: Link, dtype: str | None, block: int, way: str, rows: jax.Array, 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _out(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+def _out(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
     if link.num_ranks == 1:
         return rows
     return _by_platform(link, _out_ragged, _out_fixed, rows, traffic)
 
 
-def _back(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+def _back(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
     if link.num_ranks == 1:
         return rows
     return _by_platform(link, _back_ragged, _back_fixed, rows, traffic)
@@ -136,38 +138,38 @@ def _back(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
 _WAYS: dict[str, Any] = {"both": lambda link, parts, _: all_to_all(link, parts), "out": _out, "back": _back}
 
 
-def _by_platform(link: Link, ragged: Any, fixed: Any, rows: jax.Array, traffic: Traffic) -> jax.Array:
+def _by_platform(link: RowLink, ragged: Any, fixed: Any, rows: jax.Array, traffic: RowCounts) -> jax.Array:
     """Which form, decided as the program is lowered: one traced on a laptop is compiled for GPUs as it stands."""
     rows, *each = varying_alike(link.axis, rows, *traffic)
-    traffic = Traffic(*each)
+    traffic = RowCounts(*each)
     ragged, fixed = functools.partial(ragged, link), functools.partial(fixed, link)
     if link.how == "auto":
         return lax.platform_dependent(rows, traffic, cuda=ragged, rocm=ragged, default=fixed)
     return ragged(rows, traffic) if link.how == "ragged" else fixed(rows, traffic)
 
 
-def _out_fixed(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+def _out_fixed(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
     parts = moved(rows, _runs(link, traffic), link.num_ranks * link.pair_rows)
     return all_to_all(link, parts.reshape(link.num_ranks, link.pair_rows, rows.shape[1])).reshape(parts.shape)
 
 
-def _back_fixed(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+def _back_fixed(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
     parts = all_to_all(link, rows.reshape(link.num_ranks, link.pair_rows, rows.shape[1]))
     return moved(parts.reshape(rows.shape), _runs(link, traffic).undone, link.send_rows)
 
 
-def _runs(link: Link, traffic: Traffic) -> Runs:
+def _runs(link: RowLink, traffic: RowCounts) -> Runs:
     """From what this rank has to send to the parts for each rank."""
     return Runs(traffic.begins, jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows, traffic.sent)
 
 
-def _out_ragged(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+def _out_ragged(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
     here = _like(traffic.sent, lax.axis_index(link.axis) * link.pair_rows)
     room = _room(link, link.num_ranks * link.pair_rows, rows)
     return lax.ragged_all_to_all(rows, room, traffic.begins, traffic.sent, here, traffic.received, axis_name=link.axis)
 
 
-def _back_ragged(link: Link, rows: jax.Array, traffic: Traffic) -> jax.Array:
+def _back_ragged(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
     begins = _like(traffic.sent, jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows)
     room = _room(link, link.send_rows, rows)
     return lax.ragged_all_to_all(
@@ -180,6 +182,6 @@ def _like(counts: jax.Array, numbers: jax.Array) -> jax.Array:
     return numbers + 0 * counts
 
 
-def _room(link: Link, num_rows: int, like: jax.Array) -> jax.Array:
+def _room(link: RowLink, num_rows: int, like: jax.Array) -> jax.Array:
     """Zeros to be written into."""
     return varying_alike(link.axis, jnp.zeros((num_rows, *like.shape[1:]), like.dtype), like)[0]

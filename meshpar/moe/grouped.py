@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from meshpar.collectives.check import check_choice, checked_count
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe.check import check_array
-from meshpar.moe.choice import GPUS
+from meshpar.moe.choice import GPUS, KernelChoice
 from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
 from meshpar.sharding.types import problem
@@ -30,25 +29,17 @@ _BLOCKS_A_GROUP = 16
 """A block is at most so small a part of a group of mean size: padding adds a 16th to the rows at the most."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedChoice:
-    """How a grouped matmul is computed, and the reason."""
-
-    implementation: str
-    why: str
-
-
-def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> GroupedChoice:
+def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> KernelChoice:
     """What `implementation="auto"` takes for rows of a dtype on a platform (`cpu`, `gpu`, ...); None: jax's own."""
     platform = platform or jax.default_backend()
     if platform not in GPUS:
-        return GroupedChoice(implementation="blocked", why=f"tokamax has kernels for GPUs, none for {platform}")
+        return KernelChoice(implementation="blocked", why=f"tokamax has kernels for GPUs, none for {platform}")
     if not _has_tokamax():
-        return GroupedChoice(implementation="blocked", why="tokamax, whose kernel is for GPUs, is not installed")
+        return KernelChoice(implementation="blocked", why="tokamax, whose kernel is for GPUs, is not installed")
     if jnp.dtype(dtype).itemsize > 2:
         why = f"products of {jnp.dtype(dtype)} are to be as exact as that; tokamax's kernels are made for 16 bits"
-        return GroupedChoice(implementation="blocked", why=why)
-    return GroupedChoice(implementation="tokamax", why="tokamax is installed, and its kernels are for GPUs")
+        return KernelChoice(implementation="blocked", why=why)
+    return KernelChoice(implementation="tokamax", why="tokamax is installed, and its kernels are for GPUs")
 
 
 def grouped_matmul(
@@ -297,18 +288,35 @@ def _rows_of(x: jax.Array, block: _Block) -> jax.Array:
     return jnp.where(block.mask, rows, jnp.zeros_like(rows))
 
 
+def _dot(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
+    """Contracted over a dim of each, in float32 at the least."""
+    numbers = (((over[0],), (over[1],)), ((), ()))
+    return lax.dot_general(x, y, numbers, preferred_element_type=_wide(x.dtype))
+
+
+def _written(x: jax.Array, block: _Block, new: jax.Array) -> jax.Array:
+    """`x` with the rows that the block owns."""
+    before = lax.dynamic_slice_in_dim(x, block.first, block.mask.shape[0])
+    return lax.dynamic_update_slice_in_dim(x, jnp.where(block.mask, new.astype(x.dtype), before), block.first, 0)
+
+
+def _of_group(weights: tuple[jax.Array, ...], block: _Block) -> Any:
+    return (lax.dynamic_index_in_dim(weight, block.group, keepdims=False) for weight in weights)
+
+
+def _summed(total: jax.Array, out: jax.Array, block: _Block, term: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A group's sum so far, and `out` with it: a group's last block leaves the whole, those behind the last one of all
+    add nothing."""
+    total = jnp.where(block.is_first, jnp.zeros_like(total), total) + term
+    return total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), block.group, 0)
+
+
 def _products(plan: _Plan, rows: jax.Array, weights: jax.Array, sizes: jax.Array, contracted: int) -> jax.Array:
     """Rows times the weights, contracted over their dim 1 (as they are) or 2 (transposed)."""
 
     def step(block: _Block, carry: tuple[jax.Array]) -> tuple[jax.Array]:
-        (out,) = carry
-        weight = lax.dynamic_index_in_dim(weights, block.group, keepdims=False)
-        numbers = (((1,), (contracted - 1,)), ((), ()))
-        product = lax.dot_general(
-            _rows_of(rows, block), weight, numbers, preferred_element_type=_wide(rows.dtype)
-        ).astype(rows.dtype)
-        before = lax.dynamic_slice_in_dim(out, block.first, plan.block)
-        return (lax.dynamic_update_slice_in_dim(out, jnp.where(block.mask, product, before), block.first, 0),)
+        (weight,) = _of_group((weights,), block)
+        return (_written(carry[0], block, _dot(_rows_of(rows, block), weight, (1, contracted - 1))),)
 
     out = room_for((rows.shape[0], weights.shape[3 - contracted]), rows, sizes)
     return _loop(plan, sizes, rows.shape[0], step, (out,))[0]
@@ -316,18 +324,12 @@ def _products(plan: _Plan, rows: jax.Array, weights: jax.Array, sizes: jax.Array
 
 def _weight_grads(plan: _Plan, rows: jax.Array, grads: jax.Array, num_groups: int, sizes: jax.Array) -> jax.Array:
     """[G, d, f]: for each group its rows, transposed, times their cotangents."""
-    wide = _wide(rows.dtype)
 
     def step(block: _Block, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        total, out = carry
-        numbers = (((0,), (0,)), ((), ()))
-        term = lax.dot_general(_rows_of(rows, block), _rows_of(grads, block), numbers, preferred_element_type=wide)
-        total = jnp.where(block.is_first, jnp.zeros_like(total), total) + term
-        # The sum so far; a group's last block leaves the whole. Those behind the last one of all add nothing.
-        return total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), block.group, 0)
+        return _summed(*carry, block, _dot(_rows_of(rows, block), _rows_of(grads, block), (0, 0)))
 
     shape = (rows.shape[1], grads.shape[1])
-    total, out = jnp.zeros(shape, wide), jnp.zeros((num_groups, *shape), rows.dtype)
+    total, out = jnp.zeros(shape, _wide(rows.dtype)), jnp.zeros((num_groups, *shape), rows.dtype)
     total, out, *_ = varying_alike((), total, out, rows)
     return _loop(plan, sizes, rows.shape[0], step, (total, out))[1]
 
@@ -359,22 +361,6 @@ _Weights: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 """Gate, up and down."""
 
 
-def _dot(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
-    """Contracted over a dim of each, in float32 at the least."""
-    numbers = (((over[0],), (over[1],)), ((), ()))
-    return lax.dot_general(x, y, numbers, preferred_element_type=_wide(x.dtype))
-
-
-def _written(x: jax.Array, block: _Block, new: jax.Array) -> jax.Array:
-    """`x` with the rows that the block owns."""
-    before = lax.dynamic_slice_in_dim(x, block.first, block.mask.shape[0])
-    return lax.dynamic_update_slice_in_dim(x, jnp.where(block.mask, new.astype(x.dtype), before), block.first, 0)
-
-
-def _of_group(weights: _Weights, block: _Block) -> Any:
-    return (lax.dynamic_index_in_dim(weight, block.group, keepdims=False) for weight in weights)
-
-
 def _hidden(x: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _dot(x, gate, (1, 0)).astype(x.dtype), _dot(x, up, (1, 0)).astype(x.dtype)
 
@@ -382,18 +368,14 @@ def _hidden(x: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ja
 def _swiglu(plan: _Plan, rows: jax.Array, weights: _Weights, sizes: jax.Array, *, keeps: bool) -> tuple[jax.Array, ...]:
     """(what comes out, and where it `keeps` them rows of gate's products and of up's, as many as kept blocks have)."""
 
-    def plain(block: _Block, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(block: _Block, carry: tuple[jax.Array, ...], *, keeps: bool) -> tuple[jax.Array, ...]:
         gate, up, down = _of_group(weights, block)
         hidden = _hidden(_rows_of(rows, block), gate, up)
-        return _written(carry[0], block, _dot(_activated(*hidden), down, (1, 0))), *carry[1:]
-
-    def keeping(block: _Block, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        gate, up, down = _of_group(weights, block)
-        hidden = _hidden(_rows_of(rows, block), gate, up)
-        kept = (_written(x, block, y) for x, y in zip(carry[1:], hidden, strict=True))
+        kept = (_written(x, block, y) if keeps else x for x, y in zip(carry[1:], hidden, strict=False))
         return _written(carry[0], block, _dot(_activated(*hidden), down, (1, 0))), *kept
 
     out = room_for((rows.shape[0], weights[2].shape[2]), rows, sizes)
+    keeping, plain = (functools.partial(step, keeps=keeps) for keeps in (True, False))
     if not keeps:
         return _loop(plan, sizes, rows.shape[0], plain, (out,))
     room = (min(plan.kept * plan.block, rows.shape[0]), weights[0].shape[2])
@@ -427,16 +409,8 @@ def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tupl
         d_gate, d_up = pull(_dot(dy, down, (1, 1)).astype(active.dtype))
         d_rows = _written(d_rows, block, _dot(d_gate, gate, (1, 1)) + _dot(d_up, up, (1, 1)))
         terms = _dot(x, d_gate, (0, 0)), _dot(x, d_up, (0, 0)), _dot(active, dy, (0, 0))
-        totals = tuple(
-            jnp.where(block.is_first, jnp.zeros_like(total), total) + term
-            for total, term in zip(totals, terms, strict=True)
-        )
-        # The sums so far; a group's last block leaves the whole. Those behind the last one of all add nothing.
-        grads = tuple(
-            lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), block.group, 0)
-            for out, total in zip(grads, totals, strict=True)
-        )
-        return d_rows, *totals, *grads
+        both = [_summed(total, out, block, term) for total, out, term in zip(totals, grads, terms, strict=True)]
+        return d_rows, *(total for total, _ in both), *(out for _, out in both)
 
     with jax.named_scope(SWIGLU):
         wide = _wide(rows.dtype)
@@ -476,7 +450,7 @@ def _tokamax_backward(saved: tuple, grad: jax.Array) -> tuple:
     with jax.named_scope(KERNEL):
         _, pull = jax.vjp(lambda r, w: _ragged_dot(r, w, sizes), _only_owned(rows, sizes), weights)
         d_rows, d_weights = pull(_only_owned(grad, sizes))
-        # What a kernel does not visit it need not have filled: neither rows of nobody nor weights of empty groups.
+        # What a kernel does not visit it need not have filled: neither unassigned rows nor weights of empty groups.
         d_weights = jnp.where((sizes > 0)[:, None, None], d_weights, jnp.zeros_like(d_weights))
         return _only_owned(d_rows, sizes), d_weights, None
 

@@ -1,7 +1,7 @@
-"""A layer of experts on the global view: routed, dispatched, computed, combined, and what balancing needs to know.
+"""An MoE layer on the global view: routed, dispatched, computed, combined, and what balancing needs.
 
     x [B, T, d] ─► router ─► dispatch over the axes of experts ─► SwiGLU, column and row parallel ─► combine ─► y
-                     └─► Told: auxiliary losses, tokens of every expert
+                     └─► RouterStats: auxiliary losses, tokens of every expert
 
 What Flax modules are made of (`meshpar.moe.nnx`, `meshpar.moe.linen`), and usable without Flax. The rules in force say
 which mesh axes split what: tokens by `batch` and `seq`, experts by `act_expert`, their hidden width by `act_mlp`.
@@ -28,14 +28,14 @@ from meshpar.moe.check import check_array, check_whole
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.dispatch_combine import Dispatched, ExpertFn, dispatch
 from meshpar.moe.grouped import grouped_swiglu
-from meshpar.moe.meeting import Dims, alike, scattered, total, varies_beside, whole
 from meshpar.moe.order import by_expert, in_buffers, spread, weighted_sum
-from meshpar.moe.routing import Routed, capacity, count, route
-from meshpar.pipeline.layers import Aux, is_staged
+from meshpar.moe.reduction import Dims, alike, scattered, total, varies_beside, whole
+from meshpar.moe.routing import Routed, capacity, count, entropy, route
 from meshpar.sharding.context import Ambient, ambient, constrain, param_spec, spec_of
 from meshpar.sharding.regions import outer_axes, per_device
-from meshpar.sharding.rules import resolve
-from meshpar.sharding.types import Leaf, axes_of_spec, axis_sizes, problem, spec_axes
+from meshpar.sharding.rules import Rules, resolve
+from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, problem, spec_axes
+from meshpar.training.layers import Aux, is_staged
 from meshpar.training.precision import dot_general
 from meshpar.training.reports import describe, report
 
@@ -57,8 +57,8 @@ class Weights(NamedTuple):
     down: Float[Array, "E f d"]
 
 
-class Asked(NamedTuple):
-    """What a layer was asked, as `meshpar.training.reports.describe` passes it on."""
+class MoESpec(NamedTuple):
+    """What a layer computes, as `meshpar.training.reports.describe` passes it on."""
 
     config: MoEConfig
     tokens: int
@@ -69,31 +69,31 @@ class Asked(NamedTuple):
     drops: bool
 
 
-class Told(NamedTuple):
-    """What a layer tells beside its output, of all tokens that it was given."""
+class RouterStats(NamedTuple):
+    """Router statistics, beside a layer's output: of all tokens that it was given."""
 
     loss: Float[Array, ""]
     """Auxiliary losses, to be added to the loss."""
     load: Int32[Array, " E"]
     """Choices that fell on each expert, dropped ones included."""
     dropped: Int32[Array, ""]
-    """Choices that found no room."""
+    """Choices dropped over capacity."""
     router_entropy: Float[Array, ""]
     """Mean over tokens of the entropy of a token's scores, in nats."""
 
     @property
     def aux(self) -> Aux:
-        """As `meshpar.pipeline.scan_layers` takes it."""
+        """As `meshpar.scan_layers` takes it."""
         metrics = {"load": self.load, "dropped": self.dropped, "router_entropy": self.router_entropy}
         return Aux(self.loss, metrics)
 
 
-def report_layers(aux: Aux | Told, config: MoEConfig) -> None:
-    """Report to the step what all layers of experts of a model told: the losses, and the metrics by layer.
+def report_layers(aux: Aux | RouterStats, config: MoEConfig) -> None:
+    """Report to the step the router statistics of all MoE layers of a model: the losses, and the metrics by layer.
 
         moe/load            [layers, E]  choices that fell on each expert
         moe/rank_load       [layers, N]  on the experts of each rank
-        moe/drop_rate       [layers]     share of them that found no room
+        moe/drop_rate       [layers]     share of them dropped over capacity
         moe/router_entropy  [layers]     in nats
         moe/aux_loss        []           what is added to the loss of training
 
@@ -101,11 +101,11 @@ def report_layers(aux: Aux | Told, config: MoEConfig) -> None:
 
     Args:
       aux: of all layers, the losses summed and the metrics stacked, as `scan_layers` gives them; of a model with one
-        layer what that told.
+        layer its `RouterStats`.
       config: of a layer.
 
     Raises:
-      ValueError: something that no layers of experts told.
+      ValueError: something else than router statistics of this config.
     """
     check_config("report_layers", config)
     aux = _of_layers(aux, config)
@@ -122,17 +122,17 @@ def report_layers(aux: Aux | Told, config: MoEConfig) -> None:
     report(loss=aux.loss if config.auxiliary_weight or config.z_weight else None, metrics=metrics)
 
 
-def _of_layers(aux: Aux | Told, config: MoEConfig) -> Aux:
-    """What several layers told, or one as the only layer there is."""
-    given = aux.aux if isinstance(aux, Told) else aux
+def _of_layers(aux: Aux | RouterStats, config: MoEConfig) -> Aux:
+    """Statistics of several layers, or of one as the only layer there is."""
+    given = aux.aux if isinstance(aux, RouterStats) else aux
     load = given.metrics.get("load") if isinstance(given, Aux) else None
     if load is None or load.ndim not in (1, 2) or load.shape[-1] != config.routing.num_experts or given.loss.ndim:
         shown = f"a {type(aux).__name__}" + ("" if load is None else f" of loads {load.shape}, loss {given.loss.shape}")
         raise problem(
             "report_layers",
             f"report {shown}",
-            f"layers tell loads [layers, {config.routing.num_experts}] or [{config.routing.num_experts}], and one loss",
-            "give what one layer told, or stack the metrics of `told.aux` over layers and sum the losses",
+            f"loads are [layers, {config.routing.num_experts}] or [{config.routing.num_experts}], with one loss",
+            "give the RouterStats of one layer, or stack the metrics of `stats.aux` over layers and sum the losses",
         )
     return given if load.ndim == 2 else Aux(given.loss, {name: x[None] for name, x in given.metrics.items()})
 
@@ -144,14 +144,14 @@ def moe_layer(
     *,
     bias: Float[Array, " E"] | None = None,
     drops: bool = True,
-) -> tuple[Float[Array, "B T d"], Told]:
+) -> tuple[Float[Array, "B T d"], RouterStats]:
     """Every token through its experts, summed with their weights: the routed part of a layer.
 
     On one device, and where no rules are in force, everything is computed here. Under rules it runs per device over the
     axes that split tokens, experts and the experts' hidden width:
 
     - tokens split over the axes of experts travel to their experts and back (`dispatch`): two all-to-alls;
-    - tokens that are whole over them stay: every rank computes its own experts' part, and the parts are summed;
+    - tokens replicated over them stay: every rank computes its own experts' part, and the parts are summed;
     - hidden width split over `tensor`: partial sums, summed over it behind the combine, where there are T rows;
     - weights that the strategy splits over axes of the tokens, as `fsdp()` does, come in as they lie: they are gathered
       forward and again backward, and their gradients reduce-scattered in float32; over other axes that split tokens,
@@ -170,7 +170,7 @@ def moe_layer(
 
     Returns:
       y, laid out as the rules say for `norm_seq` (partial sums are scattered where that splits the sequence further),
-      and what the layer tells.
+      and the router's statistics.
 
     Raises:
       ValueError: x that is not [B, T, d] of floating numbers, or holds no token; weights of other sizes than the
@@ -181,7 +181,7 @@ def moe_layer(
     _check_given(x, weights, config)
     _check_sizes(x, weights, config, bias, is_alone=is_alone)
     dtype = jnp.result_type(x, *weights[1:])
-    describe(Asked(config, x.size // x.shape[-1], x.shape[-1], dtype, drops))
+    describe(MoESpec(config, x.size // x.shape[-1], x.shape[-1], dtype, drops))
     cut = _Cut() if here is None or is_alone else _Cut.of(here, x, weights, config)
     kernel = functools.partial(_per_device, config=config, cut=cut, drops=drops)
     with jax.named_scope("moe"):
@@ -190,11 +190,11 @@ def moe_layer(
         inward, outward = (PartitionSpec(*(axes or None for axes in dims)) for dims in (cut.inward, cut.outward))
         same = PartitionSpec()
         specs = (cut.tokens, Weights(same, inward, inward, outward), same)  # type: ignore[arg-type]
-        told = Told(*[same] * 4)  # type: ignore[arg-type]
+        stats = RouterStats(*[same] * 4)  # type: ignore[arg-type]
         kept = jax.checkpoint(kernel, policy=_keeps, prevent_cse=False)
         if outer_axes():
-            return _nested(kept, specs, (cut.out, told))(x, weights, bias)
-        return per_device(kept, specs, (cut.out, told))(x, weights, bias)
+            return _nested(kept, specs, (cut.out, stats))(x, weights, bias)
+        return per_device(kept, specs, (cut.out, stats))(x, weights, bias)
 
 
 def _nested(kernel: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
@@ -247,7 +247,32 @@ def shared_experts(
         return dot_general(hidden, down, outward)
 
 
-def expert_init(init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+Init: TypeAlias = Callable[..., jax.Array]
+"""(key, shape, dtype) -> array."""
+SHARED = ("shared_gate", "shared_up", "shared_down")
+
+
+def parameters(
+    embed_dim: int, config: MoEConfig, down_init: Init | None
+) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Init]]:
+    """Logical names, shape and initializer of a layer's parameters, in the order in which they are drawn."""
+    num_experts, width, shared = config.routing.num_experts, config.mlp_dim, (embed_dim, config.shared_dim)
+    init = jax.nn.initializers.lecun_normal()
+    down, inward, outward = down_init or init, (num_experts, embed_dim, width), (num_experts, width, embed_dim)
+    found = {
+        "router": (ROUTER_NAMES, (embed_dim, num_experts), init),
+        "gate": (INWARD_NAMES, inward, _of_each_expert(init)),
+        "up": (INWARD_NAMES, inward, _of_each_expert(init)),
+        "down": (OUTWARD_NAMES, outward, _of_each_expert(down)),
+    }
+    if config.shared_experts:
+        names = (INWARD_NAMES[1:], INWARD_NAMES[1:], OUTWARD_NAMES[1:])
+        shapes = (shared, shared, shared[::-1])
+        found |= dict(zip(SHARED, zip(names, shapes, (init, init, down), strict=True), strict=True))
+    return found
+
+
+def _of_each_expert(init: Init) -> Init:
     """An initializer of one expert's matrix, as one of all experts, `[E, ...]`: each is drawn by itself."""
 
     def make(key: jax.Array, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -297,7 +322,7 @@ class _Cut(NamedTuple):
         inner_experts = experts
         if weights.gate.shape[0] != num_experts:
             experts, inner_experts = _cut_outside(here, weights, num_experts), ()
-        around = _around(here, outer)
+        around = tuple(axis for axis in axes_over(here.mesh, here.rules, "batch", "seq") if axis in outer)
         batch = (*tokens[0], *tokens[1], *around)
         _check_experts(experts, batch)
         scattered = behind[1][len(tokens[1]) :] if set(behind[1][len(tokens[1]) :]) <= set(hidden) else ()
@@ -361,19 +386,18 @@ def _as_it_lies(
     return lies if lies[: len(used)] == used and set(more) <= set(by_tokens) - taken else used
 
 
-def _around(here: Ambient, outer: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes of a region around that split tokens."""
-    sizes = axis_sizes(here.mesh)
-    like = Leaf(path="tokens", shape=(here.mesh.size,) * 2, dtype=np.dtype(np.int32), names=("batch", "seq"))
-    axes = axes_of_spec(resolve(like, here.rules, here.mesh).spec)
-    return tuple(axis for axis in axes if axis in outer and sizes[axis] > 1)
+def axes_over(mesh: AnyMesh, rules: Rules, *names: str, size: int | None = None) -> tuple[str, ...]:
+    """Mesh axes above 1 over which rules split activations with dims of these names, each of a size or as they divide.
+
+    Those of a region around are among them.
+    """
+    shape = (size or mesh.size,) * len(names)
+    like = Leaf(path="×".join(names), shape=shape, dtype=np.dtype(np.int32), names=names)
+    return axes_of_spec(resolve(like, rules, mesh).spec, axis_sizes(mesh))
 
 
 def _axes_of_experts(here: Ambient, num_experts: int) -> tuple[str, ...]:
-    """Axes that split the experts, those of a region around included."""
-    like = Leaf(path="experts", shape=(num_experts,), dtype=np.dtype(np.int32), names=("act_expert",))
-    sizes = axis_sizes(here.mesh)
-    return tuple(a for e in resolve(like, here.rules, here.mesh).spec for a in spec_axes(e) if sizes[a] > 1)
+    return axes_over(here.mesh, here.rules, "act_expert", size=num_experts)
 
 
 def _cut_outside(here: Ambient, weights: Weights, num_experts: int) -> tuple[str, ...]:
@@ -395,9 +419,9 @@ def _check_experts(experts: tuple[str, ...], batch: tuple[str, ...]) -> None:
     if common and common != set(experts):
         missing = ", ".join(f"`{axis}`" for axis in experts if axis not in batch)
         raise problem(
-            "the layer of experts",
+            "the MoE layer",
             f"send tokens over {' × '.join(f'`{axis}`' for axis in experts)}",
-            f"they are whole over {missing}, so that its ranks would all send the same",
+            f"they are replicated over {missing}, so that its ranks would all send the same",
             f"let the rule for `batch` name {missing} too, as the presets do for `expert`",
         )
 
@@ -406,11 +430,11 @@ def check_config(where: str, config: object) -> None:
     """Raises `ValueError` for what is no `MoEConfig`."""
     if not isinstance(config, MoEConfig):
         fix = "write moe.MoEConfig(routing=moe.Routing(num_experts=8, top_k=2), mlp_dim=1024), say"
-        raise problem(where, f"be a layer of {config!r}", "a layer of experts is a MoEConfig", fix)
+        raise problem(where, f"be a layer of {config!r}", "an MoE layer is described by a MoEConfig", fix)
 
 
 def check_layer(where: str, embed_dim: object, config: object, param_dtype: Any) -> None:
-    """Raises `ValueError` for what no layer of experts can be made of."""
+    """Raises `ValueError` for what no MoE layer can be made of."""
     check_whole(where, "embed_dim", embed_dim)
     check_config(where, config)
     try:
@@ -440,7 +464,7 @@ def _check_given(x: jax.Array, weights: Weights, config: MoEConfig) -> None:
 def _check_sizes(x: jax.Array, weights: Weights, config: MoEConfig, bias: jax.Array | None, *, is_alone: bool) -> None:
     num_experts, width, hidden = config.routing.num_experts, x.shape[-1], config.mlp_dim
     own = weights.gate.shape[0] if weights.gate.ndim == 3 and num_experts % max(weights.gate.shape[0], 1) == 0 else 0
-    own = 0 if is_alone and own != num_experts else own  # nobody else has the others
+    own = 0 if is_alone and own != num_experts else own  # no other rank has the rest
     expected = {"gate": (own, width, hidden), "up": (own, width, hidden), "down": (own, hidden, width)}
     for name, shape in expected.items():
         if not own or getattr(weights, name).shape != shape:
@@ -455,7 +479,7 @@ def _check_sizes(x: jax.Array, weights: Weights, config: MoEConfig, bias: jax.Ar
         raise problem(f"a router of shape {weights.router.shape}", asked, exists, "make the weights for this config")
     if config.is_biased and bias is None:
         raise problem(
-            f"a layer of experts with bias_rate={config.bias_rate}",
+            f"an MoE layer with bias_rate={config.bias_rate}",
             "choose without its balancing bias",
             "that would be another choice than in training",
             "give `bias`, or use bias_rate=0",
@@ -469,7 +493,7 @@ def _check_sizes(x: jax.Array, weights: Weights, config: MoEConfig, bias: jax.Ar
 
 def _per_device(
     x: jax.Array, weights: Weights, bias: jax.Array | None, *, config: MoEConfig, cut: _Cut, drops: bool
-) -> tuple[jax.Array, Told]:
+) -> tuple[jax.Array, RouterStats]:
     routing, flat = config.routing, x.reshape(-1, x.shape[-1])
     router = weights.router
     if router.shape[1] != routing.num_experts:  # a slice of its columns, as experts are cut
@@ -495,7 +519,7 @@ def _per_device(
         y = total(y, partial)
         for axis in cut.scattered:
             y = scattered(y, axis, 1)
-    return y, _told(logits, routed, counted.dropped, config, cut)
+    return y, _router_stats(logits, routed, counted.dropped, config, cut)
 
 
 def _one_dtype(x: jax.Array, weights: Weights, cut: _Cut) -> tuple[jax.Array, Experts]:
@@ -576,7 +600,7 @@ def _staying(
     return weighted_sum(made, weights, order), Dispatched(chosen, chosen, dropped)
 
 
-def _told(logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConfig, cut: _Cut) -> Told:
+def _router_stats(logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConfig, cut: _Cut) -> RouterStats:
     """Losses and means are those of all tokens, wherever they are; so are counts, but where stages sum them."""
     axis, scores = cut.batch or None, routed.scores
     loss = jnp.zeros((), logits.dtype)
@@ -585,11 +609,10 @@ def _told(logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConf
     if config.z_weight:
         loss += z_loss(logits, weight=config.z_weight, axis=axis)
     scores = lax.stop_gradient(scores)
-    shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
-    entropy = -jax.scipy.special.xlogy(shares, shares).sum(-1).mean()
+    mean = entropy(scores).mean()
     load = count(routed.experts, config.routing.num_experts)
     if cut.experts and not cut.travels:
         dropped = lax.psum(dropped, cut.experts)
     if cut.counted:
         load, dropped = lax.psum((load, dropped), cut.counted)
-    return Told(loss, load, dropped, entropy if axis is None else lax.pmean(entropy, axis))
+    return RouterStats(loss, load, dropped, mean if axis is None else lax.pmean(mean, axis))

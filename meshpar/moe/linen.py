@@ -1,4 +1,4 @@
-"""A layer of experts as a Flax Linen module: `LinenMoE`, with the parameters and functions of the NNX one."""
+"""An MoE layer as a Flax Linen module: `LinenMoE`, with the parameters and functions of the NNX one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,7 @@ from jaxtyping import Array, Float
 
 from meshpar.moe.balance import update_bias
 from meshpar.moe.config import MoEConfig
-from meshpar.moe.layer import (
-    INWARD_NAMES,
-    OUTWARD_NAMES,
-    ROUTER_NAMES,
-    Told,
-    Weights,
-    check_layer,
-    expert_init,
-    moe_layer,
-    shared_experts,
-)
+from meshpar.moe.layer import SHARED, RouterStats, Weights, check_layer, moe_layer, parameters, shared_experts
 from meshpar.sharding.types import PyTree
 
 BALANCE = "balance"
@@ -29,7 +19,7 @@ BALANCE = "balance"
 
 
 class LinenMoE(nn.Module):
-    """A layer of SwiGLU experts, for any Linen model; see `meshpar.moe.MoE`.
+    """An MoE layer of SwiGLU experts, for any Linen model; see `meshpar.moe.MoE`.
 
     With `config.bias_rate` the collection `balance` holds `bias` and `load`, which has to be mutable in training. A
     model that is trained with it hands on `after_update` (`from_linen` calls that of the module it is given).
@@ -41,13 +31,10 @@ class LinenMoE(nn.Module):
     down_init: Any = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], Told]:
-        """What the experts make of tokens, and what the layer tells; see `moe_layer`."""
+    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], RouterStats]:
+        """The experts' output for every token, and the router's statistics; see `moe_layer`."""
         check_layer("LinenMoE", self.embed_dim, self.config, self.param_dtype)
         config, dtype = self.config, jnp.dtype(self.param_dtype)
-        num_experts, width, embed_dim = config.routing.num_experts, config.mlp_dim, self.embed_dim
-        lecun = nn.initializers.lecun_normal()
-        down = self.down_init or lecun
 
         def param(name: str, names: tuple[str, ...], shape: tuple[int, ...], init: Any) -> Array:
             # Of experts a rank may hold its own only, inside stages; `moe_layer` sees to their sizes.
@@ -56,30 +43,19 @@ class LinenMoE(nn.Module):
             boxed: Any = nn.with_logical_partitioning(init, names)
             return self.param(name, boxed, shape, dtype)
 
-        inward = (num_experts, embed_dim, width)
-        weights = Weights(
-            param("router", ROUTER_NAMES, (embed_dim, num_experts), lecun),
-            param("gate", INWARD_NAMES, inward, expert_init(lecun)),
-            param("up", INWARD_NAMES, inward, expert_init(lecun)),
-            param("down", OUTWARD_NAMES, (num_experts, width, embed_dim), expert_init(down)),
-        )
+        made = {name: param(name, *of) for name, of in parameters(self.embed_dim, config, self.down_init).items()}
         bias = load = None
         if config.is_biased:
             wide = jnp.promote_types(dtype, jnp.float32)
-            bias = self.variable(BALANCE, "bias", jnp.zeros, (num_experts,), wide)
-            load = self.variable(BALANCE, "load", jnp.zeros, (num_experts,), jnp.int32)
-        y, told = moe_layer(x, weights, config, bias=None if bias is None else bias.value, drops=drops)
+            bias = self.variable(BALANCE, "bias", jnp.zeros, (config.routing.num_experts,), wide)
+            load = self.variable(BALANCE, "load", jnp.zeros, (config.routing.num_experts,), jnp.int32)
+        weights = Weights(*(made[name] for name in Weights._fields))
+        y, stats = moe_layer(x, weights, config, bias=None if bias is None else bias.value, drops=drops)
         if config.shared_experts:
-            shared = (embed_dim, config.shared_dim)
-            y = y + shared_experts(
-                x,
-                param("shared_gate", INWARD_NAMES[1:], shared, lecun),
-                param("shared_up", INWARD_NAMES[1:], shared, lecun),
-                param("shared_down", OUTWARD_NAMES[1:], shared[::-1], down),
-            )
+            y = y + shared_experts(x, *(made[name] for name in SHARED))
         if load is not None and self.is_mutable_collection(BALANCE) and not self.is_initializing():
-            load.value = load.value + told.load
-        return y, told
+            load.value = load.value + stats.load
+        return y, stats
 
     @nn.nowrap
     def after_update(self, extra: PyTree) -> PyTree:

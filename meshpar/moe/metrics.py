@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from meshpar.collectives.check import Axis, ranks_of
 from meshpar.moe.check import check_tokens, check_whole
-from meshpar.moe.routing import count, or_nobody
+from meshpar.moe.routing import count, entropy, or_unassigned
 from meshpar.sharding.types import problem
 
 HEALTHY_MAX_OVER_MIN = 1.3
@@ -38,13 +38,13 @@ class Load(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """A layer of experts in one step: a pytree of arrays, that a scan over layers stacks."""
+    """An MoE layer in one step: a pytree of arrays, that a scan over layers stacks."""
 
     experts: Load
     ranks: Load
     """Ranks of the mesh axis that the experts are split over: they set the time of the step."""
     drop_rate: Float[Array, "*layers"]
-    """Share of all choices that found no room at their expert."""
+    """Share of all choices that were dropped over capacity."""
     router_entropy: Float[Array, "*layers"]
     """Mean over tokens, in nats, of the entropy of a token's scores: ln E when undecided, 0 when there is no doubt."""
 
@@ -63,7 +63,7 @@ def measure(
       experts: of every token, from `route`.
       scores: likewise.
       num_ranks: of the mesh axis that the experts are split over, E / num_ranks neighbours at each.
-      kept: which choices found room, from `routing.kept`; None: all.
+      kept: which choices were not dropped, from `routing.kept`; None: all.
       axis: mesh axes that the tokens are split over, when called inside `shard_map`: E + 3 numbers are summed.
 
     Raises:
@@ -75,7 +75,7 @@ def measure(
         raise problem(
             "measure",
             f"take `kept` of shape {jnp.shape(kept)} and dtype {jnp.result_type(kept)}",
-            f"it says of each of the choices {experts.shape} whether it found room",
+            f"it says of each of the choices {experts.shape} whether it was kept",
             "give what `routing.kept` gives for the same experts",
         )
     num_experts = scores.shape[-1]
@@ -84,11 +84,11 @@ def measure(
         raise problem("measure", f"split experts over {num_ranks} ranks", exists, "give the size of the expert axis")
     with jax.named_scope("measure_load"):
         scores = lax.stop_gradient(scores)
-        chosen = or_nobody(experts, num_experts) < num_experts
+        chosen = or_unassigned(experts, num_experts) < num_experts
         here = {
             "tokens": count(experts, num_experts),
             "dropped": jnp.zeros((), jnp.int32) if kept is None else (chosen & ~kept).sum(dtype=jnp.int32),
-            "entropy": _entropy(scores).sum(),
+            "entropy": entropy(scores).sum(),
             "routed": jnp.asarray(len(scores), scores.dtype),
         }
         if axis is not None:
@@ -116,7 +116,7 @@ def scalars(loads: Loads, *, prefix: str = "moe_") -> dict[str, Float[Array, ""]
 
 
 def loads(metrics: Mapping[str, Any]) -> Loads | None:
-    """The loads of a model's layers of experts out of the metrics of its step, on the host; None where it has none.
+    """The loads of a model's MoE layers out of the metrics of its step, on the host; None where it has none.
 
     Args:
       metrics: of one step; or sums over several of what counts tokens, and means of the rest.
@@ -131,12 +131,7 @@ def loads(metrics: Mapping[str, Any]) -> Loads | None:
         exists = f"there is `moe/load`, and no {', '.join(f'`{name}`' for name in missing)}"
         raise problem("loads(metrics)", "read the load of experts", exists, "give the metrics of a step as they are")
     experts, ranks, *rest = (np.asarray(metrics[f"moe/{name}"], np.float64) for name in names)
-    return Loads(_host_load(experts), _host_load(ranks), *rest)  # type: ignore[arg-type]
-
-
-def _host_load(tokens: np.ndarray) -> Load:
-    mean, most = np.maximum(tokens.mean(-1), np.finfo(tokens.dtype).tiny), tokens.max(-1)
-    return Load(tokens, most / mean, most / np.maximum(tokens.min(-1), 1), tokens.std(-1) / mean)  # type: ignore[arg-type]
+    return Loads(_load(experts, np.float64, np), _load(ranks, np.float64, np), *rest)  # type: ignore[arg-type]
 
 
 class Advice(NamedTuple):
@@ -187,7 +182,7 @@ def _uneven_ranks(loads: Loads) -> Advice | None:
     ratio, over_mean = float(loads.ranks.max_over_min[layers[0]]), loads.ranks.max_over_mean[layers[0]]
     text = (
         f"{_where(layers, loads)} {_degree(ratio)} over ranks: all wait for one that gets {over_mean:.3g} times the "
-        f"mean (busiest over least busy {ratio:.3g}, healthy up to {HEALTHY_MAX_OVER_MIN}): place the experts anew "
+        f"mean (busiest over least busy {ratio:.3g}, healthy up to {HEALTHY_MAX_OVER_MIN}): rebalance them "
         "with `moe.rebalance`"
     )
     return Advice("ranks", layers, text)
@@ -223,7 +218,7 @@ def _worst_first(values: Any, limits: Any) -> tuple[int, ...]:
 def _where(layers: tuple[int, ...], loads: Loads) -> str:
     total = len(loads.drop_rate)
     if total == 1:
-        return "the layer of experts"
+        return "the MoE layer"
     also = f" (and {len(layers) - 1} more of {total})" if len(layers) > 1 else ""
     return f"layer {layers[0]}{also}"
 
@@ -232,13 +227,8 @@ def _degree(ratio: float) -> str:
     return "is imbalanced" if ratio > IMBALANCED_MAX_OVER_MIN else "is uneven"
 
 
-def _load(tokens: jax.Array, dtype: np.dtype) -> Load:
+def _load(tokens: Any, dtype: Any, xp: Any = jnp) -> Load:
     exact = tokens.astype(dtype)
-    mean = jnp.maximum(exact.mean(-1), jnp.finfo(dtype).tiny)
+    mean = xp.maximum(exact.mean(-1), xp.finfo(dtype).tiny)
     busiest = exact.max(-1)
-    return Load(tokens, busiest / mean, busiest / jnp.maximum(exact.min(-1), 1), exact.std(-1) / mean)
-
-
-def _entropy(scores: jax.Array) -> jax.Array:
-    shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
-    return -jax.scipy.special.xlogy(shares, shares).sum(-1)
+    return Load(tokens, busiest / mean, busiest / xp.maximum(exact.min(-1), 1), exact.std(-1) / mean)

@@ -1,8 +1,6 @@
-"""A layer of experts as a Flax NNX module: `MoE`."""
+"""An MoE layer as a Flax NNX module: `MoE`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,17 +8,7 @@ from jaxtyping import Array, Float
 
 from meshpar.moe.balance import update_bias
 from meshpar.moe.config import MoEConfig
-from meshpar.moe.layer import (
-    INWARD_NAMES,
-    OUTWARD_NAMES,
-    ROUTER_NAMES,
-    Told,
-    Weights,
-    check_layer,
-    expert_init,
-    moe_layer,
-    shared_experts,
-)
+from meshpar.moe.layer import SHARED, RouterStats, Weights, check_layer, moe_layer, parameters, shared_experts
 
 Initializer = nnx.initializers.Initializer
 
@@ -34,7 +22,7 @@ class LoadCount(nnx.Variable):
 
 
 class MoE(nnx.Module):
-    """A layer of SwiGLU experts, for any NNX model.
+    """An MoE layer of SwiGLU experts, for any NNX model.
 
     Parameters: `router [d, E]`, `gate` and `up [E, d, f]`, `down [E, f, d]`, and of shared experts `shared_gate`,
     `shared_up [d, s]`, `shared_down [s, d]`, with logical names. With `config.bias_rate` there are two variables more,
@@ -62,42 +50,29 @@ class MoE(nnx.Module):
     ) -> None:
         check_layer("MoE", embed_dim, config, param_dtype)
         self.config = config
-        num_experts, width, dtype = config.routing.num_experts, config.mlp_dim, jnp.dtype(param_dtype)
-
-        def param(names: tuple[str, ...], shape: tuple[int, ...], init: Initializer) -> Any:
-            return nnx.Param(nnx.with_partitioning(init, names)(rngs.params(), shape, dtype))
-
-        down = down_init or nnx.initializers.lecun_normal()
+        dtype = jnp.dtype(param_dtype)
         # NNX would place annotated parameters on a mesh of its own; meshpar's rules place them when they are born.
         with nnx.use_eager_sharding(False):
-            inward = (num_experts, embed_dim, width)
-            self.router = param(ROUTER_NAMES, (embed_dim, num_experts), nnx.initializers.lecun_normal())
-            self.gate = param(INWARD_NAMES, inward, expert_init(nnx.initializers.lecun_normal()))
-            self.up = param(INWARD_NAMES, inward, expert_init(nnx.initializers.lecun_normal()))
-            self.down = param(OUTWARD_NAMES, (num_experts, width, embed_dim), expert_init(down))
-            if config.shared_experts:
-                shared = (embed_dim, config.shared_dim)
-                self.shared_gate = param(INWARD_NAMES[1:], shared, nnx.initializers.lecun_normal())
-                self.shared_up = param(INWARD_NAMES[1:], shared, nnx.initializers.lecun_normal())
-                self.shared_down = param(OUTWARD_NAMES[1:], shared[::-1], down)
+            for name, (names, shape, init) in parameters(embed_dim, config, down_init).items():
+                setattr(self, name, nnx.Param(nnx.with_partitioning(init, names)(rngs.params(), shape, dtype)))
             if config.is_biased:
-                self.bias = BalancingBias(jnp.zeros(num_experts, jnp.promote_types(dtype, jnp.float32)))
-                self.load = LoadCount(jnp.zeros(num_experts, jnp.int32))
+                self.bias = BalancingBias(jnp.zeros(config.routing.num_experts, jnp.promote_types(dtype, jnp.float32)))
+                self.load = LoadCount(jnp.zeros(config.routing.num_experts, jnp.int32))
 
-    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], Told]:
-        """What the experts make of tokens, and what the layer tells; see `moe_layer`.
+    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], RouterStats]:
+        """The experts' output for every token, and the router's statistics; see `moe_layer`.
 
-        The auxiliary loss, `told.loss`, is the caller's to add to the loss, or to hand to
+        The auxiliary loss, `stats.loss`, is the caller's to add to the loss, or to hand to
         `meshpar.training.reports.report`.
         """
         config = self.config
-        weights = Weights(self.router[...], self.gate[...], self.up[...], self.down[...])
-        y, told = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
+        weights = Weights(*(getattr(self, name)[...] for name in Weights._fields))
+        y, stats = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
         if config.shared_experts:
-            y = y + shared_experts(x, self.shared_gate[...], self.shared_up[...], self.shared_down[...])
+            y = y + shared_experts(x, *(getattr(self, name)[...] for name in SHARED))
         if config.is_biased:
-            self.load[...] = self.load[...] + told.load
-        return y, told
+            self.load[...] = self.load[...] + stats.load
+        return y, stats
 
     def after_update(self) -> None:
         """Move the bias by what was counted since the last time; a training step does it once, behind its update."""

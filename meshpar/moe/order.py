@@ -42,7 +42,7 @@ class Order(NamedTuple):
 
 
 def by_expert(experts: jax.Array, num_experts: int) -> Order:
-    """Choices `[T, k]` sorted by expert, those of one expert as they were; those of nobody (E) have no place."""
+    """Choices `[T, k]` sorted by expert, those of one expert as they were; unassigned ones (E) have no place."""
     choices = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
     stands = jnp.arange(experts.size, dtype=jnp.int32)
     places = jnp.zeros_like(choices).at[choices].set(stands, unique_indices=True).reshape(experts.shape)

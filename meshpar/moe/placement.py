@@ -1,7 +1,21 @@
-"""Which rank owns which experts: placed anew from measured loads, the model's function unchanged.
+"""Expert rebalancing: which rank owns which experts, by measured loads; the model's function unchanged.
 
 Rank r of N owns places [r E/N, (r+1) E/N). A placement is a permutation of the experts over these places; applied to
-experts and router alike it renames the experts, and nothing else.
+experts and router alike it renumbers the experts, and nothing else.
+
+Outputs stay the same to the bit where each rank sends its own tokens to the experts, with a capacity or dropless:
+neither the weights of `route`, nor what is dropped over capacity, nor the order in which a token's choices are summed
+depends on how the experts are numbered. Excepted are tokens whose scores tie exactly, since a tie goes to the lowest
+number. There are three cases in which outputs change, and a warning where the state shows one:
+
+- `bound_factor`: what is over the bound between two ranks is dropped, so it depends on which experts share a rank.
+  Outputs of a batch of which nothing is dropped, before and after, stay the same to the bit.
+- Tokens replicated over the axes of the experts: each rank sums over its own experts, and then ranks are summed, so
+  outputs are equal up to rounding.
+- `Routing(choice="expert")`: a token's experts are summed in the order of their numbers; up to rounding.
+
+The state shows the config of a layer when it is an attribute of a module, at any depth: in NNX always, in Linen unless
+it is made inside a compact method. Auxiliary losses and gradients are sums over experts: equal up to rounding.
 """
 
 from __future__ import annotations
@@ -19,12 +33,10 @@ import numpy as np
 
 from meshpar.moe.check import check_whole
 from meshpar.moe.config import MoEConfig
-from meshpar.sharding.rules import resolve
+from meshpar.moe.layer import axes_over
 from meshpar.sharding.types import (
-    Leaf,
     Names,
     PyTree,
-    axes_of_spec,
     axis_sizes,
     near_or,
     path_str,
@@ -41,7 +53,7 @@ MOST_PARTITIONS = 3_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
+class ExpertPlacement:
     """Experts of one layer over ranks."""
 
     order: tuple[int, ...]
@@ -67,11 +79,11 @@ class Placement:
 
 
 class Rebalanced(NamedTuple):
-    """A model with its experts placed anew."""
+    """A model with its experts rebalanced."""
 
     state: Any
     """What was given: a TrainState, or parameters."""
-    placements: dict[str, tuple[Placement, ...]]
+    placements: dict[str, tuple[ExpertPlacement, ...]]
     """By the path given with the loads ("" when there was none), one for each layer."""
 
     @property
@@ -84,7 +96,7 @@ class Rebalanced(NamedTuple):
 
 def place(
     loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 1, method: Method = "auto"
-) -> Placement:
+) -> ExpertPlacement:
     """The experts shared out so that the busiest rank has little to do, E / num_ranks to each.
 
     "greedy" takes the experts from the busiest down and gives each to the least loaded rank that has a place left;
@@ -112,7 +124,7 @@ def place(
     else:
         order = np.concatenate([of[_order(loads[of], num_ranks // groups, method)] for of in by_group])
     rank_of = np.arange(len(loads)) // (len(loads) // num_ranks)
-    return Placement(
+    return ExpertPlacement(
         order=tuple(order.tolist()),
         before=tuple(loads.reshape(num_ranks, -1).sum(1).tolist()),
         after=tuple(loads[order].reshape(num_ranks, -1).sum(1).tolist()),
@@ -129,23 +141,10 @@ def rebalance(
     groups: int = 1,
     method: Method = "auto",
 ) -> Rebalanced:
-    """The same model with its experts placed anew: every dim named `expert` permuted, in experts, router and bias.
+    """The same model, its experts rebalanced: every dim named `expert` permuted, in experts, router and bias.
 
-    Outputs stay the same to the bit where each rank sends its own tokens to the experts, with a capacity or dropless:
-    neither the weights of `route`, nor what has no room at an expert, nor the order in which a token's choices are
-    summed depends on how the experts are numbered. Excepted are tokens whose scores tie exactly, since a tie goes to
-    the lowest number. There are three cases in which outputs change, and a warning where the state shows one:
-
-    - `bound_factor`: what is over the bound between two ranks is dropped, so it depends on which experts share a rank.
-      Outputs of a batch of which nothing is dropped, before and after, stay the same to the bit.
-    - Tokens replicated over the axes of the experts: each rank sums over its own experts, and then ranks are summed, so
-      outputs are equal up to rounding.
-    - `Routing(choice="expert")`: a token's experts are summed in the order of their numbers; up to rounding.
-
-    The state shows the config of a layer when it is an attribute of a module, at any depth: in NNX always, in Linen
-    unless it is made inside a compact method. Auxiliary losses and gradients are sums over experts: equal up to
-    rounding. Arrays keep their dtype and sharding; experts travel between ranks once. Not to be called inside
-    `jax.jit`: the loads have to be known.
+    Outputs stay the same to the bit, but for what the module's docstring names. Arrays keep their dtype and sharding;
+    experts travel between ranks once. Not to be called inside `jax.jit`: the loads have to be known.
 
     Of a TrainState the optimizer's moments are permuted like the parameters they belong to, and so are vectors of E
     numbers that the model keeps beside its parameters in the module of a router (the balancing bias, the loads it
@@ -171,29 +170,19 @@ def rebalance(
     """
     _check_given(loads)
     is_state = isinstance(state, TrainState)
-    if not is_state and (names is None or num_ranks is None):
-        missing = " and ".join(what for what, given in (("names", names), ("num_ranks", num_ranks)) if given is None)
-        raise problem(
-            "rebalance",
-            f"place the experts of parameters without {missing}",
-            "a TrainState knows both, a tree of arrays neither",
-            "give the state, or names=model.names() and num_ranks=mesh.shape['expert']",
-        )
+    _check_known(is_state, names, num_ranks)
     parts = {"params": state.params, "opt_state": state.opt_state, "extra": state.extra} if is_state else {"": state}
     known = _known(state, names or {}) if is_state else {"": _own_names(state, names or {})}
     ranks = num_ranks if num_ranks is not None else _ranks_of_experts(state)
     configs = _configs(state.bound()) if is_state else []
     _check_groups(configs, groups)
-    of_params = {path: named for path, (named, _) in known["params" if is_state else ""].items()}
-    by_scope = dict(loads) if isinstance(loads, Mapping) else {"": loads}
     placements = {}
-    for scope, given in by_scope.items():
-        _check_router(of_params, scope)
-        layers = np.asarray(given)
-        rows = layers if layers.ndim == 2 else layers[None]
-        placed = tuple(place(row, ranks, groups=groups, method=method) for row in rows)
-        order = np.array([one.order for one in placed])
-        order = order if layers.ndim == 2 else order[0]
+    for scope, given in (loads if isinstance(loads, Mapping) else {"": loads}).items():
+        _check_router({path: named for path, (named, _) in known["params" if is_state else ""].items()}, scope)
+        rows = np.asarray(given)
+        each = rows if rows.ndim == 2 else rows[None]
+        placed = tuple(place(row, ranks, groups=groups, method=method) for row in each)
+        order = np.array([one.order for one in placed]).reshape(rows.shape)
         for part, leaves in known.items():
             inside = {path: named for path, (named, home) in leaves.items() if _below(home, scope)}
             parts[part] = _permuted_tree(parts[part], order, inside, part)
@@ -319,7 +308,8 @@ def _configs(model: Any) -> list[MoEConfig]:
 def _inexact(setup: Setup, configs: Sequence[MoEConfig], num_ranks: int) -> list[str]:
     """Why outputs change when experts move."""
     reasons = []
-    experts, tokens = (_axes(setup, *names) for names in (("act_expert",), ("batch", "seq")))
+    rules = setup.strategy.activations
+    experts, tokens = (set(axes_over(setup.mesh, rules, *names)) for names in (("act_expert",), ("batch", "seq")))
     travels = experts <= tokens
     for config in configs:
         routing, factor = config.routing, config.bound_factor
@@ -339,14 +329,6 @@ def _inexact(setup: Setup, configs: Sequence[MoEConfig], num_ranks: int) -> list
             "rounding; they stay the same to the bit where the rule for `batch` names the axes of the experts"
         )
     return reasons
-
-
-def _axes(setup: Setup, *names: str) -> set[str]:
-    """Mesh axes above 1 that split activations of these names."""
-    like = Leaf(path="x", shape=(setup.mesh.size,) * len(names), dtype=np.dtype(np.int32), names=names)
-    sizes = axis_sizes(setup.mesh)
-    spec = resolve(like, setup.strategy.activations, setup.mesh).spec
-    return set(axes_of_spec(spec, sizes))
 
 
 def _permuted_tree(
@@ -484,6 +466,17 @@ def _check_given(loads: Any) -> None:
         raise problem("rebalance", asked, exists, "call it outside of jax.jit, on loads that have arrived")
 
 
+def _check_known(is_state: bool, names: object, num_ranks: object) -> None:
+    missing = " and ".join(what for what, given in (("names", names), ("num_ranks", num_ranks)) if given is None)
+    if missing and not is_state:
+        raise problem(
+            "rebalance",
+            f"place the experts of parameters without {missing}",
+            "a TrainState knows both, a tree of arrays neither",
+            "give the state, or names=model.names() and num_ranks=mesh.shape['expert']",
+        )
+
+
 def _checked_loads(loads: Any) -> np.ndarray:
     try:
         loads = np.asarray(loads)
@@ -533,7 +526,7 @@ def _check_router(named: Mapping[str, Names], scope: str) -> None:
         shown = ", ".join(f"`{path}`" for path in list(inside)[:4]) or "none at all"
         raise problem(
             f"leaves below `{scope}`" if scope else "the tree",
-            "place experts anew",
+            "rebalance experts",
             f"no router is among the leaves with a dim named `expert` ({shown}), and without it the model would change",
             "give names whose last is `expert` to the router's kernel [d, E]",
         )
@@ -541,7 +534,7 @@ def _check_router(named: Mapping[str, Names], scope: str) -> None:
 
 def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray, part: str) -> None:
     sizes = dict(zip(names, x.shape, strict=True))
-    asked = f"place {order.shape[-1]} experts anew" + f" in {len(order)} layers" * (order.ndim == 2)
+    asked = f"rebalance {order.shape[-1]} experts" + f" in {len(order)} layers" * (order.ndim == 2)
     exists, where = f"its shape is {x.shape}, with the names {names}", f"`{path}`"
     if part == "opt_state" and order.ndim == 2 and "layers" not in sizes and sizes["expert"] == order.shape[-1]:
         raise problem(

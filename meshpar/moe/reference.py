@@ -1,4 +1,4 @@
-"""What a layer of experts computes, in plain global-view jax.numpy: every token through every expert, then masked."""
+"""What an MoE layer computes, in plain global-view jax.numpy: every token through every expert, then masked."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshpar.moe.check import check_array, check_whole
-from meshpar.moe.routing import kept, or_nobody
+from meshpar.moe.check import check_routed, check_whole
+from meshpar.moe.routing import kept, or_unassigned
 from meshpar.sharding.types import PyTree, problem
 
 
@@ -25,9 +25,9 @@ def moe(
 ) -> Float[Array, "T d_out"]:
     """y_t = Σ_j weights_tj · expert_fn(params of experts_tj, x_t), over the choices that are kept, in their order.
 
-    E/k times the work that is needed, and temporaries [E, T, d_out]: for tests and for small things. A choice of nobody
-    (no number from 0 to E - 1) adds nothing. The sum runs over a token's choices, not over the experts, so it has the
-    same bits however the experts are numbered.
+    E/k times the work that is needed, and temporaries [E, T, d_out]: for tests and for small things. An unassigned
+    choice (no number from 0 to E - 1) adds nothing. The sum runs over a token's choices, not over the experts, so it
+    has the same bits however the experts are numbered.
 
     Args:
       x: all tokens.
@@ -42,8 +42,12 @@ def moe(
       ValueError: arrays of different tokens; leaves of different E; tokens that cannot be cut so; a capacity below 0.
     """
     num_experts = _num_experts(params)
-    _check_tokens(x, experts, weights, token_ranks)
-    experts = or_nobody(experts, num_experts)
+    check_routed("reference.moe", x, experts, weights)
+    check_whole("reference.moe", "token_ranks", token_ranks)
+    if len(x) % token_ranks:
+        exists = f"there are {len(x)} tokens, and every rank has the same number"
+        raise problem("reference.moe", f"cut tokens over {token_ranks} ranks", exists, "give a divisor of them")
+    experts = or_unassigned(experts, num_experts)
     weights = jnp.where(experts < num_experts, weights, 0)
     if capacity is not None:
         of_ranks = experts.reshape(token_ranks, -1, experts.shape[1])
@@ -67,20 +71,3 @@ def _num_experts(params: PyTree) -> int:
             "stack the experts along the first dim",
         )
     return sizes.pop()
-
-
-def _check_tokens(x: jax.Array, experts: jax.Array, weights: jax.Array, token_ranks: int) -> None:
-    for name, array in (("x", x), ("weights", weights)):
-        check_array("reference.moe", name, array, "...")
-    check_array("reference.moe", "experts", experts, "...", "whole")
-    check_whole("reference.moe", "token_ranks", token_ranks)
-    if experts.shape != weights.shape or experts.ndim != 2 or x.ndim != 2 or len(x) != len(experts):
-        raise problem(
-            "reference.moe",
-            f"take tokens {x.shape}, experts {experts.shape} and weights {weights.shape}",
-            "they are [T, d], [T, k] and [T, k]",
-            "give those of the same tokens, batch and sequence merged into one dim",
-        )
-    if len(x) % token_ranks:
-        exists = f"there are {len(x)} tokens, and every rank has the same number"
-        raise problem("reference.moe", f"cut tokens over {token_ranks} ranks", exists, "give a divisor of them")

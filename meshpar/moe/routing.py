@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from meshpar.moe.check import check_array, check_whole
-from meshpar.sharding.types import near_or, problem
+from meshpar.collectives.check import check_choice
+from meshpar.moe.check import check_array, check_positive, check_whole
+from meshpar.sharding.types import problem
 
 Score = Literal["softmax", "sigmoid"]
 Choice = Literal["token", "expert"]
@@ -59,11 +60,13 @@ class Routing:
 
     def __post_init__(self) -> None:
         for field, options in (("score", Score), ("choice", Choice)):
-            _check_word(field, getattr(self, field), get_args(options))
+            check_choice("Routing", field, getattr(self, field), get_args(options))
         for field in ("num_experts", "top_k", "groups", "top_groups"):
-            _check_whole(field, getattr(self, field))
+            check_whole("Routing", field, getattr(self, field))
         for field in ("normalize", "causal", "force"):
-            _check_flag(field, getattr(self, field))
+            if not isinstance(getattr(self, field), bool):
+                asked = f"be {getattr(self, field)!r}"
+                raise problem(f"Routing({field}=...)", asked, "it is True or False", f"write {field}=True, or False")
         self._check_top_k()
         self._check_groups()
         self._check_numbers()
@@ -98,16 +101,9 @@ class Routing:
             )
 
     def _check_numbers(self) -> None:
-        if not (_is_number(self.scale) and 0 < self.scale < math.inf):
-            raise problem("Routing(scale=...)", f"be {self.scale!r}", "it is a positive number", "use 1.0")
-        factor = self.capacity_factor
-        if factor is not None and not (_is_number(factor) and 0 < factor < math.inf):
-            raise problem(
-                "Routing(capacity_factor=...)",
-                f"be {factor!r}",
-                "it is a positive number, 1.0 for just enough room when all experts get the same, or None",
-                "use 1.25, or None to drop nothing",
-            )
+        check_positive("Routing", "scale", self.scale, "1.0")
+        if self.capacity_factor is not None:
+            check_positive("Routing", "capacity_factor", self.capacity_factor, "1.25, or None to drop nothing")
 
     def _check_expert_choice(self) -> None:
         if self.causal and not self.force:
@@ -140,9 +136,9 @@ class Routed(NamedTuple):
     """What a router decided. With choice="expert" there are k = E columns, one for each expert."""
 
     experts: Int32[Array, "T k"]
-    """The chosen, from the best on; E, which is nobody, where there is none (choice="expert" only)."""
+    """The chosen, from the best on; E, unassigned, where there is none (choice="expert" only)."""
     weights: Float[Array, "T k"]
-    """What their outputs are multiplied by; 0 for nobody."""
+    """What their outputs are multiplied by; 0 where unassigned."""
     scores: Float[Array, "T E"]
     """Of every expert, without the bias."""
 
@@ -203,7 +199,7 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
 
     Room goes to the earliest token, and among one token's choices to the first: choices are numbered as they stand in
     `experts`, row by row. So what drops is the same in every run, and what is at the end of a batch drops first.
-    A slot is counted on past the capacity; a choice of nobody (see `or_nobody`) is never kept.
+    A slot is counted on past the capacity; an unassigned choice (see `or_unassigned`) is never kept.
 
     No temporary is larger than a few times `experts`: choices are sorted, not compared with every expert.
 
@@ -213,11 +209,11 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
     check_array("kept", "experts", experts, "T k", "whole")
     check_whole("kept", "capacity", capacity, least=0)
     check_whole("kept", "num_experts", num_experts)
-    experts = or_nobody(experts, num_experts)
+    experts = or_unassigned(experts, num_experts)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     by_expert = flat[order]
-    chosen = count(flat, num_experts + 1)  # nobody among them
+    chosen = count(flat, num_experts + 1)  # the unassigned among them
     first = jnp.cumsum(chosen, dtype=jnp.int32) - chosen
     number = jnp.arange(flat.size, dtype=jnp.int32) - first[by_expert]
     slot = jnp.zeros_like(number).at[order].set(number, unique_indices=True).reshape(experts.shape)
@@ -225,19 +221,25 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
 
 
 def count(experts: Int[Array, ...], num_experts: int) -> Int32[Array, " E"]:
-    """How often each expert was chosen; choices of nobody are not counted.
+    """How often each expert was chosen; unassigned choices are not counted.
 
     Raises:
       ValueError: experts that are no whole numbers; no expert at all.
     """
     check_array("count", "experts", experts, "...", "whole")
     check_whole("count", "num_experts", num_experts)
-    flat = or_nobody(experts, num_experts).reshape(-1)
+    flat = or_unassigned(experts, num_experts).reshape(-1)
     return jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
 
 
-def or_nobody(experts: Int[Array, "*dims"], num_experts: int) -> Int32[Array, "*dims"]:
-    """Numbers from 0 to E - 1 as they are, and E, which means nobody, for all others."""
+def entropy(scores: Float[Array, "T E"]) -> Float[Array, " T"]:
+    """Of each token's scores, divided by their sum, in nats."""
+    shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
+    return -jax.scipy.special.xlogy(shares, shares).sum(-1)
+
+
+def or_unassigned(experts: Int[Array, "*dims"], num_experts: int) -> Int32[Array, "*dims"]:
+    """Numbers from 0 to E - 1 as they are, and E, which means unassigned, for all others."""
     return jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
 
 
@@ -313,7 +315,7 @@ def _sum_in_any_order(shares: jax.Array) -> jax.Array:
 
 
 def _chosen_by_experts(scores: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """`[T, E] -> [T, E], [T, E]`: column e is expert e with its score where it took the token, else nobody with 0."""
+    """`[T, E] -> [T, E], [T, E]`: column e is expert e with its score where it took the token, else E with 0."""
     tokens, num_experts = scores.shape
     _, taken = lax.top_k(lax.stop_gradient(scores).T, capacity(tokens, routing))
     takes = jnp.zeros((num_experts, tokens), bool).at[jnp.arange(num_experts)[:, None], taken].set(True).T
@@ -347,25 +349,3 @@ def _check_arrays(logits: jax.Array, routing: Routing, bias: jax.Array | None) -
         raise problem(
             "route", f"use a bias of shape {bias.shape}", f"there are {num_experts} experts", f"give ({num_experts},)"
         )
-
-
-def _check_word(field: str, given: object, options: tuple[str, ...]) -> None:
-    if given not in options:
-        shown = ", ".join(f"`{one}`" for one in options)
-        fix = near_or(str(given), options, "use one of them")
-        raise problem(f"Routing({field}=...)", f"be {given!r}", f"there are {shown}", fix)
-
-
-def _check_flag(field: str, given: object) -> None:
-    if not isinstance(given, bool):
-        exists = "it is True or False"
-        raise problem(f"Routing({field}=...)", f"be {given!r}", exists, f"write {field}=True, or False")
-
-
-def _check_whole(field: str, given: object) -> None:
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise problem(f"Routing({field}=...)", f"be {given!r}", "it is a whole number of at least 1", "give one")
-
-
-def _is_number(given: object) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool)

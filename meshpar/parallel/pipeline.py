@@ -130,7 +130,7 @@ def pipeline_parallel(
 ) -> Strategy:
     """Pipeline parallel: the stacked layers split over `axis`, and every batch run through them in microbatches.
 
-    The model runs its layers by `meshpar.pipeline.scan_layers`, as the shipped decoders do; what stands before is the
+    The model runs its layers by `meshpar.scan_layers`, as the shipped decoders do; what stands before is the
     first stage's and what stands behind the last one's. Any schedule of `meshpar.pipeline` runs as one program, with
     what other strategies split inside a stage left to XLA. Gradients are summed on every device and over the axes that
     split the batch once, behind the last microbatch. Parameters outside of the layers (embedding, head) are whole on

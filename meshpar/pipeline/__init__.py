@@ -29,14 +29,15 @@ if TYPE_CHECKING:
     from meshpar.pipeline.executor import Params as Params
     from meshpar.pipeline.gradients import Result as Result
     from meshpar.pipeline.gradients import value_and_grad as value_and_grad
-    from meshpar.pipeline.layers import Aux as Aux
-    from meshpar.pipeline.layers import scan_layers as scan_layers
     from meshpar.pipeline.split_backward import SplitVjp as SplitVjp
     from meshpar.pipeline.split_backward import split_vjp as split_vjp
+    from meshpar.training.layers import Aux as Aux
+    from meshpar.training.layers import scan_layers as scan_layers
 
 _HOMES = {
     "Micro": "executor", "Params": "executor", "Result": "gradients", "value_and_grad": "gradients",
-    "Aux": "layers", "scan_layers": "layers", "SplitVjp": "split_backward", "split_vjp": "split_backward",
+    "Aux": ".training.layers", "scan_layers": ".training.layers", "SplitVjp": "split_backward",
+    "split_vjp": "split_backward",
 }  # fmt: skip
 __all__ = [
     *_HOMES, "SCHEDULES", "Schedule", "ScheduleTimeline", "Simulation", "Slots", "StageOp", "dualpipe", "dualpipe_v",
@@ -47,7 +48,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"meshpar.pipeline has no {name!r}; it has {', '.join(__dir__())}")
-    value = globals()[name] = getattr(importlib.import_module(f"meshpar.pipeline.{_HOMES[name]}"), name)
+    home = _HOMES[name]
+    module = importlib.import_module(f"meshpar{home}" if home.startswith(".") else f"meshpar.pipeline.{home}")
+    value = globals()[name] = getattr(module, name)
     return value
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import AxisType
 
 from meshpar.pipeline.executor import Micro, Params, layout_of
-from meshpar.pipeline.layers import check_alike
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
 from meshpar.sharding.types import (
@@ -24,6 +23,7 @@ from meshpar.sharding.types import (
     spec_axes,
     tree_leaves_with_paths,
 )
+from meshpar.training.layers import check_alike
 from meshpar.training.reports import check_numbers
 
 if TYPE_CHECKING:

@@ -21,13 +21,13 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from meshpar.pipeline.layers import Aux
 from meshpar.pipeline.schedules import Schedule, Slots
 from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.schedules.slots import BUFFERS, SHIFTS, STAY
 from meshpar.pipeline.slicing import flat_jaxpr
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
 from meshpar.sharding.types import PyTree
+from meshpar.training.layers import Aux
 from meshpar.training.sums import Sums, weighed_by
 
 Buffers: TypeAlias = tuple[jax.Array, ...]

@@ -25,13 +25,12 @@ from jax.sharding import PartitionSpec as P
 from meshpar.collectives import broadcast
 from meshpar.pipeline import checks
 from meshpar.pipeline.executor import Executor, First, Functions, Last, Micro, Params, Plan, Totals
-from meshpar.pipeline.layers import Aux, with_aux
 from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is_spec, problem, spec_axes, without_axes
 from meshpar.training.batch import check_rows
-from meshpar.training.precision import REMAT_POLICIES, check_remat
+from meshpar.training.layers import REMAT_POLICIES, Aux, check_remat, with_aux
 from meshpar.training.reports import means
 
 

@@ -32,11 +32,11 @@ class Context:
     ambient: Ambient | None = None
     """The mesh and rules."""
     numerics: Any = None
-    """What a step wants of layers: `meshpar.training.precision.Numerics`."""
+    """What a step asks of layers: `meshpar.training.precision.Numerics`."""
     reports: Any = None
     """Where what models report is kept: `meshpar.training.reports.Reports`."""
     run: Any = None
-    """What runs stacked layers instead of a scan: `meshpar.pipeline.layers.running`."""
+    """What runs stacked layers instead of a scan: `meshpar.training.layers.running`."""
 
 
 # A user context is part of jax's trace cache key: a function jitted under one mesh is traced again under another.

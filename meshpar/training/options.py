@@ -6,7 +6,8 @@ import dataclasses
 from typing import Literal
 
 from meshpar.sharding.types import problem
-from meshpar.training.precision import Precision, check_remat
+from meshpar.training.layers import check_remat
+from meshpar.training.precision import Precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

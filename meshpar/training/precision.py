@@ -1,11 +1,11 @@
-"""Precision: in which dtype parameters are kept, computed with and reduced, and what the backward pass recomputes."""
+"""Precision: in which dtype parameters are kept, computed with and reduced."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -52,152 +52,25 @@ def cast_floating(tree: PyTree, dtype: str | None) -> PyTree:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the step tells the model's layers while it traces them
-# ---------------------------------------------------------------------------------------------------------------------
-
-MATMUL = "matmul"
-"""Name, for `jax.checkpoint`, of the result of a matmul with a weight that policies cannot see for what it is."""
-
-_NAMED = jax.checkpoint_policies.save_only_these_names(MATMUL)
-
-REMAT_POLICIES: dict[str, Callable[..., Any]] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _NAMED
-    ),
-    "all_dots": jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, _NAMED),
-}
-"""What a rematerialised layer keeps: nothing but its input; results of matmuls with weights; of all matmuls."""
-
-
-SECOND_SHARD = "second_shard"
-"""Name, for `jax.checkpoint`, of what a quantizing strategy keeps inside the node from forward to backward."""
-
-Gather = Callable[[str, PyTree], PyTree]
-"""(path of the stacked layers, one layer's shards) -> its weights."""
-
-
 @dataclasses.dataclass(eq=False)
 class Numerics:
-    """What a step wants of the layers it traces. Compared by identity: every trace is its own."""
+    """What a step asks of the model it traces. Compared by identity: every trace is its own."""
 
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: str | None = None
-    gather: Gather | None = None
-    """In force while a model is traced whose layers hold shards."""
-    num_layers_marked: int = 0
-    num_layers_gathered: int = 0
-
-
-def check_remat(remat: str | None) -> None:
-    """See that a remat policy exists.
-
-    Raises:
-      ValueError: it does not.
-    """
-    if remat is not None and remat not in REMAT_POLICIES:
-        raise problem(
-            f"remat={remat!r}", "recompute by that policy", "there is no such policy", near(str(remat), REMAT_POLICIES)
-        )
+    """A policy of `meshpar.training.layers`."""
+    gather: Any = None
+    """In force while a model is traced whose layers are shards: `meshpar.training.layers.gathering`."""
+    num_scans: int = 0
+    """Times that the model has called `scan_layers`."""
 
 
 @contextlib.contextmanager
 def numerics(precision: Precision, remat: str | None) -> Iterator[Numerics]:
-    """Put a step's wishes in force for `remat_layer` and `dot_general`."""
-    wishes = Numerics(precision, remat)
-    with within(numerics=wishes):
-        yield wishes
-
-
-@contextlib.contextmanager
-def gathering(gather: Gather) -> Iterator[Numerics]:
-    """Put in force, within `numerics`, how `layer_weights` makes whole weights of a layer's shards."""
-    wishes = current().numerics
-    assert wishes is not None
-    before, wishes.gather = wishes.gather, gather
-    try:
-        yield wishes
-    finally:
-        wishes.gather = before
-
-
-def gathers_layers() -> bool:
-    """Whether layers hold shards that `layer_weights` has to make whole."""
-    wishes = current().numerics
-    return wishes is not None and wishes.gather is not None
-
-
-def layer_weights(params: PyTree, *, at: str = "layers") -> PyTree:
-    """One layer's parameters as the layer computes with them: call it on the slice that a scan over layers gets.
-
-    They are as they were, unless the strategy quantizes what it gathers (`mp.fsdp(quantize=...)`): then they are shards
-    here, gathered one layer at a time. Inside `remat_layer`, so that the backward pass gathers them again instead of
-    keeping every layer's.
-
-    Args:
-      params: a tree of arrays without the dim of the layers, with the paths that they have in the model.
-      at: the path of the stacked layers in the model, or its end.
-
-    Raises:
-      ValueError: a path that no parameter has.
-    """
-    wishes = current().numerics
-    if wishes is None or wishes.gather is None:
-        return params
-    wishes.num_layers_gathered += 1
-    return wishes.gather(at, params)
-
-
-def remat_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function as one layer, which the step's `remat` policy recomputes in the backward pass.
-
-    Args:
-      layer: the function of one layer, as the body of a scan over layers.
-
-    Returns:
-      the layer, under `jax.checkpoint` when a policy is in force, else as it was.
-    """
-    policy = remat_policy()
-    if policy is None:
-        return layer
-    # Inside a scan nothing outside the loop can be shared with the body, so the barrier against CSE is not needed.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
-
-
-def remat_policy() -> Callable[..., Any] | None:
-    """The policy in force, for layers that have a lifted checkpoint of their own (`flax.linen.remat`); None: no remat.
-
-    Asking for it marks a layer, as `remat_layer` does.
-    """
-    wishes = current().numerics
-    if wishes is None or (wishes.remat is None and wishes.gather is None):
-        return None
-    wishes.num_layers_marked += 1
-    policy = None if wishes.remat is None else REMAT_POLICIES[wishes.remat]
-    return policy if wishes.gather is None else _regathering(policy)
-
-
-_LAYOUT_ONLY = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy"})
-"""What costs no arithmetic: a weight in another form must not be kept in its place."""
-
-
-def _regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The policy, or with None to keep everything, but for gathered weights; second shards are kept.
-
-    Weights come out of messages, which are bytes: whatever is made of bytes is made again.
-    """
-
-    def keeps(primitive: Any, *operands: Any, **params: Any) -> Any:
-        if primitive.name == "name" and params["name"] == SECOND_SHARD:
-            return True
-        if any(getattr(operand, "dtype", None) == jnp.uint8 for operand in operands):
-            return False
-        if policy is None:
-            return primitive.name not in _LAYOUT_ONLY
-        return policy(primitive, *operands, **params)
-
-    return keeps
+    """Put in force what a step asks of `dot_general` and of `meshpar.scan_layers`."""
+    context = Numerics(precision, remat)
+    with within(numerics=context):
+        yield context
 
 
 def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
@@ -205,8 +78,8 @@ def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
 
     None outside of a step.
     """
-    wishes = current().numerics
-    return None if wishes is None else wishes.precision.reduce_dtype(dtype)
+    context = current().numerics
+    return None if context is None else context.precision.reduce_dtype(dtype)
 
 
 def dot_general(
@@ -218,14 +91,14 @@ def dot_general(
     matmul. So the sum over devices is as precise as `Precision.reduce` asks only where the layers use this function:
     pass it as `dot_general=` to Flax layers.
     """
-    wishes = current().numerics
+    context = current().numerics
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)
 
-    if wishes is None or not jnp.issubdtype(rhs.dtype, jnp.floating):
+    if context is None or not jnp.issubdtype(rhs.dtype, jnp.floating):
         return plain(lhs, rhs)
-    reduce = wishes.precision.reduce_dtype(rhs.dtype)
+    reduce = context.precision.reduce_dtype(rhs.dtype)
     if reduce == rhs.dtype:
         return plain(lhs, rhs)
     contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)

@@ -98,10 +98,10 @@ class TrainStep(_Program):
         setup, options = state.setup, self.options
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         engine = engine_of(setup, options)
-        wishes = numerics(options.precision, options.remat)
-        with use(setup.mesh, setup.strategy), wishes as marks, jax.named_scope("gradients"):
+        asked = numerics(options.precision, options.remat)
+        with use(setup.mesh, setup.strategy), asked as context, jax.named_scope("gradients"):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
-        _check_layers_marked(options, marks)
+        _check_remat(options, context)
         with jax.named_scope("update"):
             return _update(state, sums, options)
 
@@ -133,7 +133,7 @@ def train_step(
         device and reduces after the loop. The second gathers split parameters once and holds them whole too, and gives
         the loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
       precision: dtypes of parameters, compute and gradient reduction.
-      remat: name of a policy for the layers that `training.precision.remat_layer` marks: "full", "dots", "all_dots".
+      remat: name of a policy for the layers that the model runs by `meshpar.scan_layers`: "full", "dots", "all_dots".
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in
         `state.skipped`; "raise" does the same, and `fit` raises when it sees the metric; "ignore" does not look.
       weight: name of a metric (say the number of real tokens) by which micro-steps are weighed in the mean.
@@ -190,13 +190,13 @@ def eval_step(loss_fn: LossFn, *, precision: Precision | None = None) -> EvalSte
     return EvalStep(loss_fn, precision or Precision())
 
 
-def _check_layers_marked(options: StepOptions, wishes: Numerics) -> None:
-    if options.remat and not wishes.num_layers_marked:
+def _check_remat(options: StepOptions, context: Numerics) -> None:
+    if options.remat and not context.num_scans:
         raise problem(
             f"train_step(remat={options.remat!r})",
             "recompute layers in the backward pass",
-            "the model marks no layer",
-            "wrap one layer's function in meshpar.training.precision.remat_layer, or use remat=None and Flax's own",
+            "the model marks no layer: it never calls meshpar.scan_layers",
+            "run its stacked layers by mp.scan_layers(layer, x, params), or use remat=None and Flax's own",
         )
 
 

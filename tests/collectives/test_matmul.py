@@ -22,7 +22,8 @@ from meshpar.compiled.census import census
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.planner import cost
 from meshpar.sharding.types import tree_leaves_with_paths
-from meshpar.training.precision import REMAT_POLICIES, Precision, numerics
+from meshpar.training.layers import REMAT_POLICIES
+from meshpar.training.precision import Precision, numerics
 from tests.grid import cases
 
 matrix = pytest.mark.matrix

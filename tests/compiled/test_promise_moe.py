@@ -24,7 +24,6 @@ from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing, Weights, moe_layer
 from meshpar.parallel.promise import with_layers
 from meshpar.planner import cost
-from meshpar.training.precision import remat_layer
 
 L, D, F, E, K, T = 2, 64, 96, 16, 2, 32
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -334,10 +333,10 @@ def small_step(*, factor=None, remat=None, accumulate=1, **moe):
 
     def apply(params, x):
         def one(x, weights):
-            return x + moe_layer(x, Weights(**weights), config)[0], None
+            return x + moe_layer(x, Weights(**weights), config)[0]
 
         x = mp.constrain(x, "batch", None, None) * params["gain"]
-        return jax.lax.scan(remat_layer(one), x, params["layers"])[0]
+        return mp.scan_layers(one, x, params["layers"])
 
     named = {"gain": ("embed",)} | {f"layers/{name}": ("layers", *own) for name, own in names.items()}
     mesh = mp.MeshSpec(expert=4).build(jax.devices()[:4])

@@ -79,13 +79,13 @@ def test_flops_of_a_known_shape():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_layers": 0}, ["num_layers", "0", "positive"]),
+        ({"num_layers": 0}, ["num_layers", "0", "whole number, 1 or more"]),
         ({"vocab_size": 2.5}, ["vocab_size", "2.5"]),
         ({"mlp_dim": True}, ["mlp_dim", "True"]),
         ({"num_kv_heads": 4}, ["num_kv_heads", "6 is not a multiple of 4"]),
         ({"head_dim": 9}, ["head_dim", "even", "10"]),
-        ({"rope_theta": 0.0}, ["rope_theta", "positive"]),
-        ({"norm_eps": -1e-5}, ["norm_eps", "positive"]),
+        ({"rope_theta": 0.0}, ["rope_theta", "above 0"]),
+        ({"norm_eps": -1e-5}, ["norm_eps", "above 0"]),
         ({"param_dtype": "float23"}, ["param_dtype", "float32"]),
         ({"attention": "cuddn"}, ["attention", "did you mean `cudnn`"]),
         ({"moe": "mixtral"}, ["moe=", "it is a MoEConfig"]),

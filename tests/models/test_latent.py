@@ -285,7 +285,11 @@ def test_a_config_that_contradicts_itself(changes, says):
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"rope_dim": 3}, "use 4"), ({"kv_rank": 0}, "positive integer"), ({"q_rank": 1.5}, "positive integer")],
+    [
+        ({"rope_dim": 3}, "use 4"),
+        ({"kv_rank": 0}, "whole number, 1 or more"),
+        ({"q_rank": 1.5}, "whole number, 1 or more"),
+    ],
 )
 def test_widths_that_are_none(changes, says):
     fields = {"q_rank": 12, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "v_dim": 14, **changes}

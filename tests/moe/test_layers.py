@@ -1,4 +1,4 @@
-"""A layer of experts: equal to the dense reference in value and every gradient on every mesh, and what it tells."""
+"""An MoE layer: equal to the dense reference in value and every gradient on every mesh, and the router's statistics."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import meshpar as mp
 from meshpar import moe
 from meshpar.collectives.check import ranks_of
 from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
-from meshpar.pipeline.layers import running
-from meshpar.sharding.types import MeshparError, tree_leaves_with_paths
+from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.layers import running
 from meshpar.training.reports import collecting, is_listening, report
 from tests.grid import cases
 
@@ -458,7 +458,7 @@ def test_the_bias_moves_after_a_step_and_by_all_that_was_counted(kind):
 
 
 def test_reports_reach_who_listens():
-    report(loss=jnp.ones(()))  # nobody does
+    report(loss=jnp.ones(()))  # nothing listens
     assert not is_listening()
     with collecting() as reports:
         assert is_listening()
@@ -472,7 +472,7 @@ def test_reports_reach_who_listens():
 
 def test_metrics_of_all_layers():
     load = jnp.asarray([[4, 0, 0, 4], [2, 2, 2, 2]])
-    aux = moe.Told(jnp.full((), 0.5), load, jnp.asarray([2, 0]), jnp.asarray([0.1, 0.2])).aux
+    aux = moe.RouterStats(jnp.full((), 0.5), load, jnp.asarray([2, 0]), jnp.asarray([0.1, 0.2])).aux
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2, z_weight=1.0)
     mesh = mesh_of({"expert": 2})
     with collecting() as reports, mp.use(mesh, EXPERT):
@@ -489,7 +489,7 @@ def test_metrics_of_all_layers():
 
 
 def test_a_model_of_one_layer_reports_what_that_told():
-    told = moe.Told(jnp.zeros(()), jnp.asarray([4, 0, 0, 4]), jnp.asarray(2), jnp.asarray(0.1))
+    told = moe.RouterStats(jnp.zeros(()), jnp.asarray([4, 0, 0, 4]), jnp.asarray(2), jnp.asarray(0.1))
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2)
     with collecting() as reports, mp.use(mesh_of({"expert": 2}), EXPERT):
         moe.report_layers(told, cfg)
@@ -497,126 +497,3 @@ def test_a_model_of_one_layer_reports_what_that_told():
     assert (found["moe/load"], found["moe/rank_load"], found["moe/drop_rate"]) == ([[4, 0, 0, 4]], [[4, 4]], [0.25])
     read = moe.loads(reports.metrics)
     assert (read.experts.max_over_mean.tolist(), read.ranks.max_over_mean.tolist()) == ([2.0], [1.0])
-
-
-@pytest.mark.parametrize(
-    ("told", "words"),
-    [
-        (None, "report a NoneType"),
-        (moe.Told(*[jnp.zeros(())] * 4), r"loads \(\)"),
-        (moe.Told(*[jnp.zeros(5)] * 4), r"loads \(5,\)"),
-        (moe.Told(*[jnp.zeros((2, 4))] * 4), r"loss \(2, 4\)"),
-    ],
-)
-def test_what_no_layers_told_is_not_reported(told, words):
-    with pytest.raises(MeshparError, match=words):
-        moe.report_layers(told, MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2))
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"loss": jnp.ones(3)}, r"it has shape \(3,\)"),
-        ({"loss": "x"}, "be 'x'"),
-        ({"metrics": [1]}, "every metric has a name"),
-        ({"metrics": {"a": None}}, "`a`: asked to be None"),
-    ],
-)
-def test_reports_are_numbers(given, words):
-    with pytest.raises(MeshparError, match=words):
-        report(**given)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-BY_EXPERTS = Routing(num_experts=4, top_k=2, choice="expert", causal=False, normalize=False)
-WITH_ROOM = Routing(num_experts=4, top_k=2, capacity_factor=1.0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"routing": "top2"}, "it is a Routing"),
-        ({"mlp_dim": 0}, "whole number, 1 or more"),
-        ({"shared_experts": -1}, "whole number, 0 or more"),
-        ({"bias_rate": -1.0}, "from 0 on"),
-        ({"z_weight": math.inf}, "from 0 on"),
-        ({"implementation": "rugged"}, "`ragged`"),
-        ({"bound_factor": -1.0}, "bound_factor=-1.0"),
-        ({"bound_factor": "2"}, "bound_factor='2'"),
-        ({"bound_factor": 1.5, "routing": WITH_ROOM}, "or the capacity_factor"),
-        ({"implementation": "ragged", "routing": WITH_ROOM}, "travel whole"),
-        ({"implementation": "ragged", "routing": BY_EXPERTS}, "leave implementation out"),
-        ({"payload": "int8"}, "says of each way"),
-        ({"chunks": 2, "routing": BY_EXPERTS}, "leave chunks out"),
-        ({"bias_rate": 0.1, "routing": BY_EXPERTS}, "leave bias_rate out"),
-    ],
-)
-def test_configs_that_make_no_sense(changes, words):
-    given = {"routing": Routing(num_experts=4, top_k=2), "mlp_dim": 4, **changes}
-    with pytest.raises(MeshparError, match=words):
-        MoEConfig(**given)
-
-
-def test_weights_of_another_config():
-    x, weights, *_ = arrays()
-    with pytest.raises(MeshparError, match=r"`down` of shape \(8, 4, 6\)"):
-        moe_layer(x, weights._replace(down=weights.gate), config())
-    with pytest.raises(MeshparError, match="a router of shape"):
-        moe_layer(x, weights._replace(router=weights.router[:, :7]), config())
-    with pytest.raises(MeshparError, match="without its balancing bias"):
-        moe_layer(x, weights, config(bias_rate=0.1))
-    fewer = Weights(weights.router, *(of[:4] for of in weights[1:]))
-    with pytest.raises(MeshparError, match="be 4 of 8 experts"), mp.use(mesh_of({"expert": 4}), EXPERT):
-        moe_layer(x, fewer, config())
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda x, w, c: (x[0], w, c), r"x` of shape \(4, 4\) .* \[B, T, d\]"),
-        (lambda x, w, c: (x[None], w, c), r"\[B, T, d\]"),
-        (lambda x, w, c: (x.astype(int), w, c), "dtype int"),
-        (lambda x, w, c: (x.tolist(), w, c), "a list for `x`"),
-        (lambda x, w, c: (x[:0], w, c), "one token at the least"),
-        (lambda x, w, c: (x, tuple(w), c), "a tuple for the weights"),
-        (lambda x, w, c: (x, w._replace(gate=w.gate.astype(int)), c), "`gate` of shape"),
-        (lambda x, w, c: (x, w._replace(router=w.router[:, :0]), c), r"a router of shape \(4, 0\)"),
-        (lambda x, w, c: (x, Weights(w.router, *(of[:4] for of in w[1:])), c), "be that of 8 experts"),
-        (lambda x, w, c: (x, w, c.routing), "a layer of experts is a MoEConfig"),
-    ],
-)
-def test_what_is_no_layer_is_told_before_it_is_traced(change, words):
-    """Without a mesh, tokens [T, d] gave an output [T, d, 1], and half of the experts the sum over that half."""
-    x, weights, *_ = arrays()
-    with pytest.raises(MeshparError, match=words):
-        moe_layer(*change(x, weights, config()))
-
-
-@pytest.mark.parametrize(
-    ("width", "cfg", "dtype", "words"),
-    [
-        (0, BIASED, "float32", r"embed_dim=.* be 0"),
-        (4.0, BIASED, "float32", r"be 4.0"),
-        (4, BIASED.routing, "float32", "a layer of experts is a MoEConfig"),
-        (4, BIASED, "int8", "floating dtype"),
-        (4, BIASED, "float_32", "floating dtype"),
-        (4, BIASED, None, "floating dtype"),
-    ],
-)
-def test_modules_that_cannot_be_made(width, cfg, dtype, words):
-    with pytest.raises(MeshparError, match=words):
-        moe.MoE(width, cfg, param_dtype=dtype, rngs=nnx.Rngs(0))
-    with pytest.raises(MeshparError, match=words):
-        moe.LinenMoE(width, cfg, dtype).init(jax.random.key(0), jnp.zeros((1, 1, 4)))
-
-
-def test_tokens_that_are_split_over_some_axes_of_the_experts():
-    x, weights, *_ = arrays()
-    strategy = EXPERT | mp.Rules(act_expert=("expert", "inner"), batch="expert")
-    mesh = mesh_of({"expert": 2, "inner": 2})
-    with pytest.raises(MeshparError, match="whole over `inner`"), mp.use(mesh, strategy):
-        moe_layer(x, weights, config())

@@ -269,35 +269,10 @@ def test_arrays_keep_their_sharding_and_dtype(mesh8):
 # Mistakes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("loads", "num_ranks", "options", "told"),
-    [
-        ([1, 2, 3], 2, {}, "share experts over 2 ranks"),
-        ([1, 2, 3, 4], 0, {}, "place(num_ranks=...): asked to be 0"),
-        ([1, 2, 3, 4], 2.0, {}, "be 2.0"),
-        ([1, 2, 3, 4], True, {}, "be True"),
-        ([1, 2, 3, 4], "2", {}, "be '2'"),
-        ([1, 2, 3, 4], 2, {"groups": 2.0}, "be 2.0"),
-        ([1, -2], 1, {}, "none negative"),
-        ([1, np.nan], 1, {}, "none negative or infinite"),
-        ([[1, 2]], 1, {}, "of one layer"),
-        ([True, False], 1, {}, "number of tokens"),
-        ([1, 2, 3, 4], 2, {"method": "optimum"}, "did you mean `optimal`?"),
-        ([1, 2, 3, 4], 2, {"groups": 3}, "keep 3 groups of 4"),
-        (range(12), 6, {"groups": 4}, "a multiple of the other"),
-        (range(64), 8, {"method": "optimal"}, 'use method="greedy"'),
-    ],
-)
-def test_loads_that_cannot_be_placed(loads, num_ranks, options, told):
-    with pytest.raises(MeshparError) as raised:
-        moe.place(np.array(loads), num_ranks, **options)
-    assert told in str(raised.value)
-
-
 def test_leaves_that_do_not_fit_the_loads():
-    with pytest.raises(MeshparError, match="`moe/bias`: asked to place 8 experts anew"):
+    with pytest.raises(MeshparError, match="`moe/bias`: asked to rebalance 8 experts"):
         moe.rebalance(model(), zipf(8), names=NAMES, num_ranks=4)
-    with pytest.raises(MeshparError, match="16 experts anew in 2 layers"):
+    with pytest.raises(MeshparError, match="16 experts in 2 layers"):
         moe.rebalance(model(), np.stack([zipf(16)] * 2), names=NAMES, num_ranks=4)
     with pytest.raises(MeshparError, match=r"leaves below `block`: .*none at all"):
         moe.rebalance(model(), {"block": zipf(16)}, names=NAMES, num_ranks=4)
@@ -307,7 +282,7 @@ def test_leaves_that_do_not_fit_the_loads():
 
 
 class Layer(nnx.Module):
-    """A layer of experts with a vector of their number beside it that is none of theirs."""
+    """An MoE layer with a vector of their number beside it that is none of theirs."""
 
     def __init__(self, *, rngs):
         routing = Routing(num_experts=NUM_EXPERTS, top_k=2)
@@ -426,8 +401,6 @@ def test_loads_that_are_not_there():
         moe.rebalance(model(), {}, names=NAMES, num_ranks=4)
     with pytest.raises(MeshparError, match="outside of jax.jit"):
         jax.jit(lambda loads: moe.rebalance(model(), loads, names=NAMES, num_ranks=4))(zipf(16))
-    with pytest.raises(MeshparError, match="none negative or infinite"):
-        moe.place([[1, 2], [3]], 2)
 
 
 # What stays the same to the bit, and what does not -----------------------------------------------------------------

@@ -56,17 +56,17 @@ def case(num_experts, top_k, tokens=24, kind="any"):
     experts = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k].astype(np.int32)
     if kind == "all to the same":
         experts[:] = np.arange(top_k)
-    if kind == "nobody":
+    if kind == "unassigned":
         experts[rng.random(experts.shape) < 0.5] = num_experts
     return x, experts, rng.random(experts.shape).astype(np.float32), experts_of(num_experts)
 
 
-@pytest.mark.parametrize("kind", ["any", "all to the same", "nobody"])
+@pytest.mark.parametrize("kind", ["any", "all to the same", "unassigned"])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(4, 1), (4, 4), (16, 2), (64, 8)])
 def test_every_token_through_its_experts(num_experts, top_k, kind):
     x, experts, weights, params = case(num_experts, top_k, kind=kind)
     expected, _ = by_hand(x, experts, weights, params)
-    if kind == "nobody":
+    if kind == "unassigned":
         minus_one = np.where(experts == num_experts, -1, experts)
         np.testing.assert_array_equal(dense(x, minus_one, weights, params), dense(x, experts, weights, params))
     np.testing.assert_allclose(dense(x, experts, weights, params), expected, rtol=1e-4, atol=1e-5)
@@ -123,7 +123,7 @@ def test_with_expert_choice():
 def test_mistakes():
     x, experts, weights, params = case(4, 2)
     reference = functools.partial(moe.reference.moe, expert_fn=mlp, params=params)
-    with pytest.raises(MeshparError, match="give those of the same tokens"):
+    with pytest.raises(MeshparError, match="give each token its experts and their weights"):
         reference(x[:-1], experts, weights)
     with pytest.raises(MeshparError, match="cut tokens over 5 ranks"):
         reference(x, experts, weights, token_ranks=5)
@@ -131,7 +131,7 @@ def test_mistakes():
         reference(x, experts, weights, params=params | {"up": params["up"][:3]})
 
 
-def test_weights_of_nobody_count_nothing_whatever_they_are():
+def test_weights_of_unassigned_choices_count_nothing_whatever_they_are():
     x, experts, weights, params = case(4, 2)
     experts = jnp.asarray(experts).at[0].set(-1)
     given = (jnp.asarray(weights).at[0].set(value) for value in (jnp.nan, 0.0))

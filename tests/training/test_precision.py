@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 import meshpar as mp
-from meshpar.training.precision import REMAT_POLICIES, dot_general, numerics, remat_layer
+from meshpar.training.layers import REMAT_POLICIES
+from meshpar.training.precision import dot_general, numerics
 
 PRODUCTS = {
     "dense": ((4, 5, 8), (8, 6), (((2,), (0,)), ((), ()))),
@@ -87,9 +88,9 @@ def deep_model():
 
     def apply(params, x):
         def layer(x, w):
-            return x + jnp.tanh(jnp.sin(dot_general(x, w, (((1,), (0,)), ((), ()))))), None
+            return x + jnp.tanh(jnp.sin(dot_general(x, w, (((1,), (0,)), ((), ())))))
 
-        return lax.scan(remat_layer(layer), x, params["w"])[0]
+        return mp.scan_layers(layer, x, params["w"])
 
     return mp.from_functions(init, apply, names={"w": ("layers", "embed", None)})
 
@@ -116,13 +117,6 @@ def test_every_policy_gives_the_same_step_and_full_keeps_least():
         np.testing.assert_allclose(w_remat, w, atol=1e-6)
     one_activation = LAYERS * ROWS * WIDTH * 4
     assert kept["full"] + one_activation <= kept["dots"] <= plain_bytes
-
-
-def test_remat_layer_outside_a_step_changes_nothing():
-    def layer(x):
-        return x
-
-    assert remat_layer(layer) is layer
 
 
 # ---------------------------------------------------------------------------------------------------------------------

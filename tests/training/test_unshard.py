@@ -22,7 +22,6 @@ from meshpar.compiled.target import require_aot
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.parallel import Quantize, parse_strategy
 from meshpar.planner import cost
-from meshpar.training.precision import layer_weights, remat_layer
 from tests.grid import cases
 
 CONFIG = TransformerConfig(
@@ -34,7 +33,7 @@ EXACT = {"weights": None, "gradients": None, "secondary": "fsdp"}
 """Second shards of what is sent as it is: all of the way by hand, and nothing rounded."""
 
 
-def stacked_model(hook=layer_weights, mark=remat_layer):
+def stacked_model(scan=mp.scan_layers):
     """A residual MLP, its layers in a scan."""
 
     def init(key):
@@ -46,11 +45,10 @@ def stacked_model(hook=layer_weights, mark=remat_layer):
 
     def apply(params, x):
         def layer(x, of_layer):
-            of_layer = hook(of_layer)
             h = jnp.tanh((x * of_layer["scale"]) @ of_layer["up"]["kernel"])
-            return x + h @ of_layer["down"]["kernel"], None
+            return x + h @ of_layer["down"]["kernel"]
 
-        x, _ = jax.lax.scan(mark(layer), x, params["layers"])
+        x = scan(layer, x, params["layers"])
         return x @ params["out"]["kernel"] + params["bias"]
 
     names = {
@@ -463,23 +461,15 @@ def test_one_device_has_nothing_to_send(plain):
 
 
 def test_a_model_that_never_gathers_its_layers_is_told():
-    MODELS["bare"] = lambda: (stacked_model(hook=lambda params: params), squares, rows())
-    with pytest.raises(mp.MeshparError, match="never calls meshpar.training.precision.layer_weights"):
+    def scan(layer, x, params):
+        return jax.lax.scan(lambda x, one: (layer(x, one), None), x, params)[0]
+
+    MODELS["bare"] = lambda: (stacked_model(scan), squares, rows())
+    with pytest.raises(mp.MeshparError, match="never calls meshpar.scan_layers"):
         one_step({"fsdp": 4}, mp.fsdp(quantize="int8"), model="bare")
 
 
-def test_a_model_that_marks_no_layer_is_told():
-    MODELS["unmarked"] = lambda: (stacked_model(mark=lambda layer: layer), squares, rows())
-    with pytest.raises(mp.MeshparError, match="weights of all would be kept.*remat_layer"):
-        one_step({"fsdp": 4}, mp.fsdp(quantize="int8"), model="unmarked")
-
-
 def test_a_path_that_no_layer_has_is_told():
-    MODELS["other"] = lambda: (stacked_model(hook=functools.partial(layer_weights, at="blocks")), squares, rows())
+    MODELS["other"] = lambda: (stacked_model(functools.partial(mp.scan_layers, at="blocks")), squares, rows())
     with pytest.raises(mp.MeshparError, match="no parameters have paths that end in `blocks/down/kernel`"):
         one_step({"fsdp": 4}, mp.fsdp(quantize="int8"), model="other")
-
-
-def test_outside_a_quantizing_step_layers_are_as_they_are():
-    params = {"kernel": jnp.ones(3)}
-    assert layer_weights(params) is params

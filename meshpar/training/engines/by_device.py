@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec
 
 from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_axes
 from meshpar.training.engines.unshard import Unshard, make_unshard
+from meshpar.training.layers import gathering
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Numerics, cast_floating, gathering
+from meshpar.training.precision import Numerics, cast_floating
 from meshpar.training.reports import means
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import (
@@ -153,26 +154,26 @@ def _whole_step(loss: Loss, options: StepOptions, params: PyTree) -> MicroStep:
 def _sharded_step(
     loss: Loss, options: StepOptions, setup: Setup, unshard: Unshard, params: PyTree, noise: jax.Array
 ) -> MicroStep:
-    """Gradients by shards: those of all devices have met, each weighed, when they come out."""
+    """Gradients by shards: they come out as weighed sums over all devices."""
 
     def loss_of(params: PyTree, extra: PyTree, micro: PyTree, key: jax.Array, weight: jax.Array | None) -> Any:
         def gather(at: str, layer: PyTree) -> PyTree:
             return unshard.layer(noise, weight, at, layer)
 
-        with gathering(gather) as wishes:
-            wishes.num_layers_gathered = wishes.num_layers_marked = 0
+        with gathering(gather) as context:
+            context.num_scans = 0
             try:
                 out = loss(unshard.entered(params, noise, weight), extra, micro, key)
             except (TypeError, ValueError) as error:
-                _check_layers_gathered(setup, unshard, wishes, error)
+                _check_layers_gathered(setup, unshard, context, error)
                 raise
-            _check_layers_gathered(setup, unshard, wishes, None)
+            _check_layers_gathered(setup, unshard, context, None)
         return out
 
     def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> Sums:
         masters = jax.tree.map(wide, params)
-        # Gradients meet weighed, so the weight is known before: a forward pass of which XLA keeps what it takes, which
-        # is little where the weight is a count of tokens.
+        # Gradients are reduced weighed, so the weight is known before: a forward pass of which XLA keeps what it takes,
+        # which is little where the weight is a count of tokens.
         weight = None
         if options.weight is not None:
             weight = wide(jnp.asarray(weight_of(options, loss_of(masters, extra, micro, key, None)[1][0])))
@@ -182,25 +183,15 @@ def _sharded_step(
     return micro_step
 
 
-def _check_layers_gathered(setup: Setup, unshard: Unshard, wishes: Numerics, cause: Exception | None) -> None:
+def _check_layers_gathered(setup: Setup, unshard: Unshard, context: Numerics, cause: Exception | None) -> None:
     """A model that computes with a layer's shards fails by their shapes: this is why."""
-    if not unshard.per_layer:
-        return
-    where, asked = f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}", "gather one layer at a time"
-    if not wishes.num_layers_gathered:
+    if unshard.per_layer and not context.num_scans:
         raise problem(
-            where,
-            asked,
-            "the model scans its stacked layers and never calls meshpar.training.precision.layer_weights",
-            "call it on the slice of the parameters that the scan's body gets, inside remat_layer",
+            f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}",
+            "gather one layer at a time",
+            "the model scans its stacked layers and never calls meshpar.scan_layers",
+            "run them by mp.scan_layers(layer, x, params) in place of the scan",
         ) from cause
-    if cause is None and not wishes.num_layers_marked:
-        raise problem(
-            where,
-            asked,
-            "nothing marks where a layer ends, so the weights of all would be kept for the backward pass",
-            "wrap the scan's body in meshpar.training.precision.remat_layer",
-        )
 
 
 def _local_sums(

@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec
 from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.pipeline.executor import Functions, Micro, Params, split_stage
 from meshpar.pipeline.gradients import StagedRun
-from meshpar.pipeline.layers import Aux, Layer, Run, running, scanned, with_aux
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, depends, flat_jaxpr
 from meshpar.sharding.rules import resolve
@@ -39,6 +38,7 @@ from meshpar.sharding.types import (
     without_axes,
 )
 from meshpar.training.batch import check_rows
+from meshpar.training.layers import Aux, Layer, Run, running, scanned, with_aux
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
@@ -60,7 +60,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
 
     Raises:
       ValueError: options or a strategy that stages cannot do; a model whose layers are not stacked, or not run by
-        `meshpar.pipeline.scan_layers`; fewer layers than the schedule has parts; rows that the microbatches do not
+        `meshpar.scan_layers`; fewer layers than the schedule has parts; rows that the microbatches do not
         divide; uses of an Aux that `scan_layers` has none for.
     """
     _check_options(options, state.setup)
@@ -152,8 +152,7 @@ class _Cut:
                 where,
                 f"give layers to {schedule.stages} stages",
                 f"there are stacks of {sorted(counts)} layers" if counts else "no parameter has a dim named `layers`",
-                "stack the layers' parameters along a first dim named `layers` and run them by "
-                "meshpar.pipeline.scan_layers",
+                "stack the layers' parameters along a first dim named `layers` and run them by meshpar.scan_layers",
             )
         return _Cut(
             structure=jax.tree.structure(setup.layout.variables.params),
@@ -448,7 +447,7 @@ class _Marks:
                     f"`{path}` of the model under {where}",
                     "be carried from microbatch to microbatch",
                     "stages run microbatches in an order of their own, and none sees them all in time",
-                    "make it of the Aux that meshpar.pipeline.scan_layers gives, or leave it out",
+                    "make it of the Aux that meshpar.scan_layers gives, or leave it out",
                 )
         if self.loss_on_metrics:
             raise problem(
@@ -490,7 +489,7 @@ def _check_once(calls: int) -> None:
         raise problem(
             "the model under pipeline_parallel",
             "be cut where it runs its stacked layers",
-            f"it calls meshpar.pipeline.scan_layers {calls or 'no'} times",
+            f"it calls meshpar.scan_layers {calls or 'no'} times",
             "run the layers that stages are to share by one call of it",
         )
 

@@ -4,8 +4,8 @@
                                                                                 │
     shard's gradient ◄─sum in float32◄─ exchange ◄─ message ◄── whole gradient ◄┘
 
-For a strategy with `quantize`. The step is manual over the axes that split the batch, so XLA never sees gradients that
-have to meet; what other axes split stays split, each of their ranks quantizing what it holds.
+For a strategy with `quantize`. The step is manual over the axes that split the batch, so XLA never sees gradients
+to reduce; what other axes split stays split, each of their ranks quantizing what it holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from meshpar.collectives import quantized_all_reduce
 from meshpar.collectives.quantized import decoded, encoded, gathered_bytes, scattered_sum
 from meshpar.parallel import Quantize
 from meshpar.sharding.types import Decision, PyTree, axis_sizes, near_or, path_str, problem, spec_axes
-from meshpar.training.precision import SECOND_SHARD, Precision
+from meshpar.training.layers import SECOND_SHARD
+from meshpar.training.precision import Precision
 from meshpar.training.state import Setup
 
 
@@ -84,7 +85,7 @@ class Unshard:
         Args:
           params: in float32 at the least, so that their gradients are.
           key: for stochastic rounding; the same on all ranks.
-          weight: by which this rank's gradients are multiplied before they meet; None: 1.
+          weight: by which this rank's gradients are multiplied before their reduction; None: 1.
         """
 
         def enter(leaf: _Leaf, x: jax.Array) -> jax.Array:
@@ -125,7 +126,7 @@ class Unshard:
         if len({(leaf.batch, leaf.others, leaf.per_layer) for leaf in found}) == 1:
             return found[0]
         raise problem(
-            f"layer_weights(at={at!r}), parameter `{path}`",
+            f"scan_layers(at={at!r}), parameter `{path}`",
             "gather it for one layer",
             f"{len(found) or 'no'} parameters have paths that end in `{wanted[1:]}`"
             + ", and they are not split alike" * bool(found),

@@ -26,7 +26,7 @@ def test_the_tree_has_as_many_parameters_as_published(trees, name, total, active
     cfg = SHAPES[name]
     leaves = tree_leaves_with_paths(trees[name])
     assert sum(x.size for _, x in leaves) == cfg.num_params == total
-    # A token meets k of the E experts of every layer, and all else: counted by what the leaves are called.
+    # A token visits k of the E experts of every layer, and all else: counted by what the leaves are called.
     experts = sum(x.size for path, x in leaves if "/mlp/" in path and x.ndim == 4)
     visited = experts * cfg.moe.routing.top_k // cfg.moe.routing.num_experts
     assert total - experts + visited == cfg.num_active_params == active

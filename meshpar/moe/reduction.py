@@ -1,4 +1,4 @@
-"""Where ranks of a layer of experts meet: sums of partial results, and weights made whole of shards.
+"""Sums over the ranks of an MoE layer: of partial results, and of the gradients of weights gathered from shards.
 
 partial [T, d] ─► total ─► y          shard [E/N, d/F, f] ─► whole ─► [E/N, d, f]
 dx ◄─ total ◄── alike ◄── dx's parts       shard's gradient ◄─ reduce-scatter in float32 ◄┘

@@ -1,0 +1,276 @@
+"""The one hook of a model's stacked layers: where a step gathers their weights, recomputes them, runs them by stages.
+
+one layer's shards ─► gathered, where the strategy quantizes ─► layer     recomputed by the step's `remat` policy
+layers one after the other: a `lax.scan`, or stage by stage
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.sharding.context import current, within
+from meshpar.sharding.types import PyTree, near, problem
+from meshpar.training.precision import Numerics
+
+
+class Aux(NamedTuple):
+    """What a layer, or a part of the model, gives beside its output.
+
+    Under stages nobody has it before all microbatches are through, so what a model and its loss function make of it is
+    worked out once, behind the last tick, of the sums and means over microbatches and devices. For that,
+
+      - the loss may add `aux.loss`, times a constant, and use no `aux.metrics`;
+      - a metric, or a variable that the model changes, may be made of `aux`, constants and the model's variables as
+        they were before the step, and then of nothing else (`bias = update_bias(bias, aux.metrics["load"])`);
+      - a metric that is not made of `aux` is one of each microbatch, as always.
+
+    All of this gives what a scan gives, as far as losses and metrics are means over rows, or counts.
+    """
+
+    loss: jax.Array
+    """Scalar; a mean over rows, as losses are."""
+    metrics: dict[str, jax.Array]
+    """Arrays that no gradient passes through. Over microbatches and devices those of whole numbers are summed, for they
+    are counts, and all others averaged, for they are means over rows."""
+
+
+Layer: TypeAlias = Callable[[Any, PyTree], Any]
+"""(x, row of one layer) -> x, or -> (x, Aux)."""
+Run: TypeAlias = Callable[[Layer, Any, PyTree], Any]
+"""(layer, x, stacked rows) -> x, or -> (x, Aux of all layers)."""
+
+
+@contextlib.contextmanager
+def running(run: Run) -> Iterator[None]:
+    """Put in force what `scan_layers` does instead of a scan."""
+    # An object of its own for every trace: jax compares contexts by equality.
+    with within(run=_Identity(run)):
+        yield
+
+
+class _Identity:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+
+def is_staged() -> bool:
+    """Whether stages run the layers of the model that is being traced."""
+    return current().run is not None
+
+
+def scan_layers(
+    layer: Callable[..., Any],
+    x: Any,
+    params: PyTree,
+    *,
+    extra: PyTree = None,
+    caches: PyTree = None,
+    at: str = "layers",
+    staged: bool = True,
+) -> Any:
+    """Run a model's stacked layers one after the other, as the step and its strategy ask.
+
+        x = scan_layers(layer, x, params["layers"])
+        x, aux = scan_layers(layer, x, params, extra=bias)      where layer gives (x, Aux(loss, {"load": counts}))
+        x, caches = scan_layers(layer, x, params, caches=kv)    where layer gives (x, cache)
+
+    It is a `lax.scan`, in which each layer is recomputed in the backward pass as `train_step(remat=...)` says, and
+    gets whole weights where the strategy quantizes what it gathers (`mp.fsdp(quantize=...)`): there the model holds
+    shards, gathered one layer at a time and again in the backward pass. Under `mp.pipeline_parallel` stages run the
+    layers. Outside of a step it is the plain scan.
+
+    A layer may give an `Aux` with its output: an auxiliary loss, and metrics. Then so does `scan_layers`: the losses
+    summed over layers, the metrics stacked, `[layers, ...]`.
+
+    Under stages a model calls it once with `staged`; what stands before is the first stage's and what stands behind the
+    last one's. The layer must depend on nothing but its arguments and what follows from the batch. `Aux` says what may
+    be made of one.
+
+    Args:
+      layer: `(x, params, extra, cache) -> x` of one layer, without those of the last two that are not given; or
+        `-> (x, Aux)`. With caches `(x, cache)` stands where x stands.
+      x: a pytree; every layer gives it back in the same shapes and dtypes.
+      params: the layers' parameters, stacked: `[layers, ...]`, logical name `layers`, with the paths that they have in
+        the model below `at`.
+      extra: what else has a row for every layer: variables (the state of an NNX module, a Linen collection), constants.
+      caches: likewise, and given back as the layers leave it: keys and values for decoding.
+      at: the path of the stacked layers in the model, or its end; the scope of their operations, too.
+      staged: whether stages share these layers. False for a stack that one stage runs all of.
+
+    Returns:
+      x or `(x, caches)`; `(that, Aux)` where the layers give one.
+
+    Raises:
+      ValueError: an Aux whose loss is no scalar; a layer that gives back another x; caches under stages; parameters
+        to be gathered with a path that no parameter has.
+    """
+    run, body = current().run, _as_asked(layer, at)
+    rows = (params, extra, caches)
+    if run is None or not staged:
+        with jax.named_scope(at):
+            return scanned(body, x, rows, with_caches=caches is not None)
+    if caches is not None:
+        raise problem(
+            "scan_layers(caches=...) under mp.pipeline_parallel",
+            "decode by stages",
+            "stages run whole sequences, and keep nothing of them",
+            "decode with a strategy without stages; checkpoints move to it",
+        )
+    return run.run(body, x, rows)
+
+
+def _as_asked(layer: Callable[..., Any], at: str) -> Layer:
+    """The layer as a function of (x, its row): weights gathered, and recomputed, as the step asks."""
+    context = current().numerics
+    gather = None if context is None else context.gather
+
+    def body(x: Any, row: tuple[PyTree, PyTree, PyTree]) -> Any:
+        params, *others = row
+        whole = params if gather is None else gather(at, params)
+        return layer(x, whole, *(other for other in others if other is not None))
+
+    if context is None:
+        return body
+    context.num_scans += 1
+    if context.remat is None and gather is None:
+        return body
+    policy = None if context.remat is None else REMAT_POLICIES[context.remat]
+    policy = policy if gather is None else _regathering(policy)
+    # Inside a scan nothing outside the loop can be shared with the body, so the barrier against CSE is not needed.
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
+def scanned(layer: Layer, x: Any, rows: PyTree, *, with_caches: bool = False) -> Any:
+    """The layers, one after the other."""
+
+    def step(x: Any, row: PyTree) -> Any:
+        out, aux = with_aux(layer(x, row))
+        if with_caches and not (isinstance(out, tuple) and len(out) == 2):
+            asked, exists = "keep the cache of a layer", "the layer gives back x alone"
+            raise problem("scan_layers(caches=...)", asked, exists, "return (x, cache), or ((x, cache), Aux)")
+        y, cache = out if with_caches else (out, None)
+        # What is weakly typed takes the type that the layers give it.
+        if not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(x)):
+            check_alike("a layer", x, y)
+        return y, (cache, aux)
+
+    x, (caches, aux) = jax.lax.scan(step, x, rows)
+    out = (x, caches) if with_caches else x
+    return out if aux is None else (out, Aux(aux.loss.sum(0), aux.metrics))
+
+
+def check_alike(name: str, x: PyTree, y: PyTree) -> None:
+    """What takes x and gives y, one after the other, gives it as it takes it."""
+    trees = [str(jax.tree.structure(tree)) for tree in (x, y)]
+    if trees[0] != trees[1] or _types(x) != _types(y):
+        of_x, of_y = ("", "") if trees[0] == trees[1] else (f" in {tree}" for tree in trees)
+        raise problem(
+            name,
+            f"give its result, {_types(y)}{of_y}, to the next",
+            f"each takes {_types(x)}{of_x}",
+            "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them",
+        )
+
+
+def _types(tree: PyTree) -> str:
+    return ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in jax.tree.leaves(tree)) or "no array"
+
+
+def with_aux(given: Any) -> tuple[Any, Aux | None]:
+    """What a layer gives, as its output and an Aux or None."""
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Aux)):
+        return given, None
+    x, aux = given
+    if jnp.shape(aux.loss) != ():
+        raise problem(
+            "the Aux of a layer",
+            "add its loss to the loss",
+            f"it has shape {jnp.shape(aux.loss)}",
+            "take its mean in the layer; what is to be seen of every row or expert belongs into Aux.metrics",
+        )
+    if not isinstance(aux.metrics, Mapping):
+        raise problem(
+            "the Aux of a layer",
+            f"take metrics from a {type(aux.metrics).__name__}",
+            "they are a dict of arrays by name",
+            "write Aux(loss, {})",
+        )
+    metrics = {name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in aux.metrics.items()}
+    return x, Aux(jnp.asarray(aux.loss), metrics)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the backward pass keeps of a layer
+# ---------------------------------------------------------------------------------------------------------------------
+
+MATMUL = "matmul"
+"""Name, for `jax.checkpoint`, of the result of a matmul with a weight that policies cannot see for what it is."""
+
+_NAMED = jax.checkpoint_policies.save_only_these_names(MATMUL)
+
+REMAT_POLICIES: dict[str, Callable[..., Any]] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _NAMED
+    ),
+    "all_dots": jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, _NAMED),
+}
+"""What a rematerialised layer keeps: nothing but its input; results of matmuls with weights; of all matmuls."""
+
+
+SECOND_SHARD = "second_shard"
+"""Name, for `jax.checkpoint`, of what a quantizing strategy keeps inside the node from forward to backward."""
+
+Gather: TypeAlias = Callable[[str, PyTree], PyTree]
+"""(path of the stacked layers, one layer's shards) -> its weights."""
+
+
+def check_remat(remat: str | None) -> None:
+    """See that a remat policy exists.
+
+    Raises:
+      ValueError: it does not.
+    """
+    if remat is not None and remat not in REMAT_POLICIES:
+        raise problem(
+            f"remat={remat!r}", "recompute by that policy", "there is no such policy", near(str(remat), REMAT_POLICIES)
+        )
+
+
+@contextlib.contextmanager
+def gathering(gather: Gather) -> Iterator[Numerics]:
+    """Put in force, within `numerics`, how `scan_layers` makes whole weights of a layer's shards."""
+    context = current().numerics
+    assert context is not None
+    before, context.gather = context.gather, gather
+    try:
+        yield context
+    finally:
+        context.gather = before
+
+
+_LAYOUT_ONLY = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy"})
+"""What costs no arithmetic: a weight in another form must not be kept in its place."""
+
+
+def _regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The policy, or with None to keep everything, but for gathered weights; second shards are kept.
+
+    Weights come out of messages, which are bytes: whatever is made of bytes is made again.
+    """
+
+    def keeps(primitive: Any, *operands: Any, **params: Any) -> Any:
+        if primitive.name == "name" and params["name"] == SECOND_SHARD:
+            return True
+        if any(getattr(operand, "dtype", None) == jnp.uint8 for operand in operands):
+            return False
+        if policy is None:
+            return primitive.name not in _LAYOUT_ONLY
+        return policy(primitive, *operands, **params)
+
+    return keeps
