@@ -1,4 +1,4 @@
-"""Imports run down the house's list only, and importing meshpar stays light.
+"""Imports run down the house's list only, importing meshpar stays light, and functions stay short.
 
 A new module is added to `HOUSE` with what it may import. What it names brings along whatever that stands on, so `step`,
 which names `state`, may use `rules` too.
@@ -70,6 +70,7 @@ HOUSE: dict[str, list[str] | str] = {
     "sharding": [],
     "training": [],
 }
+MOST_LINES = 60
 SPINE = ["sharding", "parallel", "training", "data", "commands.recipe"]
 
 
@@ -177,6 +178,16 @@ def test_no_module_needs_itself_to_be_imported() -> None:
     while free := {module for module, over in needs.items() if not over & needs.keys()}:
         needs = {module: over for module, over in needs.items() if module not in free}
     assert not needs, f"imports go round in a circle among {sorted(needs)}"
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_function_fits_on_a_screen(module: str) -> None:
+    functions = [node for node in ast.walk(source_of(module)) if isinstance(node, ast.FunctionDef)]
+    lines = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
+    long = {name: count for name, count in lines.items() if count > MOST_LINES}
+    assert not long, (
+        f"{module}: {long} lines, docstrings included; split what takes more than {MOST_LINES} by its ideas"
+    )
 
 
 HEAVY = ["flax", "optax", "grain", "orbax", "tensorstore", "matplotlib", "rich", "tokenizers", "pyarrow", "sklearn"]

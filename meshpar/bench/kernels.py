@@ -151,25 +151,7 @@ def collectives(
       ValueError: no such axis, collective, algorithm, dtype or op; sizes that cannot be; no device to send to; more
         memory than there is; several processes.
     """
-    for what, asked, there in (("collective", names, COLLECTIVES), ("algorithm", algorithms, ALGORITHMS)):
-        for name in asked:
-            if name not in there:
-                raise problem("bench collectives", f"measure {what} `{name}`", "there is none", near(name, there))
-    known = dict.fromkeys(one for name in names for one in COLLECTIVES[name].algorithms)
-    if "direct" not in known and not known.keys() & set(algorithms):  # "direct" needs no asking
-        raise problem(
-            "bench collectives",
-            f"measure {', '.join(names)} by {', '.join(algorithms)}",
-            "none of these goes that way",
-            f"there are {', '.join(f'`{one}`' for one in known)}",
-        )
-    if jax.process_count() > 1:
-        raise problem(
-            "bench collectives",
-            f"measure with {jax.process_count()} processes",
-            "it looks at all values, which lie in several of them",
-            "run it in one process, on the devices of one machine",
-        )
+    _check_names(names, algorithms)
     over = _mesh(mesh)
     element_type = _dtype(dtype)
     if any(COLLECTIVES[name].ops for name in names):
@@ -203,7 +185,29 @@ def collectives(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _check_names(names: Sequence[str], algorithms: Sequence[str]) -> None:
+    for what, asked, there in (("collective", names, COLLECTIVES), ("algorithm", algorithms, ALGORITHMS)):
+        for name in asked:
+            if name not in there:
+                raise problem("bench collectives", f"measure {what} `{name}`", "there is none", near(name, there))
+    known = dict.fromkeys(one for name in names for one in COLLECTIVES[name].algorithms)
+    if "direct" not in known and not known.keys() & set(algorithms):  # "direct" needs no asking
+        raise problem(
+            "bench collectives",
+            f"measure {', '.join(names)} by {', '.join(algorithms)}",
+            "none of these goes that way",
+            f"there are {', '.join(f'`{one}`' for one in known)}",
+        )
+
+
 def _mesh(mesh: str | Mesh | None) -> Mesh:
+    if jax.process_count() > 1:
+        raise problem(
+            "bench collectives",
+            f"measure with {jax.process_count()} processes",
+            "it looks at all values, which lie in several of them",
+            "run it in one process, on the devices of one machine",
+        )
     if isinstance(mesh, Mesh):
         return mesh
     spec = MeshSpec.parse(mesh) if mesh else MeshSpec(data=-1)

@@ -288,14 +288,7 @@ def quantized_all_gather(
 
     @jax.custom_vjp
     def run(x: jax.Array, key: jax.Array | None) -> jax.Array:
-        own = _own(key, _both(axis, outer))
-        message = encoded(x.reshape(-1), dtype, block, own)
-        if outer is None:
-            messages = gathered_bytes(message, axis)
-        else:
-            second_shard = gathered_bytes(message, outer)  # [M, q]
-            messages = jnp.swapaxes(gathered_bytes(second_shard, axis), 0, 1).reshape(num_ranks, message.size)
-        parts = decoded(messages, x.size, dtype, block, x.dtype)
+        parts = _gathered(x.reshape(-1), axis, outer, dtype, block, _own(key, _both(axis, outer)))
         return join(name, parts.reshape(num_ranks, *x.shape), dim, tiled)
 
     def backward(_: None, g: jax.Array) -> tuple[jax.Array, None]:
@@ -305,6 +298,20 @@ def quantized_all_gather(
     run.defvjp(lambda x, key: (run(x, key), None), backward)
     with jax.named_scope(name):
         return run(x, key)
+
+
+def _gathered(
+    x: Float[Array, " c"], axis: Axis, outer: Axis | None, dtype: str, block: int, key: jax.Array | None
+) -> Float[Array, "N c"]:
+    """The arrays of all ranks, node by node where there are nodes."""
+    messages = encoded(x, dtype, block, key)
+    if outer is not None:
+        messages = gathered_bytes(messages, outer)  # [M, q], the second shard
+    messages = gathered_bytes(messages, axis)
+    if outer is not None:
+        messages = jnp.swapaxes(messages, 0, 1)
+    num_ranks = math.prod(messages.shape[:-1])
+    return decoded(messages.reshape(num_ranks, messages.shape[-1]), x.size, dtype, block, x.dtype)
 
 
 def quantized_reduce_scatter(

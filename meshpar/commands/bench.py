@@ -123,11 +123,7 @@ def collectives(
         _progress("")
     print_report(found, as_json=as_json)
     if save:
-        profile = found.profile()
-        profile.save(save)
-        click.echo(f"saved {save}: {profile.name}", err=True)
-        if found.poor:
-            click.secho(f"meshpar: {found.poor}", fg="yellow", err=True)
+        _save(found, save)
     if plot:  # last: a picture that cannot be written must not cost the profile
         _draw(found, plot)
 
@@ -213,6 +209,14 @@ def moe(
 
 def _progress(line: str) -> None:
     click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+
+
+def _save(found: Any, path: str) -> None:
+    profile = found.profile()
+    profile.save(path)
+    click.echo(f"saved {path}: {profile.name}", err=True)
+    if found.poor:
+        click.secho(f"meshpar: {found.poor}", fg="yellow", err=True)
 
 
 def _draw(found: Any, path: str) -> None:

@@ -373,20 +373,13 @@ def account(
             else known.cost(payload_bytes, num_ranks)
         )
         legs = (_leg(found, kind, over, axes or _own(mesh), mesh),)
-    crossover = None
-    if known.kind == "all-reduce" and known.name != "hierarchical":
-        ring_kind = "collective-permute" if by_messages else "all-reduce"
-        ring, tree = (
-            _leg(legs[0].cost, one, over, axes or _own(mesh), mesh) for one in (ring_kind, "collective-permute")
-        )
-        crossover = cost.ring_tree_crossover_bytes(num_ranks, ring.link, tree_link=tree.link)
     return Account(
         over="as given" if isinstance(over, Link) else over.name,
         algorithm=known,
         payload_bytes=float(payload_bytes),
         num_ranks=num_ranks,
         legs=legs,
-        crossover_bytes=crossover,
+        crossover_bytes=_crossover_bytes(known, num_ranks, over, axes, mesh, by_messages=by_messages),
     )
 
 
@@ -479,6 +472,17 @@ def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) 
         return link, "inside a node"
     ports = f", {per_node} ports each" if kind != "collective-permute" and per_node > 1 else ""
     return link, f"between {nodes} nodes{ports}"
+
+
+def _crossover_bytes(
+    known: Algorithm, num_ranks: int, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, by_messages: bool
+) -> float | None:
+    """Below it recursive doubling is quicker than the ring; None where they have more than one link."""
+    if known.kind != "all-reduce" or known.name == "hierarchical":
+        return None
+    tree, _ = _link("collective-permute", over, axes or _own(mesh), mesh)
+    ring, _ = (tree, "") if by_messages else _link("all-reduce", over, axes or _own(mesh), mesh)
+    return cost.ring_tree_crossover_bytes(num_ranks, ring, tree_link=tree)
 
 
 def _crossover_words(crossover_bytes: float | None) -> tuple[str, str]:

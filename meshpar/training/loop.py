@@ -154,7 +154,7 @@ class Run:
         self._peak_flops_per_s = peak_flops_per_s
         self._raise_nonfinite = raise_nonfinite
         self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
-        self._read_at = time.perf_counter()
+        self._read_at = self._began_at = time.perf_counter()
 
     def stop(self, reason: str) -> None:
         """Dispatch no further step; the first reason given is kept."""
@@ -169,6 +169,31 @@ class Run:
     def drain(self) -> None:
         """Wait for all that was dispatched, and tell the hooks. What a hook does next counts as no step's time."""
         self._read(leave=0)
+
+    def result(self) -> FitResult:
+        """How it ended.
+
+        Raises:
+          ValueError: the batches ended too early.
+        """
+        assert self.reason is not None
+        if self.reason == "exhausted":
+            raise problem(
+                "batches",
+                f"give the batch of step {self.step + 1} of {self.steps}",
+                f"they ended after {self.step - self.first_step}",
+                f"use batches that repeat, or steps={self.step}",
+            )
+        return FitResult(
+            state=self.state,
+            step=self.step,
+            reason=self.reason,
+            last=self.last,
+            validation=self.validation,
+            skipped=self.skipped,
+            tokens_per_s=self.tokens_per_s,
+            seconds=time.perf_counter() - self._began_at,
+        )
 
     def publish(self, validation: Validation) -> None:
         """Tell all hooks the numbers of a validation."""
@@ -263,7 +288,6 @@ def fit(
         the step was made with nonfinite="raise".
       KeyboardInterrupt: after Ctrl-C, when the step in flight is finished and hooks have saved; not with `Preemption`.
     """
-    began = time.perf_counter()
     options = getattr(step, "options", None)
     run = Run(
         state,
@@ -281,24 +305,7 @@ def fit(
             run.advance(step)
         run.drain()
         run.stop("done")
-    assert run.reason is not None
-    if run.reason == "exhausted":
-        raise problem(
-            "batches",
-            f"give the batch of step {run.step + 1} of {run.steps}",
-            f"they ended after {run.step - run.first_step}",
-            f"use batches that repeat, or steps={run.step}",
-        )
-    return FitResult(
-        state=run.state,
-        step=run.step,
-        reason=run.reason,
-        last=run.last,
-        validation=run.validation,
-        skipped=run.skipped,
-        tokens_per_s=run.tokens_per_s,
-        seconds=time.perf_counter() - began,
-    )
+    return run.result()
 
 
 @contextlib.contextmanager
