@@ -7,7 +7,7 @@
     found.py      the rows and links of such a measurement; the profile they make
     pipeline.py   schedule: every schedule with stages that sleep, against its simulation
     sleeper.py    those stages: sleeps in C++ (nap.cc) or Python, and when they were
-    moe.py        moe: layers of experts against one-hot einsums
+    moe.py        moe: MoE layers against one-hot einsums
     command.py    meshpar bench step | collectives | schedule | moe
 
 Names are imported when they are first used.
@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshpar.bench.kernels import collectives
     from meshpar.bench.pipeline import schedules
-    from meshpar.bench.report import Measure, Report, paired_ratios
+    from meshpar.bench.report import Figures, Measure, paired_ratios
     from meshpar.bench.training import step
 
 _HOMES = {
     "kernels": ("collectives",),
     "pipeline": ("schedules",),
-    "report": ("Measure", "Report", "paired_ratios"),
+    "report": ("Measure", "Figures", "paired_ratios"),
     "training": ("step",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = ["Measure", "Report", "collectives", "paired_ratios", "schedules", "step"]
+__all__ = ["Figures", "Measure", "collectives", "paired_ratios", "schedules", "step"]
 
 
 def __getattr__(name: str) -> Any:

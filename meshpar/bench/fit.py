@@ -30,7 +30,7 @@ class Fit:
     of: str
     """`permutes`: the kernels here, made of single messages; `axes`: XLA's own collectives."""
     link: Link | None
-    """None when the times do not grow with the bytes, so that no bandwidth can be told."""
+    """None when the times do not grow with the bytes, so that there is no bandwidth."""
     typical_error: float
     """Median of predicted / measured, or of its inverse where that is larger, less 1: 0.25 is a quarter too much, or a
     fifth too little."""

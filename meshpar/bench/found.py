@@ -22,7 +22,7 @@ FITTED = {"permutes": "messages of the kernels here", "axes": "XLA's collectives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class CollectiveRow:
     """One algorithm at one size along one axis."""
 
     axis: str
@@ -65,7 +65,7 @@ class Collectives:
     devices: str
     """What jax calls them."""
     mesh: Mapping[str, int]
-    rows: tuple[Row, ...]
+    rows: tuple[CollectiveRow, ...]
     fits: tuple[Fit, ...]
     repeats: int
     notes: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class Collectives:
         else links alone. What no link explains is left out.
 
         Raises:
-          ValueError: no link could be told from the times.
+          ValueError: no link explains the times.
         """
         kept = {
             of: {fit.axis: fit.link for fit in self.fits if fit.of == of and fit.verdict != "none"} for of in FITTED
@@ -150,7 +150,7 @@ class Collectives:
     def __str__(self) -> str:
         return printed(self)
 
-    def _table(self, rows: Sequence[Row]) -> Any:
+    def _table(self, rows: Sequence[CollectiveRow]) -> Any:
         from rich.table import Table
 
         first = rows[0]
@@ -188,7 +188,7 @@ class Collectives:
         return table
 
 
-def _cells(row: Row) -> Iterator[str]:
+def _cells(row: CollectiveRow) -> Iterator[str]:
     yield from (si(row.size_bytes, "B"), f"{row.count:,}", row.dtype, row.algorithm)
     yield si(row.time_s, "s", digits=3)
     yield f"{si(row.low_s, 's', digits=3)} – {si(row.high_s, 's', digits=3)}"

@@ -1,4 +1,4 @@
-"""Collectives on a clock, in the shape of nccl-tests: sizes × algorithms × mesh axes, with XLA's own beside ours.
+"""Collectives timed, in the shape of nccl-tests: sizes × algorithms × mesh axes, with XLA's own beside ours.
 
 For each size all programs run in turn, round after round, and ratios are taken within a round. A program repeats its
 collective in a loop, each time on the result of the time before, as often as makes the run long against its launch, and
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as kernels
 from meshpar.bench.fit import Fit, Point, fit_link
-from meshpar.bench.found import FITTED, XLA, Collectives, Row
+from meshpar.bench.found import FITTED, XLA, CollectiveRow, Collectives
 from meshpar.bench.report import seconds_of
 from meshpar.collectives import reference
 from meshpar.collectives.check import check_op
@@ -41,7 +41,7 @@ Ranks = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective:
+class CollectiveKernels:
     """What is measured, by which algorithms, and what each costs."""
 
     kind: str
@@ -61,8 +61,8 @@ def _xla_reduce(x: jax.Array, ranks: Ranks, op: str) -> jax.Array:
     return {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}[op](x, ranks)
 
 
-COLLECTIVES: Mapping[str, Collective] = {
-    "all_reduce": Collective(
+COLLECTIVES: Mapping[str, CollectiveKernels] = {
+    "all_reduce": CollectiveKernels(
         kind="all-reduce",
         algorithms={
             "ring": cost.ring_all_reduce,
@@ -77,7 +77,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         xla_cost=cost.ring_all_reduce,
         ops=("sum", "mean", "max", "min"),
     ),
-    "all_gather": Collective(
+    "all_gather": CollectiveKernels(
         kind="all-gather",
         algorithms={
             "ring": cost.ring_all_gather,
@@ -89,7 +89,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         ops=(),
         is_part_before=True,
     ),
-    "reduce_scatter": Collective(
+    "reduce_scatter": CollectiveKernels(
         kind="reduce-scatter",
         algorithms={
             "ring": cost.ring_reduce_scatter,
@@ -101,7 +101,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         ops=("sum",),
         is_part_after=True,
     ),
-    "all_to_all": Collective(
+    "all_to_all": CollectiveKernels(
         kind="all-to-all",
         algorithms={"direct": cost.all_to_all},
         xla=lambda x, ranks, op: lax.all_to_all(x, ranks, split_axis=0, concat_axis=0, tiled=True),
@@ -145,7 +145,7 @@ def collectives(
       op: of reductions.
       repeats: rounds, the median of which is kept.
       target_s: how long a run of a program should take at least; it repeats its collective as often.
-      tell: is told what is being measured.
+      tell: is called with a line of progress.
 
     Raises:
       ValueError: no such axis, collective, algorithm, dtype or op; sizes that cannot be; no device to send to; more
@@ -158,10 +158,10 @@ def collectives(
         check_op("bench collectives", op, element_type)
     sizes = _sizes(min_bytes, max_bytes, factor)
     _check_memory(max(sizes), over)
-    rows: list[Row] = []
+    rows: list[CollectiveRow] = []
     fits: list[Fit] = []
     for ranks in _axes(over, axes):
-        measured: list[tuple[Row, cost.Cost]] = []
+        measured: list[tuple[CollectiveRow, cost.Cost]] = []
         for name in names:
             for size in sizes:
                 tell(f"{name} of {si(size, 'B')} over {'*'.join(ranks)}")
@@ -181,13 +181,13 @@ def collectives(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What was asked for
+# Arguments
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def _check_names(names: Sequence[str], algorithms: Sequence[str]) -> None:
-    for what, asked, there in (("collective", names, COLLECTIVES), ("algorithm", algorithms, ALGORITHMS)):
-        for name in asked:
+    for what, given, there in (("collective", names, COLLECTIVES), ("algorithm", algorithms, ALGORITHMS)):
+        for name in given:
             if name not in there:
                 raise problem("bench collectives", f"measure {what} `{name}`", "there is none", near(name, there))
     known = dict.fromkeys(one for name in names for one in COLLECTIVES[name].algorithms)
@@ -216,9 +216,9 @@ def _mesh(mesh: str | Mesh | None) -> Mesh:
     return spec.build(jax.devices()[:wanted])
 
 
-def _axes(mesh: Mesh, asked: Sequence[str]) -> list[Ranks]:
+def _axes(mesh: Mesh, given: Sequence[str]) -> list[Ranks]:
     sizes = axis_sizes(mesh)
-    chosen = [tuple(one.split("*")) for one in asked] or [(axis,) for axis, size in sizes.items() if size > 1]
+    chosen = [tuple(one.split("*")) for one in given] or [(axis,) for axis, size in sizes.items() if size > 1]
     for ranks in chosen:
         if len(set(ranks)) < len(ranks):
             exists = "it names an axis twice"
@@ -231,7 +231,7 @@ def _axes(mesh: Mesh, asked: Sequence[str]) -> list[Ranks]:
         raise problem(
             "bench collectives",
             "measure messages along " + (" and ".join(f"`{'*'.join(ranks)}`" for ranks in chosen) or "a mesh"),
-            "there is one device along it, and nobody to send to",
+            "there is one device along it, and no other to send to",
             "take several devices: --mesh data=8, with --devices 8 where there is no accelerator",
         )
     return chosen
@@ -281,7 +281,7 @@ def _check_memory(size_bytes: int, mesh: Mesh) -> None:
 
 
 def _free_memory_bytes() -> int | None:
-    """Of this machine; None where it does not tell (it is Linux that does)."""
+    """Of this machine; None where it is unknown (Linux says)."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = dict(line.split(":", 1) for line in lines)
@@ -299,7 +299,7 @@ class _Case:
     """One collective of one size along some axes: its programs, their times, their values."""
 
     def __init__(
-        self, what: Collective, name: str, mesh: Mesh, ranks: Ranks, size_bytes: int, dtype: np.dtype, op: str
+        self, what: CollectiveKernels, name: str, mesh: Mesh, ranks: Ranks, size_bytes: int, dtype: np.dtype, op: str
     ) -> None:
         sizes = axis_sizes(mesh)
         self._what, self._name, self._mesh, self._ranks = what, name, mesh, ranks
@@ -310,7 +310,9 @@ class _Case:
         self._count = max(round(size_bytes / dtype.itemsize / self._num_ranks), 1) * self._num_ranks
         self._part = self._count // self._num_ranks
 
-    def measured(self, algorithms: Sequence[str], *, repeats: int, target_s: float) -> list[tuple[Row, cost.Cost]]:
+    def measured(
+        self, algorithms: Sequence[str], *, repeats: int, target_s: float
+    ) -> list[tuple[CollectiveRow, cost.Cost]]:
         """A row for each program, XLA's own first, and what the model says it is made of."""
         forms = dict(self._forms(algorithms))
         programs = {name: self._program(kernel) for name, (kernel, _) in forms.items()}
@@ -360,7 +362,7 @@ class _Case:
             x, y = lax.fori_loop(0, times, turn, (x, y))
             return x[None], y[None]
 
-        # Off: what comes out of a psum is the same everywhere, what goes into a loop is not, and nobody differentiates.
+        # Off: what comes out of a psum is the same everywhere, what goes into a loop is not; nothing is differentiated.
         mapped = jax.shard_map(one, mesh=self._mesh, in_specs=(rows, P()), out_specs=(rows, rows), check_vma=False)
         return jax.jit(mapped)
 
@@ -398,7 +400,7 @@ class _Case:
         off = np.abs(np.asarray(found).astype(np.float64) - expected.astype(np.float64))
         return int((off > rounding).sum()), float(off.max(initial=0))
 
-    def _row(self, name: str, times: Mapping[str, Sequence[float]], wrong: int, max_error: float) -> Row:
+    def _row(self, name: str, times: Mapping[str, Sequence[float]], wrong: int, max_error: float) -> CollectiveRow:
         found = list(times[name])
         low, median, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
         is_ours = name != XLA and XLA in times
@@ -407,7 +409,7 @@ class _Case:
             if is_ours
             else None
         )
-        return Row(
+        return CollectiveRow(
             axis="*".join(self._ranks),
             num_ranks=self._num_ranks,
             collective=self._name,
@@ -441,7 +443,7 @@ _TWO_LEVELS: Mapping[str, tuple[Callable[..., jax.Array], Callable[[float, int, 
 
 
 def _host() -> jax.Device | None:
-    """Where there is most memory; None where jax was told to leave the host out."""
+    """Where there is most memory; None where jax has no host platform."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -478,7 +480,7 @@ def _repeats(run: Callable[[int], float], idle_s: float, target_s: float, most: 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _fits(axis: str, measured: Sequence[tuple[Row, cost.Cost]]) -> list[Fit]:
+def _fits(axis: str, measured: Sequence[tuple[CollectiveRow, cost.Cost]]) -> list[Fit]:
     points: dict[str, list[Point]] = {of: [] for of in FITTED}
     for row, form in (one for one in measured if one[0].algorithm not in UNFITTED):
         of = "axes" if row.algorithm == XLA else "permutes"
@@ -486,14 +488,14 @@ def _fits(axis: str, measured: Sequence[tuple[Row, cost.Cost]]) -> list[Fit]:
     return [fit_link(axis, of, found) for of, found in points.items() if found]
 
 
-def _predict(row: Row, form: cost.Cost, fits: Sequence[Fit]) -> Row:
+def _predict(row: CollectiveRow, form: cost.Cost, fits: Sequence[Fit]) -> CollectiveRow:
     of = "axes" if row.algorithm == XLA else "permutes"
     fit = next((fit for fit in fits if fit.of == of), None)
     predicted_s = None if fit is None else fit.time_s(form.steps, form.bytes_in_turn)
     return dataclasses.replace(row, predicted_s=predicted_s)
 
 
-def _notes(mesh: Mesh, rows: Sequence[Row]) -> Iterator[str]:
+def _notes(mesh: Mesh, rows: Sequence[CollectiveRow]) -> Iterator[str]:
     wrong = sum(bool(row.wrong) for row in rows)
     if wrong:
         yield f"{wrong} rows have wrong values"
@@ -508,9 +510,9 @@ def _notes(mesh: Mesh, rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _choices(rows: Sequence[Row]) -> str:
+def _choices(rows: Sequence[CollectiveRow]) -> str:
     """How the model's choice among our algorithms fares against the measured times."""
-    cases: dict[tuple[str, str, int], list[Row]] = {}
+    cases: dict[tuple[str, str, int], list[CollectiveRow]] = {}
     for row in rows:
         if row.algorithm != XLA and row.predicted_s is not None:
             cases.setdefault((row.collective, row.axis, row.size_bytes), []).append(row)

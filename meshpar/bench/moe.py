@@ -1,4 +1,4 @@
-"""Layers of experts on the clock: every way that tokens travel, against one-hot einsums.
+"""MoE layers timed: every way that tokens travel, against one-hot einsums.
 
 Most JAX code sends tokens by matrix products with one-hot tensors [tokens, experts, capacity], whose work grows with
 the square of a device's tokens. All layers here have the same router, the same weights and the same tokens.
@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from meshpar.bench.report import Measure, Report, in_turn, load, quartiles
+from meshpar.bench.report import Figures, Measure, in_turn, load, quartiles
 from meshpar.compiled import hlo
 from meshpar.compiled.clock import work
 from meshpar.moe.config import MoEConfig
@@ -178,8 +178,8 @@ def layer(form: str, shape: Shape) -> Layer:
 
     def ours(x: jax.Array, weights: Weights) -> tuple[jax.Array, jax.Array]:
         with use(mesh, rules):
-            y, told = moe_layer(x, weights, config)
-        return y, told.dropped
+            y, stats = moe_layer(x, weights, config)
+        return y, stats.dropped
 
     def theirs(x: jax.Array, weights: Weights) -> tuple[jax.Array, jax.Array]:
         return one_hot_layer(x, weights, routing, mesh)
@@ -244,7 +244,7 @@ class Times(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class MoERow:
     """One form of a layer, with so many experts."""
 
     form: str
@@ -264,25 +264,25 @@ class Row:
     """Share of the choices that no expert computed."""
 
     def to_json(self) -> dict[str, Any]:
-        told = {name: getattr(self, name)._asdict() for name in ("forward", "both")}
-        return dataclasses.asdict(self) | told
+        times = {name: getattr(self, name)._asdict() for name in ("forward", "both")}
+        return dataclasses.asdict(self) | times
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layers:
-    """Measured layers of experts. Prints as tables."""
+    """Measured MoE layers. Prints as tables."""
 
     shape: dict[str, int]
     """Of the layers, but for the number of experts."""
     repeats: int
     load: tuple[float, float]
     """The machine's, over a minute, before and after."""
-    rows: tuple[Row, ...]
+    rows: tuple[MoERow, ...]
     measures: tuple[Measure, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        report = Report(title="experts", measures=self.measures).to_json()
+        report = Figures(title="experts", measures=self.measures).to_json()
         return {
             **self.shape,
             "repeats": self.repeats,
@@ -296,8 +296,8 @@ class Layers:
         from rich.console import Group
         from rich.table import Table
 
-        told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.shape.items())
-        table = Table(title=f"a layer of experts: {told}; {self.repeats} repeats")
+        shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.shape.items())
+        table = Table(title=f"an MoE layer: {shape}; {self.repeats} repeats")
         for at, column in enumerate(
             ("form", "E", "forward ms", "÷", "both ms", "quartiles", "÷", "MFLOP", "temporaries", "largest", "dropped")
         ):
@@ -315,7 +315,7 @@ class Layers:
             f"both: forward and backward. ÷: over {ONE_HOT} of the same round. FLOPs and bytes are of one device. "
             f"Load of the machine {before:.1f} before, {after:.1f} after, {os.cpu_count()} cores."
         )
-        return Group(table, Report(title="experts", measures=self.measures), note)
+        return Group(table, Figures(title="experts", measures=self.measures), note)
 
 
 def _ratio(value: float | None) -> str:
@@ -385,12 +385,12 @@ def _check(forms: Sequence[str], shapes: Sequence[Shape], repeats: int) -> None:
             )  # fmt: skip
 
 
-def _rows(forms: Sequence[str], shape: Shape, repeats: int, tell: Callable[[str], None]) -> list[Row]:
+def _rows(forms: Sequence[str], shape: Shape, repeats: int, tell: Callable[[str], None]) -> list[MoERow]:
     made = {}
     for form in forms:
         tell(f"{form}, {shape.num_experts} experts")
         made[form] = compiled(layer(form, shape), shape)
-    tell(f"{shape.num_experts} experts, on the clock")
+    tell(f"{shape.num_experts} experts, timed")
     times = {}
     for at, way in ((0, "forward"), (1, "both")):
         programs = {form: _program(found[at], found[2][: 2 + at]) for form, found in made.items()}
@@ -400,7 +400,7 @@ def _rows(forms: Sequence[str], shape: Shape, repeats: int, tell: Callable[[str]
         module = hlo.parse(both.as_text())
         (largest,) = work.largest_temporaries(module, 1)
         rows.append(
-            Row(
+            MoERow(
                 form=form, num_experts=shape.num_experts,
                 forward=Times.of(times["forward"][form], times["forward"].get(ONE_HOT)),
                 both=Times.of(times["both"][form], times["both"].get(ONE_HOT)),
@@ -416,7 +416,7 @@ def _program(program: Any, given: tuple[Any, ...]) -> Program:
     return lambda: jax.block_until_ready(program(*given))
 
 
-def _wins(rows: Sequence[Row]) -> list[Measure]:
+def _wins(rows: Sequence[MoERow]) -> list[Measure]:
     """Sorted rows, with room for any routing and for twice the mean, against one-hot einsums: below one, quicker."""
     return [
         Measure(

@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.bench.report import Measure, Report, in_turn, load, paired_ratios, quartiles, seconds_of
+from meshpar.bench.report import Figures, Measure, in_turn, load, paired_ratios, quartiles, seconds_of
 from meshpar.bench.sleeper import OPS, Sleeper
 from meshpar.pipeline import SCHEDULES, Micro, Params, Schedule, make, value_and_grad
 from meshpar.sharding.types import PyTree, near, problem
@@ -178,7 +178,7 @@ class Schedules:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        report = Report(title="schedules", measures=self.measures).to_json()
+        report = Figures(title="schedules", measures=self.measures).to_json()
         return {
             "op_s": self.op_s,
             "repeats": self.repeats,
@@ -208,7 +208,7 @@ class Schedules:
             )  # fmt: skip
         before, after = self.load
         load = f"load of the machine {before:.1f} before, {after:.1f} after, {os.cpu_count()} cores"
-        return Group(table, Report(title="executor", measures=self.measures), f"sleeps: {self.sleeps}", load)
+        return Group(table, Figures(title="executor", measures=self.measures), f"sleeps: {self.sleeps}", load)
 
 
 def _case(row: Row) -> tuple[int, int]:

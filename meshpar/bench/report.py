@@ -36,7 +36,7 @@ class Measure:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class Figures:
     """The figures of one benchmark. Prints as a table."""
 
     title: str
@@ -93,7 +93,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def load() -> float:
-    """The machine's, over the last minute; NaN where it does not tell."""
+    """The machine's, over the last minute; NaN where it is unknown."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
 
 

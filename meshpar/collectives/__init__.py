@@ -1,6 +1,6 @@
 """Collectives as short loops of messages between neighbours, for use inside `jax.shard_map`.
 
-    check.py (what was asked for) ─┐
+    check.py (the arguments)      ─┐
     auto.py (by which algorithm)  ─┤
     wire.py (send, cut, join)     ─┤
                                    ▼

@@ -1,4 +1,4 @@
-"""What a kernel is asked for, checked where it is called: four-part errors instead of a trace of jax's insides."""
+"""A kernel's arguments, checked where it is called: four-part errors instead of a trace of jax's insides."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _size_of(kernel: str, name: str) -> int:
 
 
 def check_choice(kernel: str, what: str, asked: object, options: Iterable[str]) -> None:
-    """Raises `ValueError` when a word is not among the options."""
+    """Raises `ValueError` when a string is not among the options."""
     known = tuple(options)
     if asked not in known:
         shown = ", ".join(f"`{one}`" for one in known)

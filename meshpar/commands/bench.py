@@ -157,7 +157,7 @@ def schedule(
     print_report(found, as_json=as_json)
 
 
-@bench.command("moe", short_help="Layers of experts against one-hot einsums.")
+@bench.command("moe", short_help="MoE layers against one-hot einsums.")
 @click.option(
     "--experts", "num_experts", metavar="E", multiple=True, type=click.IntRange(min=1),
     help="How many; may be repeated.  [default: 8, 16, 64]",
@@ -183,7 +183,7 @@ def moe(
     as_json: bool,
     traceback: bool,
 ) -> None:
-    """A layer of experts in every form, against the one-hot einsums that most JAX code sends tokens with.
+    """An MoE layer in every form, against the one-hot einsums that most JAX code sends tokens with.
 
     Columns: time forward, and forward and backward, and ÷ = time over that of one-hot einsums in the same round; FLOPs
     of matrix products, temporaries and the largest of them, all of one device; the share of choices that was dropped.

@@ -18,7 +18,7 @@ import click
 from meshpar.training import interrupts
 
 HOST_DEVICES = 8
-"""XLA host devices where there is no accelerator and nobody asked for a number."""
+"""XLA host devices where there is no accelerator and no number is given."""
 
 # Devices of one machine take turns on its cores: a thread may wait long for its turn before that means a deadlock.
 _PATIENCE = {
@@ -67,7 +67,7 @@ def prepare_devices(count: int | None, *, start: Literal["devices", "jax", "noth
 def _start(*, with_devices: bool) -> None:
     """Import jax, and have it find its devices, without what its CUDA plugin says where there is no driver.
 
-    jax 0.10's plugin writes that to standard error as it is loaded, whatever the log level and the platform asked for.
+    jax 0.10's plugin writes that to standard error as it is loaded, whatever the log level and the platform chosen.
     Everything else passes.
     """
     from meshpar.compiled.messages import catch_stderr
@@ -104,7 +104,7 @@ def _importable(*modules: str) -> bool:
 
 
 def _devices(count: int | None) -> Sequence[Any]:
-    """The devices of the run, as many as asked for."""
+    """The devices of the run."""
     import jax
 
     from meshpar.sharding.types import problem
@@ -349,7 +349,7 @@ def print_report(report: Any, *, as_json: bool) -> None:
     if sys.stdout.isatty():
         Console(highlight=False).print(report)
         return
-    # A pipe has no width; a table that is folded to a guess of 80 columns helps nobody.
+    # A pipe has no width; a table that is folded to a guess of 80 columns helps no reader.
     console = Console(width=PIPE_WIDTH, highlight=False)
     with console.capture() as capture:
         console.print(report)

@@ -1,6 +1,6 @@
 """`meshpar explain`: a recipe's training step, compiled and read back.
 
-Exit codes: 0; 1 when `--check` finds something and for nothing else; 2 for what cannot be done as asked, and for a
+Exit codes: 0; 1 when `--check` finds something and for nothing else; 2 for what cannot be done, and for a
 recipe that raises an exception of its own.
 """
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @click.option("--mesh", metavar="AXES", help="Another mesh, as fsdp=64,tensor=8; -1 takes what is left.")
 @click.option("--strategy", metavar="STRATEGY", help="Another strategy, as 'fsdp() | tensor_parallel(sequence=True)'.")
 @click.option(
-    "--batch", metavar="SHAPES", help="The global batch, for data that cannot tell: 'x=float32[64,784],y=int32[64]'."
+    "--batch", metavar="SHAPES", help="The global batch, for data that does not say: 'x=float32[64,784],y=int32[64]'."
 )
 @click.option("--against", metavar="OTHER", help="Compare with another recipe, mesh, strategy or cluster.")
 @click.option(
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 @click.option(
     "--table",
     is_flag=True,
-    help="Instead: what each strategy splits and sends, for the reference decoder, as Markdown.",
+    help="Instead: what each strategy shards and sends, for the reference decoder, as Markdown.",
 )
 def explain(
     recipe: str | None,
@@ -391,7 +391,7 @@ def _pod(subject: Subject) -> Iterator[PodProcess | None]:
 
 
 def _label(subject: Subject, other: Subject) -> str:
-    """What tells one from the other, shortly."""
+    """What they differ in, shortly."""
     if subject.path != other.path:
         return Path(subject.path).stem
     if subject.target != other.target:
@@ -422,7 +422,7 @@ def _crashes_told(recipe: str, against: str | None, *, with_traceback: bool) -> 
             f"recipe `{next((path for path, own in files.items() if own == file), recipe)}`",
             "explain its training step",
             f"it raised {type(error).__name__} ({said}) at {os.path.basename(file)}:{line}",
-            "mend that line; --traceback shows how it got there",
+            "correct that line; --traceback shows how it got there",
         ) from None
 
 
@@ -462,7 +462,7 @@ def _pictures(found: Explained) -> dict[str, str]:
         "Memory": plots.memory({k: r.memory for k, r in side_by_side.items()}),
     }
     if report.timeline is not None:
-        figures["One layer on the clock"] = plots.timeline(report.timeline, loop=_layer(report.timeline))
+        figures["One layer, simulated"] = plots.timeline(report.timeline, loop=_layer(report.timeline))
 
     def drawn(figure: Any) -> str:
         buffer = io.StringIO()

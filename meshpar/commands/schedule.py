@@ -77,7 +77,7 @@ def schedule(
 
         click.echo(csv.text(found[0]), nl=False)
     elif name is None:
-        print_report(Comparison(looks), as_json=as_json)
+        print_report(ScheduleComparison(looks), as_json=as_json)
     else:
         print_report(looks[0], as_json=as_json)
     if png is not None:
@@ -165,7 +165,7 @@ def _style(cell: Block) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class ScheduleComparison:
     """Schedules side by side."""
 
     looks: Sequence[Look]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshpar.data.batches import Batches, ValidBatches
     from meshpar.data.corpus import TextData, TextSource
     from meshpar.data.rows import ArrayRows, Rows, Windows
-    from meshpar.data.source import Data, Source
+    from meshpar.data.source import DataSource, Source
     from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 _HOMES = {
@@ -30,14 +30,14 @@ _HOMES = {
     "batches": ("Batches", "ValidBatches"),
     "corpus": ("TextData", "TextSource"),
     "rows": ("ArrayRows", "Rows", "Windows"),
-    "source": ("Data", "Source"),
+    "source": ("DataSource", "Source"),
     "tokens": ("ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022
     "ArrayData", "ArraySource", "Baseline", "CrossEntropy", "bigram_baseline", "Batch", "Batches", "Sharding",
-    "ValidBatches", "TextData", "TextSource", "ArrayRows", "Rows", "Windows", "Data", "Source", "ByteTokenizer",
+    "ValidBatches", "TextData", "TextSource", "ArrayRows", "Rows", "Windows", "DataSource", "Source", "ByteTokenizer",
     "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer",
 ]  # fmt: skip
 

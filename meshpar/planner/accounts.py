@@ -127,7 +127,7 @@ def bus_factor(kind: str, num_ranks: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Leg:
+class LinkCost:
     """What an algorithm does over one kind of link."""
 
     cost: Cost
@@ -155,7 +155,7 @@ class Account:
     num_ranks: int
     over: str
     """What holds the links: a cluster, a profile."""
-    legs: tuple[Leg, ...]
+    legs: tuple[LinkCost, ...]
     """One after the other; two for an algorithm of two levels: inside, across."""
     crossover_bytes: float | None = None
     """Payload below which recursive doubling is quicker than a ring, for an all-reduce; None where it never changes."""
@@ -286,7 +286,7 @@ class Account:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Accounts:
     """The same collective by several algorithms, the quickest first."""
 
     accounts: tuple[Account, ...]
@@ -363,7 +363,7 @@ def account(
     kind = "collective-permute" if by_messages or not known.lays_rings else known.kind
     cost.message(payload_bytes)  # refuses what is no payload
     mesh = mesh if mesh is not None else {"ranks": num_ranks}
-    legs: tuple[Leg, ...]
+    legs: tuple[LinkCost, ...]
     if known.name == "hierarchical":
         legs = _two_levels(payload_bytes, num_ranks, over, inner, axes, mesh, by_messages=by_messages)
     else:
@@ -383,10 +383,10 @@ def account(
     )
 
 
-def compare(names: Sequence[str], payload_bytes: float, num_ranks: int, over: Link | Profile, **how: Any) -> Comparison:
+def compare(names: Sequence[str], payload_bytes: float, num_ranks: int, over: Link | Profile, **how: Any) -> Accounts:
     """The same collective by several algorithms; `how` as for `account`. Errors are those of `account`."""
     found = [account(name, payload_bytes, num_ranks, over, **how) for name in names]
-    return Comparison(accounts=tuple(sorted(found, key=lambda one: one.time_s)))
+    return Accounts(accounts=tuple(sorted(found, key=lambda one: one.time_s)))
 
 
 def printed(table: Any) -> str:
@@ -426,7 +426,7 @@ def _two_levels(
     mesh: MeshLike,
     *,
     by_messages: bool,
-) -> tuple[Leg, Leg]:
+) -> tuple[LinkCost, LinkCost]:
     if inner is None:
         inner = axis_sizes(mesh)[axes[-1]] if len(axes) > 1 else over.gpus_per_node if isinstance(over, Cluster) else 0
     if not inner:
@@ -444,9 +444,11 @@ def _two_levels(
     )
 
 
-def _leg(found: Cost, kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, within: str = "") -> Leg:
+def _leg(
+    found: Cost, kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, within: str = ""
+) -> LinkCost:
     link, where = _link(kind, over, axes, mesh)
-    return Leg(cost=found, link=link, where=within + where)
+    return LinkCost(cost=found, link=link, where=within + where)
 
 
 def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) -> tuple[Link, str]:

@@ -38,7 +38,7 @@ class Link:
                 raise problem("a cluster's link", f"set {field} to {value!r}", "it is a number", "write 2e-6, say")
         if not 0 <= self.alpha_s < math.inf or not 0 < self.bytes_per_s < math.inf:
             exists = "a latency is at least 0, a bandwidth is above 0, and both are finite"
-            raise problem("a cluster's link", f"use {self}", exists, "mend it")
+            raise problem("a cluster's link", f"use {self}", exists, "give one above 0")
 
     @property
     def beta_s_per_byte(self) -> float:
@@ -444,4 +444,4 @@ def _check_figure(field: str, value: Any, *, is_whole: bool) -> None:
 
 def _check(field: str, value: Any, holds: bool, kind: str) -> None:
     if not holds:
-        raise problem("a cluster's profile", f"set `{field}` to {value!r}", f"it is {kind}", "mend it")
+        raise problem("a cluster's profile", f"set `{field}` to {value!r}", f"it is {kind}", "correct the file")

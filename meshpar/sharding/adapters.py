@@ -83,7 +83,7 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         raise problem(
             "from_nnx",
             f"take a {type(build).__name__} that exists already",
-            "its arrays stand whole on one device",
+            "its arrays are on one device already",
             "give a function that makes it: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))",
         )
 

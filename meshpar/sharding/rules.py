@@ -38,14 +38,14 @@ BATCH_AXES = ("data", "fsdp", "expert")
 """The axes over which the presets split the batch: every one that does not split a layer's own work."""
 
 LARGEST_DIM = "largest dim"
-"""Key of the rule for leaves that nobody named."""
+"""Key of the rule for leaves without names."""
 
 USER = "user"
 """Origin of a rule that no preset brought."""
 
 
 class _Replicated:
-    """The value of `replicated`: whole on every device, and said so."""
+    """The value of `replicated`: replicated on purpose."""
 
     def __repr__(self) -> str:
         return "replicated"
@@ -55,7 +55,7 @@ class _Replicated:
 
 
 replicated = _Replicated()
-"""Says that a leaf, or a dim, is meant to be whole on every device."""
+"""Says that a leaf, or a dim, is meant to be replicated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class First:
 def first(*alternatives: str | tuple[str, ...] | None) -> First:
     """A fallback written by the author of a rule: the first alternative whose axes are free and divide the dim.
 
-    `first("tensor", None)` splits over `tensor` where that goes and leaves the dim whole where it does not.
+    `first("tensor", None)` shards over `tensor` where that goes and leaves the dim replicated where it does not.
     """
     choices = tuple(tuple(choice) if isinstance(choice, list) else choice for choice in alternatives)
     if not choices or not all(choice is None or isinstance(choice, str) or _is_axes(choice) for choice in choices):
@@ -129,7 +129,7 @@ class _Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Largest:
-    """What to do with leaves nobody named: split the largest dim that divides, when the leaf has this many bytes."""
+    """What to do with leaves without names: shard the largest dim that divides, when the leaf has this many bytes."""
 
     axes: tuple[str, ...]
     min_bytes: int
@@ -211,7 +211,7 @@ class Rules:
         Args:
           origin: name of the strategy, shown beside every rule that fires.
           known: names that may stand on a leaf without being split.
-          everything: leaves that no rule splits are meant to be whole on every device.
+          everything: leaves that no rule shards are meant to be replicated.
           largest: how to split big leaves that carry no names.
           optional_axes: mesh axes that are left out where the mesh has no such axis.
         """

@@ -61,7 +61,7 @@ class ShardingTable:
     extra: tuple[Decision, ...]
     """What the model keeps beside parameters."""
     idle: tuple[str, ...] = ()
-    """Mesh axes above 1 that no rule names: the user's own code splits over them, or their devices repeat work."""
+    """Mesh axes above 1 that no rule names: the user's own code shards over them, or their devices repeat work."""
 
     @property
     def totals(self) -> Totals:
@@ -119,7 +119,7 @@ class ShardingTable:
 
     def _idle_line(self, axis: str) -> str:
         repeat = f"its {self.mesh[axis]} devices repeat the same work"
-        return f"\nno rule names mesh axis `{axis}`: unless your own code splits over it, {repeat}"
+        return f"\nno rule names mesh axis `{axis}`: unless your own code shards over it, {repeat}"
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -283,7 +283,7 @@ class _ByStage:
             for dim, (size, axes) in enumerate(zip(leaf.shape, entries, strict=True))
             if dim and size and size % math.prod(sizes[a] for a in (*axes, axis)) == 0
         ]
-        where = "whole on every stage between steps"
+        where = "replicated over the stages between steps"
         if fits:
             dim = max(fits, key=lambda dim: (not entries[dim], leaf.shape[dim], -dim))
             entries[dim] = (*entries[dim], axis)
@@ -303,7 +303,7 @@ def _leaves(tree: PyTree, names: Mapping[str, Names]) -> list[Leaf]:
 
 
 def _extra_decision(leaf: Leaf, rules: Rules, mesh: AnyMesh) -> Decision:
-    """Extras have no names: a path rule may place them, else they are whole on every device."""
+    """Extras have no names: a path rule may place them, else they are replicated."""
     return resolve(leaf, rules if rules.path_rule(leaf.path) else Rules(), mesh)
 
 
@@ -318,21 +318,21 @@ def _optimizer_decisions(
         return jax.tree_util.tree_map_with_path(lambda path, _: _owner(path_str(path), by_path), tree)
 
     slots = optax.tree_utils.tree_map_params(
-        tx, owners_of, opt_state, transform_non_params=lambda _: _NOBODY, is_leaf=lambda _: True
+        tx, owners_of, opt_state, transform_non_params=lambda _: _NO_OWNER, is_leaf=lambda _: True
     )
-    owners = [None if owner is _NOBODY else owner for owner in jax.tree.leaves(slots)]
+    owners = [None if owner is _NO_OWNER else owner for owner in jax.tree.leaves(slots)]
     found = tree_leaves_with_paths(opt_state)
     return [_slot_decision(path, x, owner, mesh) for (path, x), owner in zip(found, owners, strict=True)]
 
 
-_NOBODY = object()
+_NO_OWNER = object()
 """Stands for no owner in a tree, where None would be an empty subtree."""
 
 
 def _owner(path: str, by_path: Mapping[str, Decision]) -> Any:
     while path and path not in by_path:
         path = path.rpartition("/")[0]
-    return by_path.get(path, _NOBODY)
+    return by_path.get(path, _NO_OWNER)
 
 
 def _slot_decision(path: str, x: Any, owner: Decision | None, mesh: AnyMesh) -> Decision:
@@ -444,7 +444,7 @@ def _check_presets_used(rules: Rules, leaves: Sequence[Leaf], decisions: Sequenc
 
 def _other_ways(origin: str, *, by_size: bool, undivided: bool) -> str:
     if undivided:
-        return "; or pad a dim, give the axis a size that divides one, or keep them whole on purpose: mp.ddp()"
+        return "; or pad a dim, give the axis a size that divides one, or replicate them on purpose: mp.ddp()"
     return f"; or split small leaves too: mp.{origin}(min_bytes=0)" if by_size else ""
 
 
@@ -461,7 +461,7 @@ def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, me
     raise problem(
         f"`{leaf.path}` ({dims} {leaf.dtype.name}, {human_bytes(leaf.nbytes)}, names {leaf.names})",
         f"lie on a mesh with axes {axes}",
-        f"it would be whole on every device, and nothing says that is meant ({why})",
+        f"it would be replicated on every device, and nothing says that is meant ({why})",
         f"{_advice(leaf)}, or allow bigger ones: strategy.replace(big_leaf_bytes={leaf.nbytes + 1})",
     )
 

@@ -21,7 +21,7 @@ Names: TypeAlias = tuple[str | None, ...]
 
 
 class MeshparError(ValueError):
-    """A user's mistake, told in four parts: where, what was asked, what exists, what to do."""
+    """A user's mistake, in four parts: where, what was asked, what exists, what to do."""
 
     def __init__(self, where: str, asked: str, exists: str, fix: str) -> None:
         self.where, self.asked, self.exists, self.fix = where, asked, exists, fix
@@ -52,7 +52,7 @@ def near(word: str, options: Iterable[str], *, most: int = 3) -> str:
 
 
 def near_or(word: str, options: Iterable[str], otherwise: str) -> str:
-    """What to do about a word that is not among the options: the near ones first, or else another way out."""
+    """What to do about a string that is not among the options: the near ones first, or else another way out."""
     hint = near(word, options)
     return f"{hint} If not, {otherwise}" if hint.endswith("?") else f"{otherwise} ({hint})"
 
@@ -99,7 +99,7 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
+        """Bytes of the global array."""
         return self.size * self.dtype.itemsize
 
 
@@ -114,9 +114,9 @@ class Decision:
     shards: int
     """Over how many different pieces the leaf is split."""
     meant: bool
-    """False when the leaf is whole on every device and no rule said it should be."""
+    """False when the leaf is replicated and no rule said it should be."""
     sources: frozenset[tuple[str, str]] = frozenset()
-    """The rules that were used, each as (origin, key): tells idle rules from working ones."""
+    """The rules that were used, each as (origin, key): the others are idle."""
 
     @property
     def path(self) -> str:
@@ -166,7 +166,7 @@ def is_spec(x: Any) -> bool:
 
 
 def without_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
-    """Whole over these mesh axes, split over the others as before."""
+    """Replicated over these mesh axes, sharded over the others as before."""
     left_out = frozenset(axes)
     return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a not in left_out) or None for entry in spec))
 

@@ -26,7 +26,7 @@ from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, numerics
 from meshpar.training.reports import check_numbers, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
-from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
+from meshpar.training.sums import GradientSums, Loss, compute_params, constrained, wide
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 """(model, batch, key) -> (loss, metrics): a scalar mean over the batch, and a dict of scalars.
@@ -98,8 +98,8 @@ class TrainStep(_Program):
         setup, options = state.setup, self.options
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         engine = engine_of(setup, options)
-        wishes = numerics(options.precision, options.remat)
-        with use(setup.mesh, setup.strategy), wishes as marks, jax.named_scope("gradients"):
+        context = numerics(options.precision, options.remat)
+        with use(setup.mesh, setup.strategy), context as marks, jax.named_scope("gradients"):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
         _check_layers_marked(options, marks)
         with jax.named_scope("update"):
@@ -107,7 +107,7 @@ class TrainStep(_Program):
 
 
 def engine_of(setup: Setup, options: StepOptions) -> ModuleType:
-    """The module that makes the gradients: the strategy's own, else by device where one reduction is asked for."""
+    """The module that makes the gradients: the strategy's own, else by device where gradients are reduced once."""
     name = setup.strategy.engine if setup.batch_axes or setup.strategy.pipeline is not None else None
     by_device, plain = "meshpar.training.engines.by_device", "meshpar.training.engines.plain"
     return importlib.import_module(name or (by_device if options.is_once else plain))
@@ -129,9 +129,9 @@ def train_step(
       loss_fn: (model, batch, key) -> (loss, metrics): a scalar mean over the batch it is given, and a dict of scalars.
         `model` is what the adapter promised: the NNX module, the bound Linen module, or `apply` with parameters.
       accumulate: micro-steps that share one update; the batch is split so that every device keeps its own rows.
-      accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" sums them whole on every
-        device and reduces after the loop. The second gathers split parameters once and holds them whole too, and gives
-        the loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
+      accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" keeps replicated sums and
+        reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and gives the
+        loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
       precision: dtypes of parameters, compute and gradient reduction.
       remat: name of a policy for the layers that `training.precision.remat_layer` marks: "full", "dots", "all_dots".
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in
@@ -190,8 +190,8 @@ def eval_step(loss_fn: LossFn, *, precision: Precision | None = None) -> EvalSte
     return EvalStep(loss_fn, precision or Precision())
 
 
-def _check_layers_marked(options: StepOptions, wishes: Numerics) -> None:
-    if options.remat and not wishes.num_layers_marked:
+def _check_layers_marked(options: StepOptions, context: Numerics) -> None:
+    if options.remat and not context.num_layers_marked:
         raise problem(
             f"train_step(remat={options.remat!r})",
             "recompute layers in the backward pass",
@@ -262,7 +262,7 @@ def _check_extra(before: PyTree, after: PyTree) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainState, dict[str, jax.Array]]:
+def _update(state: TrainState, sums: GradientSums, options: StepOptions) -> tuple[TrainState, dict[str, jax.Array]]:
     setup = state.setup
     shards = setup.named(setup.layout.updates)
 

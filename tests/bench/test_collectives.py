@@ -12,7 +12,7 @@ import pytest
 from meshpar import bench
 from meshpar.bench import kernels
 from meshpar.bench.fit import Fit
-from meshpar.bench.found import XLA, Collectives, Row
+from meshpar.bench.found import XLA, CollectiveRow, Collectives
 from meshpar.commands import cli, plots
 from meshpar.planner import cost
 from meshpar.planner.hardware import Cluster, Link, Links, parse_cluster, parse_profile
@@ -25,7 +25,7 @@ QUICK = {"repeats": 2, "target_s": 1e-4}
 def made(devices="cpu", **changes) -> Collectives:
     """A measurement whose times are the model's."""
     rows = [
-        Row(
+        CollectiveRow(
             axis="data", num_ranks=8, collective=name, algorithm=algorithm, size_bytes=size, count=size // 4,
             dtype="float32", op="sum" if name == "all_reduce" else "", time_s=form(size, 8).time_s(LINK),
             low_s=0.9 * form(size, 8).time_s(LINK), high_s=1.5 * form(size, 8).time_s(LINK),
@@ -234,7 +234,7 @@ def test_the_picture_shows_times_model_and_crossover():
     found = made()
     figure = plots.collectives(found)
     reduce, gather = figure.axes
-    assert [panel.get_title() for panel in figure.axes] == ["all_reduce over data=8", "all_gather over data=8"]
+    assert [panel.get_title("left") for panel in figure.axes] == ["all_reduce over data=8", "all_gather over data=8"]
     names = [text.get_text() for text in reduce.get_legend().get_texts()]
     assert names == [XLA, "ring", "tree"]
     ring = [row for row in found.rows if (row.collective, row.algorithm) == ("all_reduce", "ring")]

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.data import Data, Source, TextData
+from meshpar.data import DataSource, Source, TextData
 from meshpar.sharding.types import MeshparError
 
 DOCUMENTS = 40
@@ -31,7 +31,7 @@ def opened(folder, *, batch_size=4, seed=0, **options):
 
 
 def test_it_satisfies_the_protocols(folder):
-    assert isinstance(TextData(), Data)
+    assert isinstance(TextData(), DataSource)
     assert isinstance(opened(folder), Source)
 
 

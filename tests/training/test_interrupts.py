@@ -139,10 +139,10 @@ def watch():
 
 def test_a_signal_is_noted_wherever_the_main_thread_is(watch, capfd):
     Sender(INT)
-    assert watch.told == INT
+    assert watch.received == INT
     Sender(TERM)
     watch.close()
-    assert watch.told == INT
+    assert watch.received == INT
     assert "Exception ignored" not in capfd.readouterr().err
 
 
@@ -172,4 +172,4 @@ def test_a_forked_child_has_its_own_signals(watch):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -TERM
     watch.close()
-    assert watch.told is None
+    assert watch.received is None
