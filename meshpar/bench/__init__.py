@@ -5,37 +5,27 @@
     kernels.py    collectives: every algorithm against XLA's own, as nccl-tests does
     fit.py        α and β of a link, from times
     found.py      the rows and links of such a measurement; the profile they make
-    moe.py        moe: layers of experts against one-hot einsums
+    moe.py        moe: MoE layers against one-hot einsums
 
 Names are imported when they are first used.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
     from meshpar.bench.kernels import collectives
-    from meshpar.bench.report import Measure, Report, paired_ratios
+    from meshpar.bench.report import Figures, Measure, paired_ratios
     from meshpar.bench.training import step
 
 _HOMES = {
     "kernels": ("collectives",),
-    "report": ("Measure", "Report", "paired_ratios"),
+    "report": ("Measure", "Figures", "paired_ratios"),
     "training": ("step",),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__, __dir__ = lazy(__name__, _HOMES)
 
-__all__ = ["Measure", "Report", "collectives", "paired_ratios", "step"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"meshpar.bench has no {name!r}; it has {', '.join(sorted(__all__))}")
-    value = globals()[name] = getattr(importlib.import_module(f"meshpar.bench.{_HOME_OF[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = ["Figures", "Measure", "collectives", "paired_ratios", "step"]

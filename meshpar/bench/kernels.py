@@ -1,4 +1,4 @@
-"""Collectives on a clock, in the shape of nccl-tests: sizes × algorithms × mesh axes, with XLA's own beside ours.
+"""Collectives timed, in the shape of nccl-tests: sizes × algorithms × mesh axes, with XLA's own beside ours.
 
 For each size all programs run in turn, round after round, and ratios are taken within a round. A program repeats its
 collective in a loop, each time on the result of the time before, as often as makes the run long against its launch, and
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as kernels
 from meshpar.bench.fit import Fit, Point, fit_link
-from meshpar.bench.found import FITTED, XLA, Collectives, Row
+from meshpar.bench.found import FITTED, XLA, CollectiveRow, Collectives
 from meshpar.bench.report import seconds_of
 from meshpar.collectives import reference
 from meshpar.collectives.check import check_op
@@ -41,15 +41,12 @@ Ranks = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective:
+class CollectiveKernels:
     """What is measured, by which algorithms, and what each costs."""
 
-    kind: str
-    """As XLA names it."""
     algorithms: Mapping[str, Callable[[float, int], cost.Cost]]
-    """Ours, with their closed forms."""
+    """Ours, with their closed forms; the first is taken for XLA's own."""
     xla: Callable[[jax.Array, Ranks, str], jax.Array]
-    xla_cost: Callable[[float, int], cost.Cost]
     ops: tuple[str, ...]
     """Reductions that XLA's own has; none where nothing is reduced."""
     is_part_before: bool = False
@@ -61,9 +58,8 @@ def _xla_reduce(x: jax.Array, ranks: Ranks, op: str) -> jax.Array:
     return {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}[op](x, ranks)
 
 
-COLLECTIVES: Mapping[str, Collective] = {
-    "all_reduce": Collective(
-        kind="all-reduce",
+COLLECTIVES: Mapping[str, CollectiveKernels] = {
+    "all_reduce": CollectiveKernels(
         algorithms={
             "ring": cost.ring_all_reduce,
             "bidirectional": cost.ring_all_reduce,
@@ -74,38 +70,31 @@ COLLECTIVES: Mapping[str, Collective] = {
             "parameter_server": cost.parameter_server_all_reduce,
         },
         xla=_xla_reduce,
-        xla_cost=cost.ring_all_reduce,
         ops=("sum", "mean", "max", "min"),
     ),
-    "all_gather": Collective(
-        kind="all-gather",
+    "all_gather": CollectiveKernels(
         algorithms={
             "ring": cost.ring_all_gather,
             "bidirectional": cost.ring_all_gather,
             "recursive_doubling": cost.doubling_all_gather,
         },
         xla=lambda x, ranks, op: lax.all_gather(x, ranks, tiled=True),
-        xla_cost=cost.ring_all_gather,
         ops=(),
         is_part_before=True,
     ),
-    "reduce_scatter": Collective(
-        kind="reduce-scatter",
+    "reduce_scatter": CollectiveKernels(
         algorithms={
             "ring": cost.ring_reduce_scatter,
             "bidirectional": cost.ring_reduce_scatter,
             "recursive_halving": cost.halving_reduce_scatter,
         },
         xla=lambda x, ranks, op: lax.psum_scatter(x, ranks, tiled=True),
-        xla_cost=cost.ring_reduce_scatter,
         ops=("sum",),
         is_part_after=True,
     ),
-    "all_to_all": Collective(
-        kind="all-to-all",
+    "all_to_all": CollectiveKernels(
         algorithms={"direct": cost.all_to_all},
         xla=lambda x, ranks, op: lax.all_to_all(x, ranks, split_axis=0, concat_axis=0, tiled=True),
-        xla_cost=cost.all_to_all,
         ops=(),
     ),
 }
@@ -131,7 +120,7 @@ def collectives(
     op: str = "sum",
     repeats: int = 5,
     target_s: float = 8e-3,
-    tell: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Collectives:
     """Measures our collectives and XLA's own along the axes of a mesh, and fits a link to each.
 
@@ -145,44 +134,26 @@ def collectives(
       op: of reductions.
       repeats: rounds, the median of which is kept.
       target_s: how long a run of a program should take at least; it repeats its collective as often.
-      tell: is told what is being measured.
+      progress: is called with a line that says what is being measured.
 
     Raises:
       ValueError: no such axis, collective, algorithm, dtype or op; sizes that cannot be; no device to send to; more
         memory than there is; several processes.
     """
-    for what, asked, there in (("collective", names, COLLECTIVES), ("algorithm", algorithms, ALGORITHMS)):
-        for name in asked:
-            if name not in there:
-                raise problem("bench collectives", f"measure {what} `{name}`", "there is none", near(name, there))
-    known = dict.fromkeys(one for name in names for one in COLLECTIVES[name].algorithms)
-    if "direct" not in known and not known.keys() & set(algorithms):  # "direct" needs no asking
-        raise problem(
-            "bench collectives",
-            f"measure {', '.join(names)} by {', '.join(algorithms)}",
-            "none of these goes that way",
-            f"there are {', '.join(f'`{one}`' for one in known)}",
-        )
-    if jax.process_count() > 1:
-        raise problem(
-            "bench collectives",
-            f"measure with {jax.process_count()} processes",
-            "it looks at all values, which lie in several of them",
-            "run it in one process, on the devices of one machine",
-        )
+    _check_names(names, algorithms)
     over = _mesh(mesh)
     element_type = _dtype(dtype)
     if any(COLLECTIVES[name].ops for name in names):
         check_op("bench collectives", op, element_type)
     sizes = _sizes(min_bytes, max_bytes, factor)
     _check_memory(max(sizes), over)
-    rows: list[Row] = []
+    rows: list[CollectiveRow] = []
     fits: list[Fit] = []
     for ranks in _axes(over, axes):
-        measured: list[tuple[Row, cost.Cost]] = []
+        measured: list[tuple[CollectiveRow, cost.Cost]] = []
         for name in names:
             for size in sizes:
-                tell(f"{name} of {si(size, 'B')} over {'*'.join(ranks)}")
+                progress(f"{name} of {si(size, 'B')} over {'*'.join(ranks)}")
                 case = _Case(COLLECTIVES[name], name, over, ranks, size, element_type, op)
                 measured += case.measured(algorithms, repeats=repeats, target_s=target_s)
         found = _fits("*".join(ranks), measured)
@@ -199,11 +170,33 @@ def collectives(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What was asked for
+# Arguments
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _check_names(names: Sequence[str], algorithms: Sequence[str]) -> None:
+    for what, given, there in (("collective", names, COLLECTIVES), ("algorithm", algorithms, ALGORITHMS)):
+        for name in given:
+            if name not in there:
+                raise problem("bench collectives", f"measure {what} `{name}`", "there is none", near(name, there))
+    known = dict.fromkeys(one for name in names for one in COLLECTIVES[name].algorithms)
+    if "direct" not in known and not known.keys() & set(algorithms):  # "direct" needs no asking
+        raise problem(
+            "bench collectives",
+            f"measure {', '.join(names)} by {', '.join(algorithms)}",
+            "none of these goes that way",
+            f"there are {', '.join(f'`{one}`' for one in known)}",
+        )
+
+
 def _mesh(mesh: str | Mesh | None) -> Mesh:
+    if jax.process_count() > 1:
+        raise problem(
+            "bench collectives",
+            f"measure with {jax.process_count()} processes",
+            "it looks at all values, which lie in several of them",
+            "run it in one process, on the devices of one machine",
+        )
     if isinstance(mesh, Mesh):
         return mesh
     spec = MeshSpec.parse(mesh) if mesh else MeshSpec(data=-1)
@@ -212,9 +205,9 @@ def _mesh(mesh: str | Mesh | None) -> Mesh:
     return spec.build(jax.devices()[:wanted])
 
 
-def _axes(mesh: Mesh, asked: Sequence[str]) -> list[Ranks]:
+def _axes(mesh: Mesh, given: Sequence[str]) -> list[Ranks]:
     sizes = axis_sizes(mesh)
-    chosen = [tuple(one.split("*")) for one in asked] or [(axis,) for axis, size in sizes.items() if size > 1]
+    chosen = [tuple(one.split("*")) for one in given] or [(axis,) for axis, size in sizes.items() if size > 1]
     for ranks in chosen:
         if len(set(ranks)) < len(ranks):
             exists = "it names an axis twice"
@@ -227,7 +220,7 @@ def _axes(mesh: Mesh, asked: Sequence[str]) -> list[Ranks]:
         raise problem(
             "bench collectives",
             "measure messages along " + (" and ".join(f"`{'*'.join(ranks)}`" for ranks in chosen) or "a mesh"),
-            "there is one device along it, and nobody to send to",
+            "there is one device along it, and no other to send to",
             "take several devices: --mesh data=8, with --devices 8 where there is no accelerator",
         )
     return chosen
@@ -277,7 +270,7 @@ def _check_memory(size_bytes: int, mesh: Mesh) -> None:
 
 
 def _free_memory_bytes() -> int | None:
-    """Of this machine; None where it does not tell (it is Linux that does)."""
+    """Of this machine; None where it is unknown (Linux says)."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = dict(line.split(":", 1) for line in lines)
@@ -295,7 +288,7 @@ class _Case:
     """One collective of one size along some axes: its programs, their times, their values."""
 
     def __init__(
-        self, what: Collective, name: str, mesh: Mesh, ranks: Ranks, size_bytes: int, dtype: np.dtype, op: str
+        self, what: CollectiveKernels, name: str, mesh: Mesh, ranks: Ranks, size_bytes: int, dtype: np.dtype, op: str
     ) -> None:
         sizes = axis_sizes(mesh)
         self._what, self._name, self._mesh, self._ranks = what, name, mesh, ranks
@@ -306,7 +299,9 @@ class _Case:
         self._count = max(round(size_bytes / dtype.itemsize / self._num_ranks), 1) * self._num_ranks
         self._part = self._count // self._num_ranks
 
-    def measured(self, algorithms: Sequence[str], *, repeats: int, target_s: float) -> list[tuple[Row, cost.Cost]]:
+    def measured(
+        self, algorithms: Sequence[str], *, repeats: int, target_s: float
+    ) -> list[tuple[CollectiveRow, cost.Cost]]:
         """A row for each program, XLA's own first, and what the model says it is made of."""
         forms = dict(self._forms(algorithms))
         programs = {name: self._program(kernel) for name, (kernel, _) in forms.items()}
@@ -321,7 +316,8 @@ class _Case:
     def _forms(self, algorithms: Sequence[str]) -> Iterator[tuple[str, tuple[Kernel, cost.Cost]]]:
         what, nbytes = self._what, float(self._count * self._dtype.itemsize)
         if not what.ops or self._op in what.ops:
-            yield XLA, (lambda x: what.xla(x, self._ranks, self._op), what.xla_cost(nbytes, self._num_ranks))
+            usual = next(iter(what.algorithms.values()))
+            yield XLA, (lambda x: what.xla(x, self._ranks, self._op), usual(nbytes, self._num_ranks))
         options: dict[str, Any] = {"axis": self._ranks} | ({"op": self._op} if what.ops else {})
         kernel = getattr(kernels, self._name)
         for name, form in what.algorithms.items():
@@ -356,7 +352,7 @@ class _Case:
             x, y = lax.fori_loop(0, times, turn, (x, y))
             return x[None], y[None]
 
-        # Off: what comes out of a psum is the same everywhere, what goes into a loop is not, and nobody differentiates.
+        # Off: what comes out of a psum is the same everywhere, what goes into a loop is not; nothing is differentiated.
         mapped = jax.shard_map(one, mesh=self._mesh, in_specs=(rows, P()), out_specs=(rows, rows), check_vma=False)
         return jax.jit(mapped)
 
@@ -394,7 +390,7 @@ class _Case:
         off = np.abs(np.asarray(found).astype(np.float64) - expected.astype(np.float64))
         return int((off > rounding).sum()), float(off.max(initial=0))
 
-    def _row(self, name: str, times: Mapping[str, Sequence[float]], wrong: int, max_error: float) -> Row:
+    def _row(self, name: str, times: Mapping[str, Sequence[float]], wrong: int, max_error: float) -> CollectiveRow:
         found = list(times[name])
         low, median, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
         is_ours = name != XLA and XLA in times
@@ -403,7 +399,7 @@ class _Case:
             if is_ours
             else None
         )
-        return Row(
+        return CollectiveRow(
             axis="*".join(self._ranks),
             num_ranks=self._num_ranks,
             collective=self._name,
@@ -437,7 +433,7 @@ _TWO_LEVELS: Mapping[str, tuple[Callable[..., jax.Array], Callable[[float, int, 
 
 
 def _host() -> jax.Device | None:
-    """Where there is most memory; None where jax was told to leave the host out."""
+    """Where there is most memory; None where jax has no host platform."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -474,7 +470,7 @@ def _repeats(run: Callable[[int], float], idle_s: float, target_s: float, most: 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _fits(axis: str, measured: Sequence[tuple[Row, cost.Cost]]) -> list[Fit]:
+def _fits(axis: str, measured: Sequence[tuple[CollectiveRow, cost.Cost]]) -> list[Fit]:
     points: dict[str, list[Point]] = {of: [] for of in FITTED}
     for row, form in (one for one in measured if one[0].algorithm not in UNFITTED):
         of = "axes" if row.algorithm == XLA else "permutes"
@@ -482,14 +478,14 @@ def _fits(axis: str, measured: Sequence[tuple[Row, cost.Cost]]) -> list[Fit]:
     return [fit_link(axis, of, found) for of, found in points.items() if found]
 
 
-def _predict(row: Row, form: cost.Cost, fits: Sequence[Fit]) -> Row:
+def _predict(row: CollectiveRow, form: cost.Cost, fits: Sequence[Fit]) -> CollectiveRow:
     of = "axes" if row.algorithm == XLA else "permutes"
     fit = next((fit for fit in fits if fit.of == of), None)
     predicted_s = None if fit is None else fit.time_s(form.steps, form.bytes_in_turn)
     return dataclasses.replace(row, predicted_s=predicted_s)
 
 
-def _notes(mesh: Mesh, rows: Sequence[Row]) -> Iterator[str]:
+def _notes(mesh: Mesh, rows: Sequence[CollectiveRow]) -> Iterator[str]:
     wrong = sum(bool(row.wrong) for row in rows)
     if wrong:
         yield f"{wrong} rows have wrong values"
@@ -504,9 +500,9 @@ def _notes(mesh: Mesh, rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _choices(rows: Sequence[Row]) -> str:
+def _choices(rows: Sequence[CollectiveRow]) -> str:
     """How the model's choice among our algorithms fares against the measured times."""
-    cases: dict[tuple[str, str, int], list[Row]] = {}
+    cases: dict[tuple[str, str, int], list[CollectiveRow]] = {}
     for row in rows:
         if row.algorithm != XLA and row.predicted_s is not None:
             cases.setdefault((row.collective, row.axis, row.size_bytes), []).append(row)

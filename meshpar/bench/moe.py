@@ -1,4 +1,4 @@
-"""Layers of experts on the clock: every way that tokens travel, against one-hot einsums.
+"""MoE layers timed: every way that tokens travel, against one-hot einsums.
 
 Most JAX code sends tokens by matrix products with one-hot tensors [tokens, experts, capacity], whose work grows with
 the square of a device's tokens. All layers here have the same router, the same weights and the same tokens.
@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from meshpar.bench.report import Measure, Report, in_turn, load, quartiles
+from meshpar.bench.report import Figures, Measure, in_turn, load, quartiles
 from meshpar.compiled import hlo
 from meshpar.compiled.clock import work
 from meshpar.moe.config import MoEConfig
@@ -33,6 +33,7 @@ from meshpar.parallel import expert_parallel
 from meshpar.planner.cost import matmul_flops
 from meshpar.planner.units import si
 from meshpar.sharding.context import use
+from meshpar.sharding.printing import table
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import near, problem
 
@@ -178,8 +179,8 @@ def layer(form: str, shape: Shape) -> Layer:
 
     def ours(x: jax.Array, weights: Weights) -> tuple[jax.Array, jax.Array]:
         with use(mesh, rules):
-            y, told = moe_layer(x, weights, config)
-        return y, told.dropped
+            y, stats = moe_layer(x, weights, config)
+        return y, stats.dropped
 
     def theirs(x: jax.Array, weights: Weights) -> tuple[jax.Array, jax.Array]:
         return one_hot_layer(x, weights, routing, mesh)
@@ -244,7 +245,7 @@ class Times(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class MoERow:
     """One form of a layer, with so many experts."""
 
     form: str
@@ -264,25 +265,36 @@ class Row:
     """Share of the choices that no expert computed."""
 
     def to_json(self) -> dict[str, Any]:
-        told = {name: getattr(self, name)._asdict() for name in ("forward", "both")}
-        return dataclasses.asdict(self) | told
+        times = {name: getattr(self, name)._asdict() for name in ("forward", "both")}
+        return dataclasses.asdict(self) | times
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row in the table."""
+        forward, both = self.forward, self.both
+        return (
+            self.form, str(self.num_experts), f"{forward.median_s * 1e3:.1f}", _ratio(forward.ratio),
+            f"{both.median_s * 1e3:.1f}", f"{both.low_s * 1e3:.1f} – {both.high_s * 1e3:.1f}", _ratio(both.ratio),
+            f"{self.flops / 1e6:.0f}", si(self.temporary_bytes, "B"), si(self.largest_bytes, "B"),
+            f"{self.dropped:.1%}",
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layers:
-    """Measured layers of experts. Prints as tables."""
+    """Measured MoE layers. Prints as tables."""
 
     shape: dict[str, int]
     """Of the layers, but for the number of experts."""
     repeats: int
     load: tuple[float, float]
     """The machine's, over a minute, before and after."""
-    rows: tuple[Row, ...]
+    rows: tuple[MoERow, ...]
     measures: tuple[Measure, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        report = Report(title="experts", measures=self.measures).to_json()
+        report = Figures(title="experts", measures=self.measures).to_json()
         return {
             **self.shape,
             "repeats": self.repeats,
@@ -294,28 +306,20 @@ class Layers:
 
     def __rich__(self) -> Any:
         from rich.console import Group
-        from rich.table import Table
 
-        told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.shape.items())
-        table = Table(title=f"a layer of experts: {told}; {self.repeats} repeats")
-        for at, column in enumerate(
-            ("form", "E", "forward ms", "÷", "both ms", "quartiles", "÷", "MFLOP", "temporaries", "largest", "dropped")
-        ):
-            table.add_column(column, justify="right" if at else "left")
-        for row, following in itertools.zip_longest(self.rows, self.rows[1:]):
-            another = following is not None and following.num_experts != row.num_experts
-            table.add_row(
-                row.form, str(row.num_experts), f"{row.forward.median_s * 1e3:.1f}", _ratio(row.forward.ratio),
-                f"{row.both.median_s * 1e3:.1f}", f"{row.both.low_s * 1e3:.1f} – {row.both.high_s * 1e3:.1f}",
-                _ratio(row.both.ratio), f"{row.flops / 1e6:.0f}", si(row.temporary_bytes, "B"),
-                si(row.largest_bytes, "B"), f"{row.dropped:.1%}", end_section=another,
-            )  # fmt: skip
+        shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.shape.items())
+        columns = (
+            "form", "E", "forward ms", "÷", "both ms", "quartiles", "÷", "MFLOP", "temporaries", "largest", "dropped"
+        )  # fmt: skip
+        by_experts = itertools.groupby(self.rows, lambda row: row.num_experts)
+        cells = [cells for _, same in by_experts for cells in ((), *(row.cells for row in same))]
+        measured = table(f"an MoE layer: {shape}; {self.repeats} repeats", columns, cells[1:], left=("form",))
         before, after = self.load
         note = (
             f"both: forward and backward. ÷: over {ONE_HOT} of the same round. FLOPs and bytes are of one device. "
             f"Load of the machine {before:.1f} before, {after:.1f} after, {os.cpu_count()} cores."
         )
-        return Group(table, Report(title="experts", measures=self.measures), note)
+        return Group(measured, Figures(title="experts", measures=self.measures), note)
 
 
 def _ratio(value: float | None) -> str:
@@ -336,7 +340,7 @@ def layers(
     width: int = 64,
     hidden: int = 128,
     repeats: int = 5,
-    tell: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Layers:
     """Measure a layer of SwiGLU experts in every form, over all devices along one axis.
 
@@ -348,7 +352,7 @@ def layers(
       width: of a token.
       hidden: of an expert.
       repeats: rounds, in each of which all forms run once, forward and then forward and backward.
-      tell: is given a line of progress.
+      progress: is called with a line that says what is being measured.
 
     Raises:
       ValueError: an unknown form; numbers that are none; experts that the devices do not divide.
@@ -356,10 +360,10 @@ def layers(
     shapes = [Shape(num, tokens, top_k, width, hidden, len(jax.devices())) for num in num_experts]
     _check(forms, shapes, repeats)
     before = load()
-    rows = [row for shape in shapes for row in _rows(forms, shape, repeats, tell)]
+    rows = [row for shape in shapes for row in _rows(forms, shape, repeats, progress)]
     measures = [*_wins(rows)]
     if "dropless" in forms:
-        tell("FLOPs and temporaries")
+        progress("FLOPs and temporaries")
         measures += _counted(shapes[0])
     of_all = {"ranks": len(jax.devices()), "tokens": tokens, "top_k": top_k, "width": width, "hidden": hidden}
     return Layers(
@@ -385,12 +389,12 @@ def _check(forms: Sequence[str], shapes: Sequence[Shape], repeats: int) -> None:
             )  # fmt: skip
 
 
-def _rows(forms: Sequence[str], shape: Shape, repeats: int, tell: Callable[[str], None]) -> list[Row]:
+def _rows(forms: Sequence[str], shape: Shape, repeats: int, progress: Callable[[str], None]) -> list[MoERow]:
     made = {}
     for form in forms:
-        tell(f"{form}, {shape.num_experts} experts")
+        progress(f"{form}, {shape.num_experts} experts")
         made[form] = compiled(layer(form, shape), shape)
-    tell(f"{shape.num_experts} experts, on the clock")
+    progress(f"{shape.num_experts} experts, timed")
     times = {}
     for at, way in ((0, "forward"), (1, "both")):
         programs = {form: _program(found[at], found[2][: 2 + at]) for form, found in made.items()}
@@ -400,7 +404,7 @@ def _rows(forms: Sequence[str], shape: Shape, repeats: int, tell: Callable[[str]
         module = hlo.parse(both.as_text())
         (largest,) = work.largest_temporaries(module, 1)
         rows.append(
-            Row(
+            MoERow(
                 form=form, num_experts=shape.num_experts,
                 forward=Times.of(times["forward"][form], times["forward"].get(ONE_HOT)),
                 both=Times.of(times["both"][form], times["both"].get(ONE_HOT)),
@@ -416,7 +420,7 @@ def _program(program: Any, given: tuple[Any, ...]) -> Program:
     return lambda: jax.block_until_ready(program(*given))
 
 
-def _wins(rows: Sequence[Row]) -> list[Measure]:
+def _wins(rows: Sequence[MoERow]) -> list[Measure]:
     """Sorted rows, with room for any routing and for twice the mean, against one-hot einsums: below one, quicker."""
     return [
         Measure(

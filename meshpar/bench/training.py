@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.bench.report import Measure, Report, paired_ratios, seconds_of
+from meshpar.bench.report import Figures, Measure, paired_ratios, seconds_of
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import Strategy, fsdp, tensor_parallel
 from meshpar.sharding.adapters import Model, from_functions
@@ -39,7 +39,7 @@ CONFIG = TransformerConfig(
 ROWS, SEQ = 16, 128
 
 
-def step(*, pairs: int = 20) -> Report:
+def step(*, pairs: int = 20) -> Figures:
     """Measure a training step against the same model in bare `jax.jit` with hand-written shardings.
 
     Args:
@@ -54,7 +54,7 @@ def step(*, pairs: int = 20) -> Report:
         )
     measures = [_against_bare(case, pairs) for case in CASES]
     measures += [_host_time(), _resolve_time(), _compile_growth(), _help_time()]
-    return Report(title="training step", measures=tuple(measures))
+    return Figures(title="training step", measures=tuple(measures))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ AUTO = "auto"
 def picked(
     kernel: str, algorithm: str, payload_bytes: float, axis: Axis, num_ranks: int, cluster: str | Profile | None
 ) -> str:
-    """The algorithm to run: the one asked for, or the quickest.
+    """The algorithm to run: the one given, or the quickest.
 
     Raises:
       ValueError: nothing says what the links are, or a cluster is given to an algorithm that was named.

@@ -70,7 +70,7 @@ def all_gather_matmul(
     is_one = not isinstance(weights, tuple | list)
     x, *each = varying_alike(axis, x, *([weights] if is_one else weights))
     _check_operands(kernel, x, each, [(x.shape[-1:], w.shape[:1]) for w in each])
-    plan = _Plan(axis, num_ranks, _checked_rows(kernel, dim, x.ndim), 1, weight_grad_dtype)
+    plan = _MatmulPlan(axis, num_ranks, _checked_rows(kernel, dim, x.ndim), 1, weight_grad_dtype)
     with jax.named_scope(kernel):
         products = _gather_matmul(plan, x, tuple(each))
     return products[0] if is_one else products
@@ -110,7 +110,7 @@ def matmul_reduce_scatter(
     _check_operands(kernel, h, [weight], [(h.shape[max(h.ndim - num_inner, 0) :], weight.shape[:-1])])
     dim = _checked_rows(kernel, dim, h.ndim - num_inner + 1)
     check_cut(kernel, h.shape[dim], dim, num_ranks, tiled=True)
-    plan = _Plan(axis, num_ranks, dim, num_inner, weight_grad_dtype)
+    plan = _MatmulPlan(axis, num_ranks, dim, num_inner, weight_grad_dtype)
     with jax.named_scope(kernel):
         return _matmul_scatter(plan, h, weight)
 
@@ -121,8 +121,8 @@ def matmul_reduce_scatter(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What a kernel was asked for."""
+class _MatmulPlan:
+    """A kernel's arguments."""
 
     axis: Axis
     num_ranks: int
@@ -137,17 +137,17 @@ class _Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather_matmul(plan: _Plan, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _gather_matmul(plan: _MatmulPlan, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     whole = [_whole(w) for w in weights]
     (products,) = _turned(plan, _gathering(plan, x, lambda rows: [_times(plan, rows, w, x.dtype) for w in whole]))
     return tuple(products)
 
 
-def _gather_matmul_forward(plan: _Plan, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple:
+def _gather_matmul_forward(plan: _MatmulPlan, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple:
     return _gather_matmul(plan, x, weights), (x, weights)
 
 
-def _gather_matmul_backward(plan: _Plan, saved: tuple, grads: tuple[jax.Array, ...]) -> tuple:
+def _gather_matmul_backward(plan: _MatmulPlan, saved: tuple, grads: tuple[jax.Array, ...]) -> tuple:
     x, weights = saved
     wide, whole = _wide(x.dtype), [_whole(w) for w in weights]
 
@@ -164,16 +164,16 @@ _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul_scatter(plan: _Plan, h: jax.Array, weight: jax.Array) -> jax.Array:
+def _matmul_scatter(plan: _MatmulPlan, h: jax.Array, weight: jax.Array) -> jax.Array:
     wide, whole = _wide(h.dtype), _whole(weight)
     return _turned(plan, _scattering(plan, (h,), lambda rows: _times(plan, rows[0], whole, wide), h.dtype))[0]
 
 
-def _matmul_scatter_forward(plan: _Plan, h: jax.Array, weight: jax.Array) -> tuple:
+def _matmul_scatter_forward(plan: _MatmulPlan, h: jax.Array, weight: jax.Array) -> tuple:
     return _matmul_scatter(plan, h, weight), (h, weight)
 
 
-def _matmul_scatter_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
+def _matmul_scatter_backward(plan: _MatmulPlan, saved: tuple, grad: jax.Array) -> tuple:
     h, weight = saved
     whole = _whole(weight)
 
@@ -193,14 +193,14 @@ _matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
 # At step T a lane of stride s brings what has to do with rank r - s T.
 #
 # They are loops because XLA schedules each turn for itself: unrolled, all messages are sent first. Inside a turn, XLA's
-# GPU scheduler has one message under way at a time unless told otherwise, and hands all work it can to one of them. So
+# GPU scheduler has one message under way at a time by default, and hands all work it can to one of them. So
 # the data depend on each other in such a way that there is a matmul for either.
 # ---------------------------------------------------------------------------------------------------------------------
 
 STRIDES = (1, -1)
 
 
-class _Ring(NamedTuple):
+class _MatmulRing(NamedTuple):
     """What goes round: before the first step, at step T from 1 to N-1, and what is made of it after the last."""
 
     held: Any
@@ -208,7 +208,7 @@ class _Ring(NamedTuple):
     end: Callable[[Any], Any]
 
 
-def _turned(plan: _Plan, *rings: _Ring) -> list[Any]:
+def _turned(plan: _MatmulPlan, *rings: _MatmulRing) -> list[Any]:
     """The rings' results, turned in one loop: loops of their own would run one after the other."""
 
     def step(T: jax.Array, held: list[Any]) -> list[Any]:
@@ -218,7 +218,9 @@ def _turned(plan: _Plan, *rings: _Ring) -> list[Any]:
     return [ring.end(one) for ring, one in zip(rings, held, strict=True)]
 
 
-def _gathering(plan: _Plan, own: jax.Array, product: Callable[[jax.Array], list[jax.Array]] | None = None) -> _Ring:
+def _gathering(
+    plan: _MatmulPlan, own: jax.Array, product: Callable[[jax.Array], list[jax.Array]] | None = None
+) -> _MatmulRing:
     """The rows of all ranks in order, or products of them: each is made while the other lane's rows are under way."""
     rank, size = lax.axis_index(plan.axis), own.shape[plan.dim]
     offsets = _offsets(size)
@@ -255,15 +257,15 @@ def _gathering(plan: _Plan, own: jax.Array, product: Callable[[jax.Array], list[
 
     lanes = jnp.split(own, offsets[1:], axis=plan.dim)
     whole = [room(block) for block in jax.eval_shape(made, own)]
-    return _Ring((lanes, put(whole, made(lanes[0]), 0, 0)), step, end)
+    return _MatmulRing((lanes, put(whole, made(lanes[0]), 0, 0)), step, end)
 
 
 def _scattering(
-    plan: _Plan,
+    plan: _MatmulPlan,
     operands: Sequence[jax.Array],
     term: Callable[[list[jax.Array]], jax.Array],
     dtype: jax.typing.DTypeLike,
-) -> _Ring:
+) -> _MatmulRing:
     """The sum over ranks of a term for each rank, made of that rank's rows of the operands; at that rank.
 
     Each rank computes its term while the sum of those before it is under way.
@@ -292,7 +294,7 @@ def _scattering(
             added.append((arrived.astype(here.dtype) + here).astype(dtype))
         return added
 
-    return _Ring(first(), step, lambda sums: jnp.concatenate(sums, axis=plan.dim))
+    return _MatmulRing(first(), step, lambda sums: jnp.concatenate(sums, axis=plan.dim))
 
 
 def _offsets(size: int) -> list[int]:
@@ -305,7 +307,7 @@ def _after(x: jax.Array, done: list[jax.Array]) -> jax.Array:
     return lax.optimization_barrier((x, done))[0]
 
 
-def _held_back(plan: _Plan, rows: jax.Array, blocks: list[jax.Array]) -> jax.Array:
+def _held_back(plan: _MatmulPlan, rows: jax.Array, blocks: list[jax.Array]) -> jax.Array:
     """The rows, but not before a product is there. XLA drops barriers before it schedules, and cannot see through this.
 
     Nothing is greater than infinity, NaN included. One column is looked at, and all dims of the rows but the one that
@@ -325,14 +327,14 @@ def _held_back(plan: _Plan, rows: jax.Array, blocks: list[jax.Array]) -> jax.Arr
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _times(plan: _Plan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _times(plan: _MatmulPlan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """`[*rows, *inner] @ [*inner, *out]`."""
     inner = range(plan.num_inner)
     contracted = tuple(rows.ndim - plan.num_inner + dim for dim in inner), tuple(inner)
     return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=dtype)
 
 
-def _times_transposed(plan: _Plan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _times_transposed(plan: _MatmulPlan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """`[*rows, *out] @ [*inner, *out]ᵀ`."""
     outer = range(plan.num_inner, weight.ndim)
     contracted = tuple(rows.ndim - weight.ndim + dim for dim in outer), tuple(outer)
@@ -350,7 +352,7 @@ def _whole(weight: jax.Array) -> jax.Array:
     return lax.with_sharding_constraint(weight, PartitionSpec(*[None] * weight.ndim))
 
 
-def _weight_grad(plan: _Plan, rows: jax.Array, grads: jax.Array, weight: jax.Array) -> jax.Array:
+def _weight_grad(plan: _MatmulPlan, rows: jax.Array, grads: jax.Array, weight: jax.Array) -> jax.Array:
     """`[*rows, *inner]ᵀ @ [*rows, *out]` in one matmul."""
     lead = tuple(range(rows.ndim - plan.num_inner))
     dtype = plan.weight_grad_dtype or _wide(weight.dtype)

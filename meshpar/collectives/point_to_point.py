@@ -22,7 +22,7 @@ def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = Tr
     Args:
       axis: mesh axis, or several as one.
       by: how many ranks further; negative for backwards.
-      wrap: whether the last is followed by the first; if not, ranks with nobody before them get zeros.
+      wrap: whether the last is followed by the first; if not, ranks with none before them get zeros.
 
     Raises:
       ValueError: no such axis here, or a `by` that is no whole number.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
+import jax
 from jaxtyping import Array, Num
 
 from meshpar.collectives import tree
@@ -11,7 +13,7 @@ from meshpar.collectives.auto import AUTO, picked
 from meshpar.collectives.check import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.hierarchical import hierarchical_all_reduce
 from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides, ring_sum
-from meshpar.collectives.wire import reduced, varying
+from meshpar.collectives.wire import Combine, reduced, varying
 from meshpar.planner.hardware import Profile
 
 ALGORITHMS = (*RINGS, *tree.ALGORITHMS)
@@ -71,15 +73,17 @@ def all_reduce(
     if algorithm == "hierarchical":
         return hierarchical_all_reduce(x, inner=axis[-1], outer=tuple(axis[:-1]), op=op)
     if algorithm in RINGS:
-        strides = ring_strides("all_reduce", algorithm, channels, num_ranks)
-        return reduced(
-            lambda x, combine: ring_all_reduce(x, axis, combine, num_ranks, strides),
-            x,
-            op,
-            num_ranks,
-            linear=lambda x: ring_sum(x, axis, num_ranks, strides),
-        )
+        return _by_rings(x, axis, op, ring_strides("all_reduce", algorithm, channels, num_ranks))
     run = tree.ALGORITHMS[algorithm]
     if algorithm == "parameter_server":
         run = functools.partial(run, num_servers=num_servers)
     return reduced(lambda x, combine: run(x, axis, combine, num_ranks), x, op, num_ranks)
+
+
+def _by_rings(x: jax.Array, axis: Axis, op: str, strides: Sequence[int]) -> jax.Array:
+    num_ranks = ranks_of("all_reduce", axis)
+
+    def kernel(x: jax.Array, combine: Combine) -> jax.Array:
+        return ring_all_reduce(x, axis, combine, num_ranks, strides)
+
+    return reduced(kernel, x, op, num_ranks, linear=lambda x: ring_sum(x, axis, num_ranks, strides))

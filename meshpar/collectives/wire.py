@@ -38,7 +38,7 @@ def varying_alike(axis: Axis, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def send(x: jax.Array, axis: Axis, pairs: Iterable[tuple[int, int]]) -> jax.Array:
-    """`x` of the source, at the target of each (source, target) pair; zeros at ranks that are nobody's target.
+    """`x` of the source, at the target of each (source, target) pair; zeros at ranks that are no target.
 
     Ranks count as `axis` names its axes, the first varying slowest: as for `axis_index`, XLA's own collectives and a
     PartitionSpec. `lax.ppermute` counts in the order of the mesh, or refuses any other.
@@ -61,7 +61,7 @@ def doublings(num_ranks: int) -> list[int]:
 
 
 def reordered(parts: jax.Array, order: jax.Array) -> jax.Array:
-    """The parts `[N, ...]` in another order, none left out."""
+    """All parts `[N, ...]` in another order."""
     return parts.at[order].get(mode="promise_in_bounds", unique_indices=True)
 
 
@@ -150,7 +150,7 @@ def reduced(
         if op == "sum":
             return y, total(dx)
         holds = (x == spread(y)).astype(x.dtype)
-        # Where nothing is received (off the root of a `reduce`) nobody holds anything.
+        # Where nothing is received (off the root of a `reduce`) no rank holds anything.
         return y, total(holds * dx) / jnp.maximum(total(holds), 1)
 
     return run(x)

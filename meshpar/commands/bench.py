@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 from meshpar.commands.cli import prepare_devices, print_report
+from meshpar.sharding.errors import problem
 
 PICTURES = (".png", ".svg", ".pdf")
 """What a plot is written as."""
@@ -106,33 +109,28 @@ def collectives(
         if path:
             _check_file(path, suffixes)
     largest = max_bytes or ("1MB" if jax.default_backend() == "cpu" else "100MB")
-    found = kernels.collectives(
-        mesh,
-        axes=axes,
-        names=names or tuple(kernels.COLLECTIVES),
-        algorithms=algorithms or kernels.USUAL,
-        min_bytes=parse_bytes(min_bytes),
-        max_bytes=parse_bytes(largest),
-        factor=factor,
-        dtype=dtype,
-        op=op,
-        repeats=repeats,
-        tell=_progress if sys.stderr.isatty() else lambda line: None,
-    )
-    if sys.stderr.isatty():
-        _progress("")
+    with _live() as progress:
+        found = kernels.collectives(
+            mesh,
+            axes=axes,
+            names=names or tuple(kernels.COLLECTIVES),
+            algorithms=algorithms or kernels.USUAL,
+            min_bytes=parse_bytes(min_bytes),
+            max_bytes=parse_bytes(largest),
+            factor=factor,
+            dtype=dtype,
+            op=op,
+            repeats=repeats,
+            progress=progress,
+        )
     print_report(found, as_json=as_json)
     if save:
-        profile = found.profile()
-        profile.save(save)
-        click.echo(f"saved {save}: {profile.name}", err=True)
-        if found.poor:
-            click.secho(f"meshpar: {found.poor}", fg="yellow", err=True)
+        _save(found, save)
     if plot:  # last: a picture that cannot be written must not cost the profile
         _draw(found, plot)
 
 
-@bench.command("moe", short_help="Layers of experts against one-hot einsums.")
+@bench.command("moe", short_help="MoE layers against one-hot einsums.")
 @click.option(
     "--experts", "num_experts", metavar="E", multiple=True, type=click.IntRange(min=1),
     help="How many; may be repeated.  [default: 8, 16, 64]",
@@ -158,7 +156,7 @@ def moe(
     as_json: bool,
     traceback: bool,
 ) -> None:
-    """A layer of experts in every form, against the one-hot einsums that most JAX code sends tokens with.
+    """An MoE layer in every form, against the one-hot einsums that most JAX code sends tokens with.
 
     Columns: time forward, and forward and backward, and ÷ = time over that of one-hot einsums in the same round; FLOPs
     of matrix products, temporaries and the largest of them, all of one device; the share of choices that was dropped.
@@ -166,29 +164,43 @@ def moe(
     prepare_devices(devices)
     from meshpar.bench import moe as measured
 
-    tell = _progress if sys.stderr.isatty() else lambda line: None
-    found = measured.layers(
-        forms=forms or measured.FORMS,
-        num_experts=num_experts or measured.NUM_EXPERTS,
-        tokens=tokens,
-        top_k=top_k,
-        width=width,
-        hidden=hidden,
-        repeats=repeats,
-        tell=tell,
-    )
-    if sys.stderr.isatty():
-        _progress("")
+    with _live() as progress:
+        found = measured.layers(
+            forms=forms or measured.FORMS,
+            num_experts=num_experts or measured.NUM_EXPERTS,
+            tokens=tokens,
+            top_k=top_k,
+            width=width,
+            hidden=hidden,
+            repeats=repeats,
+            progress=progress,
+        )
     print_report(found, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _live() -> Iterator[Callable[[str], None]]:
+    """A function that shows one line in a terminal, each in place of the one before; the last is taken away."""
+    is_terminal = sys.stderr.isatty()
+    yield _progress if is_terminal else lambda line: None
+    if is_terminal:
+        _progress("")
 
 
 def _progress(line: str) -> None:
     click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
 
+def _save(found: Any, path: str) -> None:
+    profile = found.profile()
+    profile.save(path)
+    click.echo(f"saved {path}: {profile.name}", err=True)
+    if found.poor:
+        click.secho(f"meshpar: {found.poor}", fg="yellow", err=True)
+
+
 def _draw(found: Any, path: str) -> None:
     from meshpar.commands import plots
-    from meshpar.sharding.types import problem
 
     try:
         plots.collectives(found).savefig(path)
@@ -198,8 +210,6 @@ def _draw(found: Any, path: str) -> None:
 
 def _check_file(path: str, suffixes: tuple[str, ...]) -> None:
     """Said before anything is measured."""
-    from meshpar.sharding.types import problem
-
     if Path(path).suffix not in suffixes:
         exists = f"its name ends in neither of {', '.join(suffixes)}" if len(suffixes) > 1 else "a profile is a .json"
         raise problem(f"`{path}`", "be written", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")

@@ -11,14 +11,15 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import click
 
+from meshpar.sharding.errors import problem
 from meshpar.training import interrupts
 
 HOST_DEVICES = 8
-"""XLA host devices where there is no accelerator and nobody asked for a number."""
+"""XLA host devices where there is no accelerator and no number is given."""
 
 # Devices of one machine take turns on its cores: a thread may wait long for its turn before that means a deadlock.
 _PATIENCE = {
@@ -67,7 +68,7 @@ def prepare_devices(count: int | None, *, start: Literal["devices", "jax", "noth
 def _start(*, with_devices: bool) -> None:
     """Import jax, and have it find its devices, without what its CUDA plugin says where there is no driver.
 
-    jax 0.10's plugin writes that to standard error as it is loaded, whatever the log level and the platform asked for.
+    jax 0.10's plugin writes that to standard error as it is loaded, whatever the log level and the platform chosen.
     Everything else passes.
     """
     from meshpar.compiled.messages import catch_stderr
@@ -77,10 +78,10 @@ def _start(*, with_devices: bool) -> None:
 
         if with_devices:
             jax.devices()
-    told = caught.text.splitlines(keepends=True)
-    if any(_NO_DRIVER in line for line in told):
-        told = [line for line in told if _NO_DRIVER not in line and not line.startswith(_NO_LOG)]
-    sys.stderr.write("".join(told))
+    lines = caught.text.splitlines(keepends=True)
+    if any(_NO_DRIVER in line for line in lines):
+        lines = [line for line in lines if _NO_DRIVER not in line and not line.startswith(_NO_LOG)]
+    sys.stderr.write("".join(lines))
 
 
 def _has_accelerator() -> bool:
@@ -104,10 +105,8 @@ def _importable(*modules: str) -> bool:
 
 
 def _devices(count: int | None) -> Sequence[Any]:
-    """The devices of the run, as many as asked for."""
+    """The devices of the run."""
     import jax
-
-    from meshpar.sharding.types import problem
 
     found = jax.devices()
     if count is None or count == len(found) or jax.process_count() > 1:
@@ -127,38 +126,27 @@ def _devices(count: int | None) -> Sequence[Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Lazy:
-    """A command that another module holds, imported when it is used."""
+class Lazy(NamedTuple):
+    """A command that another module holds, imported when it is used; it sets up its own devices."""
 
     home: str
     """`module:attribute`."""
     help: str
     """Its line in the list of commands."""
-    needs_devices: bool = True
-    """Whether devices are set up before the module, and with it jax, is imported."""
 
 
 COMMANDS: dict[str, Lazy] = {
     "explain": Lazy(
-        home="meshpar.commands.explain:explain",
-        help="Show what the compiler inserted: collectives, memory, overlap; for a pod you do not have.",
-        needs_devices=False,  # it decides for itself: with --cluster nothing runs on devices
+        "meshpar.commands.explain:explain",
+        "Show what the compiler inserted: collectives, memory, overlap; for a pod you do not have.",
     ),
     "cost": Lazy(
-        home="meshpar.commands.cost:cost",
-        help="What a collective costs by each algorithm: steps, bytes, time, the formulas.",
-        needs_devices=False,
+        "meshpar.commands.cost:cost", "What a collective costs by each algorithm: steps, bytes, time, the formulas."
     ),
-    "schedule": Lazy(
-        home="meshpar.commands.schedule:schedule",
-        help="Show a pipeline schedule: its table, bubbles and memory.",
-        needs_devices=False,
-    ),
+    "schedule": Lazy("meshpar.commands.schedule:schedule", "Show a pipeline schedule: its table, bubbles and memory."),
     "bench": Lazy(
-        home="meshpar.commands.bench:bench",
-        help="Measure: a training step against bare jax.jit, collectives against XLA's own.",
-        needs_devices=False,  # each measurement sets up its own
+        "meshpar.commands.bench:bench",
+        "Measure: a training step against bare jax.jit, collectives against XLA's own.",
     ),
 }
 """Commands whose options stand beside what they run; `train` and `shard` are below."""
@@ -181,8 +169,6 @@ class _Group(click.Group):
         lazy = COMMANDS.get(name)
         if lazy is None:
             return super().get_command(ctx, name)
-        if lazy.needs_devices:
-            prepare_devices(None)
         module, _, attribute = lazy.home.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
@@ -288,7 +274,6 @@ def train(
 def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
     """A recipe's text data with the files and the tokenizer from the command line."""
     from meshpar.data import TextData
-    from meshpar.sharding.types import problem
 
     if not isinstance(data, TextData):
         raise problem(
@@ -322,7 +307,6 @@ def shard(
     prepare_devices(None)
     from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
     from meshpar.sharding.table import shardings
-    from meshpar.sharding.types import problem
 
     given = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
     found = load_recipe(recipe, devices=devices).override(*given, *assignments)
@@ -349,7 +333,7 @@ def print_report(report: Any, *, as_json: bool) -> None:
     if sys.stdout.isatty():
         Console(highlight=False).print(report)
         return
-    # A pipe has no width; a table that is folded to a guess of 80 columns helps nobody.
+    # A pipe has no width; a table that is folded to a guess of 80 columns helps no reader.
     console = Console(width=PIPE_WIDTH, highlight=False)
     with console.capture() as capture:
         console.print(report)

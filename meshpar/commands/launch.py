@@ -1,6 +1,6 @@
 """Joining a pod: which process of how many this one is, read from what its launcher left in the environment.
 
-`jax.distributed.initialize` recognises SLURM, Open MPI, Kubernetes and Cloud TPU, and is asked wherever it knows best.
+`jax.distributed.initialize` recognises SLURM, Open MPI, Kubernetes and Cloud TPU, and is used wherever it knows best.
 What it lacks is here: launchers that only set variables (torchrun and its kin, Kubeflow, PMI, indexed jobs without
 access to the cluster's API), all of a node's GPUs for a process that has the node to itself, an error instead of a hang
 when the environment says half of what is needed, and one line about what was found before anything waits on a network.
@@ -69,7 +69,7 @@ class _Launcher:
     jax_knows_size: bool = False
 
 
-# In the order they are asked: what a person sets by hand, what runs inside something else, then the something else.
+# In the order they are tried: what a person sets by hand, what runs inside something else, then the something else.
 _LAUNCHERS = (
     _Launcher(
         source="jax",
@@ -128,7 +128,7 @@ _LAUNCHERS = (
 
 
 def detect(env: Env) -> Launch | None:
-    """This process's place in a pod as `env` tells it; None when nothing says that there is one.
+    """This process's place in a pod as `env` says; None when nothing says that there is one.
 
     Raises:
         LaunchError: the environment says half of what is needed, or contradicts itself.

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import jax
 import optax
 
-from meshpar.data.source import Data
+from meshpar.data.source import DataSource
 from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 
 # Not for type checkers only: overrides read the annotations at run time.
@@ -212,7 +212,7 @@ class Recipe:
     """What is trained."""
     loss: Callable[..., Any]
     """(model, batch, key) -> (loss, metrics)."""
-    data: Data
+    data: DataSource
     """What it is trained on."""
     optimizer: AdamW | Optax | Optimizer = dataclasses.field(default_factory=AdamW)
     """How it is trained."""
@@ -265,7 +265,7 @@ class Recipe:
 
     @property
     def step_options(self) -> StepOptions:
-        """What `train_step` is asked."""
+        """The options of `train_step`."""
         return StepOptions(
             accumulate=self.accumulate,
             accumulate_mode=self.accumulate_mode,
@@ -536,7 +536,7 @@ def _both(assignment: str, name: str) -> MeshparError:
         f"override `{assignment}`",
         f"set `{name}` and a field of it",
         "which of the two comes first is not said",
-        "set its fields only, or the whole only",
+        "set its fields only, or `mesh=...` only",
     )
 
 
@@ -654,10 +654,7 @@ def read(text: str, hint: Any, path: tuple[str, ...], *, now: Any = None) -> Any
         has_fields = dataclasses.is_dataclass(now) and not isinstance(now, Strategy)
         expects = f"a {type(now).__name__}" if has_fields else _spoken(hint)
         how = _field_by_field(path, now) if has_fields else str(error) or _example(path, hint)
-        raise problem(f"`{_dotted(path)}`", f"set it to `{text}`", f"it expects {expects}", how) from None
-
-
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+        raise problem(f"`{_dotted(path)}`", f"set it to `{text}`", f"it expected {expects}", how) from None
 
 
 def _read(text: str, hint: Any) -> Any:
@@ -668,28 +665,8 @@ def _read(text: str, hint: Any) -> Any:
         return _read_union(text, args)
     if origin is Literal:
         return _read_choice(text, args)
-    if hint is Any:
-        return _read_literal(text)
-    if hint in (None, types.NoneType):
-        return _read_word(text, {"none": None, "null": None})
-    if hint is bool:
-        return _read_word(text, _TRUTH)
-    if hint in (int, float):
-        try:
-            number = hint(text)
-        except ValueError:
-            raise _Unreadable from None
-        if not math.isfinite(number):
-            raise _Unreadable("give a finite one")
-        return number
-    if hint is str:
-        return _unquoted(text)
-    if hint is MeshSpec:
-        return MeshSpec.parse(text)
-    if hint is Strategy:
-        return parse_strategy(text)
-    if hint is Path:
-        return Path(_unquoted(text))
+    if hint in _READERS:
+        return _READERS[hint](text)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _read_word(text, {member.name.lower(): member for member in hint})
     if (origin or hint) in (tuple, list, collections.abc.Sequence):
@@ -723,6 +700,16 @@ def _read_word(text: str, words: Mapping[str, Any]) -> Any:
     if text.lower() not in words:
         raise _Unreadable
     return words[text.lower()]
+
+
+def _read_number(text: str, kind: type[int] | type[float]) -> int | float:
+    try:
+        number = kind(text)
+    except ValueError:
+        raise _Unreadable from None
+    if not math.isfinite(number):
+        raise _Unreadable("give a finite one")
+    return number
 
 
 def _read_literal(text: str) -> Any:
@@ -772,6 +759,23 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if quoted else text
 
 
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_NONE = functools.partial(_read_word, words={"none": None, "null": None})
+_READERS: Mapping[Any, Callable[[str], Any]] = {
+    Any: _read_literal,
+    None: _NONE,
+    types.NoneType: _NONE,
+    bool: functools.partial(_read_word, words=_TRUTH),
+    int: functools.partial(_read_number, kind=int),
+    float: functools.partial(_read_number, kind=float),
+    str: _unquoted,
+    MeshSpec: MeshSpec.parse,
+    Strategy: parse_strategy,
+    Path: lambda text: Path(_unquoted(text)),
+}
+"""From text to a value, by the type."""
+
+
 def _field_by_field(path: tuple[str, ...], value: Any) -> str:
     names = [f"`{_dotted(path, f.name)}`" for f in dataclasses.fields(value) if f.init]
     return "set its fields: " + ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
@@ -789,12 +793,12 @@ def _spoken(hint: Any) -> str:
     if (origin or hint) in (tuple, list, collections.abc.Sequence):
         of = [_spoken(arg) for arg in args if arg is not Ellipsis]
         return "values separated by commas" + (f" ({', '.join(of)})" if of else "")
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     return words.get(hint) or f"a {getattr(hint, '__name__', hint)}"
 
 
 def _example(path: tuple[str, ...], hint: Any) -> str:
-    examples = {int: "8", float: "3e-4", bool: "true", str: "word"}
+    examples = {int: "8", float: "3e-4", bool: "true", str: "text"}
     kinds = (hint, *typing.get_args(hint))
     value = next((examples[kind] for kind in kinds if kind in examples), None)
     return f"write it like {_dotted(path)}={value}" if value else f"give it as {_spoken(hint)}"

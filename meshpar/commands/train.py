@@ -188,7 +188,7 @@ def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, 
     """See that the folder is new or this recipe's own, and write down what is about to run."""
     if not fresh:
         _check_same_recipe(folder, recipe, screen)
-    _meet("meshpar: folder checked")  # nobody writes before everybody has looked
+    _synchronize("meshpar: folder checked")  # no process writes before all have looked
     if jax.process_index() == 0:
         if fresh and folder.exists():
             screen.line(f"the earlier run is moved to {_move_aside(folder)}")
@@ -196,7 +196,7 @@ def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, 
         _write(folder / "recipe.json", recipe.to_json())
         _write(folder / "sharding.json", setup.table.to_json())
         (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
-    _meet("meshpar: folder prepared")
+    _synchronize("meshpar: folder prepared")
 
 
 def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
@@ -210,14 +210,14 @@ def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
         raise problem(
             f"run {folder}",
             "go on with it",
-            "it was trained with another recipe: " + _told(breaking),
+            "it was trained with another recipe: " + _listed(breaking),
             f"use --name for a new run beside it, or --fresh to begin anew ({folder} is moved aside)",
         )
     if changed:
-        screen.line("changed since the run began: " + _told(changed))
+        screen.line("changed since the run began: " + _listed(changed))
 
 
-def _told(changed: Mapping[str, tuple[Any, Any]]) -> str:
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items())
 
 
@@ -243,7 +243,7 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _meet(where: str) -> None:
+def _synchronize(where: str) -> None:
     """Wait for all processes."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
@@ -469,7 +469,7 @@ def _result(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
     if summary["mfu"] is not None:
         facts["model FLOP utilisation"] = f"{summary['mfu']:.1%}"
     if summary["skipped"]:
-        facts["updates left out"] = f"{summary['skipped']} (not finite)"
+        facts["skipped updates"] = f"{summary['skipped']} (not finite)"
     if summary["steps_taken"]:
         facts["time"] = f"{summary['seconds']:.0f} s for {summary['steps_taken']} steps"
     return {**facts, "loss curve": str(folder / "loss.png")}

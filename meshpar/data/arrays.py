@@ -35,7 +35,7 @@ class ArrayData:
     valid_batches: int | None = None
     """Batches a validation serves, spread evenly over the held-out set; None, or too many: all whole ones."""
     prefetch: int = PREFETCH
-    """Batches made ahead in the background; 0 makes each when it is asked for."""
+    """Batches made ahead in the background; 0 makes each when it is needed."""
 
     def __post_init__(self) -> None:
         check_fraction("`ArrayData.valid_fraction`", self.valid_fraction)
@@ -48,7 +48,7 @@ class ArrayData:
         return {name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype) for name, x in arrays.items()}
 
     def open(self, *, batch_size: int, seed: int) -> ArraySource:
-        """Loads, checks and splits the arrays. 64-bit numbers become 32-bit ones unless jax is told to keep them.
+        """Loads, checks and splits the arrays. 64-bit numbers become 32-bit ones unless jax has x64 enabled.
 
         Raises:
           ValueError: no arrays, first dims that differ, held-out arrays that do not match, or too few examples for one
@@ -97,7 +97,7 @@ class ArraySource(RowSource):
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """Shapes and dtypes of an example, the sizes of both sets, and how they were told apart; JSON values only."""
+        """Shapes and dtypes of an example, the sizes of both sets, and how they were split; JSON values only."""
         empty = self.train_rows.read(np.array([], dtype=np.int64))
         return {
             "arrays": {name: {"shape": list(x.shape[1:]), "dtype": str(x.dtype)} for name, x in empty.items()},

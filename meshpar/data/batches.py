@@ -39,7 +39,7 @@ class Batches(Iterator[Batch]):
       seed: chooses the order; any integer.
       fingerprint: says what the rows hold; a state of other rows is refused.
       sharding: how to lay batches out. Every process then reads only the rows its own devices hold.
-      prefetch: batches made ahead in the background; 0 makes each when it is asked for.
+      prefetch: batches made ahead in the background; 0 makes each when it is needed.
       extra: further facts that a state must agree on.
 
     Raises:

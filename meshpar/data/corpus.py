@@ -45,7 +45,7 @@ class TextData:
     cache: str | None = None
     """A folder where tokens are kept between runs, for tokenizers that take their time; None keeps nothing."""
     prefetch: int = PREFETCH
-    """Batches made ahead in the background; 0 makes each when it is asked for."""
+    """Batches made ahead in the background; 0 makes each when it is needed."""
 
     def __post_init__(self) -> None:
         if isinstance(self.files, str) or not self.files:
@@ -57,7 +57,7 @@ class TextData:
             check_least(f"TextData.{name}", getattr(self, name), least)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """What a batch will be, told without reading anything."""
+        """Shapes and dtypes of a batch; reads nothing."""
         return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in ("inputs", "targets")}
 
     def open(self, *, batch_size: int, seed: int) -> TextSource:
@@ -143,7 +143,7 @@ class TextSource(RowSource):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Documents, bytes, tokens and windows of both sets, and how they were told apart; JSON values only."""
+        """Documents, bytes, tokens and windows of both sets, and how they were split; JSON values only."""
         return {**self._facts, "fingerprint": self.fingerprint}
 
     def _describe(self, reading: Reading, split: Split) -> dict[str, Any]:

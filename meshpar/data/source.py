@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Data(Protocol):
+class DataSource(Protocol):
     """A recipe's description of its data: small, frozen, and read only when opened."""
 
     def open(self, *, batch_size: int, seed: int) -> Source:

@@ -40,7 +40,7 @@ class File:
     path: Path
     """Where it is, absolute."""
     name: str
-    """The end of its path, as long as it takes to tell the found files apart; separated by slashes."""
+    """The end of its path, as long as it takes to distinguish the found files; separated by slashes."""
     named: bool
     """True when the user named this very file; one that was found by searching may be skipped."""
 
@@ -234,7 +234,7 @@ def _text_of(where: str, row: dict[str, Any], text_field: str) -> str:
         raise problem(where, f"take the text from field `{text_field}`", "it has no such field", fix)
     if not isinstance(row[text_field], str):
         kind = type(row[text_field]).__name__
-        fix = "set `text_field` to a field of strings, or mend the line"
+        fix = "set `text_field` to a field of strings, or correct the line"
         raise problem(where, f"take the text from field `{text_field}`", f"the field holds a {kind}", fix)
     return row[text_field]
 

@@ -132,7 +132,7 @@ def token_stream(
     Args:
       documents: what to tokenize.
       tokenizer: how.
-      cache: a folder where the result is kept and, when the same was asked before, mapped from. None keeps nothing.
+      cache: a folder where the result is kept and, when it is there already, mapped from. None keeps nothing.
     """
     if cache is None:
         return _tokenize(documents, tokenizer)

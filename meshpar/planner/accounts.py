@@ -21,6 +21,7 @@ from meshpar.planner import cost
 from meshpar.planner.cost import Cost
 from meshpar.planner.hardware import Cluster, Link, Links, Profile
 from meshpar.planner.units import si
+from meshpar.sharding.printing import Printed, table
 from meshpar.sharding.types import MeshLike, axis_sizes, near, problem
 
 
@@ -126,8 +127,7 @@ def bus_factor(kind: str, num_ranks: int) -> float:
     return _BOUND[kind](num_ranks)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Leg:
+class LinkCost(NamedTuple):
     """What an algorithm does over one kind of link."""
 
     cost: Cost
@@ -135,19 +135,9 @@ class Leg:
     where: str
     """The link in words."""
 
-    @property
-    def latency_s(self) -> float:
-        """The steps' share of the time."""
-        return self.cost.steps * self.link.alpha_s
-
-    @property
-    def bandwidth_s(self) -> float:
-        """The bytes' share of the time."""
-        return self.cost.bytes_in_turn * self.link.beta_s_per_byte
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Account:
+class Account(Printed):
     """One collective by one algorithm, itemised."""
 
     algorithm: Algorithm
@@ -155,7 +145,7 @@ class Account:
     num_ranks: int
     over: str
     """What holds the links: a cluster, a profile."""
-    legs: tuple[Leg, ...]
+    legs: tuple[LinkCost, ...]
     """One after the other; two for an algorithm of two levels: inside, across."""
     crossover_bytes: float | None = None
     """Payload below which recursive doubling is quicker than a ring, for an all-reduce; None where it never changes."""
@@ -178,12 +168,12 @@ class Account:
     @property
     def latency_s(self) -> float:
         """The steps' share of the time."""
-        return sum(leg.latency_s for leg in self.legs)
+        return sum(leg.cost.steps * leg.link.alpha_s for leg in self.legs)
 
     @property
     def bandwidth_s(self) -> float:
         """The bytes' share of the time."""
-        return sum(leg.bandwidth_s for leg in self.legs)
+        return sum(leg.cost.bytes_in_turn * leg.link.beta_s_per_byte for leg in self.legs)
 
     @property
     def time_s(self) -> float:
@@ -234,15 +224,10 @@ class Account:
         }
 
     def __rich__(self) -> Any:
-        from rich.table import Table
-
-        n, ranks = si(self.payload_bytes, "B"), self.num_ranks
-        table = Table(title=f"{self.name}: {self.algorithm.kind} of {n} over {ranks} ranks", show_header=False)
-        for row in self._rows():
-            table.add_row(*row)
-        table.caption = "\n".join([self._symbols(), f"links: {self.over}", *self.notes])
-        table.caption_justify = "left"
-        return table
+        what = f"{self.name}: {self.algorithm.kind} of {si(self.payload_bytes, 'B')} over {self.num_ranks} ranks"
+        caption = "\n".join([self._symbols(), f"links: {self.over}", *self.notes])
+        columns = ("figure", "value", "formula")
+        return table(what, columns, self._rows(), left=columns, caption=caption)
 
     def _rows(self) -> list[tuple[str, str, str]]:
         named, forms, sent = self.algorithm, self.algorithm.forms, self.bytes_sent
@@ -281,12 +266,9 @@ class Account:
             ]
         return ", ".join(symbols)
 
-    def __str__(self) -> str:
-        return printed(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Accounts(Printed):
     """The same collective by several algorithms, the quickest first."""
 
     accounts: tuple[Account, ...]
@@ -296,33 +278,25 @@ class Comparison:
         return {"accounts": [one.to_json() for one in self.accounts]}
 
     def __rich__(self) -> Any:
-        from rich.table import Table
-
         first = self.accounts[0]
-        title = f"{first.algorithm.kind} of {si(first.payload_bytes, 'B')} over {first.num_ranks} ranks"
-        table = Table(title=title)
-        for column in ("algorithm", "steps", "sent per rank", "latency", "bandwidth", "time", "bus bandwidth", "link"):
-            table.add_column(column, justify="left" if column in ("algorithm", "link") else "right")
-        for one in self.accounts:
-            table.add_row(
-                one.name,
-                f"{one.steps:,}",
-                si(one.bytes_sent, "B"),
-                si(one.latency_s, "s"),
-                si(one.bandwidth_s, "s"),
-                si(one.time_s, "s"),
-                si(one.bus_bytes_per_s, "B/s"),
-                "; ".join(dict.fromkeys(leg.where for leg in one.legs)),
-            )
+        what = f"{first.algorithm.kind} of {si(first.payload_bytes, 'B')} over {first.num_ranks} ranks"
         lines = [f"links: {first.over}"]
         lines += [f"lower bound of any {first.algorithm.kind}: {si(first.lower_bound_bytes, 'B')} sent per rank"]
         if first.algorithm.kind == "all-reduce":
             lines.append("ring / recursive doubling: {}, {}".format(*_crossover_words(first.crossover_bytes)))
-        table.caption, table.caption_justify = "\n".join(lines), "left"
-        return table
-
-    def __str__(self) -> str:
-        return printed(self)
+        columns = ("algorithm", "steps", "sent per rank", "latency", "bandwidth", "time", "bus bandwidth", "link")
+        rows = [
+            (
+                one.name,
+                f"{one.steps:,}",
+                si(one.bytes_sent, "B"),
+                *(si(time_s, "s") for time_s in (one.latency_s, one.bandwidth_s, one.time_s)),
+                si(one.bus_bytes_per_s, "B/s"),
+                "; ".join(dict.fromkeys(leg.where for leg in one.legs)),
+            )
+            for one in self.accounts
+        ]
+        return table(what, columns, rows, left=("algorithm", "link"), caption="\n".join(lines))
 
 
 def account(
@@ -363,7 +337,7 @@ def account(
     kind = "collective-permute" if by_messages or not known.lays_rings else known.kind
     cost.message(payload_bytes)  # refuses what is no payload
     mesh = mesh if mesh is not None else {"ranks": num_ranks}
-    legs: tuple[Leg, ...]
+    legs: tuple[LinkCost, ...]
     if known.name == "hierarchical":
         legs = _two_levels(payload_bytes, num_ranks, over, inner, axes, mesh, by_messages=by_messages)
     else:
@@ -373,37 +347,20 @@ def account(
             else known.cost(payload_bytes, num_ranks)
         )
         legs = (_leg(found, kind, over, axes or _own(mesh), mesh),)
-    crossover = None
-    if known.kind == "all-reduce" and known.name != "hierarchical":
-        ring_kind = "collective-permute" if by_messages else "all-reduce"
-        ring, tree = (
-            _leg(legs[0].cost, one, over, axes or _own(mesh), mesh) for one in (ring_kind, "collective-permute")
-        )
-        crossover = cost.ring_tree_crossover_bytes(num_ranks, ring.link, tree_link=tree.link)
     return Account(
         over="as given" if isinstance(over, Link) else over.name,
         algorithm=known,
         payload_bytes=float(payload_bytes),
         num_ranks=num_ranks,
         legs=legs,
-        crossover_bytes=crossover,
+        crossover_bytes=_crossover_bytes(known, num_ranks, over, axes, mesh, by_messages=by_messages),
     )
 
 
-def compare(names: Sequence[str], payload_bytes: float, num_ranks: int, over: Link | Profile, **how: Any) -> Comparison:
+def compare(names: Sequence[str], payload_bytes: float, num_ranks: int, over: Link | Profile, **how: Any) -> Accounts:
     """The same collective by several algorithms; `how` as for `account`. Errors are those of `account`."""
     found = [account(name, payload_bytes, num_ranks, over, **how) for name in names]
-    return Comparison(accounts=tuple(sorted(found, key=lambda one: one.time_s)))
-
-
-def printed(table: Any) -> str:
-    """What has `__rich__`, as plain text."""
-    from rich.console import Console
-
-    console = Console(width=160, color_system=None, force_terminal=False, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip()
+    return Accounts(accounts=tuple(sorted(found, key=lambda one: one.time_s)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -433,7 +390,7 @@ def _two_levels(
     mesh: MeshLike,
     *,
     by_messages: bool,
-) -> tuple[Leg, Leg]:
+) -> tuple[LinkCost, LinkCost]:
     if inner is None:
         inner = axis_sizes(mesh)[axes[-1]] if len(axes) > 1 else over.gpus_per_node if isinstance(over, Cluster) else 0
     if not inner:
@@ -451,9 +408,11 @@ def _two_levels(
     )
 
 
-def _leg(found: Cost, kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, within: str = "") -> Leg:
+def _leg(
+    found: Cost, kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, within: str = ""
+) -> LinkCost:
     link, where = _link(kind, over, axes, mesh)
-    return Leg(cost=found, link=link, where=within + where)
+    return LinkCost(cost=found, link=link, where=within + where)
 
 
 def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) -> tuple[Link, str]:
@@ -479,6 +438,17 @@ def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) 
         return link, "inside a node"
     ports = f", {per_node} ports each" if kind != "collective-permute" and per_node > 1 else ""
     return link, f"between {nodes} nodes{ports}"
+
+
+def _crossover_bytes(
+    known: Algorithm, num_ranks: int, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, by_messages: bool
+) -> float | None:
+    """Below it recursive doubling is quicker than the ring; None where they have more than one link."""
+    if known.kind != "all-reduce" or known.name == "hierarchical":
+        return None
+    tree, _ = _link("collective-permute", over, axes or _own(mesh), mesh)
+    ring, _ = (tree, "") if by_messages else _link("all-reduce", over, axes or _own(mesh), mesh)
+    return cost.ring_tree_crossover_bytes(num_ranks, ring, tree_link=tree)
 
 
 def _crossover_words(crossover_bytes: float | None) -> tuple[str, str]:

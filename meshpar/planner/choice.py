@@ -13,15 +13,16 @@ from typing import Any
 
 import jax
 
-from meshpar.planner.accounts import Account, Comparison, account, printed
+from meshpar.planner.accounts import Account, Accounts, account
 from meshpar.planner.hardware import HOST_DEVICES, Link, Profile, cluster_of, gpu_of_kind, parse_profile
 from meshpar.planner.units import si
+from meshpar.sharding.printing import Printed
 from meshpar.sharding.types import MeshLike, near, problem
 
 VARIABLE = "MESHPAR_CLUSTER"
 """The environment variable that names a cluster, or a profile's file."""
 
-# The kernel's word for it, and the account's. Ties go to the first.
+# The kernel's name for it, and the account's. Ties go to the first.
 KERNELS: Mapping[str, Mapping[str, str]] = {
     "all_reduce": {
         "ring": "ring",
@@ -38,7 +39,7 @@ POWERS_OF_TWO = ("doubling-all-gather", "halving-reduce-scatter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(Printed):
     """The quickest algorithm for a message, and what the others would take. Prints as a table."""
 
     kernel: str
@@ -60,12 +61,9 @@ class Choice:
         }
 
     def __rich__(self) -> Any:
-        table = Comparison(accounts=tuple(self.alternatives.values())).__rich__()
+        table = Accounts(accounts=tuple(self.alternatives.values())).__rich__()
         table.caption = f"{self.why}\n{table.caption}"
         return table
-
-    def __str__(self) -> str:
-        return printed(self)
 
 
 def choose(
@@ -94,7 +92,7 @@ def choose(
 
     Raises:
       ValueError: no such kernel; no such cluster, or one that is too small; a profile that has not measured the axes;
-        no cluster, and devices whose links nobody knows.
+        no cluster, and devices of unknown links.
     """
     if kernel not in KERNELS:
         exists = "no algorithm is chosen for it"
@@ -124,7 +122,7 @@ def links_here(kernel: str) -> Profile:
     CPU host devices `HOST_DEVICES`.
 
     Raises:
-      ValueError: nobody knows.
+      ValueError: the links are unknown.
     """
     named = os.environ.get(VARIABLE)
     if named:
@@ -134,7 +132,7 @@ def links_here(kernel: str) -> Profile:
         kind = mesh.abstract_device.device_kind
     num_devices = jax.device_count() if mesh.empty else mesh.size
     gpu = gpu_of_kind(kind)
-    # Devices that are only compiled for do not tell how they stand in nodes.
+    # Devices that are only compiled for do not say how they stand in nodes.
     if gpu is not None and jax.devices()[0].device_kind == kind:
         per_node = min(jax.local_device_count(), num_devices)
         return cluster_of(gpu, nodes=-(-num_devices // per_node), gpus_per_node=per_node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -83,52 +83,63 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         raise problem(
             "from_nnx",
             f"take a {type(build).__name__} that exists already",
-            "its arrays stand whole on one device",
+            "its arrays are on one device already",
             "give a function that makes it: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))",
         )
 
-    @functools.cache
-    def structure() -> Any:
+    module = _Nnx(build)
+    return Model(
+        kind="nnx",
+        init=module.init,
+        bind=module.bind,
+        collect=lambda bound: _split(bound).extra,
+        names=module.names,
+        random_keys=module.random_keys,
+        after_update=module.after_update,
+    )
+
+
+class _Nnx:
+    """An NNX module that is made while tracing: its structure, and its state put in and taken out."""
+
+    def __init__(self, build: Callable[[Any], Any]) -> None:
+        self._build = build
+
+    def _made(self, rngs: Any) -> Any:
+        from flax import nnx
+
         # NNX would place annotated arrays on the mesh of the context; here the mesh is not known yet.
         with nnx.use_eager_sharding(False):
-            module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-        return nnx.split(module, nnx.Param, ...)
+            return self._build(nnx.Rngs(rngs))
 
-    def split(module: Any) -> Variables:
-        parts: Any = nnx.split(module, nnx.Param, ...)
-        return Variables(_plain(parts[1]), _raw_keys(_plain(parts[2])))
+    @functools.cached_property
+    def _structure(self) -> Any:
+        """(graph, parameters, what else it keeps), with no arrays."""
+        from flax import nnx
 
-    def init(key: jax.Array) -> Variables:
         with nnx.use_eager_sharding(False):
-            module = build(nnx.Rngs(_key(key)))
-        return split(module)
+            return nnx.split(nnx.eval_shape(lambda: self._made(0)), nnx.Param, ...)
 
-    def bind(params: PyTree, extra: PyTree) -> Any:
-        graph, params_like, extra_like = structure()
+    def init(self, key: jax.Array) -> Variables:
+        return _split(self._made(_key(key)))
+
+    def bind(self, params: PyTree, extra: PyTree) -> Any:
+        from flax import nnx
+
+        graph, params_like, extra_like = self._structure
         return nnx.merge(graph, _filled(params_like, params), _filled(extra_like, extra))
 
-    def collect(module: Any) -> PyTree:
-        return split(module).extra
+    def names(self) -> Mapping[str, Names]:
+        given = {path: x.get_metadata().get("out_sharding") for path, x in _by_path(self._structure[1])}
+        return {path: tuple(names) for path, names in given.items() if names is not None}
 
-    def names() -> Mapping[str, Names]:
-        _, params, _ = structure()
-        found = {}
-        for path, variable in nnx.to_flat_state(params):
-            given = variable.get_metadata().get("out_sharding")
-            if given is not None:
-                found["/".join(str(part) for part in path)] = tuple(given)
-        return found
+    def random_keys(self) -> frozenset[str]:
+        return frozenset(path for path, variable in _by_path(self._structure[2]) if _is_key(variable.get_value()))
 
-    def random_keys() -> frozenset[str]:
-        _, _, extra = structure()
-        return frozenset(
-            "/".join(str(part) for part in path)
-            for path, variable in nnx.to_flat_state(extra)
-            if jnp.issubdtype(variable.get_value().dtype, jax.dtypes.prng_key)
-        )
+    def after_update(self, extra: PyTree) -> PyTree:
+        from flax import nnx
 
-    def after_update(extra: PyTree) -> PyTree:
-        graph, params_like, extra_like = structure()
+        graph, params_like, extra_like = self._structure
         if not jax.tree.leaves(extra):
             return extra
         module = nnx.merge(graph, params_like, _filled(extra_like, extra))
@@ -136,17 +147,21 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
             update = getattr(part, "after_update", None)
             if update is not None:
                 update()
-        return split(module).extra
+        return _split(module).extra
 
-    return Model(
-        kind="nnx",
-        init=init,
-        bind=bind,
-        collect=collect,
-        names=names,
-        random_keys=random_keys,
-        after_update=after_update,
-    )
+
+def _split(module: Any) -> Variables:
+    from flax import nnx
+
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    return Variables(_plain(parts[1]), jax.tree.map(_raw_key, _plain(parts[2])))
+
+
+def _by_path(state: Any) -> Iterator[tuple[str, Any]]:
+    from flax import nnx
+
+    for path, variable in nnx.to_flat_state(state):
+        yield "/".join(str(part) for part in path), variable
 
 
 def _plain(state: Any) -> PyTree:
@@ -168,19 +183,17 @@ def _filled(like: Any, values: PyTree) -> Any:
 
     filled = []
     for path, variable in nnx.to_flat_state(like):
-        value = values
-        for part in path:
-            value = value[str(part)]
-        wants_key = jnp.issubdtype(variable.get_value().dtype, jax.dtypes.prng_key)
-        filled.append((path, variable.replace(_key(value) if wants_key else value)))
+        value = functools.reduce(lambda node, part: node[str(part)], path, values)
+        filled.append((path, variable.replace(_key(value) if _is_key(variable.get_value()) else value)))
     return nnx.from_flat_state(filled)
 
 
-def _raw_keys(tree: PyTree) -> PyTree:
-    def raw(x: Any) -> Any:
-        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
-    return jax.tree.map(raw, tree)
+
+def _raw_key(x: Any) -> Any:
+    return jax.random.key_data(x) if _is_key(x) else x
 
 
 # ---------------------------------------------------------------------------------------------------------------------

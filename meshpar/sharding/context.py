@@ -1,4 +1,4 @@
-"""The one ambient context: mesh and rules for `constrain`, and what a step tells the model that it traces."""
+"""The one ambient context: mesh and rules for `constrain`, and what a step gives the model that it traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Ambient:
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class InForce:
     """All that is in force while a model is traced. One value: what one trace sets, another cannot be left without."""
 
     ambient: Ambient | None = None
@@ -40,17 +40,17 @@ class Context:
 
 
 # A user context is part of jax's trace cache key: a function jitted under one mesh is traced again under another.
-_context = jax.make_user_context(default_value=Context())
+_context = jax.make_user_context(default_value=InForce())
 
 
-def current() -> Context:
+def current() -> InForce:
     """What is in force."""
     return _context.value
 
 
 @contextlib.contextmanager
-def within(**changes: Any) -> Iterator[Context]:
-    """Put more in force, fields of `Context`, beside what is."""
+def within(**changes: Any) -> Iterator[InForce]:
+    """Put more in force, fields of `InForce`, beside what is."""
     context = dataclasses.replace(_context.value, **changes)
     with _context(context):
         yield context

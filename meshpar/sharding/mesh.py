@@ -22,7 +22,7 @@ AXES = ("data", "stage", "fsdp", "expert", "tensor")
 class MeshSpec(Mapping[str, int]):
     """Sizes of the mesh axes; one of them may be -1 and takes what is left.
 
-    Every mesh has the five standard axes, of size 1 where nothing was asked, so that one strategy serves every mesh.
+    Every mesh has the five standard axes, of size 1 unless given, so that one strategy serves every mesh.
 
     Args:
       **sizes: size of each axis. Names beyond the standard ones are the user's own axes.

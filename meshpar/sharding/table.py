@@ -18,6 +18,7 @@ from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.sharding.adapters import Model, Variables
 from meshpar.sharding.context import use
 from meshpar.sharding.mesh import check_mesh
+from meshpar.sharding.printing import Printed
 from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve
 from meshpar.sharding.types import (
     AnyMesh,
@@ -25,6 +26,7 @@ from meshpar.sharding.types import (
     Leaf,
     Names,
     PyTree,
+    axes_of_spec,
     axis_sizes,
     leaf_of,
     near,
@@ -49,7 +51,7 @@ class Totals(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingTable:
+class ShardingTable(Printed):
     """Every leaf's `Decision`: what is split how, by which rule, and what it costs a device. Prints as a table."""
 
     mesh: dict[str, int]
@@ -61,7 +63,7 @@ class ShardingTable:
     extra: tuple[Decision, ...]
     """What the model keeps beside parameters."""
     idle: tuple[str, ...] = ()
-    """Mesh axes above 1 that no rule names: the user's own code splits over them, or their devices repeat work."""
+    """Mesh axes above 1 that no rule names: the user's own code shards over them, or their devices repeat work."""
 
     @property
     def totals(self) -> Totals:
@@ -119,15 +121,7 @@ class ShardingTable:
 
     def _idle_line(self, axis: str) -> str:
         repeat = f"its {self.mesh[axis]} devices repeat the same work"
-        return f"\nno rule names mesh axis `{axis}`: unless your own code splits over it, {repeat}"
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=160, color_system=None, force_terminal=False, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return f"\nno rule names mesh axis `{axis}`: unless your own code shards over it, {repeat}"
 
 
 def human_bytes(count: float) -> str:
@@ -272,7 +266,7 @@ class _ByStage:
         if self.pipelined is None or axis is None or rule is None or rule.value != axis or sizes.get(axis, 1) == 1:
             return resolve(leaf, rules, self.mesh)
         found = resolve(leaf, rules | Rules(layers=None), self.mesh)
-        if not found.leaf.is_stacked or axis in _axes_of(found.spec):
+        if not found.leaf.is_stacked or axis in axes_of_spec(found.spec):
             return resolve(leaf, rules, self.mesh)
         counts = self.pipelined.layers_of_parts(leaf.shape[0], self.num_parts)
         if len(set(counts)) == 1:
@@ -283,7 +277,7 @@ class _ByStage:
             for dim, (size, axes) in enumerate(zip(leaf.shape, entries, strict=True))
             if dim and size and size % math.prod(sizes[a] for a in (*axes, axis)) == 0
         ]
-        where = "whole on every stage between steps"
+        where = "replicated over the stages between steps"
         if fits:
             dim = max(fits, key=lambda dim: (not entries[dim], leaf.shape[dim], -dim))
             entries[dim] = (*entries[dim], axis)
@@ -303,7 +297,7 @@ def _leaves(tree: PyTree, names: Mapping[str, Names]) -> list[Leaf]:
 
 
 def _extra_decision(leaf: Leaf, rules: Rules, mesh: AnyMesh) -> Decision:
-    """Extras have no names: a path rule may place them, else they are whole on every device."""
+    """Extras have no names: a path rule may place them, else they are replicated."""
     return resolve(leaf, rules if rules.path_rule(leaf.path) else Rules(), mesh)
 
 
@@ -318,21 +312,21 @@ def _optimizer_decisions(
         return jax.tree_util.tree_map_with_path(lambda path, _: _owner(path_str(path), by_path), tree)
 
     slots = optax.tree_utils.tree_map_params(
-        tx, owners_of, opt_state, transform_non_params=lambda _: _NOBODY, is_leaf=lambda _: True
+        tx, owners_of, opt_state, transform_non_params=lambda _: _NO_OWNER, is_leaf=lambda _: True
     )
-    owners = [None if owner is _NOBODY else owner for owner in jax.tree.leaves(slots)]
+    owners = [None if owner is _NO_OWNER else owner for owner in jax.tree.leaves(slots)]
     found = tree_leaves_with_paths(opt_state)
     return [_slot_decision(path, x, owner, mesh) for (path, x), owner in zip(found, owners, strict=True)]
 
 
-_NOBODY = object()
+_NO_OWNER = object()
 """Stands for no owner in a tree, where None would be an empty subtree."""
 
 
 def _owner(path: str, by_path: Mapping[str, Decision]) -> Any:
     while path and path not in by_path:
         path = path.rpartition("/")[0]
-    return by_path.get(path, _NOBODY)
+    return by_path.get(path, _NO_OWNER)
 
 
 def _slot_decision(path: str, x: Any, owner: Decision | None, mesh: AnyMesh) -> Decision:
@@ -444,7 +438,7 @@ def _check_presets_used(rules: Rules, leaves: Sequence[Leaf], decisions: Sequenc
 
 def _other_ways(origin: str, *, by_size: bool, undivided: bool) -> str:
     if undivided:
-        return "; or pad a dim, give the axis a size that divides one, or keep them whole on purpose: mp.ddp()"
+        return "; or pad a dim, give the axis a size that divides one, or replicate them on purpose: mp.ddp()"
     return f"; or split small leaves too: mp.{origin}(min_bytes=0)" if by_size else ""
 
 
@@ -454,14 +448,14 @@ def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, me
     leaf = decision.leaf
     if leaf.nbytes // max(leaf.num_layers, 1) < strategy.big_leaf_bytes:
         return
-    idle = sorted({axis for axis, size in axis_sizes(mesh).items() if size == 1} & _axes_of(decision.spec))
+    idle = sorted({axis for axis, size in axis_sizes(mesh).items() if size == 1} & set(axes_of_spec(decision.spec)))
     why = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"the rule was: {decision.rule}"
     dims = " × ".join(map(str, leaf.shape))
     axes = ", ".join(f"`{name}` ({size})" for name, size in axis_sizes(mesh).items() if size > 1)
     raise problem(
         f"`{leaf.path}` ({dims} {leaf.dtype.name}, {human_bytes(leaf.nbytes)}, names {leaf.names})",
         f"lie on a mesh with axes {axes}",
-        f"it would be whole on every device, and nothing says that is meant ({why})",
+        f"it would be replicated on every device, and nothing says that is meant ({why})",
         f"{_advice(leaf)}, or allow bigger ones: strategy.replace(big_leaf_bytes={leaf.nbytes + 1})",
     )
 
@@ -470,7 +464,3 @@ def _advice(leaf: Leaf) -> str:
     if leaf.path.startswith("opt_state/"):
         return "use an optimizer whose state has its parameters' dims, which is split as they are"
     return f"split a dim by a rule, say that it is meant (mp.Rules(paths={{r'{re.escape(leaf.path)}': mp.replicated}}))"
-
-
-def _axes_of(spec: PartitionSpec) -> set[str]:
-    return {axis for entry in spec if entry is not None for axis in ([entry] if isinstance(entry, str) else entry)}

@@ -29,7 +29,7 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
     Args:
       batch: a pytree of arrays whose first dim is the global batch.
       mesh: the devices.
-      strategy: whose rule for `batch` splits it.
+      strategy: whose rule for `batch` shards it.
 
     Raises:
       ValueError: a first dim that the mesh does not divide.

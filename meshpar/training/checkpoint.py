@@ -7,7 +7,7 @@ is whole, so a process that is killed leaves the ones before it untouched. It ho
     run     JSON under a checksum: format, versions, step; shape, dtype and fingerprint by path; where the data stood
 
 Fingerprints are taken on the devices before writing and again after reading. orbax alone does not see a flipped bit in
-a data file, and casts to the dtype it is asked for; here neither goes unnoticed. Nor do two items that are not of one
+a data file, and casts to the dtype of the target; here neither goes unnoticed. Nor do two items that are not of one
 save, nor a folder that has another's name: fingerprints bind `run` to the arrays, its step binds both to the folder.
 """
 
@@ -151,7 +151,7 @@ class Checkpoints:
                 continue
             for bad, reason in damaged.items():
                 warnings.warn(
-                    f"{self.folder / str(bad)} is damaged and left out: {reason}. Step {candidate} is used instead.",
+                    f"{self.folder / str(bad)} is damaged and skipped: {reason}. Step {candidate} is used instead.",
                     stacklevel=2,
                 )
             self._current = candidate
@@ -211,7 +211,7 @@ class Checkpoints:
     def _clear_failed(self) -> None:
         """Remove what a save that failed has left, once nothing is added to it any more.
 
-        orbax tells of the first write that fails while its others go on, in the very folder that the next save of the
+        orbax reports the first write that fails while its others go on, in the very folder that the next save of the
         same step would clear and use.
         """
         if jax.process_index() == 0:

@@ -93,13 +93,13 @@ class ExpertLoad(Hook):
         self._known = frozenset(one.kind for one in found)
 
 
-def layer_numbers(told: Loads) -> dict[str, Any]:
+def layer_numbers(loads: Loads) -> dict[str, Any]:
     """Every layer's numbers as lists: tokens of every expert and rank, and how even they are; see `moe.metrics.Loads`.
 
     What is not a finite number, as after a step whose scores were none, is None.
     """
-    named: dict[str, Any] = {"drop_rate": told.drop_rate, "router_entropy": told.router_entropy}
-    for of, load in (("expert", told.experts), ("rank", told.ranks)):
+    named: dict[str, Any] = {"drop_rate": loads.drop_rate, "router_entropy": loads.router_entropy}
+    for of, load in (("expert", loads.experts), ("rank", loads.ranks)):
         named |= {f"{of}_{field}": value for field, value in load._asdict().items()}
     return {name: _finite(np.asarray(value).tolist()) for name, value in named.items()}
 
@@ -114,9 +114,9 @@ def loads_of(numbers: Mapping[str, Any]) -> Loads:
     return found
 
 
-def worst_layer(told: Loads) -> dict[str, float]:
+def worst_layer(loads: Loads) -> dict[str, float]:
     """Of each number that of the layer where it is worst; of the entropy the lowest."""
-    worst = scalars(told, prefix="")
+    worst = scalars(loads, prefix="")
     return {name: float(value) for name, value in worst.items()}
 
 

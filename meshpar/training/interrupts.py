@@ -33,7 +33,7 @@ class Watch:
     """
 
     def __init__(self, *, signals: Sequence[signal.Signals] = SIGNALS, command: bool = False) -> None:
-        self.told: int | None = None
+        self.received: int | None = None
         """The first signal that arrived, None before."""
         self.command = command
         self._has_work: Callable[[], bool] | None = None
@@ -48,7 +48,7 @@ class Watch:
         self._thread.start()
 
     def hold(self, has_work: Callable[[], bool], *, grace_s: float = GRACE_S) -> None:
-        """From now on the first signal is only noted, in `told`: the caller looks there, saves and stops.
+        """From now on the first signal is only noted, in `received`: the caller looks there, saves and stops.
 
         A second one ends the process at once. In a session of Python or IPython, whose variables would be lost, it
         raises KeyboardInterrupt.
@@ -69,7 +69,7 @@ class Watch:
             self.close()
 
     def close(self) -> None:
-        """Put the handlers back; what has arrived until then is in `told`."""
+        """Put the handlers back; what has arrived until then is in `received`."""
         self._disarm()
         os.close(self._write_fd)
         self._thread.join()  # when it has read all there was
@@ -83,9 +83,9 @@ class Watch:
         signal.set_wakeup_fd(self._wakeup_before)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.told is not None and _is_session() and number == signal.SIGINT:
+        if self.received is not None and _is_session() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.told = self.told or number
+        self.received = self.received or number
 
     def _listen(self) -> None:
         first_at = None
@@ -122,7 +122,7 @@ def current() -> Watch | None:
 def exit_code() -> int:
     """Of a command that a signal has ended, its own or another process's of the pod: 128 and the signal's number."""
     watch = current()
-    return 128 + ((watch and watch.told) or signal.SIGINT)
+    return 128 + ((watch and watch.received) or signal.SIGINT)
 
 
 def _is_session() -> bool:

@@ -1,7 +1,7 @@
 """fit: steps, one after another, and the hooks that watch them; nothing is compiled here.
 
     batches ─► step ─► step ─► step (just dispatched)
-                │                └─ on_dispatched: checkpoints, validation, a wish to stop
+                │                └─ on_dispatched: checkpoints, validation, a request to stop
                 └─ read back two steps late ─► on_record: progress, metrics.jsonl
 
 The loop never waits for the step it has just dispatched, nor for the one before it: devices always have work.
@@ -82,7 +82,7 @@ class FitResult:
     validation: Validation | None
     """The last validation."""
     skipped: int
-    """Updates left out since step 0 because they were not finite."""
+    """Skipped updates since step 0: those that were not finite."""
     tokens_per_s: float | None
     """Mean over all steps of this call but its first, which holds the compilation."""
     seconds: float
@@ -141,7 +141,7 @@ class Run:
         self.batches = self.iterator if hasattr(self.iterator, "get_state") else batches
         """What has `get_state`, where anything has."""
         self.skipped = int(state.skipped)
-        """Updates left out so far, as far as records have come."""
+        """Skipped updates, as far as records have come."""
         self.last: Record | None = None
         self.validation: Validation | None = None
         self.training_s = 0.0
@@ -154,7 +154,7 @@ class Run:
         self._peak_flops_per_s = peak_flops_per_s
         self._raise_nonfinite = raise_nonfinite
         self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
-        self._read_at = time.perf_counter()
+        self._read_at = self._began_at = time.perf_counter()
 
     def stop(self, reason: str) -> None:
         """Dispatch no further step; the first reason given is kept."""
@@ -167,11 +167,36 @@ class Run:
         return None if self.tokens_per_step is None or steps < 1 else steps * self.tokens_per_step / self.training_s
 
     def drain(self) -> None:
-        """Wait for all that was dispatched, and tell the hooks. What a hook does next counts as no step's time."""
+        """Wait for all that was dispatched, and call the hooks. What a hook does next counts as no step's time."""
         self._read(leave=0)
 
+    def result(self) -> FitResult:
+        """How it ended.
+
+        Raises:
+          ValueError: the batches ended too early.
+        """
+        assert self.reason is not None
+        if self.reason == "exhausted":
+            raise problem(
+                "batches",
+                f"give the batch of step {self.step + 1} of {self.steps}",
+                f"they ended after {self.step - self.first_step}",
+                f"use batches that repeat, or steps={self.step}",
+            )
+        return FitResult(
+            state=self.state,
+            step=self.step,
+            reason=self.reason,
+            last=self.last,
+            validation=self.validation,
+            skipped=self.skipped,
+            tokens_per_s=self.tokens_per_s,
+            seconds=time.perf_counter() - self._began_at,
+        )
+
     def publish(self, validation: Validation) -> None:
-        """Tell all hooks the numbers of a validation."""
+        """Give all hooks the numbers of a validation."""
         self.validation = validation
         for hook in self._hooks:
             hook.on_validation(self, validation)
@@ -230,7 +255,7 @@ class Run:
             raise problem(
                 f"step {record.step}",
                 "update the parameters",
-                f"its loss is {record.loss}, its gradient norm {record.metrics.get('grad_norm')}: it was left out",
+                f"its loss is {record.loss}, its gradient norm {record.metrics.get('grad_norm')}: it was skipped",
                 "look at the batch, lower the learning rate or clip gradients; or train with nonfinite='skip'",
             )
 
@@ -263,7 +288,6 @@ def fit(
         the step was made with nonfinite="raise".
       KeyboardInterrupt: after Ctrl-C, when the step in flight is finished and hooks have saved; not with `Preemption`.
     """
-    began = time.perf_counter()
     options = getattr(step, "options", None)
     run = Run(
         state,
@@ -276,33 +300,16 @@ def fit(
         raise_nonfinite=getattr(options, "nonfinite", None) == "raise",
     )
     del state  # its buffers are the run's: a reference kept here would be one to deleted arrays
-    with _hooks_told(run):
+    with _hooks_called(run):
         while run.step < run.steps and run.reason is None:
             run.advance(step)
         run.drain()
         run.stop("done")
-    assert run.reason is not None
-    if run.reason == "exhausted":
-        raise problem(
-            "batches",
-            f"give the batch of step {run.step + 1} of {run.steps}",
-            f"they ended after {run.step - run.first_step}",
-            f"use batches that repeat, or steps={run.step}",
-        )
-    return FitResult(
-        state=run.state,
-        step=run.step,
-        reason=run.reason,
-        last=run.last,
-        validation=run.validation,
-        skipped=run.skipped,
-        tokens_per_s=run.tokens_per_s,
-        seconds=time.perf_counter() - began,
-    )
+    return run.result()
 
 
 @contextlib.contextmanager
-def _hooks_told(run: Run) -> Iterator[None]:
+def _hooks_called(run: Run) -> Iterator[None]:
     """Start the hooks, and end each that was started however the block ends."""
     started: list[Hook] = []
     try:
@@ -377,7 +384,7 @@ def _check_names(metrics: Mapping[str, Any]) -> None:
 
 
 class _OnHost(NamedTuple):
-    """What a step told, read back."""
+    """A step's metrics, read back."""
 
     metrics: dict[str, float]
     """Scalars, as Python numbers."""
@@ -689,10 +696,10 @@ class Preemption(Hook):
     """SIGINT (Ctrl-C) or SIGTERM: the step in flight is finished, `Checkpointer` saves, `fit` returns "interrupted".
 
     A second signal ends the process at once, also while it compiles or waits for a device; one within `grace_s` of the
-    first is taken for the same wish, as schedulers often send two. On several processes, whichever is told, all stop at
-    the same step. Handlers are put back at the end. Only where `fit` runs in the main thread, as Python asks.
+    first is taken for the same request, as schedulers often send two. On several processes, whichever receives it, all
+    stop at the same step. Handlers are put back at the end. Only where `fit` runs in the main thread, as Python asks.
 
-    Without it `fit` still obeys Ctrl-C, where nobody else does: it stops and saves as here, then raises
+    Without it `fit` still obeys Ctrl-C, where no other hook does: it stops and saves as here, then raises
     KeyboardInterrupt.
 
     Args:
@@ -706,7 +713,7 @@ class Preemption(Hook):
         self._grace_s = grace_s
         self._watch: interrupts.Watch | None = None
         self._agreement: _Agreement | None = None
-        self._told = False
+        self._stopped = False
 
     def on_start(self, run: Run) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -725,21 +732,21 @@ class Preemption(Hook):
 
     def on_dispatched(self, run: Run) -> None:
         assert self._watch is not None
-        told = self._watch.told is not None
-        if told if self._agreement is None else self._agreement.any(told):
-            self._told = True
+        received = self._watch.received is not None
+        if received if self._agreement is None else self._agreement.any(received):
+            self._stopped = True
             run.stop("interrupted")
 
     def on_end(self, run: Run, reason: str) -> None:
         if self._watch is not None:
             self._watch.release()
-            if self._watch.told is not None:  # also after the last step: whoever calls is to stop, too
-                self._told, run.reason = True, "interrupted"
+            if self._watch.received is not None:  # also after the last step: whoever calls is to stop, too
+                self._stopped, run.reason = True, "interrupted"
             self._watch = None
 
 
 class _CtrlC(Preemption):
-    """What `fit` adds where nobody else minds Ctrl-C."""
+    """What `fit` adds where no other hook minds Ctrl-C."""
 
     order = 3
     _signals = (signal.SIGINT,)
@@ -755,12 +762,12 @@ class _CtrlC(Preemption):
 
     def on_end(self, run: Run, reason: str) -> None:
         super().on_end(run, reason)
-        if self._told and reason not in ("error", "nonfinite"):
+        if self._stopped and reason not in ("error", "nonfinite"):
             raise KeyboardInterrupt(f"stopped after step {run.step} of {run.steps}")
 
 
 class _Agreement:
-    """Whether any process was told to stop, known to all after the same step.
+    """Whether any process received a signal, known to all after the same step.
 
     Each step's answer is read some steps later, when it is there without waiting. As every process reads the same
     answers in the same order, they stop together.
@@ -773,9 +780,9 @@ class _Agreement:
         self._num_devices = flat.size
         self._asked: collections.deque[jax.Array] = collections.deque()
 
-    def any(self, told: bool) -> bool:
-        """Ask whether anyone is told by now; the answer to a question asked a few steps ago."""
-        mine = np.full((self._num_devices,), told)
+    def any(self, received: bool) -> bool:
+        """Ask whether any process has received one by now; the answer to the question of a few steps ago."""
+        mine = np.full((self._num_devices,), received)
         self._asked.append(self._any(jax.make_array_from_callback(mine.shape, self._each, lambda index: mine[index])))
         # One more than the loop's window: the step before the question has been waited for.
         return len(self._asked) > STEPS_IN_FLIGHT + 1 and bool(self._asked.popleft())

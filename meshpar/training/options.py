@@ -38,5 +38,5 @@ class StepOptions:
 
     @property
     def is_once(self) -> bool:
-        """Whether gradients are summed whole over several micro-steps, and reduced once behind them."""
+        """Whether gradients of several micro-steps are summed on each device, and reduced once behind them."""
         return self.accumulate > 1 and self.accumulate_mode == "once"

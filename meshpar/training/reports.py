@@ -1,4 +1,4 @@
-"""What a model tells the step beside its output: auxiliary losses, metrics, and what its layers were asked to do."""
+"""What a model reports to the step beside its output: auxiliary losses, metrics, and specs of its layers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from meshpar.sharding.types import problem
 
 @dataclasses.dataclass(eq=False)
 class Reports:
-    """What was told while a loss was traced. Compared by identity: every trace is its own."""
+    """What was reported while a loss was traced. Compared by identity: every trace is its own."""
 
     losses: list[jax.Array] = dataclasses.field(default_factory=list)
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     layers: list[Any] = dataclasses.field(default_factory=list)
-    """What layers were asked to do."""
+    """Specs of layers."""
 
     @property
     def loss(self) -> jax.Array | None:
@@ -32,19 +32,19 @@ class Reports:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Reports]:
-    """Put in force that what models tell is kept."""
+    """Put in force that what models report is kept."""
     reports = Reports()
     with within(reports=reports):
         yield reports
 
 
 def is_listening() -> bool:
-    """Whether anybody keeps what is told."""
+    """Whether reports are kept."""
     return current().reports is not None
 
 
 def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | None = None) -> None:
-    """Tell the step something beside the model's output; outside of a step nobody listens.
+    """Report something to the step beside the model's output; outside of a step it is dropped.
 
     To be called by a model where its output is made, outside of its scan over layers: what stands inside a transformed
     function cannot leave it. `train_step` adds the losses to the loss, `eval_step` does not; both add the metrics to
@@ -82,7 +82,7 @@ def _numbers(where: str, x: Any) -> jax.Array:
 
 
 def describe(layer: Any) -> None:
-    """Tell whoever listens what a layer was asked to do, so that it can be held to that.
+    """Report a layer's spec, so that what was compiled can be held to it.
 
     To be called anywhere, inside transformed functions too: `layer` is a plain value and holds no arrays.
     """

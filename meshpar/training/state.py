@@ -126,7 +126,7 @@ class TrainState:
     key: Any
     """Raw data of the random key, uint32[2]; every step folds its number in."""
     skipped: Any
-    """Updates left out because loss or gradients were not finite, int32."""
+    """Skipped updates: loss or gradients were not finite; int32."""
     setup: Setup = dataclasses.field(metadata={"static": True})
     """What it was made of."""
 

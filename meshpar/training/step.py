@@ -1,8 +1,8 @@
 """train_step and eval_step: loss, gradients, accumulation and update as one compiled program.
 
-Where the gradients of several micro-steps meet is the caller's choice. With `accumulate_mode="each"` XLA reduces the
-gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
-gradients, whole, and one reduction follows the loop: least traffic. `engines/` holds the ways gradients are made.
+Where the gradients of several micro-steps are reduced is the caller's choice. With `accumulate_mode="each"` XLA reduces
+the gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
+gradients, replicated, and one reduction follows the loop: least traffic. `engines/` holds the ways gradients are made.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class TrainStep(_Program):
         setup, options = state.setup, self.options
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         engine = engine_of(setup, options)
-        asked = numerics(options.precision, options.remat)
-        with use(setup.mesh, setup.strategy), asked as context, jax.named_scope("gradients"):
+        numbers = numerics(options.precision, options.remat)
+        with use(setup.mesh, setup.strategy), numbers as context, jax.named_scope("gradients"):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
         _check_remat(options, context)
         with jax.named_scope("update"):
@@ -107,7 +107,7 @@ class TrainStep(_Program):
 
 
 def engine_of(setup: Setup, options: StepOptions) -> ModuleType:
-    """The module that makes the gradients: the strategy's own, else by device where one reduction is asked for."""
+    """The module that makes the gradients: the strategy's own, else by device where gradients are reduced once."""
     name = setup.strategy.engine if setup.batch_axes or setup.strategy.pipeline is not None else None
     by_device, plain = "meshpar.training.engines.by_device", "meshpar.training.engines.plain"
     return importlib.import_module(name or (by_device if options.is_once else plain))
@@ -129,9 +129,9 @@ def train_step(
       loss_fn: (model, batch, key) -> (loss, metrics): a scalar mean over the batch it is given, and a dict of scalars.
         `model` is what the adapter promised: the NNX module, the bound Linen module, or `apply` with parameters.
       accumulate: micro-steps that share one update; the batch is split so that every device keeps its own rows.
-      accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" sums them whole on every
-        device and reduces after the loop. The second gathers split parameters once and holds them whole too, and gives
-        the loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
+      accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" keeps replicated sums and
+        reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and gives the
+        loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
       precision: dtypes of parameters, compute and gradient reduction.
       remat: name of a policy for the layers that the model runs by `meshpar.scan_layers`: "full", "dots", "all_dots".
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in

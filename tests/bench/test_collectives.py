@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
 
 import numpy as np
 import pytest
@@ -12,8 +12,8 @@ import pytest
 from meshpar import bench
 from meshpar.bench import kernels
 from meshpar.bench.fit import Fit
-from meshpar.bench.found import XLA, Collectives, Row
-from meshpar.commands import cli, plots
+from meshpar.bench.found import XLA, CollectiveRow, Collectives
+from meshpar.commands import plots
 from meshpar.planner import cost
 from meshpar.planner.hardware import Cluster, Link, Links, parse_cluster, parse_profile
 from meshpar.sharding.types import MeshparError
@@ -25,7 +25,7 @@ QUICK = {"repeats": 2, "target_s": 1e-4}
 def made(devices="cpu", **changes) -> Collectives:
     """A measurement whose times are the model's."""
     rows = [
-        Row(
+        CollectiveRow(
             axis="data", num_ranks=8, collective=name, algorithm=algorithm, size_bytes=size, count=size // 4,
             dtype="float32", op="sum" if name == "all_reduce" else "", time_s=form(size, 8).time_s(LINK),
             low_s=0.9 * form(size, 8).time_s(LINK), high_s=1.5 * form(size, 8).time_s(LINK),
@@ -154,10 +154,10 @@ def test_sizes():
     ("options", "said"),
     [
         ({"mesh": "data=2", "axes": ["dat"]}, "did you mean `data`"),
-        ({"mesh": "data=2", "axes": ["tensor"]}, "nobody to send to"),
+        ({"mesh": "data=2", "axes": ["tensor"]}, "no other to send to"),
         ({"mesh": "data=2", "axes": ["data*data"]}, "names an axis twice"),
         ({"mesh": "data=2", "names": ["all_gather"], "algorithms": ["tree"]}, "none of these goes that way"),
-        ({"mesh": "data=1"}, "nobody to send to"),
+        ({"mesh": "data=1"}, "no other to send to"),
         ({"mesh": "data=2", "names": ["all_reduced"]}, "did you mean `all_reduce`"),
         ({"mesh": "data=2", "algorithms": ["rings"]}, "did you mean `ring`"),
         ({"mesh": "data=2", "dtype": "float31"}, "did you mean `float32`"),
@@ -234,7 +234,7 @@ def test_the_picture_shows_times_model_and_crossover():
     found = made()
     figure = plots.collectives(found)
     reduce, gather = figure.axes
-    assert [panel.get_title() for panel in figure.axes] == ["all_reduce over data=8", "all_gather over data=8"]
+    assert [panel.get_title("left") for panel in figure.axes] == ["all_reduce over data=8", "all_gather over data=8"]
     names = [text.get_text() for text in reduce.get_legend().get_texts()]
     assert names == [XLA, "ring", "tree"]
     ring = [row for row in found.rows if (row.collective, row.algorithm) == ("all_reduce", "ring")]
@@ -253,19 +253,8 @@ def test_the_picture_shows_times_model_and_crossover():
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
-    """Run `meshpar bench collectives`; gives (exit code, standard output, standard error)."""
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main(["bench", "collectives", *map(str, args)])
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return run
+def command(meshpar):
+    return functools.partial(meshpar, "bench", "collectives")
 
 
 def test_the_command_passes_on_what_it_was_asked(command, monkeypatch, tmp_path):
@@ -283,7 +272,7 @@ def test_the_command_passes_on_what_it_was_asked(command, monkeypatch, tmp_path)
         "--op", "max", "--repeats", 3, "--save", profile, "--plot", plot, "--json",
     )  # fmt: skip
     assert code == 0
-    del asked["tell"]
+    del asked["progress"]
     assert asked == {
         "mesh": "data=2,tensor=4", "axes": ("data", "data*tensor"), "names": ("all_reduce",), "algorithms": ("ring",),
         "min_bytes": 4e3, "max_bytes": 1e6, "factor": 4.0, "dtype": "bfloat16", "op": "max", "repeats": 3,
@@ -335,16 +324,14 @@ def test_mistakes_are_one_paragraph(command, monkeypatch, tmp_path, args, says):
     assert says in error
 
 
-def test_a_measured_profile_serves_other_commands(command, monkeypatch, tmp_path, capsys):
+def test_a_measured_profile_serves_other_commands(meshpar, tmp_path):
     made().profile().save(tmp_path / "my.json")
-    with pytest.raises(SystemExit) as end:
-        cli.main(["cost", "ring", "--cluster", str(tmp_path / "my.json"), "--axis", "data", "--json"])
-    assert not end.value.code
-    assert json.loads(capsys.readouterr().out)["links"][0]["where"] == "measured along `data`"
-    with pytest.raises(SystemExit) as end:
-        cli.main(["explain", "none.py", "--cluster", str(tmp_path / "my.json")])
-    assert end.value.code == 2
-    assert "measured on `cpu` devices: it holds links, and nothing about a GPU" in capsys.readouterr().err
+    code, out, _ = meshpar("cost", "ring", "--cluster", tmp_path / "my.json", "--axis", "data", "--json")
+    assert code == 0
+    assert json.loads(out)["links"][0]["where"] == "measured along `data`"
+    code, _, error = meshpar("explain", "none.py", "--cluster", tmp_path / "my.json")
+    assert code == 2
+    assert "measured on `cpu` devices: it holds links, and nothing about a GPU" in error
 
 
 def test_help_has_examples(command):
@@ -356,5 +343,5 @@ def test_help_has_examples(command):
 def test_the_package_lists_its_names():
     assert set(bench.__all__) <= set(dir(bench))
     assert bench.step.__module__ == "meshpar.bench.training"
-    with pytest.raises(AttributeError, match="it has Measure"):
+    with pytest.raises(AttributeError, match="it has Figures, Measure"):
         bench.nothing  # noqa: B018

@@ -115,7 +115,7 @@ def test_a_report_is_data_and_tables(found, capsys):
     assert len(told["measures"]) == len(found.measures)
     cli.print_report(found, as_json=False)
     printed = capsys.readouterr().out
-    assert "a layer of experts: ranks 8, tokens 16, top k 2, width 8, hidden 12; 2 repeats" in printed
+    assert "an MoE layer: ranks 8, tokens 16, top k 2, width 8, hidden 12; 2 repeats" in printed
     assert f"dropless ÷ {ONE_HOT}, 16 experts, forward" in printed
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,13 +34,6 @@ def recipe(devices: int = 8) -> mp.Recipe:
 """
 
 
-@pytest.fixture(autouse=True)
-def _same_environment(monkeypatch):
-    """What a command sets for its own process is taken back."""
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-
-
 def write_recipe(folder: Path) -> Path:
     (folder / "text").mkdir()
     for number in range(8):
@@ -49,21 +41,6 @@ def write_recipe(folder: Path) -> Path:
     recipe = folder / "tiny.py"
     recipe.write_text(RECIPE)
     return recipe
-
-
-@pytest.fixture
-def meshpar(capsys):
-    """Run a command line; gives (exit code, standard output, standard error)."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        assert "\x1b" not in out + err, "control codes in a pipe"
-        return int(end.value.code or 0), out, err
-
-    return run
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -160,38 +137,6 @@ def test_your_own_text_and_tokenizer(meshpar, tmp_path):
     assert "--set model.vocab_size=128" in error
 
 
-@pytest.mark.matrix
-def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
-    recipe = write_recipe(tmp_path)
-    args = ["train", str(recipe), "--out", str(tmp_path / "runs"), "--steps", "100000", "--set", "sample=none"]
-    code = "from meshpar.commands.cli import main; main()"
-    root = str(Path(cli.__file__).parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", code, *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": root},
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if line.startswith("step "):
-                break
-        process.send_signal(signal.SIGTERM)
-        rest, errors = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGTERM, errors
-    last = rest.strip().splitlines()[-1]
-    assert last.startswith("interrupted at step ")
-    assert "goes on from there" in last
-    step = int(last.split()[3])
-    assert (tmp_path / "runs" / "tiny" / "checkpoints" / str(step)).is_dir()
-    assert [number for number, _ in losses(tmp_path / "runs" / "tiny")] == list(range(1, step + 1))
-    assert json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())["reason"] == "interrupted"
-
-
 # shard ---------------------------------------------------------------------------------------------------------------
 
 
@@ -277,11 +222,9 @@ def test_mistakes_are_one_paragraph(meshpar, monkeypatch, args, says):
     assert "Traceback" not in error
 
 
-def test_traceback_is_shown_when_asked(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["shard", str(tmp_path / "none.py"), "--traceback"])
-    assert end.value.code == 2
-    shown = capsys.readouterr().err
+def test_traceback_is_shown_when_asked(meshpar, tmp_path):
+    code, _, shown = meshpar("shard", tmp_path / "none.py", "--traceback")
+    assert code == 2
     assert "Traceback" in shown
     assert "no such file" in shown
 

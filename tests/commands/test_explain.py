@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -43,7 +44,7 @@ def talkative(devices: int = 8) -> mp.Recipe:
 def shifted(model, batch, key):
     return next_token_loss(model, {name: jax.numpy.roll(x, 1, axis=0) for name, x in batch.items()}, key)
 
-def surprising(devices: int = 8) -> mp.Recipe:
+def unexpected(devices: int = 8) -> mp.Recipe:
     return recipe(devices).replace(loss=shifted)
 
 class Stream:
@@ -67,13 +68,6 @@ def leaving(devices: int = 8) -> mp.Recipe:
 """
 
 
-@pytest.fixture(autouse=True)
-def _same_environment(monkeypatch):
-    """What a command sets for its own process is taken back."""
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipes") / "tiny.py"
@@ -82,18 +76,8 @@ def recipe(tmp_path_factory):
 
 
 @pytest.fixture
-def explain(capsys):
-    """Run `meshpar explain ...`; gives (exit code, standard output, standard error)."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main(["explain", *map(str, args)])
-        out, err = capsys.readouterr()
-        assert "\x1b" not in out + err, "control codes in a pipe"
-        return int(end.value.code or 0), out, err
-
-    return run
+def explain(meshpar):
+    return functools.partial(meshpar, "explain")
 
 
 # What it prints ------------------------------------------------------------------------------------------------------
@@ -111,7 +95,7 @@ def test_a_report_as_json_has_the_promised_fields(explain, recipe):
     for one in found["collectives"]:
         assert {*fields.split(), "crosses_node", "hidden_fraction"} <= set(one)
         assert one["origin"] in ("partitioner", "kernel")
-    assert {"kept", "missing", "surprise"} <= set(found["promise"])
+    assert {"kept", "missing", "unexpected"} <= set(found["promise"])
     assert {"hidden_fraction", "per_axis"} <= set(found["overlap"])
     asked = "flops_per_device model_flops_per_device predicted_step_s bound"
     assert set(asked.split()) <= set(found["compute"])
@@ -194,7 +178,7 @@ def test_what_stands_beside_it_keeps_what_was_set(recipe, monkeypatch):
     subject = command.Subject.of(recipe, "h100:1x8", **asked)
     other = subject.against("a100-80:2x4")
     assert (other.target, other.sizes["data"], other.recipe.model.num_layers) == ("a100-80:2x4", 2, 3)
-    other = subject.against(f"{recipe}:surprising")
+    other = subject.against(f"{recipe}:unexpected")
     assert (other.target, other.sizes["data"], other.recipe.model.num_layers) == ("h100:1x8", 1, 3)
     assert subject.against("zero1()").recipe.strategy == mp.zero1()
     assert subject.against("data=8").sizes["data"] == 8
@@ -203,14 +187,14 @@ def test_what_stands_beside_it_keeps_what_was_set(recipe, monkeypatch):
 # What it checks ------------------------------------------------------------------------------------------------------
 
 
-def test_check_fails_on_a_surprise_and_says_why_last(explain, recipe):
-    code, out, error = explain(f"{recipe}:surprising", "--check")
+def test_check_fails_on_an_unexpected_collective_and_says_why_last(explain, recipe):
+    code, out, error = explain(f"{recipe}:unexpected", "--check")
     assert code == 1
-    assert "Surprises" in out
+    assert "Unexpected" in out
     reasons = error.strip().splitlines()
     assert all(reason.startswith("meshpar: not promised: ") for reason in reasons)
     assert "tiny.py" in error  # the line that did it
-    assert explain(f"{recipe}:surprising")[0] == 0  # nobody asked for a check
+    assert explain(f"{recipe}:unexpected")[0] == 0  # nobody asked for a check
 
 
 @pytest.mark.parametrize(

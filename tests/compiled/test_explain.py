@@ -26,7 +26,7 @@ FIELDS = {
         *("state_bytes", "params_bytes", "optimizer_bytes", "temporaries_bytes"),
         *("peak_bytes", "limit_bytes", "fits"),
     },
-    "promise": {"kept", "missing", "surprise"},
+    "promise": {"kept", "missing", "unexpected"},
     "overlap": {"hidden_fraction", "per_axis"},
     "compute": {"flops_per_device", "model_flops_per_device", "predicted_step_s", "bound"},
 }

@@ -273,7 +273,7 @@ def test_shapes_of_the_decoder_are_part_of_the_promise(planted, case, variant):
     assert not found.unexpected
 
 
-SURPRISING = {
+UNEXPECTED = {
     # A planted mistake, and the dearest collective that it causes and nobody promised.
     "gathered_activation": ("all-gather", ("fsdp",), "gradients/layers/order"),
     "whole_batch": ("all-gather", ("fsdp",), "gradients/layers/mlp"),
@@ -285,11 +285,11 @@ SURPRISING = {
 }
 
 
-@pytest.mark.parametrize("name", pods(SURPRISING))
+@pytest.mark.parametrize("name", pods(UNEXPECTED))
 def test_a_planted_mistake_is_unexpected_at_its_place(read, planted, name):
     found = verdict(*read(name, "pod"), "pod").unexpected
     dearest = found[0]
-    kind, axes, place = SURPRISING[name]
+    kind, axes, place = UNEXPECTED[name]
     assert (dearest.kind, dearest.axes) == (kind, axes)
     # Where the compiler moved a combined gather to the slice of the loop, its name ends above the place.
     assert f"{place}/".startswith(f"{dearest.module}/")

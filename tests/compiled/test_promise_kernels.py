@@ -52,7 +52,7 @@ def attention(n: int, rows: int, wire: int) -> tuple[int, float]:
 def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, float]]:
     """(axes, kind) -> (arrays a step, bytes a device sends a step), written down from the formulas.
 
-    A gather or scatter that is spelled as permutes stands as permutes.
+    A gather or scatter that is lowered to permutes stands as permutes.
     """
     wire = F32 if target == "cpu" else BF16
     if case == "context":

@@ -20,7 +20,7 @@ NASTY = "layers/[red]x[/red]<script>alert(1)</script>&amp;\x1b[31m[/"
 
 @pytest.fixture(scope="module")
 def reports(planted):
-    """A step as it should be, and one with surprises; compiled for the devices here."""
+    """A step as it should be, and one with unexpected collectives; compiled for the devices here."""
     plants = {name: planted.PLANTS[name]().on_cpu for name in ("nothing", "wrong_name")}
     return {name: mp.explain(plant.step, plant.state, plant.batch) for name, plant in plants.items()}
 
@@ -44,7 +44,7 @@ def empty(report):
         devices=1,
         memory=memory,
         collectives=(),
-        promise=Promise(kept=(), missing=(), surprise=()),
+        promise=Promise(kept=(), missing=(), unexpected=()),
         overlap=Overlap(hidden_fraction=None, per_axis={}, exposed=()),
         compute=compute,
         findings=(),
@@ -63,7 +63,7 @@ def nasty(reports):
     promise = dataclasses.replace(
         found.promise,
         kept=tuple(dataclasses.replace(one, tensors=(NASTY,)) for one in found.promise.kept),
-        surprise=tuple(dataclasses.replace(one, tensor=NASTY, fix=NASTY) for one in found.promise.surprise),
+        unexpected=tuple(dataclasses.replace(one, tensor=NASTY, fix=NASTY) for one in found.promise.unexpected),
     )
     largest = Contributor(module=NASTY, nbytes=5, what=NASTY, shape=NASTY, source=NASTY, count=2)
     remedy = Remedy(change=NASTY, peak_bytes=None, fits=False, reason=NASTY)
@@ -129,14 +129,14 @@ def test_lines_fit_the_width_and_numbers_stay_whole(reports, name, columns):
             assert render.human_bytes(one.bytes_sent_per_device) in text
 
 
-def test_surprises_come_first_with_their_line_and_fix(reports):
+def test_unexpected_collectives_come_first_with_their_line_and_fix(reports):
     text = str(reports["wrong_name"])
-    assert text.index("Surprises") < text.index("Kept")
-    first = reports["wrong_name"].promise.surprise[0]
+    assert text.index("Unexpected") < text.index("Kept")
+    first = reports["wrong_name"].promise.unexpected[0]
     assert render.place(first.source) in text
     assert first.fix[:40] in text
     assert text.count("as above") >= 1  # one mistake has one fix, told once
-    assert render.surprise_text(first).startswith(f"{first.kind} over {first.axes[0]} of {first.tensor}")
+    assert render.unexpected_text(first).startswith(f"{first.kind} over {first.axes[0]} of {first.tensor}")
 
 
 def test_collectives_are_sorted_by_cost_and_the_rest_is_counted(report):

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.data import ArrayData, Data, Source
+from meshpar.data import ArrayData, DataSource, Source
 from meshpar.sharding.types import MeshparError
 
 
@@ -21,7 +21,7 @@ def digits(count=50, first=0):
 
 def test_it_satisfies_the_protocols():
     data = ArrayData(arrays=digits())
-    assert isinstance(data, Data)
+    assert isinstance(data, DataSource)
     assert isinstance(data.open(batch_size=5, seed=0), Source)
 
 

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.bench.report import Measure, Report, in_turn, load, quartiles
+from meshpar.bench.report import Measure, Figures, in_turn, load, quartiles
 from meshpar.pipeline import SCHEDULES, Params, Schedule, make, value_and_grad
 
 CASES = ((4, 8), (4, 16), (8, 16))
@@ -89,7 +89,7 @@ def program(schedule: Schedule, stage: Callable[..., jax.Array]) -> Callable[[],
     return lambda: jax.block_until_ready(run(params, batch))
 
 
-def measured(names: Sequence[str], cases: Sequence[tuple[int, int]], op_s: float, repeats: int) -> Report:
+def measured(names: Sequence[str], cases: Sequence[tuple[int, int]], op_s: float, repeats: int) -> Figures:
     """Time of a step over its simulated makespan, of every schedule; F, B and W of one stage sleep `op_s` each."""
     before, measures = load(), []
     for stages, microbatches in cases:
@@ -113,7 +113,7 @@ def measured(names: Sequence[str], cases: Sequence[tuple[int, int]], op_s: float
                 )
             )  # fmt: skip
     title = f"step ÷ simulation, F = B = W = {1e3 * op_s:g} ms, {repeats} repeats; load {before:.1f} to {load():.1f}"
-    return Report(title=f"{title} on {os.cpu_count()} cores", measures=tuple(measures))
+    return Figures(title=f"{title} on {os.cpu_count()} cores", measures=tuple(measures))
 
 
 def main() -> None:

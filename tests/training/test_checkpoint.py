@@ -336,7 +336,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_newest_is_reported_and_the_one_before_it_used(setup, two_steps, folder, capfd, damage):
     damage(folder / "2")
-    with pytest.warns(UserWarning, match=r"checkpoints/2 is damaged and left out: .*Step 1 is used instead"):
+    with pytest.warns(UserWarning, match=r"checkpoints/2 is damaged and skipped: .*Step 1 is used instead"):
         restored = Checkpoints(folder).restore(setup)
     assert restored.step == 1
     assert restored.data_state == {"step": 1}

@@ -123,6 +123,9 @@ def test_a_scheduler_that_ends_a_command_sees_that_it_was_not_done(runs, tmp_pat
     code, text = meshpar(runs, tmp_path, signals=[[TERM, SAVES["a save begins"][0]]])
     assert code == 128 + TERM, text
     assert saved(tmp_path) == [2]
+    assert "interrupted at step 2 of " in text
+    assert "The same command goes on from there." in text
+    assert json.loads((tmp_path / "runs/tiny/summary.json").read_text())["reason"] == "interrupted"
 
 
 # The watch -----------------------------------------------------------------------------------------------------------
@@ -139,10 +142,10 @@ def watch():
 
 def test_a_signal_is_noted_wherever_the_main_thread_is(watch, capfd):
     Sender(INT)
-    assert watch.told == INT
+    assert watch.received == INT
     Sender(TERM)
     watch.close()
-    assert watch.told == INT
+    assert watch.received == INT
     assert "Exception ignored" not in capfd.readouterr().err
 
 
@@ -172,4 +175,4 @@ def test_a_forked_child_has_its_own_signals(watch):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -TERM
     watch.close()
-    assert watch.told is None
+    assert watch.received is None

@@ -202,7 +202,7 @@ def test_batches_that_end_too_early_are_an_error_after_hooks_have_ended():
 
 def test_a_step_that_is_not_finite_is_told_and_raised():
     log = Log()
-    with pytest.raises(MeshparError, match=r"step 3: .*loss is nan, its gradient norm 2.0: it was left out") as caught:
+    with pytest.raises(MeshparError, match=r"step 3: .*loss is nan, its gradient norm 2.0: it was skipped") as caught:
         run(10, hooks=[log], step=FakeStep(bad=[3]))
     assert "nonfinite='skip'" in str(caught.value)
     assert log.log[-2:] == ["record 3", "end nonfinite"]

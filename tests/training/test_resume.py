@@ -167,7 +167,7 @@ def test_two_processes_stop_together_pass_over_damage_together_and_one_goes_on(r
     (tmp_path / "checkpoints" / str(step) / "run" / "metadata").write_text("{}")
     pids = start_two(runs, tmp_path, steps=step, pause_s=0)
     assert [runs.exit_of(pid) for pid in pids] == [0, 0], (tmp_path / "log").read_text()
-    assert f"checkpoints/{step} is damaged and left out" in (tmp_path / "log").read_text()
+    assert f"checkpoints/{step} is damaged and skipped" in (tmp_path / "log").read_text()
     assert (tmp_path / "checkpoints" / "set_aside" / str(step)).is_dir()
     assert result(tmp_path, 0) == result(tmp_path, 1) == {"step": step, "reason": "done"}
 

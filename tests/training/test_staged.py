@@ -273,7 +273,7 @@ def test_unequal_parts_of_any_model(num_layers, stages, asked, x64):
     # Split between steps, where a dim divides.
     assert state.table["layers/w"].shards == stages
     assert state.table["layers/odd"].shards == 1
-    assert "whole on every stage" in state.table["layers/odd"].rule
+    assert "replicated over the stages" in state.table["layers/odd"].rule
 
 
 @pytest.mark.parametrize("fewer", [(0, -1), (1,), [0, 1], (0, 0.5), 1])
