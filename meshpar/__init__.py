@@ -16,8 +16,9 @@ Names are imported when they are first used, so `import meshpar` costs little.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
     from meshpar import bench as bench
@@ -97,27 +98,8 @@ _HOMES = {
     "compiled.report": ("Report",),
     "commands.recipe": ("AdamW", "Optax", "Recipe", "Sample"),
 }  # fmt: skip
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = {name: name for name in ("bench", "collectives", "compiled", "data", "models", "moe", "pipeline", "planner")}
 _MODULES["plots"] = "commands.plots"
+__getattr__, __dir__ = lazy(__name__, _HOMES, _MODULES)
 
-__all__ = [
-    "__version__",
-    *_HOME_OF,
-    *_MODULES,
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(f"meshpar.{_HOME_OF[name]}"), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"meshpar.{_MODULES[name]}")
-    else:
-        raise AttributeError(f"meshpar has no {name!r}; it has {', '.join(sorted(_HOME_OF))}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = ["__version__", *(name for names in _HOMES.values() for name in names), *_MODULES]

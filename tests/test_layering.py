@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "meshpar"
 ABOVE = "everything above"
 
 HOUSE: dict[str, list[str] | str] = {
+    "sharding.lazy": [],
     "commands.launch": [],
     "training.interrupts": [],
     "sharding.types": [],
@@ -42,12 +43,12 @@ HOUSE: dict[str, list[str] | str] = {
     "planner.cost": ["planner.hardware"],
     "planner.accounts": ["planner.cost", "planner.units"],
     "planner.choice": ["planner.accounts"],
-    "collectives": ["sharding.types", "sharding.mesh", "planner.choice"],
+    "collectives": ["sharding.lazy", "sharding.types", "sharding.mesh", "planner.choice"],
     "pipeline": ["collectives", "sharding.rules", "training.precision", "training.reports", "pipeline.schedules"],
     "training.sums": ["training.state", "training.options", "training.reports"],
     "training.engines": ["training.sums", "collectives", "pipeline"],
     "training.step": ["training.sums", "training.reports"],
-    "data": ["sharding.types"],
+    "data": ["sharding.lazy", "sharding.types"],
     "training.checkpoint": ["training.state"],
     "training.loop": ["training.step", "training.interrupts", "data", "training.checkpoint"],
     "moe": ["collectives", "sharding.regions", "pipeline", "training.reports", "training.state"],

@@ -15,8 +15,9 @@ Names are imported when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
     from meshpar.bench.kernels import collectives
@@ -30,17 +31,6 @@ _HOMES = {
     "report": ("Measure", "Figures", "paired_ratios"),
     "training": ("step",),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__, __dir__ = lazy(__name__, _HOMES)
 
 __all__ = ["Figures", "Measure", "collectives", "paired_ratios", "schedules", "step"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"meshpar.bench has no {name!r}; it has {', '.join(sorted(__all__))}")
-    value = globals()[name] = getattr(importlib.import_module(f"meshpar.bench.{_HOME_OF[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -21,8 +21,9 @@ are those of the reference, with the check on or off. Names are imported when th
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
     from meshpar.collectives import reference
@@ -63,49 +64,11 @@ _HOMES = {
     "ring": ("all_gather", "reduce_scatter"),
     "reduction": ("all_reduce",),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__, __dir__ = lazy(__name__, _HOMES, {"reference": "reference"})
 
 __all__ = [
-    "Choice",
-    "all_gather",
-    "all_gather_matmul",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "bucketed_all_reduce",
-    "choose",
-    "dequantize",
-    "from_zigzag",
-    "gather",
-    "hierarchical_all_reduce",
-    "hierarchical_all_to_all",
-    "matmul_reduce_scatter",
-    "quantize",
-    "quantized_all_gather",
-    "quantized_all_reduce",
-    "quantized_reduce_scatter",
-    "reduce",
-    "reduce_scatter",
-    "reference",
-    "ring_attention",
-    "scatter",
-    "shift",
-    "to_zigzag",
-    "unzigzag",
-    "zigzag",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "reference":
-        value: Any = importlib.import_module("meshpar.collectives.reference")
-    elif name in _HOME_OF:
-        value = getattr(importlib.import_module(f"meshpar.collectives.{_HOME_OF[name]}"), name)
-    else:
-        raise AttributeError(f"meshpar.collectives has no {name!r}; it has {', '.join(sorted(__all__))}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    "Choice", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all", "broadcast", "bucketed_all_reduce",
+    "choose", "dequantize", "from_zigzag", "gather", "hierarchical_all_reduce", "hierarchical_all_to_all",
+    "matmul_reduce_scatter", "quantize", "quantized_all_gather", "quantized_all_reduce", "quantized_reduce_scatter",
+    "reduce", "reduce_scatter", "reference", "ring_attention", "scatter", "shift", "to_zigzag", "unzigzag", "zigzag",
+]  # fmt: skip

@@ -10,8 +10,9 @@ when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
     from meshpar.data.arrays import ArrayData, ArraySource
@@ -33,22 +34,10 @@ _HOMES = {
     "source": ("DataSource", "Source"),
     "tokens": ("ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer"),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__, __dir__ = lazy(__name__, _HOMES)
 
 __all__ = [  # noqa: RUF022
     "ArrayData", "ArraySource", "Baseline", "CrossEntropy", "bigram_baseline", "Batch", "Batches", "Sharding",
     "ValidBatches", "TextData", "TextSource", "ArrayRows", "Rows", "Windows", "DataSource", "Source", "ByteTokenizer",
     "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"meshpar.data has no {name!r}; it has {', '.join(sorted(_HOME_OF))}")
-    value = getattr(importlib.import_module(f"meshpar.data.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
