@@ -20,6 +20,7 @@ ABOVE = "everything above"
 
 HOUSE: dict[str, list[str] | str] = {
     "sharding.lazy": [],
+    "sharding.printing": [],
     "commands.launch": [],
     "training.interrupts": [],
     "sharding.types": [],
@@ -32,7 +33,7 @@ HOUSE: dict[str, list[str] | str] = {
     "training.precision": ["sharding.context"],
     "pipeline.schedules": ["sharding.types"],
     "parallel": ["sharding.rules", "pipeline.schedules"],
-    "sharding.table": ["parallel", "sharding.context", "sharding.adapters", "training.precision"],
+    "sharding.table": ["sharding.printing", "parallel", "sharding.context", "sharding.adapters", "training.precision"],
     "training.batch": ["parallel"],
     "training.state": ["sharding.table", "training.batch"],
     "training.options": ["training.precision"],
@@ -41,7 +42,7 @@ HOUSE: dict[str, list[str] | str] = {
     "planner.units": ["sharding.types"],
     "planner.hardware": ["sharding.types", "planner.catalogue"],
     "planner.cost": ["planner.hardware"],
-    "planner.accounts": ["planner.cost", "planner.units"],
+    "planner.accounts": ["sharding.printing", "planner.cost", "planner.units"],
     "planner.choice": ["planner.accounts"],
     "collectives": ["sharding.lazy", "sharding.types", "sharding.mesh", "planner.choice"],
     "pipeline": ["collectives", "sharding.rules", "training.precision", "training.reports", "pipeline.schedules"],

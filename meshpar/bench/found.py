@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshpar.bench.fit import Fit
 from meshpar.planner import cost
-from meshpar.planner.accounts import bus_factor, printed
+from meshpar.planner.accounts import bus_factor
 from meshpar.planner.hardware import Link, Links, Profile, cluster_of, gpu_of_kind
 from meshpar.planner.units import si
+from meshpar.sharding.printing import Printed, table
 from meshpar.sharding.types import problem
 
 XLA = "XLA"
@@ -59,7 +61,7 @@ class CollectiveRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collectives:
+class Collectives(Printed):
     """What `meshpar bench collectives` found. Prints as tables; `profile` is what it learned about the links."""
 
     devices: str
@@ -147,45 +149,38 @@ class Collectives:
         tables = [self._table([row for row in self.rows if (row.collective, row.axis) == case]) for case in cases]
         return Group(f"{self.title}; medians of {self.repeats} rounds", *tables, self._fits_table(), *self.notes)
 
-    def __str__(self) -> str:
-        return printed(self)
-
     def _table(self, rows: Sequence[CollectiveRow]) -> Any:
-        from rich.table import Table
-
         first = rows[0]
-        table = Table(title=f"{first.collective} {first.op} over {first.axis}={first.num_ranks}".replace("  ", " "))
-        for column in ("size", "count", "type", "algorithm", "time", "quartiles", "algbw", "busbw", "÷ XLA", "#wrong"):
-            table.add_column(column, justify="left" if column in ("type", "algorithm") else "right", no_wrap=True)
-        for column in ("max error", "model", "off"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for before, row in zip((first, *rows), rows, strict=False):
-            if row.size_bytes != before.size_bytes:
-                table.add_section()
-            table.add_row(*_cells(row))
-        return table
+        columns = (
+            "size", "count", "type", "algorithm", "time", "quartiles", "algbw", "busbw", "÷ XLA", "#wrong", "max error",
+            "model", "off",
+        )  # fmt: skip
+        by_size = itertools.groupby(rows, lambda row: row.size_bytes)
+        cells = [cells for _, same in by_size for cells in ([], *([*_cells(row)] for row in same))]
+        title = f"{first.collective} {first.op} over {first.axis}={first.num_ranks}".replace("  ", " ")
+        return table(title, columns, cells[1:], left=("type", "algorithm"))
 
     def _fits_table(self) -> Any:
-        from rich.table import Table
-
-        table = Table(title="links, fitted to the times: T = steps · α + bytes · β")
-        for column in ("axis", "as used by", "α", "bandwidth", "typical error", "worst", "points", "fit", "crossover"):
-            table.add_column(column, justify="left" if column in ("axis", "as used by", "fit") else "right")
+        columns = ("axis", "as used by", "α", "bandwidth", "typical error", "worst", "points", "fit", "crossover")
+        rows = []
         for fit in self.fits:
             crossover = self.crossover_bytes(fit.axis) if fit.of == "permutes" else None
             color = {"good": "green", "poor": "yellow", "none": "red"}[fit.verdict]
-            table.add_row(
-                fit.axis,
-                FITTED[fit.of],
-                "" if fit.link is None else si(fit.link.alpha_s, "s", digits=3),
-                "" if fit.link is None else si(fit.link.bytes_per_s, "B/s", digits=3),
-                f"{fit.typical_error:.0%}",
-                f"{fit.worst_error:.0%}",
-                str(fit.num_points),
-                f"[{color}]{fit.verdict}[/]",
-                "" if crossover is None else si(crossover, "B", digits=3),
+            rows.append(
+                (
+                    fit.axis,
+                    FITTED[fit.of],
+                    "" if fit.link is None else si(fit.link.alpha_s, "s", digits=3),
+                    "" if fit.link is None else si(fit.link.bytes_per_s, "B/s", digits=3),
+                    f"{fit.typical_error:.0%}",
+                    f"{fit.worst_error:.0%}",
+                    str(fit.num_points),
+                    f"[{color}]{fit.verdict}[/]",
+                    "" if crossover is None else si(crossover, "B", digits=3),
+                )
             )
-        return table
+        title = "links, fitted to the times: T = steps · α + bytes · β"
+        return table(title, columns, rows, left=("axis", "as used by", "fit"))
 
 
 def _cells(row: CollectiveRow) -> Iterator[str]:

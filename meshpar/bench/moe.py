@@ -33,6 +33,7 @@ from meshpar.parallel import expert_parallel
 from meshpar.planner.cost import matmul_flops
 from meshpar.planner.units import si
 from meshpar.sharding.context import use
+from meshpar.sharding.printing import table
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import near, problem
 
@@ -267,6 +268,17 @@ class MoERow:
         times = {name: getattr(self, name)._asdict() for name in ("forward", "both")}
         return dataclasses.asdict(self) | times
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row in the table."""
+        forward, both = self.forward, self.both
+        return (
+            self.form, str(self.num_experts), f"{forward.median_s * 1e3:.1f}", _ratio(forward.ratio),
+            f"{both.median_s * 1e3:.1f}", f"{both.low_s * 1e3:.1f} – {both.high_s * 1e3:.1f}", _ratio(both.ratio),
+            f"{self.flops / 1e6:.0f}", si(self.temporary_bytes, "B"), si(self.largest_bytes, "B"),
+            f"{self.dropped:.1%}",
+        )  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layers:
@@ -294,28 +306,20 @@ class Layers:
 
     def __rich__(self) -> Any:
         from rich.console import Group
-        from rich.table import Table
 
         shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.shape.items())
-        table = Table(title=f"an MoE layer: {shape}; {self.repeats} repeats")
-        for at, column in enumerate(
-            ("form", "E", "forward ms", "÷", "both ms", "quartiles", "÷", "MFLOP", "temporaries", "largest", "dropped")
-        ):
-            table.add_column(column, justify="right" if at else "left")
-        for row, following in itertools.zip_longest(self.rows, self.rows[1:]):
-            another = following is not None and following.num_experts != row.num_experts
-            table.add_row(
-                row.form, str(row.num_experts), f"{row.forward.median_s * 1e3:.1f}", _ratio(row.forward.ratio),
-                f"{row.both.median_s * 1e3:.1f}", f"{row.both.low_s * 1e3:.1f} – {row.both.high_s * 1e3:.1f}",
-                _ratio(row.both.ratio), f"{row.flops / 1e6:.0f}", si(row.temporary_bytes, "B"),
-                si(row.largest_bytes, "B"), f"{row.dropped:.1%}", end_section=another,
-            )  # fmt: skip
+        columns = (
+            "form", "E", "forward ms", "÷", "both ms", "quartiles", "÷", "MFLOP", "temporaries", "largest", "dropped"
+        )  # fmt: skip
+        by_experts = itertools.groupby(self.rows, lambda row: row.num_experts)
+        cells = [cells for _, same in by_experts for cells in ((), *(row.cells for row in same))]
+        measured = table(f"an MoE layer: {shape}; {self.repeats} repeats", columns, cells[1:], left=("form",))
         before, after = self.load
         note = (
             f"both: forward and backward. ÷: over {ONE_HOT} of the same round. FLOPs and bytes are of one device. "
             f"Load of the machine {before:.1f} before, {after:.1f} after, {os.cpu_count()} cores."
         )
-        return Group(table, Figures(title="experts", measures=self.measures), note)
+        return Group(measured, Figures(title="experts", measures=self.measures), note)
 
 
 def _ratio(value: float | None) -> str:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from meshpar.sharding.printing import table
+
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -50,17 +52,15 @@ class Figures:
         }
 
     def __rich__(self) -> Any:
-        from rich.table import Table
+        columns = ("measure", "median", "quartiles", "limit", "", "how")
+        return table(self.title, columns, map(_cells, self.measures), left=("measure", "", "how"))
 
-        table = Table(title=self.title)
-        for column in ("measure", "median", "quartiles", "limit", "", "how"):
-            table.add_column(column, justify="right" if column in ("median", "quartiles", "limit") else "left")
-        for m in self.measures:
-            spread = "" if m.low is None or m.high is None else f"{m.low:.3g} – {m.high:.3g}"
-            limit = "" if m.limit is None else f"{m.limit:g} {m.unit}"
-            verdict = "" if m.limit is None else "[green]holds[/]" if m.holds else "[red]over[/]"
-            table.add_row(m.name, f"{m.value:.4g} {m.unit}", spread, limit, verdict, m.detail)
-        return table
+
+def _cells(m: Measure) -> tuple[str, ...]:
+    spread = "" if m.low is None or m.high is None else f"{m.low:.3g} – {m.high:.3g}"
+    limit = "" if m.limit is None else f"{m.limit:g} {m.unit}"
+    verdict = "" if m.limit is None else "[green]holds[/]" if m.holds else "[red]over[/]"
+    return m.name, f"{m.value:.4g} {m.unit}", spread, limit, verdict, m.detail
 
 
 def paired_ratios(a: Callable[[], None], b: Callable[[], None], pairs: int) -> list[float]:

@@ -75,7 +75,8 @@ def error_bound(largest: Any, *, dtype: str = "int8", stochastic: bool = False) 
     the most, or `largest` / 2^18 (/ 2^17) where that is more. Arithmetic in float32 adds `largest` / 2^21, and 2^-126:
     no number below that, the smallest normal one, is kept.
     """
-    known = _format("error_bound", dtype)
+    check_choice("error_bound", "dtype", dtype, FORMATS)
+    known = FORMATS[dtype]
     gap = known.largest_gap / known.limit
     return largest * ((gap if stochastic else gap / 2) + 2.0**-21) + _SMALLEST
 
@@ -195,7 +196,9 @@ def decoded(
 
 def gathered_bytes(message: UInt8[Array, "... q"], axis: Axis) -> UInt8[Array, "N ..."]:
     """The messages of all ranks."""
-    return lax.all_gather(message, axis) if message.size else jnp.zeros((_ranks(axis), *message.shape), jnp.uint8)
+    if not message.size:
+        return jnp.zeros((lax.axis_size(axis), *message.shape), jnp.uint8)
+    return lax.all_gather(message, axis)
 
 
 def exchanged_bytes(messages: UInt8[Array, "N ..."], axis: Axis) -> UInt8[Array, "N ..."]:
@@ -209,9 +212,9 @@ def scattered_sum(
     """This rank's part of the sum, in float32; parts count node by node where there are nodes."""
     if outer is None:
         return _sum_of_arrived(parts, axis, dtype, block, _own(key, axis))
-    num_outer, size = _ranks(outer), parts.shape[-1]
+    num_outer, size = lax.axis_size(outer), parts.shape[-1]
     # What goes to place i of any node meets on rank i inside; one message for each node leaves from there.
-    by_place = jnp.swapaxes(parts.reshape(num_outer, _ranks(axis), size), 0, 1)
+    by_place = jnp.swapaxes(parts.reshape(num_outer, lax.axis_size(axis), size), 0, 1)
     own = _own(key, _both(axis, outer))
     inside, across = (None, None) if own is None else jax.random.split(own)
     by_node = _sum_of_arrived(by_place, axis, dtype, block, inside)
@@ -232,10 +235,6 @@ def _own(key: jax.Array | None, axis: Axis) -> jax.Array | None:
 
 def _names(axis: Axis) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else axis
-
-
-def _ranks(axis: Axis) -> int:
-    return lax.axis_size(axis)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,10 +277,7 @@ def quantized_all_gather(
       ValueError: no such axis here, dim or dtype; the same axis twice; a block without elements.
     """
     name = "quantized_all_gather"
-    _checked(name, x, dtype, block)
-    _checked_grad(name, grad_dtype)
-    num_ranks = math.prod(_levels(name, axis, outer))
-    x = _varying(x, axis, outer)
+    x, num_ranks = _prepared(name, x, axis, outer, dtype, block, grad_dtype)
     dim = checked_dim(name, dim, x.ndim + (not tiled))
     if num_ranks == 1:
         return join(name, x[None], dim, tiled)
@@ -352,11 +348,8 @@ def quantized_reduce_scatter(
       ValueError: no such axis here, dim, op or dtype; the same axis twice; a dim that does not divide by N.
     """
     name = "quantized_reduce_scatter"
-    _checked(name, x, dtype, block)
-    _checked_grad(name, grad_dtype)
     check_choice(name, "op", op, ("sum", "mean"))
-    num_ranks = math.prod(_levels(name, axis, outer))
-    x = _varying(x, axis, outer)
+    x, num_ranks = _prepared(name, x, axis, outer, dtype, block, grad_dtype)
     cut(name, x, dim, num_ranks, tiled)  # said here, where the caller sees it
     options: dict[str, Any] = {"axis": axis, "outer": outer, "dim": dim % x.ndim, "tiled": tiled}
 
@@ -403,11 +396,8 @@ def quantized_all_reduce(
       ValueError: no such axis here, op or dtype; the same axis twice; a block without elements.
     """
     name = "quantized_all_reduce"
-    _checked(name, x, dtype, block)
-    _checked_grad(name, grad_dtype)
     check_choice(name, "op", op, ("sum", "mean"))
-    num_ranks = math.prod(_levels(name, axis, outer))
-    x = _varying(x, axis, outer)
+    x, num_ranks = _prepared(name, x, axis, outer, dtype, block, grad_dtype)
     options: dict[str, Any] = {"axis": axis, "outer": outer, "tiled": False}
 
     @jax.custom_vjp
@@ -442,7 +432,7 @@ def _scatter(
     axes = _both(axis, outer)
     if dtype is None:
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=tiled)
-    parts = cut("quantized_reduce_scatter", x, dim, _ranks(axes), tiled)
+    parts = cut("quantized_reduce_scatter", x, dim, lax.axis_size(axes), tiled)
     flat = parts.reshape(len(parts), math.prod(parts.shape[1:]))
     mine = scattered_sum(flat, axis=axis, outer=outer, dtype=dtype, block=block, key=key)
     return mine.astype(x.dtype).reshape(parts.shape[1:])
@@ -453,11 +443,6 @@ def _scatter(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _format(kernel: str, dtype: str) -> _Format:
-    check_choice(kernel, "dtype", dtype, FORMATS)
-    return FORMATS[dtype]
-
-
 def _checked(kernel: str, x: jax.Array, dtype: str, block: int) -> _Format:
     checked_count(kernel, "block", block)
     held = jnp.asarray(x).dtype
@@ -465,12 +450,19 @@ def _checked(kernel: str, x: jax.Array, dtype: str, block: int) -> _Format:
         raise problem(
             kernel, f"quantize {held}", "blocks are scaled floating numbers", "send it as it is, or cast it first"
         )
-    return _format(kernel, dtype)
+    check_choice(kernel, "dtype", dtype, FORMATS)
+    return FORMATS[dtype]
 
 
-def _checked_grad(kernel: str, grad_dtype: str | None) -> None:
+def _prepared(
+    kernel: str, x: jax.Array, axis: Axis, outer: Axis | None, dtype: str, block: int, grad_dtype: str | None
+) -> tuple[jax.Array, int]:
+    """The array as one that varies over the ranks, and their number; the arguments checked."""
+    _checked(kernel, x, dtype, block)
     if grad_dtype is not None:
         check_choice(kernel, "grad_dtype", grad_dtype, FORMATS)
+    num_ranks = math.prod(_levels(kernel, axis, outer))
+    return varying(x, _both(axis, outer)), num_ranks
 
 
 def _levels(kernel: str, axis: Axis, outer: Axis | None) -> tuple[int, int]:
@@ -491,7 +483,3 @@ def _levels(kernel: str, axis: Axis, outer: Axis | None) -> tuple[int, int]:
 
 def _both(axis: Axis, outer: Axis | None) -> tuple[str, ...]:
     return (*(() if outer is None else _names(outer)), *_names(axis))
-
-
-def _varying(x: jax.Array, axis: Axis, outer: Axis | None) -> jax.Array:
-    return varying(x, _both(axis, outer))

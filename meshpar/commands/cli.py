@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import click
 
@@ -127,38 +127,27 @@ def _devices(count: int | None) -> Sequence[Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Lazy:
-    """A command that another module holds, imported when it is used."""
+class Lazy(NamedTuple):
+    """A command that another module holds, imported when it is used; it sets up its own devices."""
 
     home: str
     """`module:attribute`."""
     help: str
     """Its line in the list of commands."""
-    needs_devices: bool = True
-    """Whether devices are set up before the module, and with it jax, is imported."""
 
 
 COMMANDS: dict[str, Lazy] = {
     "explain": Lazy(
-        home="meshpar.commands.explain:explain",
-        help="Show what the compiler inserted: collectives, memory, overlap; for a pod you do not have.",
-        needs_devices=False,  # it decides for itself: with --cluster nothing runs on devices
+        "meshpar.commands.explain:explain",
+        "Show what the compiler inserted: collectives, memory, overlap; for a pod you do not have.",
     ),
     "cost": Lazy(
-        home="meshpar.commands.cost:cost",
-        help="What a collective costs by each algorithm: steps, bytes, time, the formulas.",
-        needs_devices=False,
+        "meshpar.commands.cost:cost", "What a collective costs by each algorithm: steps, bytes, time, the formulas."
     ),
-    "schedule": Lazy(
-        home="meshpar.commands.schedule:schedule",
-        help="Show a pipeline schedule: its table, bubbles and memory.",
-        needs_devices=False,
-    ),
+    "schedule": Lazy("meshpar.commands.schedule:schedule", "Show a pipeline schedule: its table, bubbles and memory."),
     "bench": Lazy(
-        home="meshpar.commands.bench:bench",
-        help="Measure: a training step against bare jax.jit, collectives against XLA's own.",
-        needs_devices=False,  # each measurement sets up its own
+        "meshpar.commands.bench:bench",
+        "Measure: a training step against bare jax.jit, collectives against XLA's own.",
     ),
 }
 """Commands whose options stand beside what they run; `train` and `shard` are below."""
@@ -181,8 +170,6 @@ class _Group(click.Group):
         lazy = COMMANDS.get(name)
         if lazy is None:
             return super().get_command(ctx, name)
-        if lazy.needs_devices:
-            prepare_devices(None)
         module, _, attribute = lazy.home.partition(":")
         return getattr(importlib.import_module(module), attribute)
 

@@ -33,7 +33,7 @@ Curve = Iterable[tuple[float, float]]
 _Given = ParamSpec("_Given")
 
 INK, FAINT = "#22303c", "#c9d1d9"
-STYLE: Mapping[str, Any] = {
+STYLE: Any = {
     "figure.dpi": 120,
     "figure.constrained_layout.use": True,
     "figure.titlesize": 11,
@@ -117,7 +117,7 @@ def _styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
     def drawn(*args: _Given.args, **kwargs: _Given.kwargs) -> Figure:
         import matplotlib
 
-        with matplotlib.rc_context(dict(STYLE)):
+        with matplotlib.rc_context(STYLE):
             return draw(*args, **kwargs)
 
     return drawn
@@ -390,7 +390,7 @@ def _seen_flat(shape: Sequence[int], cuts: Sequence[int]) -> tuple[int | None, i
 
 def _draw_slice(
     axes: Axes,
-    fixed: Mapping[int, int],
+    fixed: Mapping[Any, int],
     holders: Mapping[tuple[int, ...], list[int]],
     seen: tuple[int | None, int | None],
     cuts: Sequence[int],
@@ -402,7 +402,7 @@ def _draw_slice(
     order = {part: number for number, part in enumerate(sorted(holders))}
     num_devices = sum(map(len, holders.values()))
     for i, j in itertools.product(range(down), range(across)):
-        place = {**fixed, seen[0]: i, seen[1]: j}
+        place: dict[int | None, int] = {**fixed, seen[0]: i, seen[1]: j}
         part = tuple(place.get(dim, 0) for dim in range(len(shape)))
         color = SHARDS[order[part] % len(SHARDS)]
         axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, edgecolor="white", lw=2.5))
@@ -414,7 +414,9 @@ def _draw_slice(
     for axis, dim, count in ((axes.yaxis, seen[0], down), (axes.xaxis, seen[1], across)):
         size = 0 if dim is None else shape[dim]
         shown = range(count + 1) if count * len(str(size)) <= 24 else (0, count)
-        axis.set_ticks([] if dim is None else list(shown), [] if dim is None else [size * k // count for k in shown])
+        axis.set_ticks(
+            list(shown) if dim is not None else [], [str(size * k // count) for k in shown if dim is not None]
+        )
     axes.spines[:].set_visible(False)
 
 
@@ -461,7 +463,11 @@ def timeline(timeline: Timeline, *, loop: str | None = None, title: str | None =
             _bar(axes, 0, start, end, colors[op.label])
             inches = (end - start) / length * _TIMELINE_INCHES
             if inches >= 0.12:  # upwards where there is no room across
-                style = {"rotation": 0 if _fits(op.kind, inches) else 90, "color": "white", "fontsize": 7}
+                style: dict[str, Any] = {
+                    "rotation": 0 if _fits(op.kind, inches) else 90,
+                    "color": "white",
+                    "fontsize": 7,
+                }
                 axes.text((start + end) / 2, 0, op.kind, ha="center", va="center", **style)
         else:
             _bar(axes, 1, start, end, MATMUL if op.kind == "matmul" else KERNEL)

@@ -657,9 +657,6 @@ def read(text: str, hint: Any, path: tuple[str, ...], *, now: Any = None) -> Any
         raise problem(f"`{_dotted(path)}`", f"set it to `{text}`", f"it expected {expects}", how) from None
 
 
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-
-
 def _read(text: str, hint: Any) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
@@ -668,28 +665,8 @@ def _read(text: str, hint: Any) -> Any:
         return _read_union(text, args)
     if origin is Literal:
         return _read_choice(text, args)
-    if hint is Any:
-        return _read_literal(text)
-    if hint in (None, types.NoneType):
-        return _read_word(text, {"none": None, "null": None})
-    if hint is bool:
-        return _read_word(text, _TRUTH)
-    if hint in (int, float):
-        try:
-            number = hint(text)
-        except ValueError:
-            raise _Unreadable from None
-        if not math.isfinite(number):
-            raise _Unreadable("give a finite one")
-        return number
-    if hint is str:
-        return _unquoted(text)
-    if hint is MeshSpec:
-        return MeshSpec.parse(text)
-    if hint is Strategy:
-        return parse_strategy(text)
-    if hint is Path:
-        return Path(_unquoted(text))
+    if hint in _READERS:
+        return _READERS[hint](text)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _read_word(text, {member.name.lower(): member for member in hint})
     if (origin or hint) in (tuple, list, collections.abc.Sequence):
@@ -723,6 +700,16 @@ def _read_word(text: str, words: Mapping[str, Any]) -> Any:
     if text.lower() not in words:
         raise _Unreadable
     return words[text.lower()]
+
+
+def _read_number(text: str, kind: type[int] | type[float]) -> int | float:
+    try:
+        number = kind(text)
+    except ValueError:
+        raise _Unreadable from None
+    if not math.isfinite(number):
+        raise _Unreadable("give a finite one")
+    return number
 
 
 def _read_literal(text: str) -> Any:
@@ -770,6 +757,23 @@ def _read_dict(text: str, args: tuple[Any, ...]) -> dict[Any, Any]:
 def _unquoted(text: str) -> str:
     quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if quoted else text
+
+
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_NONE = functools.partial(_read_word, words={"none": None, "null": None})
+_READERS: Mapping[Any, Callable[[str], Any]] = {
+    Any: _read_literal,
+    None: _NONE,
+    types.NoneType: _NONE,
+    bool: functools.partial(_read_word, words=_TRUTH),
+    int: functools.partial(_read_number, kind=int),
+    float: functools.partial(_read_number, kind=float),
+    str: _unquoted,
+    MeshSpec: MeshSpec.parse,
+    Strategy: parse_strategy,
+    Path: lambda text: Path(_unquoted(text)),
+}
+"""From text to a value, by the type."""
 
 
 def _field_by_field(path: tuple[str, ...], value: Any) -> str:

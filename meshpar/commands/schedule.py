@@ -14,6 +14,7 @@ from meshpar.commands.cli import prepare_devices, print_report
 from meshpar.pipeline.schedules import SCHEDULES, Schedule, Simulation, make
 from meshpar.pipeline.schedules.ops import Block, problem, unreadable
 from meshpar.pipeline.schedules.text import bands_of, grid
+from meshpar.sharding.printing import table
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -174,23 +175,19 @@ class ScheduleComparison:
         return [look.to_json() for look in self.looks]
 
     def __rich__(self) -> RenderableType:
-        from rich.table import Table
-
         first = self.looks[0].schedule
-        table = Table(title=f"{first.stages} stages, {first.microbatches} microbatches", title_justify="left")
-        table.add_column("schedule")
-        for heading in ("makespan", "bubble of a step", "of a stage's span", "peak activations", "parameters"):
-            table.add_column(heading, justify="right")
-        for look in self.looks:
-            schedule, times = look.schedule, look.times.free
-            share = schedule.stages / schedule.num_parts
-            table.add_row(
-                schedule.name,
-                f"{times.makespan:.4g}",
-                f"{times.bubble_fraction:.2%}",
-                f"{times.span_bubble_fraction:.2%}",
-                f"{schedule.peak_activations.max() * share:g} M",
-                f"{schedule.copies:g}x",
+        columns = ("schedule", "makespan", "bubble of a step", "of a stage's span", "peak activations", "parameters")
+        rows = [
+            (
+                look.schedule.name,
+                f"{look.times.free.makespan:.4g}",
+                f"{look.times.free.bubble_fraction:.2%}",
+                f"{look.times.free.span_bubble_fraction:.2%}",
+                f"{look.schedule.peak_activations.max() * look.schedule.stages / look.schedule.num_parts:g} M",
+                f"{look.schedule.copies:g}x",
             )
-        table.caption = "M: one microbatch's activations on one stage; a stage's span: from its first op to its last"
-        return table
+            for look in self.looks
+        ]
+        caption = "M: one microbatch's activations on one stage; a stage's span: from its first op to its last"
+        title = f"{first.stages} stages, {first.microbatches} microbatches"
+        return table(title, columns, rows, left=("schedule",), caption=caption)

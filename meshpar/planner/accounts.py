@@ -21,6 +21,7 @@ from meshpar.planner import cost
 from meshpar.planner.cost import Cost
 from meshpar.planner.hardware import Cluster, Link, Links, Profile
 from meshpar.planner.units import si
+from meshpar.sharding.printing import Printed, table
 from meshpar.sharding.types import MeshLike, axis_sizes, near, problem
 
 
@@ -147,7 +148,7 @@ class LinkCost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Account:
+class Account(Printed):
     """One collective by one algorithm, itemised."""
 
     algorithm: Algorithm
@@ -234,15 +235,10 @@ class Account:
         }
 
     def __rich__(self) -> Any:
-        from rich.table import Table
-
-        n, ranks = si(self.payload_bytes, "B"), self.num_ranks
-        table = Table(title=f"{self.name}: {self.algorithm.kind} of {n} over {ranks} ranks", show_header=False)
-        for row in self._rows():
-            table.add_row(*row)
-        table.caption = "\n".join([self._symbols(), f"links: {self.over}", *self.notes])
-        table.caption_justify = "left"
-        return table
+        what = f"{self.name}: {self.algorithm.kind} of {si(self.payload_bytes, 'B')} over {self.num_ranks} ranks"
+        caption = "\n".join([self._symbols(), f"links: {self.over}", *self.notes])
+        columns = ("figure", "value", "formula")
+        return table(what, columns, self._rows(), left=columns, caption=caption)
 
     def _rows(self) -> list[tuple[str, str, str]]:
         named, forms, sent = self.algorithm, self.algorithm.forms, self.bytes_sent
@@ -281,12 +277,9 @@ class Account:
             ]
         return ", ".join(symbols)
 
-    def __str__(self) -> str:
-        return printed(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accounts:
+class Accounts(Printed):
     """The same collective by several algorithms, the quickest first."""
 
     accounts: tuple[Account, ...]
@@ -296,33 +289,25 @@ class Accounts:
         return {"accounts": [one.to_json() for one in self.accounts]}
 
     def __rich__(self) -> Any:
-        from rich.table import Table
-
         first = self.accounts[0]
-        title = f"{first.algorithm.kind} of {si(first.payload_bytes, 'B')} over {first.num_ranks} ranks"
-        table = Table(title=title)
-        for column in ("algorithm", "steps", "sent per rank", "latency", "bandwidth", "time", "bus bandwidth", "link"):
-            table.add_column(column, justify="left" if column in ("algorithm", "link") else "right")
-        for one in self.accounts:
-            table.add_row(
-                one.name,
-                f"{one.steps:,}",
-                si(one.bytes_sent, "B"),
-                si(one.latency_s, "s"),
-                si(one.bandwidth_s, "s"),
-                si(one.time_s, "s"),
-                si(one.bus_bytes_per_s, "B/s"),
-                "; ".join(dict.fromkeys(leg.where for leg in one.legs)),
-            )
+        what = f"{first.algorithm.kind} of {si(first.payload_bytes, 'B')} over {first.num_ranks} ranks"
         lines = [f"links: {first.over}"]
         lines += [f"lower bound of any {first.algorithm.kind}: {si(first.lower_bound_bytes, 'B')} sent per rank"]
         if first.algorithm.kind == "all-reduce":
             lines.append("ring / recursive doubling: {}, {}".format(*_crossover_words(first.crossover_bytes)))
-        table.caption, table.caption_justify = "\n".join(lines), "left"
-        return table
-
-    def __str__(self) -> str:
-        return printed(self)
+        columns = ("algorithm", "steps", "sent per rank", "latency", "bandwidth", "time", "bus bandwidth", "link")
+        rows = [
+            (
+                one.name,
+                f"{one.steps:,}",
+                si(one.bytes_sent, "B"),
+                *(si(time_s, "s") for time_s in (one.latency_s, one.bandwidth_s, one.time_s)),
+                si(one.bus_bytes_per_s, "B/s"),
+                "; ".join(dict.fromkeys(leg.where for leg in one.legs)),
+            )
+            for one in self.accounts
+        ]
+        return table(what, columns, rows, left=("algorithm", "link"), caption="\n".join(lines))
 
 
 def account(
@@ -387,16 +372,6 @@ def compare(names: Sequence[str], payload_bytes: float, num_ranks: int, over: Li
     """The same collective by several algorithms; `how` as for `account`. Errors are those of `account`."""
     found = [account(name, payload_bytes, num_ranks, over, **how) for name in names]
     return Accounts(accounts=tuple(sorted(found, key=lambda one: one.time_s)))
-
-
-def printed(table: Any) -> str:
-    """What has `__rich__`, as plain text."""
-    from rich.console import Console
-
-    console = Console(width=160, color_system=None, force_terminal=False, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
-from meshpar.planner.accounts import Account, Accounts, account, printed
+from meshpar.planner.accounts import Account, Accounts, account
 from meshpar.planner.hardware import HOST_DEVICES, Link, Profile, cluster_of, gpu_of_kind, parse_profile
 from meshpar.planner.units import si
+from meshpar.sharding.printing import Printed
 from meshpar.sharding.types import MeshLike, near, problem
 
 VARIABLE = "MESHPAR_CLUSTER"
@@ -38,7 +39,7 @@ POWERS_OF_TWO = ("doubling-all-gather", "halving-reduce-scatter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(Printed):
     """The quickest algorithm for a message, and what the others would take. Prints as a table."""
 
     kernel: str
@@ -63,9 +64,6 @@ class Choice:
         table = Accounts(accounts=tuple(self.alternatives.values())).__rich__()
         table.caption = f"{self.why}\n{table.caption}"
         return table
-
-    def __str__(self) -> str:
-        return printed(self)
 
 
 def choose(

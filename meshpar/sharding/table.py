@@ -18,6 +18,7 @@ from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.sharding.adapters import Model, Variables
 from meshpar.sharding.context import use
 from meshpar.sharding.mesh import check_mesh
+from meshpar.sharding.printing import Printed
 from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve
 from meshpar.sharding.types import (
     AnyMesh,
@@ -49,7 +50,7 @@ class Totals(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingTable:
+class ShardingTable(Printed):
     """Every leaf's `Decision`: what is split how, by which rule, and what it costs a device. Prints as a table."""
 
     mesh: dict[str, int]
@@ -120,14 +121,6 @@ class ShardingTable:
     def _idle_line(self, axis: str) -> str:
         repeat = f"its {self.mesh[axis]} devices repeat the same work"
         return f"\nno rule names mesh axis `{axis}`: unless your own code shards over it, {repeat}"
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=160, color_system=None, force_terminal=False, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
 
 
 def human_bytes(count: float) -> str:

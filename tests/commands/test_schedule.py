@@ -25,7 +25,7 @@ def _same_environment(monkeypatch):
 def schedule(capsys, monkeypatch):
     """Run `meshpar schedule ...`; gives (exit code, standard output, standard error)."""
 
-    here = cli.Lazy(home="meshpar.commands.schedule:schedule", help="Show a schedule.", needs_devices=False)
+    here = cli.Lazy("meshpar.commands.schedule:schedule", "Show a schedule.")
     monkeypatch.setitem(cli.COMMANDS, "schedule", here)
 
     def run(*args: object) -> tuple[int, str, str]:
