@@ -5,7 +5,7 @@
     meshpar train recipes/deepseek_v3.py --text /data/corpus --tokenizer /data/tokenizer.json           # on the pod
 
 Hardware: 2,048 GPUs of 80 GB, as in the paper, which has 16 pipeline stages where this has fsdp. 671e9 parameters, of
-which a token meets 37e9; the module that predicts a second token is left out. State is 10.21 GB on each GPU: 12 bytes a
+which 37e9 are active; the module that predicts a second token is left out. State is 10.21 GB on each GPU: 12 bytes a
 parameter, experts over all GPUs, the rest over 32. One step is 67,108,864 tokens.
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 

@@ -39,7 +39,7 @@ def recipe(devices: int = 8) -> mp.Recipe:
     )
 
     # Strategy: with ZB-V a stage has two parts of the model, its first from the front and its second from the back, so
-    # a batch goes down the stages and back up. Gradients meet over `data` once a step, behind the last microbatch.
+    # a batch goes down the stages and back up. Gradients are reduced over `data` once, behind the last microbatch.
     strategy = mp.ddp() | mp.tensor_parallel() if tensor > 1 else mp.ddp()
     if stages > 1:
         strategy = mp.pipeline_parallel(stages=stages, microbatches=4, schedule="zb-v") | strategy
@@ -50,7 +50,7 @@ def recipe(devices: int = 8) -> mp.Recipe:
     # Optimizer: the rate rises for 50 steps and falls along a cosine to a tenth.
     optimizer = mp.AdamW(lr=4e-3, warmup_steps=50, weight_decay=0.1, clip_norm=1.0)
 
-    # Run: every microbatch has a row for each device that splits the batch.
+    # Run: every microbatch has a row for each device that the batch is sharded over.
     return mp.Recipe(
         name="gpt_3d",
         mesh=mesh,

@@ -52,7 +52,7 @@ def recipe(devices: int = 8) -> mp.Recipe:
     # Optimizer: the rate rises for 50 steps and falls along a cosine to a tenth.
     optimizer = mp.AdamW(lr=4e-3, warmup_steps=50, weight_decay=0.1, clip_norm=1.0)
 
-    # Run: every microbatch has a row for each device that splits the batch.
+    # Run: every microbatch has a row for each device that the batch is sharded over.
     return mp.Recipe(
         name="gpt_pipeline",
         mesh=mesh,

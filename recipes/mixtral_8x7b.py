@@ -4,7 +4,7 @@
     meshpar explain recipes/mixtral_8x7b.py --cluster h100:8x8 --set model.attention=xla
     meshpar train recipes/mixtral_8x7b.py --text /data/corpus --tokenizer /data/tokenizer.json          # on the pod
 
-Hardware: 64 GPUs of 80 GB. 46.7e9 parameters, of which a token meets 12.9e9. State is 10.86 GB on each GPU: 12 bytes a
+Hardware: 64 GPUs of 80 GB. 46.7e9 parameters, of which 12.9e9 are active. State is 10.86 GB on each GPU: 12 bytes a
 parameter, experts over all 64 GPUs, the rest over eight. One step is 4,194,304 tokens.
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 

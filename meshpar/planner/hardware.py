@@ -38,7 +38,7 @@ class Link:
                 raise problem("a cluster's link", f"set {field} to {value!r}", "it is a number", "write 2e-6, say")
         if not 0 <= self.alpha_s < math.inf or not 0 < self.bytes_per_s < math.inf:
             exists = "a latency is at least 0, a bandwidth is above 0, and both are finite"
-            raise problem("a cluster's link", f"use {self}", exists, "give one above 0")
+            raise problem("a cluster's link", f"use {self}", exists, "write alpha_s=2e-6, bytes_per_s=4.5e11, say")
 
     @property
     def beta_s_per_byte(self) -> float:
@@ -52,17 +52,58 @@ protocol (NVIDIA/nccl, src/graph/tuning.cc, `hwLat`, version 2.23, 2024). Measur
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Links:
-    """Measured links by mesh axis, between devices that the catalogue does not know; each at any distance along it."""
+class _Measured:
+    """Links as they were measured by mesh axis."""
 
-    devices: str
-    """What jax calls them: `cpu`."""
     axes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
     """As XLA's own collectives use it, by axis; several axes that count as one go by `data*fsdp`, others by `*`."""
     permutes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
     """As single messages use it, of which `meshpar.collectives` is made; where an axis is missing, `axes` serves."""
     source: str = ""
-    """How and when it was measured."""
+    """How and when it was measured, if it was."""
+
+    def measured(self, axes: Sequence[str], *, permute: bool = False) -> Link | None:
+        """The link that was measured along mesh axes; None when it is not known.
+
+        Several axes have a measurement of their own, or else the worse figures of their links when each has one. An
+        axis that has none goes by that of `ANY`, where there is one.
+
+        Args:
+          axes: mesh axes that count as one.
+          permute: whether single messages use it, not XLA's own collectives.
+        """
+        known = {**self.axes, **self.permutes} if permute else {**self.permutes, **self.axes}
+        whole, parts = known.get("*".join(axes)), [known.get(axis, known.get(ANY)) for axis in axes]
+        if whole is not None or not parts or None in parts:
+            return whole
+        each = [part for part in parts if part is not None]
+        return Link(alpha_s=max(one.alpha_s for one in each), bytes_per_s=min(one.bytes_per_s for one in each))
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as plain data; `from_json` reads it back."""
+        links = {"axes": self.axes, "permutes": self.permutes}
+        found: dict[str, Any] = {
+            field: {axis: dataclasses.asdict(link) for axis, link in by_axis.items()}
+            for field, by_axis in links.items()
+            if by_axis
+        }
+        return found | ({"source": self.source} if self.source else {})
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile to a JSON file."""
+        try:
+            Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            exists, fix = f"it cannot: {error.strerror}", "name a file in a folder that exists"
+            raise problem(f"cluster profile `{path}`", "be written", exists, fix) from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Links(_Measured):
+    """Measured links by mesh axis, between devices that the catalogue does not know; each at any distance along it."""
+
+    devices: str
+    """What jax calls them: `cpu`."""
 
     def __post_init__(self) -> None:
         if not self.axes and not self.permutes:
@@ -79,13 +120,9 @@ class Links:
         named = dict.fromkeys((*self.axes, *self.permutes))
         return f"{self.devices} links of {', '.join('any axis' if axis == ANY else axis for axis in named)}"
 
-    def measured(self, axes: Sequence[str], *, permute: bool = False) -> Link | None:
-        """The measured link along mesh axes; None when it is not known. See `measured_link`."""
-        return measured_link(self, axes, permute=permute)
-
     def to_json(self) -> dict[str, Any]:
-        """The profile as plain data; `Links.from_json` reads it back."""
-        return {"devices": self.devices, **_axes_to_json(self)}
+        """The profile as plain data; `from_json` reads it back."""
+        return {"devices": self.devices, **super().to_json()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Links:
@@ -97,10 +134,6 @@ class Links:
         _check_fields(data, {"devices", *_MEASURED})
         _check("devices", data.get("devices"), isinstance(data.get("devices"), str), "a name, as jax gives it")
         return Links(devices=data["devices"], **_axes_from_json(data))
-
-    def save(self, path: str | Path) -> None:
-        """Writes the profile to a JSON file."""
-        _write(path, self.to_json())
 
 
 ANY = "*"
@@ -117,8 +150,9 @@ profile where it matters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Nodes of equal GPUs; device i stands in node `i // gpus_per_node`."""
+class Cluster(_Measured):
+    """Nodes of equal GPUs; device i stands in node `i // gpus_per_node`. What was measured along a mesh axis comes
+    before `inside` and `across`."""
 
     gpu: Gpu
     nodes: int
@@ -127,12 +161,6 @@ class Cluster:
     """Between GPUs of one node."""
     across: Link
     """Between nodes."""
-    axes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
-    """Measured along a mesh axis, as XLA's own collectives use it: comes before `inside` and `across`."""
-    permutes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
-    """Likewise, as single messages use it, of which `meshpar.collectives` is made."""
-    source: str = ""
-    """How and when it was measured, if it was."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -154,10 +182,6 @@ class Cluster:
         """The link that messages inside a node or between nodes use."""
         return self.across if crosses_node else self.inside
 
-    def measured(self, axes: Sequence[str], *, permute: bool = False) -> Link | None:
-        """The measured link along mesh axes; None when the profile has none. See `measured_link`."""
-        return measured_link(self, axes, permute=permute)
-
     def layout(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> tuple[int, int]:
         """(nodes, devices in each of them) of a group of devices that differ only along these mesh axes.
 
@@ -170,31 +194,30 @@ class Cluster:
         Raises:
           ValueError: the mesh lacks an axis, or has more devices than the cluster.
         """
-        sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
-        num_devices = math.prod(sizes.values())
-        if num_devices > self.num_devices:
+        nodes, along = self._nodes(axes, mesh)
+        if nodes.size > self.num_devices:
             raise problem(
                 f"cluster `{self.name}`",
-                f"hold a mesh of {num_devices} devices",
+                f"hold a mesh of {nodes.size} devices",
                 f"it has {self.num_devices} GPUs",
                 "name a cluster of as many",
             )
-        along = tuple(at for at, axis in enumerate(sizes) if axis in self._known(axes, sizes))
-        nodes = np.arange(num_devices).reshape(tuple(sizes.values())) // self.gpus_per_node
         groups = np.moveaxis(nodes, along, range(-len(along), 0)).reshape(
             -1, math.prod(nodes.shape[at] for at in along)
         )
         counts = [np.unique(group, return_counts=True)[1] for group in groups]
         return max(map(len, counts)), int(min(count.min() for count in counts))
 
-    def _known(self, axes: Iterable[str], sizes: Mapping[str, int]) -> list[str]:
-        wanted = list(axes)
-        for axis in wanted:
+    def _nodes(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> tuple[np.ndarray, tuple[int, ...]]:
+        """The node of each device of a mesh, and which of its dims these axes are."""
+        sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
+        for axis in (wanted := list(axes)):
             if axis not in sizes:
                 raise problem(
                     f"cluster `{self.name}`", f"look at mesh axis `{axis}`", "the mesh has none", near(axis, sizes)
                 )
-        return wanted
+        nodes = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())) // self.gpus_per_node
+        return nodes, tuple(at for at, axis in enumerate(sizes) if axis in wanted)
 
     def crosses_node(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> bool:
         """Whether devices that differ only along these mesh axes stand in different nodes.
@@ -206,10 +229,7 @@ class Cluster:
         Raises:
           ValueError: the mesh lacks an axis.
         """
-        sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
-        wanted = self._known(axes, sizes)
-        nodes = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())) // self.gpus_per_node
-        along = tuple(at for at, axis in enumerate(sizes) if axis in wanted)
+        nodes, along = self._nodes(axes, mesh)
         return bool(along) and bool((nodes.min(axis=along) != nodes.max(axis=along)).any())
 
     def groups_cross_node(self, groups: Sequence[Sequence[int]]) -> bool:
@@ -217,14 +237,14 @@ class Cluster:
         return any(len({device // self.gpus_per_node for device in group}) > 1 for group in groups)
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as plain data; `Cluster.from_json` reads it back."""
+        """The profile as plain data; `from_json` reads it back."""
         return {
             "gpu": self.gpu.name if GPUS.get(self.gpu.name) == self.gpu else dataclasses.asdict(self.gpu),
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
             "inside": dataclasses.asdict(self.inside),
             "across": dataclasses.asdict(self.across),
-            **_axes_to_json(self),
+            **super().to_json(),
         }
 
     @staticmethod
@@ -255,32 +275,9 @@ class Cluster:
                 'write {"gpu": "h100", "nodes": 8, "gpus_per_node": 8, "across": {"bytes_per_s": 5e10}}',
             ) from None
 
-    def save(self, path: str | Path) -> None:
-        """Writes the profile to a JSON file."""
-        _write(path, self.to_json())
-
 
 Profile: TypeAlias = Cluster | Links
 """What a saved profile may hold, and all that the time of a message needs."""
-
-
-def measured_link(profile: Profile, axes: Sequence[str], *, permute: bool = False) -> Link | None:
-    """The link that was measured along mesh axes.
-
-    Several axes have a measurement of their own, or else the worse figures of their links when each has one. An axis
-    that has none goes by that of `ANY`, where there is one.
-
-    Args:
-      profile: a cluster or links.
-      axes: mesh axes that count as one.
-      permute: whether single messages use it, not XLA's own collectives.
-    """
-    known = {**profile.axes, **profile.permutes} if permute else {**profile.permutes, **profile.axes}
-    whole, parts = known.get("*".join(axes)), [known.get(axis, known.get(ANY)) for axis in axes]
-    if whole is not None or not parts or None in parts:
-        return whole
-    each = [part for part in parts if part is not None]
-    return Link(alpha_s=max(one.alpha_s for one in each), bytes_per_s=min(one.bytes_per_s for one in each))
 
 
 def parse_profile(text: str | Profile) -> Profile:
@@ -373,27 +370,7 @@ def _load(path: Path) -> Profile:
     return Links.from_json(data) if "devices" in data else Cluster.from_json(data)
 
 
-def _write(path: str | Path, profile: Mapping[str, Any]) -> None:
-    try:
-        Path(path).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        exists = f"it cannot: {error.strerror}"
-        raise problem(
-            f"cluster profile `{path}`", "be written", exists, "name a file in a folder that exists"
-        ) from None
-
-
 _MEASURED = ("axes", "permutes", "source")
-
-
-def _axes_to_json(profile: Profile) -> dict[str, Any]:
-    fields = {"axes": profile.axes, "permutes": profile.permutes}
-    found: dict[str, Any] = {
-        field: {axis: dataclasses.asdict(link) for axis, link in links.items()}
-        for field, links in fields.items()
-        if links
-    }
-    return found | ({"source": profile.source} if profile.source else {})
 
 
 def _axes_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
