@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from meshpar.commands.cli import prepare_devices, print_report
+from meshpar.sharding.errors import problem
 
 PICTURES = (".png", ".svg", ".pdf")
 """What a plot is written as."""
@@ -221,7 +222,6 @@ def _save(found: Any, path: str) -> None:
 
 def _draw(found: Any, path: str) -> None:
     from meshpar.commands import plots
-    from meshpar.sharding.types import problem
 
     try:
         plots.collectives(found).savefig(path)
@@ -231,8 +231,6 @@ def _draw(found: Any, path: str) -> None:
 
 def _check_file(path: str, suffixes: tuple[str, ...]) -> None:
     """Said before anything is measured."""
-    from meshpar.sharding.types import problem
-
     if Path(path).suffix not in suffixes:
         exists = f"its name ends in neither of {', '.join(suffixes)}" if len(suffixes) > 1 else "a profile is a .json"
         raise problem(f"`{path}`", "be written", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")

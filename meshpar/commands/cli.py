@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import click
 
+from meshpar.sharding.errors import problem
 from meshpar.training import interrupts
 
 HOST_DEVICES = 8
@@ -77,10 +78,10 @@ def _start(*, with_devices: bool) -> None:
 
         if with_devices:
             jax.devices()
-    told = caught.text.splitlines(keepends=True)
-    if any(_NO_DRIVER in line for line in told):
-        told = [line for line in told if _NO_DRIVER not in line and not line.startswith(_NO_LOG)]
-    sys.stderr.write("".join(told))
+    lines = caught.text.splitlines(keepends=True)
+    if any(_NO_DRIVER in line for line in lines):
+        lines = [line for line in lines if _NO_DRIVER not in line and not line.startswith(_NO_LOG)]
+    sys.stderr.write("".join(lines))
 
 
 def _has_accelerator() -> bool:
@@ -106,8 +107,6 @@ def _importable(*modules: str) -> bool:
 def _devices(count: int | None) -> Sequence[Any]:
     """The devices of the run."""
     import jax
-
-    from meshpar.sharding.types import problem
 
     found = jax.devices()
     if count is None or count == len(found) or jax.process_count() > 1:
@@ -275,7 +274,6 @@ def train(
 def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
     """A recipe's text data with the files and the tokenizer from the command line."""
     from meshpar.data import TextData
-    from meshpar.sharding.types import problem
 
     if not isinstance(data, TextData):
         raise problem(
@@ -309,7 +307,6 @@ def shard(
     prepare_devices(None)
     from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
     from meshpar.sharding.table import shardings
-    from meshpar.sharding.types import problem
 
     given = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
     found = load_recipe(recipe, devices=devices).override(*given, *assignments)

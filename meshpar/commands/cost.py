@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from meshpar.commands.cli import prepare_devices, print_report
+from meshpar.sharding.errors import problem
 
 if TYPE_CHECKING:
     from meshpar.planner.hardware import Link, Profile
@@ -68,7 +69,6 @@ def cost(
     from meshpar.planner.accounts import ALL_REDUCES, account, compare
     from meshpar.planner.hardware import Cluster
     from meshpar.planner.units import parse_bytes
-    from meshpar.sharding.types import problem
 
     over, nbytes = _links(cluster, alpha, bandwidth), parse_bytes(payload)
     axes = (axis,) if axis else ()
@@ -91,8 +91,6 @@ def cost(
 
 def _check_used(algorithm: str, inner: int | None, servers: int) -> None:
     """Raises `ValueError` for an option that changed nothing."""
-    from meshpar.sharding.types import problem
-
     for option, is_given, serves in (
         ("--inner", inner is not None, "hierarchical"),
         ("--servers", servers != 1, "parameter-server"),
@@ -104,7 +102,6 @@ def _check_used(algorithm: str, inner: int | None, servers: int) -> None:
 
 def _links(cluster: str | None, alpha: float | None, bandwidth: float | None) -> Link | Profile:
     from meshpar.planner.hardware import Link, parse_profile
-    from meshpar.sharding.types import problem
 
     if alpha is None and bandwidth is None:
         return parse_profile(CLUSTER if cluster is None else cluster)

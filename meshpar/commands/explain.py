@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshpar.commands.cli import field_options, prepare_devices, print_report
+from meshpar.sharding.errors import problem
 
 if TYPE_CHECKING:
     import jax
@@ -95,7 +97,7 @@ def explain(
     from meshpar.compiled.budget import Budget
 
     # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
-    with contextlib.redirect_stdout(sys.stderr), _crashes_told(recipe, against, with_traceback=traceback):
+    with contextlib.redirect_stdout(sys.stderr), _crashes_explained(recipe, against, with_traceback=traceback):
         held_to = Budget.load(budget) if budget else None
         layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
         subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch)
@@ -215,11 +217,7 @@ class Subject:
 
 def _mesh_here(recipe: Recipe) -> AnyMesh:
     """The recipe's mesh over as many of the devices at hand as it needs."""
-    import math
-
     import jax
-
-    from meshpar.sharding.types import problem
 
     here = jax.devices()
     sizes = list(recipe.mesh.values())
@@ -235,10 +233,6 @@ def _mesh_here(recipe: Recipe) -> AnyMesh:
 
 
 def _mesh_on(recipe: Recipe, cluster: Cluster) -> AnyMesh:
-    import math
-
-    from meshpar.sharding.types import problem
-
     sizes = list(recipe.mesh.values())
     known = math.prod(size for size in sizes if size != -1)
     fits = cluster.num_devices % known == 0 if -1 in sizes else cluster.num_devices == known
@@ -261,19 +255,17 @@ _SHAPE = re.compile(r"\s*(\w+)\s*=\s*(\w+)\[([0-9,\s]*)\]\s*(?:,|$)")
 
 def _batch(recipe: Recipe, shapes: str | None) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the global batch, without reading the data."""
-    from meshpar.sharding.types import problem
-
     if shapes is not None:
         return _read_shapes(shapes)
-    tell, why = getattr(recipe.data, "batch_shapes", None), "it has no method `batch_shapes`"
-    if tell is not None:
+    shapes_of, why = getattr(recipe.data, "batch_shapes", None), "it has no method `batch_shapes`"
+    if shapes_of is not None:
         try:
-            return tell(recipe.batch_size)
+            return shapes_of(recipe.batch_size)
         except (ImportError, OSError) as error:  # a function that loads arrays may need what is not here
             why = f"loading it failed: {type(error).__name__}: {error}"
     raise problem(
         f"the recipe's data ({type(recipe.data).__name__})",
-        "tell the shapes of a batch",
+        "give the shapes of a batch",
         why,
         f"give them: --batch 'inputs=int32[{recipe.batch_size},1024],targets=int32[{recipe.batch_size},1024]'",
     )
@@ -282,8 +274,6 @@ def _batch(recipe: Recipe, shapes: str | None) -> Mapping[str, jax.ShapeDtypeStr
 def _read_shapes(text: str) -> dict[str, jax.ShapeDtypeStruct]:
     import jax
     import numpy as np
-
-    from meshpar.sharding.types import problem
 
     found, at = {}, 0
     with contextlib.suppress(TypeError):  # numpy's word for a dtype that does not exist
@@ -402,10 +392,8 @@ def _label(subject: Subject, other: Subject) -> str:
 
 
 @contextlib.contextmanager
-def _crashes_told(recipe: str, against: str | None, *, with_traceback: bool) -> Iterator[None]:
+def _crashes_explained(recipe: str, against: str | None, *, with_traceback: bool) -> Iterator[None]:
     """A recipe's own exception is not a finding: Python's exit code for it, 1, would say that it is one."""
-    from meshpar.sharding.types import problem
-
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -481,8 +469,6 @@ def _layer(timeline: Timeline) -> str | None:
 
 def _check_folder(path: str) -> None:
     """Before minutes of compiling, not after."""
-    from meshpar.sharding.types import problem
-
     folder = Path(path).parent
     if not folder.is_dir():
         raise problem(f"{path}", "write to it", f"there is no folder {folder}", f"make it: mkdir -p {folder}")
@@ -493,8 +479,6 @@ def _check_folder(path: str) -> None:
 @contextlib.contextmanager
 def _writing(path: str) -> Iterator[None]:
     """A file that cannot be written is a mistake of the user's, not a finding of the check."""
-    from meshpar.sharding.types import problem
-
     try:
         yield
     except OSError as error:

@@ -210,14 +210,14 @@ def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
         raise problem(
             f"run {folder}",
             "go on with it",
-            "it was trained with another recipe: " + _told(breaking),
+            "it was trained with another recipe: " + _listed(breaking),
             f"use --name for a new run beside it, or --fresh to begin anew ({folder} is moved aside)",
         )
     if changed:
-        screen.line("changed since the run began: " + _told(changed))
+        screen.line("changed since the run began: " + _listed(changed))
 
 
-def _told(changed: Mapping[str, tuple[Any, Any]]) -> str:
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items())
 
 

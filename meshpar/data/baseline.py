@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float64, Int64, Integer
+from scipy import sparse  # which jax brings along
 
 from meshpar.sharding.types import problem
 
 _CHUNK = 4_000_000
-"""Pairs counted at once: bounds the memory of the 64-bit keys, whatever the length of the stream."""
-_DENSE_KEYS = 2**20
-"""Up to this many possible pairs, they are counted in a plain array; beyond, by sorting those that occur."""
+"""Pairs counted at once: bounds the memory, whatever the length of the stream."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,35 +137,18 @@ def bigram_baseline(
     return Baseline(fitted=fitted, oracle=oracle, num_tokens=int(counts.sum()))
 
 
-_Counts: TypeAlias = tuple[Int64[np.ndarray, " kinds"], Int64[np.ndarray, " kinds"]]
-
-
-def _count_pairs(before: np.ndarray, after: np.ndarray, vocab_size: int) -> _Counts:
+def _count_pairs(
+    before: np.ndarray, after: np.ndarray, vocab_size: int
+) -> tuple[Int64[np.ndarray, " kinds"], Int64[np.ndarray, " kinds"]]:
     """The different pairs, as `before * vocab_size + after` in rising order, and how often each occurs."""
-    count = _count_dense if vocab_size**2 <= _DENSE_KEYS else _count_sparse
-    keys, counts = np.array([], dtype=np.int64), np.array([], dtype=np.int64)
+    shape = (vocab_size, vocab_size)
+    counts = sparse.csr_array(shape, dtype=np.int64)
     for start in range(0, len(before), _CHUNK):
-        here = slice(start, start + _CHUNK)
-        more = count(before[here].astype(np.int64) * vocab_size + after[here])
-        keys, counts = _merge((keys, counts), more)
-    return keys, counts
-
-
-def _count_dense(keys: np.ndarray) -> _Counts:
-    counts = np.bincount(keys)
-    found = np.flatnonzero(counts)
-    return found, counts[found]
-
-
-def _count_sparse(keys: np.ndarray) -> _Counts:
-    return np.unique(keys, return_counts=True)
-
-
-def _merge(some: _Counts, more: _Counts) -> _Counts:
-    keys, place = np.unique(np.concatenate([some[0], more[0]]), return_inverse=True)
-    counts = np.zeros(len(keys), dtype=np.int64)
-    np.add.at(counts, place, np.concatenate([some[1], more[1]]))
-    return keys, counts
+        pairs = before[start : start + _CHUNK], after[start : start + _CHUNK]
+        counts = counts + sparse.coo_array((np.ones(len(pairs[0]), np.int64), pairs), shape=shape).tocsr()
+    counts.sort_indices()
+    found = counts.tocoo()
+    return found.row.astype(np.int64) * vocab_size + found.col, found.data
 
 
 def _check_tokens(tokens: np.ndarray, vocab_size: int, what: str) -> None:

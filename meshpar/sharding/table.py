@@ -26,6 +26,7 @@ from meshpar.sharding.types import (
     Leaf,
     Names,
     PyTree,
+    axes_of_spec,
     axis_sizes,
     leaf_of,
     near,
@@ -265,7 +266,7 @@ class _ByStage:
         if self.pipelined is None or axis is None or rule is None or rule.value != axis or sizes.get(axis, 1) == 1:
             return resolve(leaf, rules, self.mesh)
         found = resolve(leaf, rules | Rules(layers=None), self.mesh)
-        if not found.leaf.is_stacked or axis in _axes_of(found.spec):
+        if not found.leaf.is_stacked or axis in axes_of_spec(found.spec):
             return resolve(leaf, rules, self.mesh)
         counts = self.pipelined.layers_of_parts(leaf.shape[0], self.num_parts)
         if len(set(counts)) == 1:
@@ -447,7 +448,7 @@ def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, me
     leaf = decision.leaf
     if leaf.nbytes // max(leaf.num_layers, 1) < strategy.big_leaf_bytes:
         return
-    idle = sorted({axis for axis, size in axis_sizes(mesh).items() if size == 1} & _axes_of(decision.spec))
+    idle = sorted({axis for axis, size in axis_sizes(mesh).items() if size == 1} & set(axes_of_spec(decision.spec)))
     why = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"the rule was: {decision.rule}"
     dims = " × ".join(map(str, leaf.shape))
     axes = ", ".join(f"`{name}` ({size})" for name, size in axis_sizes(mesh).items() if size > 1)
@@ -463,7 +464,3 @@ def _advice(leaf: Leaf) -> str:
     if leaf.path.startswith("opt_state/"):
         return "use an optimizer whose state has its parameters' dims, which is split as they are"
     return f"split a dim by a rule, say that it is meant (mp.Rules(paths={{r'{re.escape(leaf.path)}': mp.replicated}}))"
-
-
-def _axes_of(spec: PartitionSpec) -> set[str]:
-    return {axis for entry in spec if entry is not None for axis in ([entry] if isinstance(entry, str) else entry)}

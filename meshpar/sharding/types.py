@@ -1,9 +1,8 @@
-"""The records that travel through meshpar: a leaf, the decision about it, and the four-part error."""
+"""The records that travel through meshpar: a leaf, and the decision about it; and its errors, for all that know jax."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
@@ -12,49 +11,17 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from meshpar.sharding.errors import MeshparError as MeshparError
+from meshpar.sharding.errors import near as near
+from meshpar.sharding.errors import near_or as near_or
+from meshpar.sharding.errors import problem as problem
+
 PyTree: TypeAlias = Any
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 MeshLike: TypeAlias = AnyMesh | Mapping[str, int]
 """A mesh, or just the sizes of its axes in order."""
 Names: TypeAlias = tuple[str | None, ...]
 """Logical names of an array's dims, `None` for a dim that has none."""
-
-
-class MeshparError(ValueError):
-    """A user's mistake, in four parts: where, what was asked, what exists, what to do."""
-
-    def __init__(self, where: str, asked: str, exists: str, fix: str) -> None:
-        self.where, self.asked, self.exists, self.fix = where, asked, exists, fix
-        end = "" if fix.endswith("?") else "."
-        super().__init__(f"{where}: asked to {asked}, but {exists}. To fix it: {fix}{end}")
-
-    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
-        # Exceptions pickle by their args; ours has four, and test workers send errors between processes.
-        return type(self), (self.where, self.asked, self.exists, self.fix)
-
-
-def problem(where: str, asked: str, exists: str, fix: str) -> MeshparError:
-    """The error to raise for a user's mistake.
-
-    Reads as "`where`: asked to `asked`, but `exists`. To fix it: `fix`."
-    """
-    return MeshparError(where, asked, exists, fix)
-
-
-def near(word: str, options: Iterable[str], *, most: int = 3) -> str:
-    """The options closest to a mistyped word, as half a sentence for an error's fix."""
-    known = sorted({str(option) for option in options})
-    close = difflib.get_close_matches(word, known, n=most, cutoff=0.6)
-    if close:
-        return "did you mean " + " or ".join(f"`{c}`" for c in close) + "?"
-    shown = ", ".join(f"`{k}`" for k in known[:12]) + (", …" if len(known) > 12 else "")
-    return f"known: {shown}" if known else "none are known"
-
-
-def near_or(word: str, options: Iterable[str], otherwise: str) -> str:
-    """What to do about a string that is not among the options: the near ones first, or else another way out."""
-    hint = near(word, options)
-    return f"{hint} If not, {otherwise}" if hint.endswith("?") else f"{otherwise} ({hint})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -154,10 +154,10 @@ def test_sizes():
     ("options", "said"),
     [
         ({"mesh": "data=2", "axes": ["dat"]}, "did you mean `data`"),
-        ({"mesh": "data=2", "axes": ["tensor"]}, "nobody to send to"),
+        ({"mesh": "data=2", "axes": ["tensor"]}, "no other to send to"),
         ({"mesh": "data=2", "axes": ["data*data"]}, "names an axis twice"),
         ({"mesh": "data=2", "names": ["all_gather"], "algorithms": ["tree"]}, "none of these goes that way"),
-        ({"mesh": "data=1"}, "nobody to send to"),
+        ({"mesh": "data=1"}, "no other to send to"),
         ({"mesh": "data=2", "names": ["all_reduced"]}, "did you mean `all_reduce`"),
         ({"mesh": "data=2", "algorithms": ["rings"]}, "did you mean `ring`"),
         ({"mesh": "data=2", "dtype": "float31"}, "did you mean `float32`"),
@@ -356,5 +356,5 @@ def test_help_has_examples(command):
 def test_the_package_lists_its_names():
     assert set(bench.__all__) <= set(dir(bench))
     assert bench.step.__module__ == "meshpar.bench.training"
-    with pytest.raises(AttributeError, match="it has Measure"):
+    with pytest.raises(AttributeError, match="it has Figures, Measure"):
         bench.nothing  # noqa: B018

@@ -1,0 +1,43 @@
+"""The error that says where, what was asked, what exists and what to do; it needs no jax."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshparError(ValueError):
+    """A user's mistake, in four parts: where, what was asked, what exists, what to do."""
+
+    def __init__(self, where: str, asked: str, exists: str, fix: str) -> None:
+        self.where, self.asked, self.exists, self.fix = where, asked, exists, fix
+        end = "" if fix.endswith("?") else "."
+        super().__init__(f"{where}: asked to {asked}, but {exists}. To fix it: {fix}{end}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
+        # Exceptions pickle by their args; ours has four, and test workers send errors between processes.
+        return type(self), (self.where, self.asked, self.exists, self.fix)
+
+
+def problem(where: str, asked: str, exists: str, fix: str) -> MeshparError:
+    """The error to raise for a user's mistake.
+
+    Reads as "`where`: asked to `asked`, but `exists`. To fix it: `fix`."
+    """
+    return MeshparError(where, asked, exists, fix)
+
+
+def near(word: str, options: Iterable[str], *, most: int = 3) -> str:
+    """The options closest to a mistyped word, as half a sentence for an error's fix."""
+    known = sorted({str(option) for option in options})
+    close = difflib.get_close_matches(word, known, n=most, cutoff=0.6)
+    if close:
+        return "did you mean " + " or ".join(f"`{c}`" for c in close) + "?"
+    shown = ", ".join(f"`{k}`" for k in known[:12]) + (", …" if len(known) > 12 else "")
+    return f"known: {shown}" if known else "none are known"
+
+
+def near_or(word: str, options: Iterable[str], otherwise: str) -> str:
+    """What to do about a string that is not among the options: the near ones first, or else another way out."""
+    hint = near(word, options)
+    return f"{hint} If not, {otherwise}" if hint.endswith("?") else f"{otherwise} ({hint})"
