@@ -83,10 +83,6 @@ def message(payload_bytes: float) -> Cost:
     return Cost(steps=1, bytes_sent=float(payload_bytes), bytes_in_turn=float(payload_bytes))
 
 
-def _received(payload_bytes: float) -> Cost:
-    return dataclasses.replace(message(payload_bytes), bytes_sent=0.0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Gather, scatter, exchange
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,15 +209,9 @@ def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int)
       ValueError: the groups do not divide the ranks.
     """
     _check(payload_bytes, num_ranks)
-    if inner < 1 or num_ranks % inner:
-        raise problem(
-            "hierarchical all-reduce",
-            f"form groups of {inner} out of {num_ranks} ranks",
-            "groups of one size do not divide them",
-            f"use a divisor of {num_ranks}",
-        )
+    nodes, inner = _nodes("hierarchical all-reduce", num_ranks, inner)
     inside = ring_reduce_scatter(payload_bytes, inner) + ring_all_gather(payload_bytes, inner)
-    return HierarchicalCost(inside=inside, across=ring_all_reduce(payload_bytes / inner, num_ranks // inner))
+    return HierarchicalCost(inside=inside, across=ring_all_reduce(payload_bytes / inner, nodes))
 
 
 def parameter_server_all_reduce(payload_bytes: float, num_ranks: int, *, num_servers: int = 1) -> Cost:
@@ -258,12 +248,6 @@ def all_reduce_lower_bound_bytes(payload_bytes: float, num_ranks: int) -> float:
     """Least bytes that a rank has to send in any all-reduce: `2(N-1)/N n` (Patarasuk and Yuan 2009)."""
     _check(payload_bytes, num_ranks)
     return 2 * (num_ranks - 1) * payload_bytes / num_ranks
-
-
-def ring_chunk_bytes(payload_bytes: float, num_ranks: int) -> float:
-    """What a ring sends in one step: the message (say, a bucket of gradients) over N."""
-    _check(payload_bytes, num_ranks)
-    return payload_bytes / num_ranks
 
 
 def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | None = None) -> float | None:
@@ -512,7 +496,7 @@ _AS_SENT: Mapping[str, Callable[[float, int], Cost]] = {
     "collective-broadcast": ring_broadcast,
     "collective-permute": lambda n, _: message(n),
     "send": lambda n, _: message(n),
-    "recv": lambda n, _: _received(n),
+    "recv": lambda n, _: dataclasses.replace(message(n), bytes_sent=0.0),
 }
 KINDS = tuple(_AS_SENT)
 """Kinds of collectives, as XLA names them."""
