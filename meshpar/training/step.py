@@ -26,7 +26,7 @@ from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, numerics
 from meshpar.training.reports import check_numbers, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
-from meshpar.training.sums import GradientSums, Loss, compute_params, constrained, wide
+from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 """(model, batch, key) -> (loss, metrics): a scalar mean over the batch, and a dict of scalars.
@@ -262,7 +262,7 @@ def _check_extra(before: PyTree, after: PyTree) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _update(state: TrainState, sums: GradientSums, options: StepOptions) -> tuple[TrainState, dict[str, jax.Array]]:
+def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainState, dict[str, jax.Array]]:
     setup = state.setup
     shards = setup.named(setup.layout.updates)
 

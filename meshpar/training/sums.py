@@ -18,13 +18,13 @@ from meshpar.training.state import Setup
 
 Loss = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
 """(params, extra, rows, key) -> (loss, (metrics, extra))."""
-MicroStep = Callable[[PyTree, PyTree, jax.Array], "GradientSums"]
+MicroStep = Callable[[PyTree, PyTree, jax.Array], "Sums"]
 """(extra, rows, key) -> sums of one micro-step."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class GradientSums:
+class Sums:
     """What a number of micro-steps add up to, each weighed."""
 
     loss: jax.Array
@@ -35,14 +35,12 @@ class GradientSums:
     extra: PyTree
     """What the model keeps beside parameters, after them."""
 
-    def replace(self, **changes: Any) -> GradientSums:
+    def replace(self, **changes: Any) -> Sums:
         """The same sums with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
-def micro_step(
-    loss: Loss, options: StepOptions, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array
-) -> GradientSums:
+def micro_step(loss: Loss, options: StepOptions, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
     """Loss and gradients of one micro-step, times its weight."""
     (value, (metrics, extra)), grads = jax.value_and_grad(loss, has_aux=True)(params, extra, rows, key)
     grads = jax.tree.map(lambda g: g.astype(options.precision.reduce_dtype(g.dtype)), grads)
@@ -63,9 +61,7 @@ def weight_of(options: StepOptions, metrics: dict[str, jax.Array]) -> jax.Array 
     return metrics[options.weight]
 
 
-def weighed(
-    options: StepOptions, loss: jax.Array, metrics: dict[str, jax.Array], grads: PyTree, extra: PyTree
-) -> GradientSums:
+def weighed(options: StepOptions, loss: jax.Array, metrics: dict[str, jax.Array], grads: PyTree, extra: PyTree) -> Sums:
     """A micro-step times its weight: loss and metrics in float32 at the least."""
     given = weight_of(options, metrics)
     weight = jnp.ones((), loss.dtype) if given is None else given
@@ -80,13 +76,13 @@ def weighed(
         loss, others, grads = jax.tree.map(
             lambda x: jnp.where(weight > 0, x * weight.astype(x.dtype), 0), (loss, others, grads)
         )
-    return GradientSums(loss, {**others, **counts}, grads, weight, extra)
+    return Sums(loss, {**others, **counts}, grads, weight, extra)
 
 
-def accumulated(step: MicroStep, extra: PyTree, batches: PyTree, key: jax.Array, count: int) -> GradientSums:
+def accumulated(step: MicroStep, extra: PyTree, batches: PyTree, key: jax.Array, count: int) -> Sums:
     """Sum micro-steps in a scan: the program does not grow with their number."""
 
-    def body(sums: GradientSums, xs: tuple[PyTree, jax.Array]) -> tuple[GradientSums, None]:
+    def body(sums: Sums, xs: tuple[PyTree, jax.Array]) -> tuple[Sums, None]:
         micro, index = xs
         new = step(sums.extra, micro, jax.random.fold_in(key, index))
         added = jax.tree.map(jnp.add, sums.replace(extra=None), new.replace(extra=None))

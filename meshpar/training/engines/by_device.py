@@ -2,7 +2,7 @@
 
 The step is manual over the axes that split the batch. Two ways, by what enters:
 
-    gathered weights               replicated sums of gradients, one reduction behind the last micro-step
+    whole weights                  gradients summed whole on every device, one reduction behind the last micro-step
                                    (`accumulate_mode="once"`)
     shards, strategy with quantize weights gathered and gradients scattered in few bits, by hand (`unshard.py`)
 """
@@ -25,9 +25,9 @@ from meshpar.training.precision import Numerics, cast_floating, gathering
 from meshpar.training.reports import means
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import (
-    GradientSums,
     Loss,
     MicroStep,
+    Sums,
     accumulated,
     constrained,
     grad_specs,
@@ -38,7 +38,7 @@ from meshpar.training.sums import (
 )
 
 
-def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> GradientSums:
+def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
     """Loss, metrics and gradients over a batch, summed over micro-steps and devices; arguments as for `plain`.
 
     Raises:
@@ -51,11 +51,11 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     return _quantized(loss, options, state, batch, key, unshard)
 
 
-def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> GradientSums:
+def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
     """Every device sums the gradients of its own rows; one reduction follows.
 
     Manual over the axes that split the batch, so that XLA sees no sum over devices inside the loop; other axes stay
-    XLA's. Parameters enter replicated over those axes: gathered once.
+    XLA's. Parameters enter whole over those axes: gathered once.
     """
     setup = state.setup
     axes = setup.batch_axes
@@ -63,7 +63,7 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     whole = jax.tree.map(lambda spec: without_axes(spec, axes), setup.layout.params, is_leaf=is_spec)
     params = constrained(params, setup.named(whole))
 
-    def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> GradientSums:
+    def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
         sums = _local_sums(_whole_step(loss, options, params), options, setup, axes, extra, rows, key)
         if options.weight is not None:
             sums = _evened(sums, axes, options, params)
@@ -84,7 +84,7 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
 
 def _quantized(
     loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array, unshard: Unshard
-) -> GradientSums:
+) -> Sums:
     """Weights gathered and gradients scattered in few bits, by hand: `meshpar.training.engines.unshard` says how.
 
     Manual over the axes that split the batch, as when gradients are reduced once; parameters enter as shards. In mode
@@ -95,7 +95,7 @@ def _quantized(
     once = options.accumulate > 1 and options.accumulate_mode == "once"
     noise = jax.random.fold_in(key, options.accumulate)  # micro-steps fold in the numbers below
 
-    def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> GradientSums:
+    def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> Sums:
         if once:
             whole = unshard.whole(params, noise)
             step = _whole_step(loss, options, whole)
@@ -116,8 +116,8 @@ def _quantized(
 
 
 def _by_device(
-    local: Callable[..., GradientSums], setup: Setup, axes: tuple[str, ...], params: PyTree, grads: PyTree
-) -> Callable[..., GradientSums]:
+    local: Callable[..., Sums], setup: Setup, axes: tuple[str, ...], params: PyTree, grads: PyTree
+) -> Callable[..., Sums]:
     """A function of (params, extra, rows, keys...) run by every device along the axes that split the batch.
 
     Args:
@@ -125,15 +125,15 @@ def _by_device(
     """
     whole = PartitionSpec()
 
-    def run(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> GradientSums:
-        def inside(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> GradientSums:
+    def run(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> Sums:
+        def inside(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> Sums:
             return local(held, extra, rows, *map(jax.random.wrap_key_data, keys))
 
         return jax.shard_map(
             inside,
             mesh=setup.mesh,
             in_specs=(params, whole, PartitionSpec(axes), *[whole] * len(keys)),
-            out_specs=GradientSums(whole, whole, grads, whole, whole),  # type: ignore[arg-type]
+            out_specs=Sums(whole, whole, grads, whole, whole),  # type: ignore[arg-type]
             axis_names=set(axes),
             # The loss is differentiated inside, and its collectives have derivatives of their own: there is nothing for
             # the check to protect, and it would refuse ordinary models whose scan carries start as constants.
@@ -144,7 +144,7 @@ def _by_device(
 
 
 def _whole_step(loss: Loss, options: StepOptions, params: PyTree) -> MicroStep:
-    def step(extra: PyTree, rows: PyTree, key: jax.Array) -> GradientSums:
+    def step(extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
         return micro_step(loss, options, params, extra, rows, key)
 
     return step
@@ -159,20 +159,20 @@ def _sharded_step(
         def gather(at: str, layer: PyTree) -> PyTree:
             return unshard.layer(noise, weight, at, layer)
 
-        with gathering(gather) as context:
-            context.num_layers_gathered = context.num_layers_marked = 0
+        with gathering(gather) as wishes:
+            wishes.num_layers_gathered = wishes.num_layers_marked = 0
             try:
                 out = loss(unshard.entered(params, noise, weight), extra, micro, key)
             except (TypeError, ValueError) as error:
-                _check_layers_gathered(setup, unshard, context, error)
+                _check_layers_gathered(setup, unshard, wishes, error)
                 raise
-            _check_layers_gathered(setup, unshard, context, None)
+            _check_layers_gathered(setup, unshard, wishes, None)
         return out
 
-    def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> GradientSums:
+    def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> Sums:
         masters = jax.tree.map(wide, params)
-        # Gradients are reduced with weights, so the weight is known before: a forward pass of which XLA keeps what it
-        # takes, which is little where the weight is a count of tokens.
+        # Gradients meet weighed, so the weight is known before: a forward pass of which XLA keeps what it takes, which
+        # is little where the weight is a count of tokens.
         weight = None
         if options.weight is not None:
             weight = wide(jnp.asarray(weight_of(options, loss_of(masters, extra, micro, key, None)[1][0])))
@@ -182,19 +182,19 @@ def _sharded_step(
     return micro_step
 
 
-def _check_layers_gathered(setup: Setup, unshard: Unshard, context: Numerics, cause: Exception | None) -> None:
+def _check_layers_gathered(setup: Setup, unshard: Unshard, wishes: Numerics, cause: Exception | None) -> None:
     """A model that computes with a layer's shards fails by their shapes: this is why."""
     if not unshard.per_layer:
         return
     where, asked = f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}", "gather one layer at a time"
-    if not context.num_layers_gathered:
+    if not wishes.num_layers_gathered:
         raise problem(
             where,
             asked,
             "the model scans its stacked layers and never calls meshpar.training.precision.layer_weights",
             "call it on the slice of the parameters that the scan's body gets, inside remat_layer",
         ) from cause
-    if cause is None and not context.num_layers_marked:
+    if cause is None and not wishes.num_layers_marked:
         raise problem(
             where,
             asked,
@@ -211,7 +211,7 @@ def _local_sums(
     extra: PyTree,
     rows: PyTree,
     key: jax.Array,
-) -> GradientSums:
+) -> Sums:
     """The micro-steps of one device's rows, with random keys of its own."""
     random_keys = setup.model.random_keys()
     here = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
@@ -256,19 +256,19 @@ def _common_keys(
     return jax.tree_util.tree_map_with_path(kept, before, own, after)
 
 
-def _evened(sums: GradientSums, axes: tuple[str, ...], options: StepOptions, params: PyTree) -> GradientSums:
+def _evened(sums: Sums, axes: tuple[str, ...], options: StepOptions, params: PyTree) -> Sums:
     """The same sums with weights that are 1 in the mean, which the dtype of the reduction can hold."""
     mean = lax.pmean(sums.weight, axes) / options.accumulate
     loss, grads, weight = jax.tree.map(lambda x: x / mean.astype(x.dtype), (sums.loss, sums.grads, sums.weight))
     grads = jax.tree.map(lambda g, p: g.astype(options.precision.reduce_dtype(p.dtype)), grads, params)
-    return GradientSums(loss, means(sums.metrics, mean), grads, weight, sums.extra)
+    return Sums(loss, means(sums.metrics, mean), grads, weight, sums.extra)
 
 
-def _reduce_all_but_gradients(sums: GradientSums, axes: tuple[str, ...]) -> GradientSums:
+def _reduce_all_but_gradients(sums: Sums, axes: tuple[str, ...]) -> Sums:
     """Sum over devices, model extras averaged; gradients as they are."""
 
     def reduce_extra(x: jax.Array) -> jax.Array:
         return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else lax.pmax(x, axes)
 
     loss, metrics, weight = lax.psum((sums.loss, sums.metrics, sums.weight), axes)
-    return GradientSums(loss, metrics, sums.grads, weight, jax.tree.map(reduce_extra, sums.extra))
+    return Sums(loss, metrics, sums.grads, weight, jax.tree.map(reduce_extra, sums.extra))

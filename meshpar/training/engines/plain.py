@@ -8,10 +8,10 @@ from meshpar.sharding.types import PyTree
 from meshpar.training.batch import split_rows
 from meshpar.training.options import StepOptions
 from meshpar.training.state import TrainState
-from meshpar.training.sums import GradientSums, Loss, accumulated, compute_params, constrained, grad_specs, micro_step
+from meshpar.training.sums import Loss, Sums, accumulated, compute_params, constrained, grad_specs, micro_step
 
 
-def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> GradientSums:
+def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
     """Loss, metrics and gradients over a batch, summed over micro-steps.
 
     Args:
@@ -25,7 +25,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     params = compute_params(setup, state.params, options.precision.compute)
     shardings = setup.named(grad_specs(setup, options))
 
-    def step(extra: PyTree, rows: PyTree, key: jax.Array) -> GradientSums:
+    def step(extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
         sums = micro_step(loss, options, params, extra, rows, key)
         return sums.replace(grads=constrained(sums.grads, shardings))
 

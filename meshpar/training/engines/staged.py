@@ -4,8 +4,8 @@
                                   first part │  each stage  │ last part
 
 The loss function is traced several times. Before the layers and behind them it is traced as it is, with the layers
-skipped; inside, with the layers of one part. What it makes of the layers' Aux is cut out of it and done behind the
-loop over ticks. No model has to be written in pieces.
+left out; inside, with the layers of one part. What it makes of the layers' Aux is cut out of it and done behind the
+loop over ticks. Nobody has to write a model in pieces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from meshpar.sharding.types import (
 from meshpar.training.options import StepOptions
 from meshpar.training.reports import means
 from meshpar.training.state import Setup, TrainState
-from meshpar.training.sums import GradientSums, Loss, compute_params, grad_specs
+from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
 
 
 def schedule_of(pipelined: PipelinePart) -> Schedule:
@@ -50,7 +50,7 @@ def schedule_of(pipelined: PipelinePart) -> Schedule:
     return pipelined.table()
 
 
-def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> GradientSums:
+def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
     """Loss, metrics and gradients over a batch, means of microbatches, which take the place of micro-steps.
 
     Args:
@@ -71,7 +71,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     assert pipelined is not None
     schedule = schedule_of(pipelined)
     _check(setup, schedule, pipelined, batch_axes)
-    cut = _StageCut.of(setup, schedule, pipelined)
+    cut = _Cut.of(setup, schedule, pipelined)
     check_rows(batch, schedule, axis_sizes(setup.mesh), batch_axes)
     behind = _Behind.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}", weight)
     pipe = Pipeline(
@@ -100,7 +100,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     loss_mean, grads = jax.tree.map(lambda x: x / total.astype(x.dtype), (sums.loss, grads))
     aux = {name: cut.by_layer(x) for name, x in means(sums.aux, count).items()}
     metrics, extra = behind(state.extra, aux)
-    return GradientSums(
+    return Sums(
         loss_mean, {**means(sums.metrics, total), **metrics}, cut.joined(grads), jnp.ones_like(loss_mean), extra
     )
 
@@ -117,7 +117,7 @@ def reads_of_layers(
     """
     pipelined = setup.strategy.pipeline
     assert pipelined is not None
-    cut = _StageCut.of(setup, schedule_of(pipelined), pipelined)
+    cut = _Cut.of(setup, schedule_of(pipelined), pipelined)
 
     def traced(params: PyTree, extra: PyTree, rows: PyTree, data: jax.Array) -> tuple[()]:
         key = jax.random.wrap_key_data(data)
@@ -135,7 +135,7 @@ def reads_of_layers(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _StageCut:
+class _Cut:
     """A model's parameters as those of stacked layers, by part, and the others."""
 
     structure: Any
@@ -148,7 +148,7 @@ class _StageCut:
     axis: str
 
     @staticmethod
-    def of(setup: Setup, schedule: Schedule, pipelined: PipelinePart) -> _StageCut:
+    def of(setup: Setup, schedule: Schedule, pipelined: PipelinePart) -> _Cut:
         leaves = [decision.leaf for decision in setup.table.params]
         is_layer = tuple(leaf.is_stacked for leaf in leaves)
         stacked = [leaf for leaf, stack in zip(leaves, is_layer, strict=True) if stack]
@@ -162,7 +162,7 @@ class _StageCut:
                 "stack the layers' parameters along a first dim named `layers` and run them by "
                 "meshpar.pipeline.scan_layers",
             )
-        return _StageCut(
+        return _Cut(
             structure=jax.tree.structure(setup.layout.variables.params),
             names=tuple(leaf.names or () for leaf in leaves),
             is_layer=is_layer,
@@ -378,8 +378,8 @@ class _Behind:
         def rest(extra: PyTree, aux: Aux | None) -> tuple[dict[str, jax.Array], PyTree]:
             own = jax.tree.leaves((extra, aux))
             out, _ = cut.run_first([*own, *[None] * (len(closed.jaxpr.invars) - len(own))])
-            _, metrics_of, after_step = jax.tree.unflatten(jax.tree.structure((value, metrics, after)), out)
-            return {name: metrics_of[name] for name in made_of_aux}, after_step
+            _, told, after_step = jax.tree.unflatten(jax.tree.structure((value, metrics, after)), out)
+            return {name: told[name] for name in made_of_aux}, after_step
 
         return _Behind(aux=aux, metrics=frozenset(made_of_aux), share=share, _rest=rest)
 
@@ -396,12 +396,12 @@ class _Behind:
         # As an array of the layers, so that it comes out as the metrics do.
         return Aux(aux.loss * self.share, {**aux.metrics, _LOSS: aux.loss[None]})
 
-    def __call__(self, extra: PyTree, given: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
+    def __call__(self, extra: PyTree, told: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
         """Metrics and what the model keeps, of the metrics of all layers, `[layers, ...]`."""
         if self.aux is None:
             return self._rest(extra, None)
-        metrics = {name: given[name].astype(x.dtype) for name, x in self.aux.metrics.items()}
-        return self._rest(extra, Aux(given[_LOSS].sum().astype(self.aux.loss.dtype), metrics))
+        metrics = {name: told[name].astype(x.dtype) for name, x in self.aux.metrics.items()}
+        return self._rest(extra, Aux(told[_LOSS].sum().astype(self.aux.loss.dtype), metrics))
 
 
 def _results_of_layers(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> Any:
@@ -522,7 +522,7 @@ def _check(setup: Setup, schedule: Schedule, pipelined: PipelinePart, batch_axes
         raise problem(
             where,
             f"run stages over mesh axis `{pipelined.axis}`",
-            "the batch is sharded over that axis",
+            "that axis splits the batch",
             "give the stages one of their own: MeshSpec(stage=...)",
         )
     if schedule.microbatches != pipelined.microbatches:

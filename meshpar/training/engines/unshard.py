@@ -31,7 +31,7 @@ from meshpar.training.state import Setup
 
 
 @dataclasses.dataclass(frozen=True)
-class _GatheredLeaf:
+class _Leaf:
     """How one parameter lies, and what becomes of it."""
 
     path: str
@@ -52,7 +52,7 @@ class _GatheredLeaf:
     def split(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.batch for axis in dim)
 
-    def of_layer(self) -> _GatheredLeaf:
+    def of_layer(self) -> _Leaf:
         return dataclasses.replace(self, batch=self.batch[1:], others=self.others[1:])
 
 
@@ -65,7 +65,7 @@ class Unshard:
     other_axes: tuple[str, ...]
     """Those the `shard_map` leaves to XLA."""
     sizes: Mapping[str, int]
-    leaves: Mapping[str, _GatheredLeaf]
+    leaves: Mapping[str, _Leaf]
     """By path."""
     specs: PyTree
     """How parameters enter the `shard_map`, and how gradients leave it."""
@@ -87,7 +87,7 @@ class Unshard:
           weight: by which this rank's gradients are multiplied before they meet; None: 1.
         """
 
-        def enter(leaf: _GatheredLeaf, x: jax.Array) -> jax.Array:
+        def enter(leaf: _Leaf, x: jax.Array) -> jax.Array:
             return x if leaf.per_layer else self._unsharded(leaf, x, key, weight)
 
         return self._map(enter, params)
@@ -115,10 +115,10 @@ class Unshard:
         """Paths of the parameters that wait for `layer`."""
         return [leaf.path for leaf in self.leaves.values() if leaf.per_layer]
 
-    def _map(self, f: Callable[[_GatheredLeaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    def _map(self, f: Callable[[_Leaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
         return jax.tree_util.tree_map_with_path(lambda path, x: f(self.leaves[path_str(path)], x), tree)
 
-    def _found(self, at: str, path: str) -> _GatheredLeaf:
+    def _found(self, at: str, path: str) -> _Leaf:
         # NNX keeps an array as the `value` of a variable.
         wanted = f"/{at}/{path.removesuffix('/value')}"
         found = [leaf for leaf in self.leaves.values() if f"/{leaf.path}".endswith(wanted)]
@@ -136,7 +136,7 @@ class Unshard:
     # One leaf
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _unsharded(self, leaf: _GatheredLeaf, x: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
+    def _unsharded(self, leaf: _Leaf, x: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
         """The whole weight, by way of a message; its gradient comes back as the shard of the sum."""
 
         @jax.custom_vjp
@@ -155,7 +155,7 @@ class Unshard:
             message = checkpoint_name(message, SECOND_SHARD)
         return arrived(x, message, key, weight)
 
-    def _message(self, leaf: _GatheredLeaf, x: jax.Array, key: jax.Array) -> jax.Array:
+    def _message(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
         """`[ranks of other axes, nodes, bytes]`: what is sent inside a node; gathered across nodes, where there are."""
         if not leaf.split:
             return x.astype(leaf.compute)
@@ -171,7 +171,7 @@ class Unshard:
             x, key, None
         )
 
-    def _arrived(self, leaf: _GatheredLeaf, message: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def _arrived(self, leaf: _Leaf, message: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The whole weight from the messages of a node; `shape` is the shard's."""
         if not leaf.split:
             return message
@@ -192,7 +192,7 @@ class Unshard:
             message, None, None
         )
 
-    def _scattered(self, leaf: _GatheredLeaf, g: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
+    def _scattered(self, leaf: _Leaf, g: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
         """This rank's shard of the sum of a whole gradient, in the reduction dtype or float32."""
         dtype, (inner, outer) = self._dtypes(leaf)[1], self._levels(leaf)
         rest = tuple(axis for axis in self.batch_axes if axis not in leaf.split)
@@ -218,12 +218,12 @@ class Unshard:
 
         return self._manual(local, self._other_spec(leaf), self._other_spec(leaf), "scatter")(g, key, weight)
 
-    def _dtypes(self, leaf: _GatheredLeaf) -> tuple[str | None, str | None]:
+    def _dtypes(self, leaf: _Leaf) -> tuple[str | None, str | None]:
         """Of the weight and of the gradient on the wire; None: their own."""
         sent = leaf.split and not leaf.exact
         return (self.quantize.weights, self.quantize.gradients) if sent else (None, None)
 
-    def _levels(self, leaf: _GatheredLeaf) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _levels(self, leaf: _Leaf) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(axes inside a node, axes across nodes) that split a leaf; all are inside where there is no second shard."""
         second = spec_axes(self.quantize.secondary)
         inner = tuple(axis for axis in leaf.split if axis in second)
@@ -232,10 +232,10 @@ class Unshard:
     def _counts(self, axes: tuple[str, ...]) -> list[int]:
         return [self.sizes[axis] for axis in axes]
 
-    def _other_spec(self, leaf: _GatheredLeaf) -> PartitionSpec:
+    def _other_spec(self, leaf: _Leaf) -> PartitionSpec:
         return PartitionSpec(*(dim or None for dim in leaf.others))
 
-    def _noise(self, leaf: _GatheredLeaf, key: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
+    def _noise(self, leaf: _Leaf, key: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
         """A key of this leaf's own; layers and micro-steps, which share a program, differ by the bits they hold."""
         if not self.quantize.stochastic or leaf.exact or not leaf.split:
             return None
@@ -270,7 +270,7 @@ def make_unshard(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]
     """For a setup whose strategy quantizes; None where it does not, or where one device holds the whole batch.
 
     Raises:
-      ValueError: no parameter is sharded over an axis of the batch.
+      ValueError: no parameter is split over an axis that splits the batch.
     """
     quantize = setup.strategy.quantize
     if quantize is None or not batch_axes:
@@ -284,8 +284,8 @@ def make_unshard(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]
         raise problem(
             f"strategy {setup.strategy.label}",
             "quantize what is gathered and scattered",
-            f"no parameter is sharded over an axis of the batch ({', '.join(f'`{a}`' for a in batch_axes)})",
-            "give the axis of the parameters a size above 1, or leave `quantize` out",
+            f"no parameter is split over an axis that splits the batch ({', '.join(f'`{a}`' for a in batch_axes)})",
+            "give the axis that splits parameters a size above 1, or leave `quantize` out",
         )
     specs = [PartitionSpec(*(dim or None for dim in leaf.batch)) for leaf in leaves.values()]
     return Unshard(
@@ -300,14 +300,14 @@ def make_unshard(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]
 
 def _leaf(
     index: int, decision: Decision, precision: Precision, batch_axes: tuple[str, ...], sizes: Mapping[str, int]
-) -> _GatheredLeaf:
+) -> _Leaf:
     leaf = decision.leaf
     by_dim = [tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) for entry in decision.spec]
     batch = tuple(tuple(axis for axis in dim if axis in batch_axes) for dim in by_dim)
     others = tuple(tuple(axis for axis in dim if axis not in batch_axes) for dim in by_dim)
     exact = leaf.layer_ndim < 2
     compute = jnp.dtype(precision.compute or leaf.dtype)
-    return _GatheredLeaf(
+    return _Leaf(
         path=decision.path,
         index=index,
         batch=batch,
