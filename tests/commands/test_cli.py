@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -158,38 +157,6 @@ def test_your_own_text_and_tokenizer(meshpar, tmp_path):
     code, _, error = meshpar("train", recipe, "--out", tmp_path, "--name", "x", "--set", "model.vocab_size=2", *own)
     assert code == 2
     assert "--set model.vocab_size=128" in error
-
-
-@pytest.mark.matrix
-def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
-    recipe = write_recipe(tmp_path)
-    args = ["train", str(recipe), "--out", str(tmp_path / "runs"), "--steps", "100000", "--set", "sample=none"]
-    code = "from meshpar.commands.cli import main; main()"
-    root = str(Path(cli.__file__).parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", code, *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": root},
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if line.startswith("step "):
-                break
-        process.send_signal(signal.SIGTERM)
-        rest, errors = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGTERM, errors
-    last = rest.strip().splitlines()[-1]
-    assert last.startswith("interrupted at step ")
-    assert "goes on from there" in last
-    step = int(last.split()[3])
-    assert (tmp_path / "runs" / "tiny" / "checkpoints" / str(step)).is_dir()
-    assert [number for number, _ in losses(tmp_path / "runs" / "tiny")] == list(range(1, step + 1))
-    assert json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())["reason"] == "interrupted"
 
 
 # shard ---------------------------------------------------------------------------------------------------------------

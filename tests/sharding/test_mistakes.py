@@ -231,6 +231,7 @@ def stepped(batch, **options):
 
 STEPS: dict[str, Callable[[], Any]] = {
     "no micro-steps": steps(accumulate=0),
+    "a micro-step that is True": steps(accumulate=True),
     "an unknown way to accumulate": steps(accumulate=2, accumulate_mode="all"),
     "an unknown answer to NaN": steps(nonfinite="crash"),
     "an unknown remat policy": steps(remat="ful"),
@@ -240,6 +241,9 @@ STEPS: dict[str, Callable[[], Any]] = {
     "rows that differ": batches({"tokens": np.zeros((8, 3)), "weights": np.zeros(4)}),
     "a number in the batch": stepped({"tokens": np.zeros((8, 3)), "z_loss": np.float32(1)}),
     "an empty batch": stepped({}),
+    "words in the batch": stepped({"tokens": np.zeros((8, 3)), "text": np.array(["a"] * 8)}),
+    "objects in the batch": stepped({"tokens": np.zeros((8, 3)), "any": np.array([None] * 8)}),
+    "days in the batch": stepped({"tokens": np.zeros((8, 3)), "day": np.zeros(8, "datetime64[D]")}),
     "a batch of no rows": stepped({"tokens": np.zeros((0, 3))}),
 }
 

@@ -296,12 +296,6 @@ def test_the_printed_table_shows_every_leaf_and_the_totals(table):
     assert "\x1b" not in text
 
 
-def test_a_mistyped_path_names_near_ones(table):
-    assert table["up/kernel"].spec == P("fsdp", "tensor")
-    with pytest.raises(mp.MeshparError, match="did you mean `up/kernel`"):
-        table["up/kernle"]
-
-
 @pytest.mark.parametrize(
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1.5e9, "1.5 GB"), (2**20, "1.05 MB"), (4.2e15, "4.2e+03 TB")],

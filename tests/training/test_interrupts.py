@@ -123,6 +123,9 @@ def test_a_scheduler_that_ends_a_command_sees_that_it_was_not_done(runs, tmp_pat
     code, text = meshpar(runs, tmp_path, signals=[[TERM, SAVES["a save begins"][0]]])
     assert code == 128 + TERM, text
     assert saved(tmp_path) == [2]
+    assert "interrupted at step 2 of " in text
+    assert "The same command goes on from there." in text
+    assert json.loads((tmp_path / "runs/tiny/summary.json").read_text())["reason"] == "interrupted"
 
 
 # The watch -----------------------------------------------------------------------------------------------------------

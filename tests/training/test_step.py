@@ -350,45 +350,6 @@ def test_one_step_serves_two_setups_and_two_batch_sizes():
     assert losses[0] != losses[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"accumulate": 0}, "positive integer"),
-        ({"accumulate": True}, "positive integer"),
-        ({"accumulate_mode": "all"}, "('each', 'once')"),
-        ({"nonfinite": "warn"}, "('raise', 'skip', 'ignore')"),
-        ({"remat": "ful"}, "`full`"),
-        ({"precision": mp.Precision(params="float32", compute="bfloat16"), "accumulate": -1}, "positive integer"),
-    ],
-)
-def test_options_that_do_not_exist(options, says):
-    with pytest.raises(mp.MeshparError) as error:
-        mp.train_step(loss_fn, **options)
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda b: {**b, "x": b["x"][:12]}, "another leaf has 16"),
-        (lambda b: {k: v[:12] for k, v in b.items()}, "use a batch of 16"),
-        (lambda b: {k: v[:0] for k, v in b.items()}, "use a batch of 8"),
-        (lambda b: {**b, "n": np.float32(1)}, "batch leaf `n`"),
-        (lambda b: {}, "holds no arrays"),
-        (lambda b: {**b, "text": np.array(["a"] * ROWS)}, "batch leaf `text` of dtype <U1"),
-        (lambda b: {**b, "any": np.array([None] * ROWS)}, "batch leaf `any` of dtype object"),
-        (lambda b: {**b, "day": np.zeros(ROWS, "datetime64[D]")}, "batch leaf `day` of dtype datetime64[D]"),
-    ],
-)
-def test_batches_that_do_not_divide_are_refused_before_tracing(change, says):
-    def never(model, batch, key):
-        raise AssertionError("traced")
-
-    with pytest.raises(mp.MeshparError) as error:
-        mp.train_step(never)(make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), change(make_batch(0)))
-    assert says in str(error.value)
-
-
 def test_a_batch_may_hold_any_numbers_and_keys_and_later_ones_are_checked_too():
     def looks(model, batch, key):
         return loss_fn(model, batch, key)[0], {"some": batch["narrow"].astype(jnp.float32).sum()}
