@@ -240,7 +240,7 @@ def curves(
         if unit is not None:
             _si_ticks(axis, unit, decade)
     for name, at in (marks or {}).items():
-        _mark(axes, f"{name}\n{si(at, x_unit or '')}".strip(), at)
+        _mark(axes, f"{name}\n{si(at, x_unit or '', digits=3)}".strip(), at)
     if healthy is not None:
         axes.axhspan(0, healthy, color=AXES["expert"], alpha=0.12, lw=0, zorder=0)
         axes.text(x[0], healthy, " healthy", ha="left", va="top", fontsize=8)
@@ -777,7 +777,10 @@ def attention_steps(
             panel.text(step, rank, text, ha="center", va="center", fontsize=8, linespacing=1.3)
         panel.set_xticks(range(num_steps), [f"step {step}\n{share:.0%}" for step, share in enumerate(longest)])
         panel.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-        panel.tick_params(length=0)
+        panel.set_xticks(np.arange(1, num_steps) - 0.5, minor=True)
+        panel.set_yticks(np.arange(1, num_ranks) - 0.5, minor=True)
+        panel.grid(which="minor", color="white", lw=3)
+        panel.tick_params(which="both", length=0)
         panel.spines[:].set_visible(False)
         panel.set_title(f"{order}: the longest steps add up to {longest.sum():.2f} blocks", fontsize=10)
     figure.suptitle(title)
