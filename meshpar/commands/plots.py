@@ -90,9 +90,6 @@ OPS = {"F": "#8ecae6", "B": "#a8d8a0", "W": "#ffd166"}
 """Forward, gradient of the input, gradient of the weights; every other chunk is drawn darker."""
 _OPS_DARK = {"F": "#5aa9d6", "B": "#6dbb6a", "W": "#e0a93b"}
 _OPS_MEAN = {"F": "forward", "B": "backward: input", "W": "backward: weights"}
-TERMS, COMPLETE = ("#f1f4f7", "#5b93c7"), "#7cc08a"
-"""Colours of a partial sum, from one term to all but one, and of a complete one."""
-
 MEMORY = {
     "parameters": "#4c78a8",
     "optimizer state": "#9ecae9",
@@ -110,7 +107,7 @@ MOST_NUMBERED = 64
 _DASHED = (0, (5, 3))
 
 
-def _styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
+def styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
     """The picture in `STYLE`, whatever settings the caller has."""
 
     @functools.wraps(draw)
@@ -123,7 +120,7 @@ def _styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
     return drawn
 
 
-def _figure(
+def figure_of(
     width: float, height: float, *, columns: int = 1, rows: int = 1, **how: Any
 ) -> tuple[Figure, Sequence[Axes]]:
     """A figure that no window and no global list of figures knows of, and its panels, row by row."""
@@ -149,7 +146,7 @@ def axis_colors(labels: Iterable[str], known: Mapping[str, str] = AXES) -> dict[
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@_styled
+@styled
 def loss_curve(
     *,
     train: Curve,
@@ -167,7 +164,7 @@ def loss_curve(
       title: above the picture.
       unit: of the vertical axis.
     """
-    figure, (axes,) = _figure(8.0, 4.5)
+    figure, (axes,) = figure_of(8.0, 4.5)
     steps, losses = _points(train)
     many = len(steps) >= 50
     axes.plot(steps, losses, color=TRAIN, lw=0.9 if many else 1.6, label="training")
@@ -191,7 +188,7 @@ def loss_curve(
     return figure
 
 
-@_styled
+@styled
 def curves(
     x: Sequence[float],
     measured: Mapping[str, Sequence[float]],
@@ -219,7 +216,7 @@ def curves(
       marks: name to the x of a vertical line.
       healthy: all is well up to here; a band is drawn.
     """
-    figure, (axes,) = _figure(8.0, 4.2)
+    figure, (axes,) = figure_of(8.0, 4.2)
     expected = expected or {}
     ways = dict.fromkeys((*measured, *expected))
     colors = dict(zip(ways, itertools.cycle((AXES["expert"], AXES["tensor"], AXES["fsdp"], *MORE)), strict=False))
@@ -284,7 +281,7 @@ def _smoothed(values: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@_styled
+@styled
 def sharding(
     spec: PartitionSpec,
     shape: Sequence[int],
@@ -322,7 +319,7 @@ def sharding(
     ratio = min(max(across / (down if rows is not None else max(across / 5, 1)), 0.6), 2.4)
     width, height = (3.4, 3.4 / ratio) if ratio > 1.2 else (2.7 * ratio, 2.7)
     indices = list(itertools.product(*(range(cuts[dim]) for dim in slices)))
-    figure, panels = _figure(width * len(indices) + 0.9, height + 1.1, columns=len(indices))
+    figure, panels = figure_of(width * len(indices) + 0.9, height + 1.1, columns=len(indices))
     for panel, index in zip(panels, indices, strict=True):
         fixed = dict(zip(slices, index, strict=True))
         _draw_slice(panel, fixed, holders, (rows, columns), cuts, shape)
@@ -435,7 +432,7 @@ _TIMELINE_INCHES = 8.6
 """Width of a timeline's axes: what the labels leave of the figure's."""
 
 
-@_styled
+@styled
 def timeline(timeline: Timeline, *, loop: str | None = None, title: str | None = None) -> Figure:
     """One layer simulated: its kernels above, its collectives below, and where compute waits for them.
 
@@ -453,7 +450,7 @@ def timeline(timeline: Timeline, *, loop: str | None = None, title: str | None =
     length = max(segment.duration_s, 1e-12) * scale
     labels = sorted({op.label for op in segment.ops if op.label}, key=lambda label: (label not in AXES, label))
     colors = axis_colors(labels)
-    figure, (axes,) = _figure(10.0, 3.9)
+    figure, (axes,) = figure_of(10.0, 3.9)
     axes.set(xlim=(0, length), ylim=(-0.5, 1.85))
     for start, end in _idle(segment):
         _bar(axes, 1, start * scale, end * scale, WAITING, edgecolor=FAINT, hatch="////")
@@ -555,7 +552,7 @@ def _legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]], *, mos
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), most))
 
 
-@_styled
+@styled
 def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
     """What a device sends in a step: a bar for each report, a colour for each mesh axis, a hatch for each kind.
 
@@ -579,7 +576,7 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
     shown = {part for parts in sent for part, size in parts.items() if size > 0.002 * longest}
     labels = sorted({label for label, _ in shown}, key=lambda label: (label not in AXES, label))
     colors, kinds = axis_colors(labels), sorted({kind for _, kind in shown})
-    figure, (axes,) = _figure(9.0, 1.3 + 0.42 * len(sent))
+    figure, (axes,) = figure_of(9.0, 1.3 + 0.42 * len(sent))
     for row, parts in enumerate(sent):
         start = 0.0
         for label, kind in itertools.product(labels, kinds):
@@ -608,7 +605,7 @@ def _name_rows(axes: Axes, names: Iterable[str]) -> None:
     axes.set_xlim(left=0)
 
 
-@_styled
+@styled
 def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device") -> Figure:
     """What fills a device, stacked, against the GPU's limit; several programs side by side.
 
@@ -621,7 +618,7 @@ def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device"
     """
     if not reports:
         raise problem("plots.memory", "draw reports", "there are none", "give a label and a report.memory for each bar")
-    figure, (axes,) = _figure(3.6 + 1.4 * len(reports), 4.8)
+    figure, (axes,) = figure_of(3.6 + 1.4 * len(reports), 4.8)
     top = np.zeros(len(reports))
     shares = np.array([_memory_shares(report) for report in reports.values()], dtype=float)
     for heights, (name, color) in zip(shares.T, MEMORY.items(), strict=True):
@@ -669,125 +666,7 @@ def _draw_limits(axes: Axes, limits: Sequence[int | None]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@_styled
-def ring_steps(held: Any, *, title: str = "") -> Figure:
-    """A ring all-reduce, step by step: whose terms each slot of each rank's buffer holds.
-
-    One panel for the start and one after each step, a row for each rank, a column for each chunk; a cell names the
-    ranks whose terms are in it, its colour says how many they are, and a dark edge that it has just arrived. The upper
-    panels are the reduce-scatter, the lower ones the all-gather.
-
-    Args:
-      held: numbers [2N-1, N, N, N]: how often, after a step, a rank's chunk holds the term of each rank.
-      title: above the picture.
-    """
-    from matplotlib.patches import Patch
-
-    states = np.asarray(held)
-    num_ranks = states.shape[1]
-    figure, panels = _figure(0.5 + 2.2 * num_ranks, 5.6, columns=num_ranks, rows=2)
-    above, (legend, *below) = panels[:num_ranks], panels[num_ranks:]
-    for step, (panel, state) in enumerate(zip((*above, *below), states, strict=True)):
-        _draw_slots(panel, state, arrived=(state != states[max(step - 1, 0)]).any(axis=-1))
-        phase = "reduce-scatter" if step < num_ranks else "all-gather"
-        panel.set_title(f"step {step}: {phase}" if step else "start", fontsize=9, fontweight="normal")
-    for panel in (*above[:1], *below[:1]):
-        panel.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-    words = {1: "1 term"} | {terms: f"{terms} terms" for terms in range(2, num_ranks)} | {num_ranks: "all terms"}
-    handles = [Patch(facecolor=_terms_color(terms, num_ranks), label=word) for terms, word in words.items()]
-    handles.append(Patch(facecolor="white", edgecolor=INK, lw=1.6, label="just arrived"))
-    legend.axis("off")
-    legend.legend(handles=handles, loc="center")
-    figure.suptitle(title)
-    return figure
-
-
-def _draw_slots(panel: Axes, state: np.ndarray, *, arrived: np.ndarray) -> None:
-    from matplotlib.patches import Rectangle
-
-    num_ranks = len(state)
-    for rank, chunk in np.ndindex(num_ranks, num_ranks):
-        edge: dict[str, Any] = {"edgecolor": INK if arrived[rank, chunk] else "white", "lw": 1.6}
-        color = _terms_color(int(state[rank, chunk].sum()), num_ranks)
-        panel.add_patch(Rectangle((chunk - 0.47, rank - 0.47), 0.94, 0.94, facecolor=color, **edge))
-        if num_ranks <= 6:
-            text = "".join(map(str, np.flatnonzero(state[rank, chunk])))
-            panel.text(chunk, rank, text, ha="center", va="center", fontsize=8 if num_ranks <= 4 else 6)
-    low, high = -0.53, num_ranks - 0.47
-    panel.set(xlim=(low, high), ylim=(high, low), aspect="equal", xticks=range(num_ranks), yticks=[], xlabel="chunk")
-    panel.tick_params(length=0, labelsize=8)
-    panel.spines[:].set_visible(False)
-
-
-def _terms_color(terms: int, num_ranks: int) -> Any:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    if terms == num_ranks:
-        return COMPLETE
-    return LinearSegmentedColormap.from_list("terms", TERMS)((terms - 1) / max(num_ranks - 2, 1))
-
-
-@_styled
-def sent_by_link(sent_bytes: Mapping[str, Mapping[str, float]], *, title: str = "") -> Figure:
-    """What goes over each kind of link: a group of bars for each algorithm, a bar in it for each kind.
-
-    Args:
-      sent_bytes: algorithm to kind of link to bytes.
-      title: above the picture.
-    """
-    links = list(dict.fromkeys(link for parts in sent_bytes.values() for link in parts))
-    colors = dict(zip(links, itertools.cycle((AXES["fsdp"], AXES["tensor"], *MORE)), strict=False))
-    height = 0.8 / max(len(links), 1)
-    figure, (axes,) = _figure(9.0, 1.2 + 0.32 * len(sent_bytes) * max(len(links), 1))
-    for place, link in enumerate(links):
-        sizes = [parts.get(link, 0.0) for parts in sent_bytes.values()]
-        rows = np.arange(len(sizes)) - 0.4 + (place + 0.5) * height
-        bars = axes.barh(rows, sizes, height=0.9 * height, color=colors[link], label=link)
-        axes.bar_label(bars, [human_bytes(int(size)) for size in sizes], padding=3, fontsize=8)
-    _name_rows(axes, sent_bytes)
-    axes.margins(x=0.1)
-    axes.set(xticks=[], title=title)
-    axes.spines["bottom"].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=max(len(links), 1))
-    return figure
-
-
-@_styled
-def attention_steps(
-    chunks: Mapping[str, Any], shares: Mapping[str, Any], *, title: str = "attention round a ring"
-) -> Figure:
-    """Which chunks of keys every rank attends to at every step, and how much of that work a causal mask leaves.
-
-    One panel for each order of the sequence, a row for each rank, a column for each step. Below a column stands the
-    share of the rank that has most to do, for which all others wait.
-
-    Args:
-      chunks: order to numbers [rank, step, chunk]: the chunks of keys that are at a rank.
-      shares: order to numbers [rank, step]: how much of the full product of queries and keys is left to compute.
-      title: above the picture.
-    """
-    figure, panels = _figure(1.4 + 4.6 * len(chunks), 4.4, columns=len(chunks))
-    for panel, (order, at_rank) in zip(panels, chunks.items(), strict=True):
-        work = np.asarray(shares[order])
-        num_ranks, num_steps = work.shape
-        longest = work.max(axis=0)
-        panel.imshow(work, cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
-        for rank, step in np.ndindex(num_ranks, num_steps):
-            text = "keys " + " ".join(map(str, np.asarray(at_rank)[rank, step])) + f"\n{work[rank, step]:.0%}"
-            panel.text(step, rank, text, ha="center", va="center", fontsize=8, linespacing=1.3)
-        panel.set_xticks(range(num_steps), [f"step {step}\n{share:.0%}" for step, share in enumerate(longest)])
-        panel.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-        panel.set_xticks(np.arange(1, num_steps) - 0.5, minor=True)
-        panel.set_yticks(np.arange(1, num_ranks) - 0.5, minor=True)
-        panel.grid(which="minor", color="white", lw=3)
-        panel.tick_params(which="both", length=0)
-        panel.spines[:].set_visible(False)
-        panel.set_title(f"{order}: the longest steps add up to {longest.sum():.2f} blocks", fontsize=10)
-    figure.suptitle(title)
-    return figure
-
-
-@_styled
+@styled
 def collectives(found: Collectives, *, title: str | None = None) -> Figure:
     """Time of a collective against its size, measured (points, quartiles as bars) and by the fitted model (dashed).
 
@@ -800,7 +679,7 @@ def collectives(found: Collectives, *, title: str | None = None) -> Figure:
     cases = list(dict.fromkeys((row.collective, row.axis) for row in found.rows))
     columns = min(2, len(cases))
     lines = -(-len(cases) // columns)
-    figure, panels = _figure(6.2 * columns, 4.2 * lines, columns=columns, rows=lines)
+    figure, panels = figure_of(6.2 * columns, 4.2 * lines, columns=columns, rows=lines)
     colors = axis_colors(dict.fromkeys(row.algorithm for row in found.rows), ALGORITHMS)
     for panel in panels[len(cases) :]:
         panel.set_axis_off()
@@ -855,7 +734,7 @@ def schedule(
     )
 
 
-@_styled
+@styled
 def schedule_times(
     lines: Sequence[tuple[Schedule, PipelineTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
 ) -> Figure:
@@ -869,7 +748,7 @@ def schedule_times(
     heights = [one.stages for one, _ in lines]
     longest = max(line.makespan for _, line in lines)
     height = 0.7 * len(lines) + 0.24 * sum(heights) + 0.8
-    figure, panels = _figure(12.0, height, rows=len(lines), sharex=True, height_ratios=heights)
+    figure, panels = figure_of(12.0, height, rows=len(lines), sharex=True, height_ratios=heights)
     names = [one.name for one, _ in lines] if titles is None else titles
     for panel, (one, line), name in zip(panels, lines, names, strict=True):
         _draw_schedule(panel, one, line, inches_per_unit=10.5 / longest)
@@ -902,7 +781,7 @@ def _draw_schedule(panel: Axes, one: Schedule, line: PipelineTimeline, *, inches
     panel.tick_params(axis="y", length=0)
 
 
-@_styled
+@styled
 def schedule_curves(
     microbatches: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], *, title: str = ""
 ) -> Figure:
@@ -913,7 +792,7 @@ def schedule_curves(
       panels: what is drawn -> schedule -> its numbers there. Lines that coincide share a label.
       title: above all panels.
     """
-    figure, axes = _figure(6.2 * len(panels), 3.9, columns=len(panels))
+    figure, axes = figure_of(6.2 * len(panels), 3.9, columns=len(panels))
     for panel, (what, of_schedules) in zip(axes, panels.items(), strict=True):
         together: dict[tuple[float, ...], list[str]] = {}
         for name, values in of_schedules.items():
@@ -941,7 +820,7 @@ def schedules(found: Schedules, *, title: str = "") -> Figure:
     """
     cases = list(dict.fromkeys((row.stages, row.microbatches) for row in found.rows))
     names = list(dict.fromkeys(row.schedule for row in found.rows))
-    figure, axes = _figure(9.0, 0.8 + 0.32 * len(names) * len(cases), rows=len(cases))
+    figure, axes = figure_of(9.0, 0.8 + 0.32 * len(names) * len(cases), rows=len(cases))
     for panel, case in zip(axes, cases, strict=True):
         rows = [row for row in found.rows if (row.stages, row.microbatches) == case]
         for at, row in enumerate(rows):
@@ -976,7 +855,7 @@ _MOST_WRITTEN = 16
 """Up to so many experts each cell says its number, and every expert has a tick."""
 
 
-@_styled
+@styled
 def expert_load(
     load: Any, *, num_ranks: int = 1, rows: Sequence[str] | None = None, title: str = "load of experts"
 ) -> Figure:
@@ -1006,7 +885,7 @@ def expert_load(
     # As large as the cells need, and a panel for the busiest rank where there are several.
     wide, high = max(min(0.42 * experts, 10.0), 3.2) + 1.6, max(min(0.32 * layers, 8.0), 1.2) + 1.2
     widths = [wide, 1.8] if num_ranks > 1 else [wide]
-    figure, panels = _figure(sum(widths), high, columns=len(widths), sharey=True, width_ratios=widths)
+    figure, panels = figure_of(sum(widths), high, columns=len(widths), sharey=True, width_ratios=widths)
     image = _draw_load(panels[0], over_mean, num_ranks)
     if rows is not None:
         panels[0].set_yticks(range(layers), rows)

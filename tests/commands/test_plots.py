@@ -306,62 +306,6 @@ def test_bars_of_nothing_sent():
     assert [text.strip() for text in texts(figure)] == ["0"]
 
 
-# Collectives ---------------------------------------------------------------------------------------------------------
-
-
-def held_by_hand(num_ranks):
-    """[step, rank, chunk, term] of a ring: at step T rank r receives chunk r - T - 1."""
-    states = [np.eye(num_ranks, dtype=int)[:, None, :].repeat(num_ranks, axis=1)]
-    for step in range(1, 2 * num_ranks - 1):
-        state = states[-1].copy()
-        for rank in range(num_ranks):
-            chunk = (rank - step - 1) % num_ranks
-            arrived = states[-1][rank - 1, chunk]
-            state[rank, chunk] = arrived + (state[rank, chunk] if step < num_ranks else 0)
-        states.append(state)
-    return np.array(states)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_ring_is_drawn_step_by_step(num_ranks):
-    held = held_by_hand(num_ranks)
-    figure = plots.ring_steps(held, title="a ring")
-    panels = [axes for axes in figure.axes if axes.get_title("left")]
-    assert [axes.get_title("left") for axes in panels] == ["start"] + [
-        f"step {step}: {'reduce-scatter' if step < num_ranks else 'all-gather'}" for step in range(1, 2 * num_ranks - 1)
-    ]
-    for axes, state in zip(panels, held, strict=True):
-        cells = [text.get_text() for text in axes.texts]
-        assert cells == ["".join(map(str, np.flatnonzero(terms))) for row in state for terms in row]
-        colors = {len(text): to_hex(cell.get_facecolor()) for text, cell in zip(cells, axes.patches, strict=True)}
-        assert len(set(colors.values())) == len(colors)
-        arrived = [to_hex(cell.get_edgecolor()) == plots.INK for cell in axes.patches]
-        assert sum(arrived) == (0 if axes is panels[0] else num_ranks)
-    assert {to_hex(cell.get_facecolor()) for cell in panels[-1].patches} == {plots.COMPLETE}
-
-
-def test_bars_of_links_are_as_long_as_the_bytes():
-    sent = {"flat": {"inside": 3e6, "across": 1e6}, "two levels": {"inside": 2e6, "across": 5e5}}
-    figure = plots.sent_by_link(sent)
-    (axes,) = figure.axes
-    assert [bar.get_width() for bar in axes.patches] == [3e6, 2e6, 1e6, 5e5]
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(sent)
-    assert texts(figure) == ["3 MB", "2 MB", "1 MB", "500 kB"]
-
-
-def test_attention_is_drawn_rank_by_step():
-    chunks = {"contiguous": [[[0, 1], [2, 3]], [[2, 3], [0, 1]]], "zigzag": [[[0, 3], [1, 2]], [[1, 2], [0, 3]]]}
-    shares = {"contiguous": [[0.5, 0.0], [0.5, 1.0]], "zigzag": [[0.5, 0.5], [0.5, 0.5]]}
-    figure = plots.attention_steps(chunks, shares)
-    for axes, order, total in zip(figure.axes, chunks, ("1.50", "1.00"), strict=True):
-        assert [text.get_text() for text in axes.texts] == [
-            f"keys {a} {b}\n{share:.0%}"
-            for at_rank, row in zip(chunks[order], shares[order], strict=True)
-            for (a, b), share in zip(at_rank, row, strict=True)
-        ]
-        assert axes.get_title("left") == f"{order}: the longest steps add up to {total} blocks"
-
-
 # Experts -------------------------------------------------------------------------------------------------------------
 
 
