@@ -127,24 +127,13 @@ def bus_factor(kind: str, num_ranks: int) -> float:
     return _BOUND[kind](num_ranks)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LinkCost:
+class LinkCost(NamedTuple):
     """What an algorithm does over one kind of link."""
 
     cost: Cost
     link: Link
     where: str
     """The link in words."""
-
-    @property
-    def latency_s(self) -> float:
-        """The steps' share of the time."""
-        return self.cost.steps * self.link.alpha_s
-
-    @property
-    def bandwidth_s(self) -> float:
-        """The bytes' share of the time."""
-        return self.cost.bytes_in_turn * self.link.beta_s_per_byte
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,12 +168,12 @@ class Account(Printed):
     @property
     def latency_s(self) -> float:
         """The steps' share of the time."""
-        return sum(leg.latency_s for leg in self.legs)
+        return sum(leg.cost.steps * leg.link.alpha_s for leg in self.legs)
 
     @property
     def bandwidth_s(self) -> float:
         """The bytes' share of the time."""
-        return sum(leg.bandwidth_s for leg in self.legs)
+        return sum(leg.cost.bytes_in_turn * leg.link.beta_s_per_byte for leg in self.legs)
 
     @property
     def time_s(self) -> float:

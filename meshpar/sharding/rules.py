@@ -78,7 +78,7 @@ def first(*alternatives: str | tuple[str, ...] | None) -> First:
         raise problem(
             f"first({', '.join(map(repr, choices))})",
             f"choose among {'these' if choices else 'nothing'}",
-            "an alternative is a mesh axis, a tuple of different axes, or None for a whole dim",
+            "an alternative is a mesh axis, a tuple of different axes, or None for a replicated dim",
             'write first("tensor", None)',
         )
     return First(choices)
@@ -136,6 +136,7 @@ class Largest:
     origin: str
 
 
+@dataclasses.dataclass(init=False, repr=False, unsafe_hash=True)
 class Rules:
     """An immutable set of sharding rules; two join with `|`, the later one wins.
 
@@ -148,13 +149,12 @@ class Rules:
       >>> Rules(mlp="tensor", embed="fsdp", batch=("data", "fsdp"), paths={r".*/scale": replicated})
     """
 
-    __slots__ = ("_by_name", "_by_path", "everything", "known", "largest", "optional_axes")
-    _by_name: dict[str, _Rule]
-    _by_path: tuple[_Rule, ...]
-    known: frozenset[str]
-    everything: str | None
-    largest: Largest | None
-    optional_axes: frozenset[str]
+    _by_name: dict[str, _Rule] = dataclasses.field(hash=False)
+    _by_path: tuple[_Rule, ...] = ()
+    known: frozenset[str] = frozenset()
+    everything: str | None = None
+    largest: Largest | None = None
+    optional_axes: frozenset[str] = frozenset()
 
     def __init__(self, *, paths: Mapping[str, PathRule] | None = None, **by_name: DimRule) -> None:
         if not isinstance(paths or {}, Mapping):
@@ -164,36 +164,18 @@ class Rules:
                 f"`paths` is a {type(paths).__name__}, and must map each pattern to a layout",
                 "write paths={r'.*/scale': mp.replicated}",
             )
-        self._fill(
-            {key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()},
-            tuple(_Rule(key, _checked_path_rule(key, value), is_path=True) for key, value in (paths or {}).items()),
+        vars(self).update(
+            _by_name={key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()},
+            _by_path=tuple(_Rule(key, _checked_path_rule(key, x), is_path=True) for key, x in (paths or {}).items()),
         )
-
-    def _fill(
-        self,
-        by_name: dict[str, _Rule],
-        by_path: tuple[_Rule, ...],
-        known: frozenset[str] = frozenset(),
-        everything: str | None = None,
-        largest: Largest | None = None,
-        optional_axes: frozenset[str] = frozenset(),
-    ) -> None:
-        for name, value in zip(
-            ("_by_name", "_by_path", "known", "everything", "largest", "optional_axes"),
-            (by_name, by_path, known, everything, largest, optional_axes),
-            strict=True,
-        ):
-            object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("Rules do not change; join them: rules | Rules(mlp=None)")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, tuple(getattr(self, name) for name in self._state())
-
-    @staticmethod
-    def _state() -> tuple[str, ...]:
-        return ("_by_name", "_by_path", "known", "everything", "largest", "optional_axes")
+    def _with(self, **fields: Any) -> Rules:
+        changed = type(self).__new__(type(self))
+        vars(changed).update({**vars(self), **fields})
+        return changed
 
     @classmethod
     def preset(
@@ -215,39 +197,26 @@ class Rules:
           largest: how to split big leaves that carry no names.
           optional_axes: mesh axes that are left out where the mesh has no such axis.
         """
-        rules = cls.__new__(cls)
-        rules._fill(
-            {key: _Rule(key, _checked_dim_rule(key, value), origin) for key, value in (by_name or {}).items()},
-            (),
-            frozenset(known),
-            origin if everything else None,
-            largest,
-            frozenset(optional_axes),
+        return cls()._with(
+            _by_name={key: _Rule(key, _checked_dim_rule(key, value), origin) for key, value in (by_name or {}).items()},
+            known=frozenset(known),
+            everything=origin if everything else None,
+            largest=largest,
+            optional_axes=frozenset(optional_axes),
         )
-        return rules
 
     def __or__(self, other: Rules) -> Rules:
         if not isinstance(other, Rules):
             return NotImplemented
-        joined = type(self).__new__(type(self))
-        joined._fill(
-            {**self._by_name, **other._by_name},
+        return self._with(
+            _by_name={**self._by_name, **other._by_name},
             # A pattern said again takes its new place, so that the later one wins.
-            tuple(r for r in self._by_path if r.key not in {o.key for o in other._by_path}) + other._by_path,
-            self.known | other.known,
-            other.everything or self.everything,
-            other.largest or self.largest,
-            self.optional_axes | other.optional_axes,
+            _by_path=tuple(r for r in self._by_path if r.key not in {o.key for o in other._by_path}) + other._by_path,
+            known=self.known | other.known,
+            everything=other.everything or self.everything,
+            largest=other.largest or self.largest,
+            optional_axes=self.optional_axes | other.optional_axes,
         )
-        return joined
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Rules):
-            return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self._state())
-
-    def __hash__(self) -> int:
-        return hash((frozenset(self._by_name.values()), self._by_path, self.known, self.everything, self.largest))
 
     def __repr__(self) -> str:
         parts = [f"{rule.key}={rule.value!r}" for rule in self._by_name.values()]
@@ -296,7 +265,7 @@ class Rules:
 
     def without_paths(self) -> Rules:
         """The same rules, but for those about paths."""
-        return _rebuild(self._by_name, (), *(getattr(self, name) for name in self._state()[2:]))
+        return self._with(_by_path=())
 
     def path_rule(self, path: str) -> _Rule | None:
         """The path rule that fires on a path, None when there is none."""
@@ -333,12 +302,6 @@ def _from_plain(value: Any) -> Any:
             return replicated
         return first(*map(_from_plain, given)) if kind == "first" else names(*given)
     return tuple(map(_from_plain, value)) if isinstance(value, list) else value
-
-
-def _rebuild(*state: Any) -> Rules:
-    rules = Rules.__new__(Rules)
-    rules._fill(*state)
-    return rules
 
 
 def _checked_dim_rule(key: str, value: Any, where: str = "rule for") -> DimRule:
@@ -387,7 +350,7 @@ def _checked_path_rule(pattern: str, value: Any) -> PathRule:
         "a path maps to replicated, names(...) or a tuple with one entry per dim",
         f'write ({value!r}, None), or names("embed", "mlp")'
         if isinstance(value, str)
-        else 'write mp.replicated to keep it whole, or split a dim: ("fsdp", None)',
+        else 'write mp.replicated to replicate it, or split a dim: ("fsdp", None)',
     )
 
 
@@ -513,7 +476,7 @@ def _unnamed(leaf: Leaf, rules: Rules, sizes: dict[str, int]) -> Decision:
 def _fit(
     leaf: Leaf, wanted: list[DimRule], labels: list[str], rules: Rules, sizes: dict[str, int]
 ) -> tuple[list[Any], bool]:
-    """Entries of the spec, and whether a rule's author said that dims stay whole.
+    """Entries of the spec, and whether a rule's author said that dims stay replicated.
 
     Dims with one choice are placed before those with alternatives, so that `first` sees which axes are free.
     """
@@ -555,7 +518,7 @@ def _place(
     if size % count:
         over = " × ".join(f"`{axis}` ({sizes[axis]})" for axis in axes if sizes[axis] > 1)
         what = (leaf.names or ())[dim : dim + 1]
-        keep = f"map `{what[0]}` to None" if what and what[0] else "leave this dim whole (None)"
+        keep = f"map `{what[0]}` to None" if what and what[0] else "leave this dim unsplit (None)"
         raise problem(
             _dim_of(leaf, dim),
             f"split over mesh axis {over} ({label})",
@@ -578,7 +541,7 @@ def _first_that_fits(
         _dim_of(leaf, dim),
         f"take the first that fits of {value.alternatives} ({label})",
         f"none of them is free and divides {leaf.shape[dim]} on {_mesh_text(sizes)}",
-        f"end it with None to allow the dim to stay whole: first({', '.join(map(repr, value.alternatives))}, None)",
+        f"end it with None, for a dim that may stay replicated: first({', '.join(map(repr, value.alternatives))}, None)",
     )
 
 
