@@ -8,6 +8,9 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from scipy import optimize  # which jax brings along
+
 from meshpar.planner.hardware import Link
 
 GOOD, USABLE = 0.25, 1.0
@@ -57,12 +60,15 @@ def fit_link(axis: str, of: str, points: Sequence[Point], *, rounds: int = 50) -
     Ratios, since times span orders of magnitude, and too little is as bad as too much; and not their squares, since a
     machine with other work on it makes outliers. Found by weighted least squares, the weights taken anew each round.
     """
-    alpha_s = beta_s = 0.0
-    weights = [1 / point.time_s**2 for point in points]
-    for _ in range(rounds):
-        alpha_s, beta_s = _least_squares(points, weights)
-        weights = [_weight(_predicted(point, alpha_s, beta_s), point.time_s) for point in points]
-    errors = [_off(_predicted(point, alpha_s, beta_s), point.time_s) for point in points]
+    parts = np.array([(point.steps, point.bytes_in_turn) for point in points], float).reshape(-1, 2)
+    times_s = np.array([point.time_s for point in points], float)
+    scale = np.maximum(parts.max(axis=0, initial=0.0), 1e-300)  # columns of one size: nnls judges by an absolute bound
+    weights, found = 1 / times_s, np.zeros(2)
+    for _ in range(rounds if points else 0):
+        found = optimize.nnls(parts / scale * weights[:, None], times_s * weights)[0] / scale
+        weights = np.sqrt(_weights(parts @ found, times_s))
+    alpha_s, beta_s = map(float, found)
+    errors = [_off(predicted_s, time_s) for predicted_s, time_s in zip(parts @ found, times_s, strict=True)]
     link = Link(alpha_s=alpha_s, bytes_per_s=1 / beta_s) if beta_s > 0 else None
     return Fit(
         axis=axis,
@@ -74,37 +80,11 @@ def fit_link(axis: str, of: str, points: Sequence[Point], *, rounds: int = 50) -
     )
 
 
-def _predicted(point: Point, alpha_s: float, beta_s: float) -> float:
-    return point.steps * alpha_s + point.bytes_in_turn * beta_s
-
-
 def _off(predicted_s: float, time_s: float) -> float:
-    return max(predicted_s / time_s, time_s / predicted_s) - 1 if predicted_s > 0 else math.inf
+    return float(max(predicted_s / time_s, time_s / predicted_s)) - 1 if predicted_s > 0 else math.inf
 
 
-def _weight(predicted_s: float, time_s: float) -> float:
-    """What makes a squared difference the size of the ratio's logarithm, kept finite where they agree."""
-    ratio = math.log(max(predicted_s / time_s, 1e-9))
-    return max(abs(ratio), 1e-3) / max(abs(predicted_s - time_s), 1e-3 * time_s) ** 2
-
-
-def _least_squares(points: Sequence[Point], weights: Sequence[float]) -> tuple[float, float]:
-    """Two unknowns, neither negative: the free solution, or else the better of the two with one of them zero."""
-    ss, sb, bb, st, bt = (
-        sum(w * getattr(p, a) * getattr(p, b) for w, p in zip(weights, points, strict=True))
-        for a, b in (
-            ("steps", "steps"), ("steps", "bytes_in_turn"), ("bytes_in_turn", "bytes_in_turn"),
-            ("steps", "time_s"), ("bytes_in_turn", "time_s"),
-        )
-    )  # fmt: skip
-    determinant = ss * bb - sb * sb
-    if determinant > 1e-12 * ss * bb:
-        alpha_s, beta_s = (bb * st - sb * bt) / determinant, (ss * bt - sb * st) / determinant
-        if alpha_s >= 0 and beta_s >= 0:
-            return alpha_s, beta_s
-    only_alpha, only_beta = (st / ss if ss else 0.0, 0.0), (0.0, bt / bb if bb else 0.0)
-
-    def loss(found: tuple[float, float]) -> float:
-        return sum(w * (_predicted(p, *found) - p.time_s) ** 2 for w, p in zip(weights, points, strict=True))
-
-    return min(only_alpha, only_beta, key=loss)
+def _weights(predicted_s: np.ndarray, times_s: np.ndarray) -> np.ndarray:
+    """What makes squared differences the size of the ratios' logarithms, kept finite where they agree."""
+    ratios = np.log(np.maximum(predicted_s / times_s, 1e-9))
+    return np.maximum(abs(ratios), 1e-3) / np.maximum(abs(predicted_s - times_s), 1e-3 * times_s) ** 2

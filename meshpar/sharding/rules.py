@@ -541,7 +541,7 @@ def _first_that_fits(
         _dim_of(leaf, dim),
         f"take the first that fits of {value.alternatives} ({label})",
         f"none of them is free and divides {leaf.shape[dim]} on {_mesh_text(sizes)}",
-        f"end it with None, for a dim that may stay replicated: first({', '.join(map(repr, value.alternatives))}, None)",
+        f"end it with None to allow a replicated dim: first({', '.join(map(repr, value.alternatives))}, None)",
     )
 
 
