@@ -11,7 +11,7 @@ from typing import Any
 def lazy(
     package: str, homes: Mapping[str, Sequence[str]], modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package.
+    """`__getattr__` and `__dir__` of a package, which has an `__all__`.
 
     Args:
       package: its `__name__`.
@@ -29,4 +29,4 @@ def lazy(
         setattr(sys.modules[package], name, value)
         return value
 
-    return get, lambda: known
+    return get, lambda: sorted({*known, *sys.modules[package].__all__})
