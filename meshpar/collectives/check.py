@@ -34,6 +34,24 @@ def ranks_of(kernel: str, axis: Axis) -> int:
     return math.prod(_size_of(kernel, name) for name in names)
 
 
+def ranks_of_levels(kernel: str, inner: Axis, outer: Axis) -> tuple[int, int]:
+    """(ranks in a node, nodes).
+
+    Raises:
+      ValueError: as `ranks_of`; or an axis that is both inside the nodes and across them.
+    """
+    sizes = ranks_of(kernel, inner), ranks_of(kernel, outer)
+    inside, across = ({axis} if isinstance(axis, str) else set(axis) for axis in (inner, outer))
+    if inside & across:
+        raise problem(
+            kernel,
+            f"run over {inner!r} inside and {outer!r} across",
+            "an axis is either inside the nodes or across them",
+            "name two different axes",
+        )
+    return sizes
+
+
 def _size_of(kernel: str, name: str) -> int:
     try:
         return lax.axis_size(name)
@@ -108,8 +126,13 @@ def checked_root(kernel: str, root: int, num_ranks: int) -> int:
 def checked_count(kernel: str, what: str, asked: int, *, most: int | None = None) -> int:
     """A count of at least one, and at most `most`; raises `ValueError` otherwise."""
     if not _is_whole(asked) or asked < 1 or (most is not None and asked > most):
-        exists = "it is a whole number from 1" + (f" to {most}" if most is not None else "")
-        raise problem(kernel, f"use {what}={asked!r}", exists, "give one of these")
+        fix = "give 1 or more" if most is None else f"give 1 to {most}"
+        raise problem(
+            kernel,
+            f"use {what}={asked!r}",
+            "it is a whole number from 1" + ("" if most is None else f" to {most}"),
+            fix,
+        )
     return asked
 
 
@@ -117,14 +140,17 @@ def checked_dim(kernel: str, dim: int, num_dims: int) -> int:
     """The dim counted from the front; raises `ValueError` when the array has no such dim."""
     if not _is_whole(dim) or not -num_dims <= dim < num_dims:
         exists = f"the array has {num_dims} dims" if num_dims else "the array is a scalar"
-        raise problem(kernel, f"work along dim {dim!r}", exists, "give one that it has, or reshape it")
+        fix = f"give {-num_dims} to {num_dims - 1}" if num_dims else "reshape it"
+        raise problem(kernel, f"work along dim {dim!r}", exists, fix)
     return dim % num_dims
 
 
 def checked_distance(kernel: str, by: int) -> int:
     """A number of ranks to go, either way; raises `ValueError` for anything but a whole number."""
     if not _is_whole(by):
-        raise problem(kernel, f"go by={by!r} ranks", "it is a whole number, negative for backwards", "give one")
+        raise problem(
+            kernel, f"go by={by!r} ranks", "it is a whole number, negative for backwards", "give 1 or -1, say"
+        )
     return by
 
 

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num, Shaped
 
-from meshpar.collectives.check import Axis, check_op, ranks_of
+from meshpar.collectives.check import Axis, check_op, ranks_of_levels
 from meshpar.collectives.exchange import exchanged
 from meshpar.collectives.ring import gathered, ring_all_reduce, ring_sum, scattered
 from meshpar.collectives.wire import Combine, cut, flat_parts, join, reduced, unflat, varying
-from meshpar.sharding.types import problem
 
 _ONE_RING = (1,)
 
@@ -39,7 +38,7 @@ def hierarchical_all_reduce(
     Raises:
       ValueError: no such axis here, or the same one twice; no such op, or none for this dtype.
     """
-    num_inner, num_outer = _sizes("hierarchical_all_reduce", inner, outer)
+    num_inner, num_outer = ranks_of_levels("hierarchical_all_reduce", inner, outer)
     x = varying(varying(x, inner), outer)
     check_op("hierarchical_all_reduce", op, x.dtype)
 
@@ -76,23 +75,10 @@ def hierarchical_all_to_all(
     Raises:
       ValueError: no such axis here, or the same one twice; no such dim, or one that does not divide by K M.
     """
-    num_inner, num_outer = _sizes("hierarchical_all_to_all", inner, outer)
+    num_inner, num_outer = ranks_of_levels("hierarchical_all_to_all", inner, outer)
     x = varying(varying(x, inner), outer)
     parts = cut("hierarchical_all_to_all", x, split_dim, num_outer * num_inner, tiled)
     by_place = jnp.swapaxes(parts.reshape(num_outer, num_inner, *parts.shape[1:]), 0, 1)  # [place to, node to, ...]
     by_node = jnp.swapaxes(exchanged(by_place, inner), 0, 1)  # [node to, place from, ...]
     parts = exchanged(by_node, outer).reshape(parts.shape)  # [node from, place from, ...]
     return join("hierarchical_all_to_all", parts, concat_dim, tiled)
-
-
-def _sizes(kernel: str, inner: Axis, outer: Axis) -> tuple[int, int]:
-    sizes = ranks_of(kernel, inner), ranks_of(kernel, outer)
-    names = [(axis,) if isinstance(axis, str) else axis for axis in (inner, outer)]
-    if set(names[0]) & set(names[1]):
-        raise problem(
-            kernel,
-            f"run over inner={inner!r} and outer={outer!r}",
-            "an axis is either inside the groups or across them",
-            "name two different axes",
-        )
-    return sizes

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num, UInt8
 
-from meshpar.collectives.check import Axis, check_choice, checked_count, checked_dim, ranks_of
+from meshpar.collectives.check import Axis, check_choice, checked_count, checked_dim, ranks_of, ranks_of_levels
 from meshpar.collectives.wire import cut, flat_parts, join, unflat, varying
 from meshpar.sharding.types import problem
 
@@ -461,24 +461,8 @@ def _prepared(
     _checked(kernel, x, dtype, block)
     if grad_dtype is not None:
         check_choice(kernel, "grad_dtype", grad_dtype, FORMATS)
-    num_ranks = math.prod(_levels(kernel, axis, outer))
+    num_ranks = ranks_of(kernel, axis) if outer is None else math.prod(ranks_of_levels(kernel, axis, outer))
     return varying(x, _both(axis, outer)), num_ranks
-
-
-def _levels(kernel: str, axis: Axis, outer: Axis | None) -> tuple[int, int]:
-    """(ranks inside, nodes)."""
-    num_inner = ranks_of(kernel, axis)
-    if outer is None:
-        return num_inner, 1
-    num_outer = ranks_of(kernel, outer)
-    if set(_names(axis)) & set(_names(outer)):
-        raise problem(
-            kernel,
-            f"run over axis={axis!r} inside and outer={outer!r} across",
-            "an axis is either inside the nodes or across them",
-            "name two different axes",
-        )
-    return num_inner, num_outer
 
 
 def _both(axis: Axis, outer: Axis | None) -> tuple[str, ...]:
