@@ -29,8 +29,8 @@ def recipe(devices: int = 8) -> mp.Recipe:
     fsdp = rows & -rows
     mesh = mp.MeshSpec(data=rows // fsdp, fsdp=fsdp, expert=expert)
 
-    # Model: that of gpt_stdlib.py, its MLP of 384 cut into three active ones of 128, out of 16 and a shared one. So a
-    # token meets as many parameters as there, but for the router's.
+    # Model: that of gpt_stdlib.py, its MLP of 384 cut into three active ones of 128, out of 16 and a shared one. So as
+    # many parameters are active as there, but for the router's.
     model = TransformerConfig(
         vocab_size=256,
         num_layers=2,

@@ -120,7 +120,7 @@ def collectives(
     op: str = "sum",
     repeats: int = 5,
     target_s: float = 8e-3,
-    tell: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Collectives:
     """Measures our collectives and XLA's own along the axes of a mesh, and fits a link to each.
 
@@ -134,7 +134,7 @@ def collectives(
       op: of reductions.
       repeats: rounds, the median of which is kept.
       target_s: how long a run of a program should take at least; it repeats its collective as often.
-      tell: is called with a line of progress.
+      progress: is called with a line that says what is being measured.
 
     Raises:
       ValueError: no such axis, collective, algorithm, dtype or op; sizes that cannot be; no device to send to; more
@@ -153,7 +153,7 @@ def collectives(
         measured: list[tuple[CollectiveRow, cost.Cost]] = []
         for name in names:
             for size in sizes:
-                tell(f"{name} of {si(size, 'B')} over {'*'.join(ranks)}")
+                progress(f"{name} of {si(size, 'B')} over {'*'.join(ranks)}")
                 case = _Case(COLLECTIVES[name], name, over, ranks, size, element_type, op)
                 measured += case.measured(algorithms, repeats=repeats, target_s=target_s)
         found = _fits("*".join(ranks), measured)

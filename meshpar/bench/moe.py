@@ -340,7 +340,7 @@ def layers(
     width: int = 64,
     hidden: int = 128,
     repeats: int = 5,
-    tell: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Layers:
     """Measure a layer of SwiGLU experts in every form, over all devices along one axis.
 
@@ -352,7 +352,7 @@ def layers(
       width: of a token.
       hidden: of an expert.
       repeats: rounds, in each of which all forms run once, forward and then forward and backward.
-      tell: is given a line of progress.
+      progress: is called with a line that says what is being measured.
 
     Raises:
       ValueError: an unknown form; numbers that are none; experts that the devices do not divide.
@@ -360,10 +360,10 @@ def layers(
     shapes = [Shape(num, tokens, top_k, width, hidden, len(jax.devices())) for num in num_experts]
     _check(forms, shapes, repeats)
     before = load()
-    rows = [row for shape in shapes for row in _rows(forms, shape, repeats, tell)]
+    rows = [row for shape in shapes for row in _rows(forms, shape, repeats, progress)]
     measures = [*_wins(rows)]
     if "dropless" in forms:
-        tell("FLOPs and temporaries")
+        progress("FLOPs and temporaries")
         measures += _counted(shapes[0])
     of_all = {"ranks": len(jax.devices()), "tokens": tokens, "top_k": top_k, "width": width, "hidden": hidden}
     return Layers(
@@ -389,12 +389,12 @@ def _check(forms: Sequence[str], shapes: Sequence[Shape], repeats: int) -> None:
             )  # fmt: skip
 
 
-def _rows(forms: Sequence[str], shape: Shape, repeats: int, tell: Callable[[str], None]) -> list[MoERow]:
+def _rows(forms: Sequence[str], shape: Shape, repeats: int, progress: Callable[[str], None]) -> list[MoERow]:
     made = {}
     for form in forms:
-        tell(f"{form}, {shape.num_experts} experts")
+        progress(f"{form}, {shape.num_experts} experts")
         made[form] = compiled(layer(form, shape), shape)
-    tell(f"{shape.num_experts} experts, timed")
+    progress(f"{shape.num_experts} experts, timed")
     times = {}
     for at, way in ((0, "forward"), (1, "both")):
         programs = {form: _program(found[at], found[2][: 2 + at]) for form, found in made.items()}

@@ -58,7 +58,7 @@ def hierarchical_all_reduce(
 def hierarchical_all_to_all(
     x: Shaped[Array, "*dims"], *, inner: Axis, outer: Axis, split_dim: int = 0, concat_dim: int = 0, tiled: bool = True
 ) -> Shaped[Array, "*dims"]:
-    """All-to-all over both axes: what goes to place i of any node meets on rank i inside, then leaves as one message.
+    """All-to-all over both axes: what goes to place i of any node goes to rank i inside, then out as one message.
 
         per device [A/KM, B] -> [A, B/KM]  (split_dim=1, concat_dim=0), as `all_to_all` over (outer, inner)
         K-1 steps, (K-1)/K n bytes inside;  M-1 steps, (M-1)/M n bytes across

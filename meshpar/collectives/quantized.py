@@ -213,7 +213,7 @@ def scattered_sum(
     if outer is None:
         return _sum_of_arrived(parts, axis, dtype, block, _own(key, axis))
     num_outer, size = lax.axis_size(outer), parts.shape[-1]
-    # What goes to place i of any node meets on rank i inside; one message for each node leaves from there.
+    # What goes to place i of any node is gathered on rank i inside; one message for each node leaves from there.
     by_place = jnp.swapaxes(parts.reshape(num_outer, lax.axis_size(axis), size), 0, 1)
     own = _own(key, _both(axis, outer))
     inside, across = (None, None) if own is None else jax.random.split(own)

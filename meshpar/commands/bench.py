@@ -118,7 +118,7 @@ def collectives(
         dtype=dtype,
         op=op,
         repeats=repeats,
-        tell=_progress if sys.stderr.isatty() else lambda line: None,
+        progress=_progress if sys.stderr.isatty() else lambda line: None,
     )
     if sys.stderr.isatty():
         _progress("")
@@ -192,7 +192,6 @@ def moe(
     prepare_devices(devices)
     from meshpar.bench import moe as measured
 
-    tell = _progress if sys.stderr.isatty() else lambda line: None
     found = measured.layers(
         forms=forms or measured.FORMS,
         num_experts=num_experts or measured.NUM_EXPERTS,
@@ -201,7 +200,7 @@ def moe(
         width=width,
         hidden=hidden,
         repeats=repeats,
-        tell=tell,
+        progress=_progress if sys.stderr.isatty() else lambda line: None,
     )
     if sys.stderr.isatty():
         _progress("")

@@ -48,7 +48,7 @@ class ArrayData:
         return {name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype) for name, x in arrays.items()}
 
     def open(self, *, batch_size: int, seed: int) -> ArraySource:
-        """Loads, checks and splits the arrays. 64-bit numbers become 32-bit ones unless jax is told to keep them.
+        """Loads, checks and splits the arrays. 64-bit numbers become 32-bit ones unless jax has x64 enabled.
 
         Raises:
           ValueError: no arrays, first dims that differ, held-out arrays that do not match, or too few examples for one

@@ -1,8 +1,8 @@
 """train_step and eval_step: loss, gradients, accumulation and update as one compiled program.
 
-Where the gradients of several micro-steps meet is the caller's choice. With `accumulate_mode="each"` XLA reduces the
-gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
-gradients, whole, and one reduction follows the loop: least traffic. `engines/` holds the ways gradients are made.
+Where the gradients of several micro-steps are reduced is the caller's choice. With `accumulate_mode="each"` XLA reduces
+the gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
+gradients, replicated, and one reduction follows the loop: least traffic. `engines/` holds the ways gradients are made.
 """
 
 from __future__ import annotations
