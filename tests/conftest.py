@@ -1,6 +1,6 @@
 """What every test stands on: eight XLA host devices, set up before jax is imported anywhere.
 
-Fixtures, for whoever names them: `mesh8`, `strict`, `child_env`. What tests cost is told at the end (`Costs`).
+Fixtures, for whoever names them: `mesh8`, `strict`, `child_env`, `meshpar`. `Costs` reports at the end what tests cost.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import resource
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 XLA_FLAGS = {
@@ -185,3 +186,22 @@ LONG_FILES = ("test_notebooks.py", "test_recipes.py", "test_readme.py", "test_co
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
+
+
+@pytest.fixture
+def meshpar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Run a command line; gives (exit code, standard output, standard error)."""
+    from meshpar.commands import cli
+
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):  # what a command sets for its own process
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        assert "\x1b" not in out + err, "control codes in a pipe"
+        return int(end.value.code or 0), out, err
+
+    return run

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,21 +109,20 @@ def collectives(
         if path:
             _check_file(path, suffixes)
     largest = max_bytes or ("1MB" if jax.default_backend() == "cpu" else "100MB")
-    found = kernels.collectives(
-        mesh,
-        axes=axes,
-        names=names or tuple(kernels.COLLECTIVES),
-        algorithms=algorithms or kernels.USUAL,
-        min_bytes=parse_bytes(min_bytes),
-        max_bytes=parse_bytes(largest),
-        factor=factor,
-        dtype=dtype,
-        op=op,
-        repeats=repeats,
-        progress=_progress if sys.stderr.isatty() else lambda line: None,
-    )
-    if sys.stderr.isatty():
-        _progress("")
+    with _live() as progress:
+        found = kernels.collectives(
+            mesh,
+            axes=axes,
+            names=names or tuple(kernels.COLLECTIVES),
+            algorithms=algorithms or kernels.USUAL,
+            min_bytes=parse_bytes(min_bytes),
+            max_bytes=parse_bytes(largest),
+            factor=factor,
+            dtype=dtype,
+            op=op,
+            repeats=repeats,
+            progress=progress,
+        )
     print_report(found, as_json=as_json)
     if save:
         _save(found, save)
@@ -192,19 +193,27 @@ def moe(
     prepare_devices(devices)
     from meshpar.bench import moe as measured
 
-    found = measured.layers(
-        forms=forms or measured.FORMS,
-        num_experts=num_experts or measured.NUM_EXPERTS,
-        tokens=tokens,
-        top_k=top_k,
-        width=width,
-        hidden=hidden,
-        repeats=repeats,
-        progress=_progress if sys.stderr.isatty() else lambda line: None,
-    )
-    if sys.stderr.isatty():
-        _progress("")
+    with _live() as progress:
+        found = measured.layers(
+            forms=forms or measured.FORMS,
+            num_experts=num_experts or measured.NUM_EXPERTS,
+            tokens=tokens,
+            top_k=top_k,
+            width=width,
+            hidden=hidden,
+            repeats=repeats,
+            progress=progress,
+        )
     print_report(found, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _live() -> Iterator[Callable[[str], None]]:
+    """A function that shows one line in a terminal, each in place of the one before; the last is taken away."""
+    is_terminal = sys.stderr.isatty()
+    yield _progress if is_terminal else lambda line: None
+    if is_terminal:
+        _progress("")
 
 
 def _progress(line: str) -> None:

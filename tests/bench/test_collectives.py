@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from meshpar import bench
 from meshpar.bench import kernels
 from meshpar.bench.fit import Fit
 from meshpar.bench.found import XLA, CollectiveRow, Collectives
-from meshpar.commands import cli, plots
+from meshpar.commands import plots
 from meshpar.planner import cost
 from meshpar.planner.hardware import Cluster, Link, Links, parse_cluster, parse_profile
 from meshpar.sharding.types import MeshparError
@@ -253,19 +253,8 @@ def test_the_picture_shows_times_model_and_crossover():
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
-    """Run `meshpar bench collectives`; gives (exit code, standard output, standard error)."""
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main(["bench", "collectives", *map(str, args)])
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return run
+def command(meshpar):
+    return functools.partial(meshpar, "bench", "collectives")
 
 
 def test_the_command_passes_on_what_it_was_asked(command, monkeypatch, tmp_path):
@@ -335,16 +324,14 @@ def test_mistakes_are_one_paragraph(command, monkeypatch, tmp_path, args, says):
     assert says in error
 
 
-def test_a_measured_profile_serves_other_commands(command, monkeypatch, tmp_path, capsys):
+def test_a_measured_profile_serves_other_commands(meshpar, tmp_path):
     made().profile().save(tmp_path / "my.json")
-    with pytest.raises(SystemExit) as end:
-        cli.main(["cost", "ring", "--cluster", str(tmp_path / "my.json"), "--axis", "data", "--json"])
-    assert not end.value.code
-    assert json.loads(capsys.readouterr().out)["links"][0]["where"] == "measured along `data`"
-    with pytest.raises(SystemExit) as end:
-        cli.main(["explain", "none.py", "--cluster", str(tmp_path / "my.json")])
-    assert end.value.code == 2
-    assert "measured on `cpu` devices: it holds links, and nothing about a GPU" in capsys.readouterr().err
+    code, out, _ = meshpar("cost", "ring", "--cluster", tmp_path / "my.json", "--axis", "data", "--json")
+    assert code == 0
+    assert json.loads(out)["links"][0]["where"] == "measured along `data`"
+    code, _, error = meshpar("explain", "none.py", "--cluster", tmp_path / "my.json")
+    assert code == 2
+    assert "measured on `cpu` devices: it holds links, and nothing about a GPU" in error
 
 
 def test_help_has_examples(command):

@@ -34,13 +34,6 @@ def recipe(devices: int = 8) -> mp.Recipe:
 """
 
 
-@pytest.fixture(autouse=True)
-def _same_environment(monkeypatch):
-    """What a command sets for its own process is taken back."""
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-
-
 def write_recipe(folder: Path) -> Path:
     (folder / "text").mkdir()
     for number in range(8):
@@ -48,21 +41,6 @@ def write_recipe(folder: Path) -> Path:
     recipe = folder / "tiny.py"
     recipe.write_text(RECIPE)
     return recipe
-
-
-@pytest.fixture
-def meshpar(capsys):
-    """Run a command line; gives (exit code, standard output, standard error)."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        assert "\x1b" not in out + err, "control codes in a pipe"
-        return int(end.value.code or 0), out, err
-
-    return run
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -244,11 +222,9 @@ def test_mistakes_are_one_paragraph(meshpar, monkeypatch, args, says):
     assert "Traceback" not in error
 
 
-def test_traceback_is_shown_when_asked(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["shard", str(tmp_path / "none.py"), "--traceback"])
-    assert end.value.code == 2
-    shown = capsys.readouterr().err
+def test_traceback_is_shown_when_asked(meshpar, tmp_path):
+    code, _, shown = meshpar("shard", tmp_path / "none.py", "--traceback")
+    assert code == 2
     assert "Traceback" in shown
     assert "no such file" in shown
 

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 
 import pytest
 
-from meshpar.commands import cli
 from meshpar.planner.hardware import Link, Links
 
 
-@pytest.fixture(autouse=True)
-def _same_environment(monkeypatch):
-    """What a command sets for its own process is taken back."""
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-
-
 @pytest.fixture
-def meshpar(capsys):
-    """Run a command line; gives (exit code, standard output, standard error)."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main(["cost", *map(str, args)])
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return run
+def meshpar(meshpar):
+    return functools.partial(meshpar, "cost")
 
 
 def test_one_algorithm_itemised(meshpar):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -67,13 +68,6 @@ def leaving(devices: int = 8) -> mp.Recipe:
 """
 
 
-@pytest.fixture(autouse=True)
-def _same_environment(monkeypatch):
-    """What a command sets for its own process is taken back."""
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipes") / "tiny.py"
@@ -82,18 +76,8 @@ def recipe(tmp_path_factory):
 
 
 @pytest.fixture
-def explain(capsys):
-    """Run `meshpar explain ...`; gives (exit code, standard output, standard error)."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main(["explain", *map(str, args)])
-        out, err = capsys.readouterr()
-        assert "\x1b" not in out + err, "control codes in a pipe"
-        return int(end.value.code or 0), out, err
-
-    return run
+def explain(meshpar):
+    return functools.partial(meshpar, "explain")
 
 
 # What it prints ------------------------------------------------------------------------------------------------------

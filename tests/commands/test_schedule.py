@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 
 import jax
 import pytest
 
-from meshpar.commands import cli
 from meshpar.commands import schedule as command
 from meshpar.pipeline.schedules import Schedule, make
 from meshpar.sharding.types import problem
 
 
-@pytest.fixture(autouse=True)
-def _same_environment(monkeypatch):
-    """What a command sets for its own process is taken back."""
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-
-
 @pytest.fixture
-def schedule(capsys, monkeypatch):
-    """Run `meshpar schedule ...`; gives (exit code, standard output, standard error)."""
-
-    here = cli.Lazy("meshpar.commands.schedule:schedule", "Show a schedule.")
-    monkeypatch.setitem(cli.COMMANDS, "schedule", here)
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main(["schedule", *map(str, args)])
-        out, err = capsys.readouterr()
-        assert "\x1b" not in out + err, "control codes in a pipe"
-        return int(end.value.code or 0), out, err
-
-    return run
+def schedule(meshpar):
+    return functools.partial(meshpar, "schedule")
 
 
 EIGHT = ("--stages", 4, "--microbatches", 8)
