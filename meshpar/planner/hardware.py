@@ -384,12 +384,13 @@ def _axes_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _link_from_json(field: str, data: Any) -> Link:
-    named = {one.name for one in dataclasses.fields(Link)}
-    kind = 'a link, as {"alpha_s": 2e-6, "bytes_per_s": 4.5e11}'
-    _check(field, data, isinstance(data, Mapping) and data.keys() == named, kind)
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in data.values())
-    _check(field, dict(data), numbers, kind)
-    return Link(**data)
+    try:
+        return Link(**data)
+    except (TypeError, MeshparError):
+        kind = 'a latency of at least 0 and a bandwidth above 0, as {"alpha_s": 2e-6, "bytes_per_s": 4.5e11}'
+        raise problem(
+            "a cluster's profile", f"set `{field}` to {data!r}", f"it is {kind}", "correct the file"
+        ) from None
 
 
 def _check_fields(data: Mapping[str, Any], known: set[str]) -> None:
