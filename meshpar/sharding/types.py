@@ -1,4 +1,4 @@
-"""The records that travel through meshpar: a leaf, and the decision about it; and its errors, for all that know jax."""
+"""The records that travel through meshpar: a leaf, and the decision about it. Errors are those of `errors.py`."""
 
 from __future__ import annotations
 
