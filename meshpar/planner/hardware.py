@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from meshpar.planner.catalogue import GPUS, Chip, Gpu
+from meshpar.planner.catalogue import GPUS, Gpu, gpu_from
 from meshpar.sharding.types import AnyMesh, MeshparError, axis_sizes, near, problem
 
 
@@ -404,10 +404,8 @@ def _gpu_from_json(data: Mapping[str, Any]) -> Gpu:
     _check("compute_capability", capability, is_capability, "two whole numbers, as [9, 0]")
     are_kinds = isinstance(kinds, list | tuple) and bool(kinds) and all(isinstance(kind, str) for kind in kinds)
     _check("device_kinds", kinds, are_kinds, "a list of at least one name")
-    chip = Chip(**{**data["chip"], "compute_capability": tuple(capability)})
-    sources = tuple(tuple(source) for source in data.get("sources", ()))
-    gpu = Gpu(**{**data, "device_kinds": tuple(kinds), "chip": chip, "sources": sources})
-    for one in (gpu, chip):
+    gpu = gpu_from(data)
+    for one in (gpu, gpu.chip):
         for field in dataclasses.fields(one):
             if field.type in ("int", "float"):
                 _check_figure(field.name, getattr(one, field.name), is_whole=field.type == "int")
