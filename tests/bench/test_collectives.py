@@ -272,7 +272,7 @@ def test_the_command_passes_on_what_it_was_asked(command, monkeypatch, tmp_path)
         "--op", "max", "--repeats", 3, "--save", profile, "--plot", plot, "--json",
     )  # fmt: skip
     assert code == 0
-    del asked["tell"]
+    del asked["progress"]
     assert asked == {
         "mesh": "data=2,tensor=4", "axes": ("data", "data*tensor"), "names": ("all_reduce",), "algorithms": ("ring",),
         "min_bytes": 4e3, "max_bytes": 1e6, "factor": 4.0, "dtype": "bfloat16", "op": "max", "repeats": 3,

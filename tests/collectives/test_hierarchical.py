@@ -114,5 +114,5 @@ def test_one_message_for_each_pair_of_nodes(ranks, outer, inner):
 @pytest.mark.parametrize("name", ["hierarchical_all_reduce", "hierarchical_all_to_all"])
 def test_the_levels_are_two_axes(ranks, name):
     kernel = functools.partial(getattr(mc, name), inner="x", outer="x")
-    with pytest.raises(MeshparError, match=f"{name}: .*inside the groups or across.*two different"):
+    with pytest.raises(MeshparError, match=f"{name}: .*inside the nodes or across.*two different"):
         jax.eval_shape(ranks(2).view(kernel), jnp.zeros((2, 4)))
