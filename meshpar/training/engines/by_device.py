@@ -165,9 +165,9 @@ def _sharded_step(
             try:
                 out = loss(unshard.entered(params, noise, weight), extra, micro, key)
             except (TypeError, ValueError) as error:
-                _check_layers_gathered(setup, unshard, wishes, error)
+                _check_layers_gathered(setup, unshard, context, error)
                 raise
-            _check_layers_gathered(setup, unshard, wishes, None)
+            _check_layers_gathered(setup, unshard, context, None)
         return out
 
     def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> Sums:
@@ -183,7 +183,7 @@ def _sharded_step(
     return micro_step
 
 
-def _check_layers_gathered(setup: Setup, unshard: Unshard, wishes: Numerics, cause: Exception | None) -> None:
+def _check_layers_gathered(setup: Setup, unshard: Unshard, context: Numerics, cause: Exception | None) -> None:
     """A model that computes with a layer's shards fails by their shapes: this is why."""
     if unshard.per_layer and not context.num_scans:
         raise problem(
