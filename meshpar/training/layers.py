@@ -109,7 +109,7 @@ def scan_layers(
       ValueError: an Aux whose loss is no scalar; a layer that gives back another x; caches under stages; parameters
         to be gathered with a path that no parameter has.
     """
-    run, body = current().run, _as_asked(layer, at)
+    run, body = current().run, _in_context(layer, at)
     rows = (params, extra, caches)
     if run is None or not staged:
         with jax.named_scope(at):
@@ -124,7 +124,7 @@ def scan_layers(
     return run.run(body, x, rows)
 
 
-def _as_asked(layer: Callable[..., Any], at: str) -> Layer:
+def _in_context(layer: Callable[..., Any], at: str) -> Layer:
     """The layer as a function of (x, its row): weights gathered, and recomputed, as the step asks."""
     context = current().numerics
     gather = None if context is None else context.gather
@@ -167,17 +167,17 @@ def scanned(layer: Layer, x: Any, rows: PyTree, *, with_caches: bool = False) ->
 def check_alike(name: str, x: PyTree, y: PyTree) -> None:
     """What takes x and gives y, one after the other, gives it as it takes it."""
     trees = [str(jax.tree.structure(tree)) for tree in (x, y)]
-    if trees[0] != trees[1] or _told(x) != _told(y):
+    if trees[0] != trees[1] or _shown(x) != _shown(y):
         of_x, of_y = ("", "") if trees[0] == trees[1] else (f" in {tree}" for tree in trees)
         raise problem(
             name,
-            f"give its result, {_told(y)}{of_y}, to the next",
-            f"each takes {_told(x)}{of_x}",
+            f"give its result, {_shown(y)}{of_y}, to the next",
+            f"each takes {_shown(x)}{of_x}",
             "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them",
         )
 
 
-def _told(tree: PyTree) -> str:
+def _shown(tree: PyTree) -> str:
     return ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in jax.tree.leaves(tree)) or "no array"
 
 
