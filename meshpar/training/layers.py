@@ -167,17 +167,17 @@ def scanned(layer: Layer, x: Any, rows: PyTree, *, with_caches: bool = False) ->
 def check_alike(name: str, x: PyTree, y: PyTree) -> None:
     """What takes x and gives y, one after the other, gives it as it takes it."""
     trees = [str(jax.tree.structure(tree)) for tree in (x, y)]
-    if trees[0] != trees[1] or _shown(x) != _shown(y):
+    if trees[0] != trees[1] or _types(x) != _types(y):
         of_x, of_y = ("", "") if trees[0] == trees[1] else (f" in {tree}" for tree in trees)
         raise problem(
             name,
-            f"give its result, {_shown(y)}{of_y}, to the next",
-            f"each takes {_shown(x)}{of_x}",
+            f"give its result, {_types(y)}{of_y}, to the next",
+            f"each takes {_types(x)}{of_x}",
             "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them",
         )
 
 
-def _shown(tree: PyTree) -> str:
+def _types(tree: PyTree) -> str:
     return ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in jax.tree.leaves(tree)) or "no array"
 
 

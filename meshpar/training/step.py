@@ -98,8 +98,8 @@ class TrainStep(_Program):
         setup, options = state.setup, self.options
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         engine = engine_of(setup, options)
-        in_force = numerics(options.precision, options.remat)
-        with use(setup.mesh, setup.strategy), in_force as context, jax.named_scope("gradients"):
+        numbers = numerics(options.precision, options.remat)
+        with use(setup.mesh, setup.strategy), numbers as context, jax.named_scope("gradients"):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
         _check_remat(options, context)
         with jax.named_scope("update"):

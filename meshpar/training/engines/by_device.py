@@ -172,8 +172,8 @@ def _sharded_step(
 
     def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> Sums:
         masters = jax.tree.map(wide, params)
-        # Gradients are weighed before they are reduced, so the weight is known first: a forward pass of which XLA keeps
-        # what it takes, which is little where the weight is a count of tokens.
+        # Gradients are reduced weighed, so the weight is known before: a forward pass of which XLA keeps what it takes,
+        # which is little where the weight is a count of tokens.
         weight = None
         if options.weight is not None:
             weight = wide(jnp.asarray(weight_of(options, loss_of(masters, extra, micro, key, None)[1][0])))
