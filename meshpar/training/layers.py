@@ -21,8 +21,8 @@ from meshpar.training.precision import Numerics
 class Aux(NamedTuple):
     """What a layer, or a part of the model, gives beside its output.
 
-    Under stages nobody has it before all microbatches are through, so what a model and its loss function make of it is
-    worked out once, behind the last tick, of the sums and means over microbatches and devices. For that,
+    Under stages it is complete only when all microbatches are through, so what a model and its loss function make of it
+    is worked out once, behind the last tick, of the sums and means over microbatches and devices. For that,
 
       - the loss may add `aux.loss`, times a constant, and use no `aux.metrics`;
       - a metric, or a variable that the model changes, may be made of `aux`, constants and the model's variables as
