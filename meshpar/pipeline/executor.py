@@ -222,20 +222,22 @@ class _Trace:
 
     def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[Sums, tuple[PyTree, PyTree]]:
         """Of one microbatch, times its weight; and the gradients of the ends and of y, likewise."""
-        with jax.named_scope("loss"):
-            loss, vjp, metrics = jax.vjp(
-                lambda ends, y: jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro)), ends, y, has_aux=True
-            )
-            name = self.functions.weight
-            sums = weighed_by(None if name is None else metrics[name], loss, metrics)
-            if name is None:
-                return sums, vjp(jnp.ones_like(loss))
-            # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
-            has = sums.weight > 0
-            grads = vjp(jnp.where(has, sums.weight, 0).astype(loss.dtype))
-            return sums, jax.tree.map(
-                lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(has, g, jnp.zeros_like(g)), grads
-            )
+
+        def last(ends: PyTree, y: PyTree) -> tuple[jax.Array, dict[str, jax.Array]]:
+            with jax.named_scope("loss"):
+                return jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro))
+
+        loss, vjp, metrics = jax.vjp(last, ends, y, has_aux=True)
+        name = self.functions.weight
+        sums = weighed_by(None if name is None else metrics[name], loss, metrics)
+        if name is None:
+            return sums, vjp(jnp.ones_like(loss))
+        # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
+        has = sums.weight > 0
+        grads = vjp(jnp.where(has, sums.weight, 0).astype(loss.dtype))
+        return sums, jax.tree.map(
+            lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(has, g, jnp.zeros_like(g)), grads
+        )
 
     def _first(self, ends: PyTree, micro: Micro) -> PyTree:
         with jax.named_scope("first"):
