@@ -1,8 +1,8 @@
 """Holding: the compiled program's collectives against what was promised and traced: kept, missing, unexpected.
 
-Every array of every collective is claimed by at most one promise, by its kind, axes and size: first by what must be
-there, then by what may. What no promise claims is a number or a vector over the batch (losses, metrics, norms), a
-kernel's message as the traced step has it, or unexpected.
+Every array of every collective is claimed by at most one promise, by its kind, axes and size, so that as few as can be
+are lacking, and then as few as can be are left. What no promise claims is a number or a vector over the batch (losses,
+metrics, norms), a kernel's message as the traced step has it, or unexpected.
 
 A promise is held over each of its axes: so many arrays, and of each the bytes of the cheapest form that XLA may lower
 it to, or at most those of the dearest it allows (`parallel.promise`).
@@ -17,6 +17,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from meshpar.compiled.census import Collective, bytes_sent, per_array
 from meshpar.compiled.traced import Message
@@ -102,7 +105,7 @@ class Promise:
 
 @dataclasses.dataclass
 class _Pool:
-    """Arrays of collectives that no promise has claimed yet."""
+    """Arrays of collectives that promises may claim."""
 
     left: list[list[Any]]
     """[collective, runs a step]."""
@@ -111,29 +114,30 @@ class _Pool:
     stacks: frozenset[int] = frozenset()
     """Numbers of layers that are stacked."""
 
-    def fitting(self, one: Promised) -> list[tuple[int, Fraction]]:
-        """(place, how many arrays of a promise one run serves), those that fit nothing else first.
+    def alike(self) -> list[list[int]]:
+        """Places of arrays that serve the same promises, together."""
+        groups: dict[Any, list[int]] = {}
+        for at, (one, runs) in enumerate(self.left):
+            trips = tuple(loop.trip_count for loop in one.loops)
+            same = (one.logical_kind, one.axes, _elements(one), one.dtype, trips, one.is_backward, one.origin)
+            if runs:
+                groups.setdefault(same, []).append(at)
+        return list(groups.values())
 
-        Those are single layers in the loop over layers, then whole stacks; an array outside the loop that is as large
-        as one layer may as well be the whole of something smaller.
-        """
-        found = []
-        for at, (collective, runs) in enumerate(self.left):
-            if not runs or (one.forward and collective.is_backward) or (one.outside and collective.loops):
-                continue
-            is_whole_number = collective.dtype.startswith(("s", "u", "pred"))
-            if is_whole_number != one.dtype.startswith("s") or not set(collective.axes) <= set(one.axes):
-                continue  # counts, and what is quantized, are no weights
-            if one.of_leaf and one.stack == 1 and any(self.in_layers(collective, layers) for layers in self.stacks):
-                continue
-            in_layers = self.in_layers(collective, one.stack)
-            worth = self._worth(one, collective, 1 if in_layers else one.stack)
-            if worth:
-                is_ring = collective.logical_kind == _RING
-                is_other = is_ring, collective.dtype != one.dtype, -len(collective.axes), _elements(collective)
-                unlike = worth == 1 < one.stack and not in_layers, *is_other  # what is scattered before what is whole
-                found.append((unlike, at, worth))
-        return [(at, worth) for _, at, worth in sorted(found)]
+    def fit(self, one: Promised, collective: Collective) -> tuple[Fraction, float]:
+        """(how many arrays of a promise one run serves, how unlike what is promised it is); 0: it does not fit."""
+        if (one.forward and collective.is_backward) or (one.outside and collective.loops):
+            return Fraction(0), 0.0
+        is_whole_number = collective.dtype.startswith(("s", "u", "pred"))
+        if is_whole_number != one.dtype.startswith("s") or not set(collective.axes) <= set(one.axes):
+            return Fraction(0), 0.0  # counts, and what is quantized, are no weights
+        if one.of_leaf and one.stack == 1 and any(self.in_layers(collective, layers) for layers in self.stacks):
+            return Fraction(0), 0.0
+        in_layers = self.in_layers(collective, one.stack)
+        worth = self._worth(one, collective, 1 if in_layers else one.stack)
+        # An array outside the loop that is as large as one layer may as well be the whole of something smaller.
+        unlike = 0.4 * (worth == 1 < one.stack and not in_layers) + 0.2 * (collective.logical_kind == _RING)
+        return worth, unlike + 0.3 * (collective.dtype != one.dtype) + 0.1 * (len(one.axes) - len(collective.axes))
 
     def _worth(self, one: Promised, collective: Collective, stack: int) -> Fraction:
         kind, axes, elements = collective.logical_kind, set(collective.axes), _elements(collective)
@@ -143,7 +147,7 @@ class _Pool:
             return Fraction(elements * ranks, one.elements * (ranks - 1)) if is_part else Fraction(0)
         if kind not in _ALLOWED[one.kind] or (one.kind == "exchange" and axes != set(one.axes)):
             return Fraction(0)
-        if kind == "reduce-scatter" and not axes <= set(one.scattered):
+        if kind == "reduce-scatter" and (one.whole == "only" or not axes <= set(one.scattered)):
             return Fraction(0)
         if kind == "all-reduce" and axes & set(one.scattered) and not one.whole:
             return Fraction(0)
@@ -175,26 +179,66 @@ class _Claim:
     """A promise, and what it has been given."""
 
     one: Promised
-    served: dict[str, Fraction]
-    """Over each axis, arrays."""
     taken: list[tuple[Collective, int, Fraction]] = dataclasses.field(default_factory=list)
     """(collective, runs, arrays)."""
 
-    def take(self, pool: _Pool, bound: int) -> None:
-        """Takes from the pool up to its fewest (0) or most (1)."""
-        for at, worth in pool.fitting(self.one):
-            collective, runs = pool.left[at]
-            open_ = min(self.one.count_over(axis)[bound] - self.served[axis] for axis in collective.axes)
-            runs = min(runs, int(open_ // worth))
-            if runs > 0:
-                pool.left[at][1] -= runs
-                self.taken.append((collective, runs, runs * worth))
-                for axis in collective.axes:
-                    self.served[axis] += runs * worth
+    def served(self, axis: str) -> Fraction:
+        """Arrays over one of its axes."""
+        return sum((arrays for one, _, arrays in self.taken if axis in one.axes), Fraction(0))
 
     def lacking(self, axes: Iterable[str]) -> int:
         """Arrays that are due over some of its axes and were not found."""
-        return max(0, *(math.ceil(self.one.count_over(axis)[0] - self.served[axis]) for axis in axes))
+        return max(0, *(math.ceil(self.one.count_over(axis)[0] - self.served(axis)) for axis in axes))
+
+
+_LACKING, _LEFT = 1000.0, 10.0
+"""What an array costs that is due and not found, and one that is found and not claimed, over one that is unlike."""
+
+
+def _claimed(promises: Sequence[Promised], pool: _Pool) -> list[_Claim]:
+    """The pool's arrays shared out among promises, so that fewest are lacking, then fewest left: an integer program."""
+    claims, groups = [_Claim(one) for one in promises], pool.alike()
+    fits = [
+        (c, g, *found)
+        for g, group in enumerate(groups)
+        for c, one in enumerate(promises)
+        if (found := pool.fit(one, pool.left[group[0]][0]))[0]
+    ]
+    due = [(c, axis) for c, one in enumerate(promises) for axis in one.axes]
+    if not fits:
+        return claims
+    runs = [sum(pool.left[at][1] for at in group) for group in groups]
+    by_group, by_axis = np.zeros((len(groups), len(fits))), np.zeros((len(due), len(fits)))
+    cost = np.zeros(len(fits))
+    for k, (c, g, worth, unlike) in enumerate(fits):
+        collective = pool.left[groups[g][0]][0]
+        by_group[g, k] = 1
+        # What a kernel was traced to send may stay its own.
+        cost[k] = unlike - (0.0 if collective.origin == "kernel" else _LEFT)
+        for d, (owner, axis) in enumerate(due):
+            by_axis[d, k] = float(worth) if owner == c and axis in collective.axes else 0
+    least, most = (np.array([promises[c].count_over(axis)[bound] for c, axis in due], float) for bound in (0, 1))
+    lacking = np.eye(len(due))
+    found = milp(
+        np.concatenate([cost, np.full(len(due), _LACKING)]),
+        integrality=np.concatenate([np.ones(len(fits)), np.zeros(len(due))]),
+        bounds=Bounds(0, np.concatenate([np.array([runs[g] for _, g, *_ in fits], float), np.full(len(due), np.inf)])),
+        constraints=[
+            LinearConstraint(np.hstack([by_group, np.zeros((len(groups), len(due)))]), -np.inf, np.array(runs, float)),
+            LinearConstraint(np.hstack([by_axis, np.zeros_like(lacking)]), -np.inf, most + 1e-6),
+            LinearConstraint(np.hstack([by_axis, lacking]), least - 1e-6, np.inf),
+        ],
+        options={"time_limit": 60.0, "mip_rel_gap": 1e-9},
+    )
+    assert found.x is not None, found.message
+    for (c, g, worth, _), taken in zip(fits, np.rint(found.x[: len(fits)]).astype(int).tolist(), strict=True):
+        for at in groups[g]:
+            here = min(taken, pool.left[at][1])
+            if here:
+                pool.left[at][1] -= here
+                claims[c].taken.append((pool.left[at][0], here, here * worth))
+                taken -= here
+    return claims
 
 
 def hold(
@@ -218,24 +262,31 @@ def hold(
       longest: the longest dim of a parameter; what is summed over the batch and no longer is bookkeeping.
       batch_axes: over which gradients are summed.
     """
-    traced, beyond = _as_traced([part for one in collectives for part in per_array(one)], messages, sizes)
-    pool = _Pool(traced, dict(sizes), micro_steps)
+    found = [part for one in collectives for part in per_array(one)]
+    traced = _Traced(messages, sizes)
+    is_kernels = [one.origin == "kernel" for one in found]
+    # The smallest first: those that XLA split have the fewest to choose from.
+    served = {
+        at: traced.serve(found[at], found[at].count_per_step)
+        for at in sorted(range(len(found)), key=lambda at: _elements(found[at]))
+        if is_kernels[at]
+    }
+    pool = _Pool([[one, served.get(at, one.count_per_step)] for at, one in enumerate(found)], dict(sizes), micro_steps)
     promises = [one.stacked if one.stacked is not None and pool.has_layers(one.stacked) else one for one in promises]
     pool.stacks = frozenset(one.stack for one in promises if one.stack > 1)
-    claims = [_Claim(one, dict.fromkeys(one.axes, Fraction(0))) for one in promises]
-    # Those that only one pass may serve choose first, then the largest, then those that can be kept in fewest ways.
-    ordered = sorted(claims, key=lambda claim: (not claim.one.forward, -claim.one.elements, _freedom(claim.one)))
-    # First what must be there, then what may: a promise with a range must not take what another one needs.
-    for bound in (0, 1):
-        for claim in ordered:
-            claim.take(pool, 1 if claim.one.forward else bound)
+    claims = _claimed(promises, pool)
     summed = {axis for one in promises if one.role == GRADIENTS for axis in one.axes} | set(batch_axes)
-    left = [(one, runs, is_traced) for items, is_traced in ((pool.left, True), (beyond, False)) for one, runs in items]
     by_kind: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "unexpected": []}
-    for one, runs, is_traced in left:
-        is_kernels = is_traced and one.origin == "kernel"
-        name = "small" if _is_bookkeeping(one, longest, summed) else "kernels" if is_kernels else "unexpected"
-        by_kind[name] += [(one, runs)] if runs else []
+    for at, (one, runs) in enumerate(pool.left):
+        beyond = one.count_per_step - served.get(at, one.count_per_step)
+        if _is_bookkeeping(one, longest, summed):
+            by_kind["small"].append((one, runs + beyond))
+            continue
+        # XLA may move a kernel's message, by which it loses its name.
+        moved = runs if is_kernels[at] else traced.serve(one, runs)
+        by_kind["kernels"].append((one, moved))
+        by_kind["unexpected"].append((one, runs - moved + beyond))
+    by_kind = {name: [(one, runs) for one, runs in items if runs] for name, items in by_kind.items()}
     return Promise(
         kept=_joined(line for claim in claims for line in _kept(claim, pool.sizes)),
         missing=_joined(line for claim in claims for line in _missing(claim, pool.sizes)),
@@ -245,36 +296,29 @@ def hold(
     )
 
 
-def _freedom(one: Promised) -> int:
-    return one.whole + len(one.axes) + (one.stack > 1)
+class _Traced:
+    """The messages of kernels that the traced step asks for, and how many of them have been found."""
 
+    def __init__(self, messages: Sequence[Message], sizes: Mapping[str, int]) -> None:
+        self._left: Counter[tuple[str, tuple[str, ...], int]] = Counter()
+        self._sizes = sizes
+        for message in messages:
+            self._left[_class(message.kind), message.axes, message.elements] += message.count  # type: ignore[assignment]
 
-def _as_traced(
-    found: Sequence[Collective], messages: Sequence[Message], sizes: Mapping[str, int]
-) -> tuple[list[list[Any]], list[list[Any]]]:
-    """[collective, runs] of what XLA put in or a kernel was traced to send, and of what kernels send beyond that.
+    def serve(self, one: Collective, runs: int) -> int:
+        """How many runs of a collective are some kernel's, which are then taken.
 
-    Axes that a kernel leaves to XLA may split what it sends: then so many times less is sent.
-    """
-    asked: Counter[tuple[str, tuple[str, ...], int]] = Counter()
-    for message in messages:
-        asked[_class(message.kind), message.axes, message.elements] += message.count  # type: ignore[assignment]
-
-    def serve(one: Collective) -> int:
-        if one.origin != "kernel":
-            return one.count_per_step
+        Axes that a kernel leaves to XLA may split what it sends: then so many times less is sent.
+        """
         served, whole = 0, _elements(one)
-        ways = math.prod(size for axis, size in sizes.items() if axis not in one.axes)
-        for kind, axes, elements in sorted(asked, key=lambda key: (key[2] != whole, key[2])):
-            fits = whole and elements % whole == 0 and ways % (elements // whole) == 0
-            if (kind, axes) == (_class(one.kind), one.axes) and fits and served < one.count_per_step:
-                here = int(min(one.count_per_step - served, asked[kind, axes, elements]))
-                asked[kind, axes, elements] -= here
+        ways = math.prod(size for axis, size in self._sizes.items() if axis not in one.axes)
+        for kind, axes, elements in sorted(self._left, key=lambda key: key[2]):
+            fits = 0 < whole <= elements and elements % whole == 0 and ways % (elements // whole) == 0
+            if fits and (kind, axes) == (_class(one.kind), one.axes) and served < runs:
+                here = int(min(runs - served, self._left[kind, axes, elements]))
+                self._left[kind, axes, elements] -= here
                 served += here
         return served
-
-    pairs = [(one, serve(one)) for one in found]
-    return [[one, served] for one, served in pairs], [[one, one.count_per_step - served] for one, served in pairs]
 
 
 def _class(kind: str) -> str:
@@ -355,7 +399,7 @@ def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
     for kind, axes, elements in one.forms(dict(sizes)):
         lacking = claim.lacking(axes)
         if lacking:
-            most = max(one.count_over(axis)[1] - int(claim.served[axis]) for axis in axes)
+            most = max(one.count_over(axis)[1] - int(claim.served(axis)) for axis in axes)
             nbytes = elements * ITEMSIZE.get(one.dtype, 4)
             sent = lacking * bytes_sent(kind, nbytes, math.prod(sizes[axis] for axis in axes))
             yield Line(

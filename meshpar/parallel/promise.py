@@ -49,8 +49,8 @@ class Promised:
     """Over which, in the mesh's order."""
     scattered: tuple[str, ...] = ()
     """Of a sum: axes whose ranks keep their part of it only."""
-    whole: bool = False
-    """Of a scattered sum: whether XLA may sum all of it on every rank first."""
+    whole: bool | Literal["only"] = False
+    """Of a scattered sum: whether XLA may, or is sure to, sum all of it on every rank first."""
     elements: int
     """Numbers of one array whole over its axes; with `multiple`, any multiple of it."""
     multiple: bool = False

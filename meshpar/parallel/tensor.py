@@ -169,7 +169,7 @@ def _of_block(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
         # The first block's input may be the batch itself, which needs no gradient.
         whole = facts.on_cpu or is_reordered or len(columns) < len(block.columns)
         least, most = inputs if stack > 1 else 0, inputs * shares
-        yield promise("partial sums, backward", "sum", least, most, whole=whole, as_shares=shares > 1)
+        yield promise("partial sums, backward", "sum", least, most, whole="only" if shares > 1 else whole)
     if by_sequence and inputs:
         yield promise("sequence made whole, forward", "gather", inputs, inputs * (1 + recomputed))
     if by_sequence and num_rows:
@@ -199,15 +199,14 @@ def _promise_of(
         least: int,
         most: int,
         *,
-        whole: bool = False,
-        as_shares: bool = False,
+        whole: bool | Literal["only"] = False,
     ) -> Promised:
         return Promised(
             role=role,
             kind=kind,
             axes=(axis,),
-            scattered=(axis,) if kind == "sum" and by_sequence and not as_shares else (),
-            whole=whole and by_sequence,
+            scattered=(axis,) if kind == "sum" and by_sequence else (),
+            whole=whole if by_sequence else False,
             elements=width * (max(1, facts.rows) if facts.tokens is None else facts.tokens),
             multiple=facts.tokens is None,
             dtype=facts.wire(facts.compute_dtype(some)),
