@@ -258,7 +258,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "bidirectional"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=st.lists(FLOATS, min_size=72, max_size=72))
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_to_the_bit(whole_and_halves, algorithm, rows):
     whole, halves = whole_and_halves(algorithm)(np.array(rows, "float32").reshape(6, 12))
@@ -275,7 +275,7 @@ def all_algorithms(ranks):
     return jax.jit(ranks(7).view(run))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=st.lists(FLOATS, min_size=35, max_size=35))
 def test_all_ranks_get_the_same_bits(all_algorithms, rows):
     for name, found in all_algorithms(np.array(rows, "float32").reshape(7, 5)).items():
@@ -283,7 +283,7 @@ def test_all_ranks_get_the_same_bits(all_algorithms, rows):
         assert (bits == bits[0]).all(), name
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3),
     algorithm=st.sampled_from(ALGORITHMS),

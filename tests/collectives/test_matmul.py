@@ -168,7 +168,7 @@ def test_under_vmap_inside_scan_and_with_the_check_of_varying_axes_off(ranks, ca
 
 
 @pytest.mark.matrix
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(lead=st.lists(st.integers(1, 3), max_size=2), rows=st.integers(0, 5), seed=st.integers(0, 9), data=st.data())
 def test_each_is_the_transpose_of_the_other(ranks, lead, rows, seed, data):
     """<gather(x) w, y> = <x, scatter(y wT)>, exactly, for whole numbers of any shape."""

@@ -56,7 +56,7 @@ def numbers(of: Batches, count: int) -> list[list[int]]:
     return [next(of)["number"].tolist() for _ in range(count)]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**40))
 def test_an_epoch_has_every_row_once(num_rows, batch_size, seed):
     batch_size = min(batch_size, num_rows)
@@ -89,7 +89,7 @@ def test_iterating_and_picking_a_step_agree(prefetch):
             assert batch["wide"].tolist() == [[4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3] for n in expected]
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.integers(0, 15), st.integers(0, 15), st.sampled_from([0, 2, 5]))
 def test_resuming_at_any_step_is_exact(stop_at, elsewhere, prefetch):
     with batches(seed=3, prefetch=0) as whole:
@@ -239,7 +239,7 @@ ENTRIES = st.permutations(AXES).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.sampled_from([(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 4, 2), (2, 1, 4)]), ENTRIES, st.integers(1, 3))
 def test_the_rows_that_are_read_partition_the_batch(shape, entry, per_device):
     mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3)
@@ -366,6 +366,7 @@ print(json.dumps({"seen": seen, "rows": of.row_numbers(2).tolist(), "held": held
 """
 
 
+@pytest.mark.matrix
 def test_each_process_reads_only_what_its_devices_hold():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

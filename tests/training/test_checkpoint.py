@@ -669,7 +669,7 @@ def test_a_fingerprint_does_not_depend_on_the_mesh(setup, two_steps):
 FINGERPRINT = jax.jit(checkpoint._fingerprint)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_change_of_one_element_changes_the_fingerprint(data):
     dtype = np.dtype(data.draw(st.sampled_from(["float32", "float16", "int32", "uint8", "bool", "complex64"])))
