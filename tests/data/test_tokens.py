@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import meshpar.data.tokens

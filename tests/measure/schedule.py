@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.bench.report import Measure, Figures, in_turn, load, quartiles
+from meshpar.bench.report import Figures, Measure, in_turn, load, quartiles
 from meshpar.pipeline import SCHEDULES, Params, Schedule, make, value_and_grad
 
 CASES = ((4, 8), (4, 16), (8, 16))

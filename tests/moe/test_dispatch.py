@@ -225,7 +225,7 @@ CASES = {
 }
 
 
-QUICK = "many experts, in chunks", "two levels", "buffers in chunks"
+QUICK = "many experts, in chunks", "buffers in chunks"
 
 
 @pytest.mark.parametrize("name", cases(*QUICK, grid=CASES))
@@ -263,7 +263,8 @@ def test_equal_with_tokens_and_experts_split_further(name):
     assert_equal(SPLIT[name])
 
 
-@pytest.mark.parametrize("form", cases({}, grid=[{}, {"capacity": 2}]), ids=["dropless", "buffers"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("form", [{}, {"capacity": 2}], ids=["dropless", "buffers"])
 def test_the_routers_gradient_and_ties(form):
     """From logits to y: tokens, router and experts get the reference's gradients, also where scores tie."""
     case = Case(on(data=2, expert=4), num_experts=4, **form)
@@ -297,6 +298,7 @@ def test_the_routers_gradient_and_ties(form):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-12 * max(1.0, float(jnp.abs(other).max())))
 
 
+@pytest.mark.matrix
 def test_without_the_check_the_sum_over_data_is_the_callers():
     case = Case(on(data=2, expert=4))
     with jax.enable_x64(True):
@@ -521,9 +523,9 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("name", cases("in float32", grid=[*COUNTED, "split"]))
+@pytest.mark.parametrize("name", cases("data, sums after", grid=[*COUNTED, "buffers", "data, sums after"]))
 def test_two_all_to_alls_each_way_of_the_bytes_of_the_closed_form(name):
-    case = SPLIT["buffers"] if name == "split" else CASES[name]
+    case = {**CASES, **SPLIT}[name]
     found = sent(case)
     exchanges = [one for one in found if one.kind == "all-to-all"]
     assert [(one.is_backward, one.module, one.axes, one.count_per_step) for one in exchanges] == [
@@ -538,7 +540,7 @@ def test_two_all_to_alls_each_way_of_the_bytes_of_the_closed_form(name):
 
 
 def test_two_levels_send_a_message_to_each_node_instead_of_each_rank():
-    case = CASES["two levels"]
+    case = OUT_OF_ORDER["two levels"]
     payload = 8 * WIDTH * cost.dropless_rows(case.tokens, case.k, case.num_experts, case.ranks)
     expected = cost.hierarchical_all_to_all(payload, 6, inner=3)
     for is_backward in (False, True):
@@ -587,6 +589,7 @@ def test_what_dropless_holds_is_bounded(ranks, num_experts, k, options):
     assert bound / 3 < found <= bound
 
 
+@pytest.mark.matrix
 def test_what_dropless_holds_does_not_grow_with_the_experts():
     few, many = held_bytes(4, 8, 2), held_bytes(4, 256, 2)
     assert many - few <= 64 * 256  # counts; a row of 256 numbers for each of 64 tokens and 248 experts would be 16 MB
@@ -628,6 +631,7 @@ def test_weights_of_unassigned_choices_count_nothing_whatever_they_are():
     assert (np.asarray(found)[3] == 0).all()
 
 
+@pytest.mark.matrix
 def test_layers_side_by_side():
     """Under `jax.vmap` a message is a batch of messages, in the ragged form that is traced beside the fixed one too."""
     case = Case(on(expert=2), tokens=4, dtype="float32")

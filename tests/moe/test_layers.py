@@ -50,7 +50,7 @@ MORE_CASES: dict[str, tuple[dict[str, int], mp.Strategy]] = {
 }
 
 
-QUICK = "fsdp x expert x tensor", "sequence split"
+QUICK = ("fsdp x expert x tensor",)
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -175,6 +175,7 @@ def test_only_what_travels_is_cut_into_chunks():
     assert cut[1].dropped == whole[1].dropped > 0
 
 
+@pytest.mark.matrix
 def test_a_decoder_drops_nothing_and_takes_tokens_as_they_come():
     """Eight tokens on a device, three chunks, and room for less than half of what an even load would send."""
     with jax.enable_x64(True):
@@ -196,6 +197,7 @@ def under(mesh, strategy, *args, **options):
         return moe_layer(*args, **options)
 
 
+@pytest.mark.matrix
 def test_tokens_that_are_whole_over_the_experts_stay():
     """Each rank computes its own experts' part, as a decoder with a batch of one does: nothing is sent but sums."""
     with jax.enable_x64(True):
@@ -206,7 +208,7 @@ def test_tokens_that_are_whole_over_the_experts_stay():
         check(found, wanted, wanted[0][1])
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own slices", "all experts"])
+@pytest.mark.parametrize("own", cases(True, grid=[True, False]), ids=["own slices", "all experts"])
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_inside_a_region_that_is_manual_over_the_batch(own, tensor):
     """As in stages, and with accumulate_mode="once": every device differentiates its own part of the loss."""
@@ -308,7 +310,7 @@ def test_the_router_is_exact_in_bfloat16():
     assert np.asarray(told.load).tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("within", ["alone", "in a region over the experts"])
+@pytest.mark.parametrize("within", cases("in a region", grid=["alone", "in a region"]))
 def test_bfloat16_with_the_hidden_width_split(within):
     """Sums over `tensor` are made inside the layer, which XLA for CPUs cannot do in bfloat16: it would abort."""
     cfg, strategy = config(auxiliary_weight=0.0, z_weight=0.0), mp.fsdp() | EXPERT | mp.tensor_parallel()
@@ -430,7 +432,7 @@ def test_experts_are_drawn_each_by_itself(modules):
     assert np.std(np.asarray(wide.gate[...])) == pytest.approx(1 / 8, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("kind", cases("nnx", grid=["nnx", "linen"]))
 def test_the_bias_moves_after_a_step_and_by_all_that_was_counted(kind):
     build = lambda rngs: moe.MoE(WIDTH, BIASED, rngs=rngs)  # noqa: E731
     linen = mp.from_linen(moe.LinenMoE(WIDTH, BIASED), jax.ShapeDtypeStruct((2, 2, WIDTH), jnp.float32))
