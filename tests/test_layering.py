@@ -195,7 +195,7 @@ HEAVY = ["flax", "optax", "grain", "orbax", "tensorstore", "matplotlib", "rich",
     [
         ("import meshpar, meshpar.commands.cli, meshpar.data", ["jax", *HEAVY]),
         (
-            "import meshpar.commands.launch, meshpar.data, meshpar as mp, meshpar.models as m; m.llama3_8b().num_params\n"
+            "import meshpar.commands.launch, meshpar as mp, meshpar.models as models; models.llama3_8b().num_params\n"
             "mp.MeshSpec, mp.Rules, mp.Precision, mp.constrain, [getattr(mp.data, name) for name in mp.data.__all__]",
             HEAVY,
         ),
