@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -128,8 +129,11 @@ def test_what_was_chosen_is_what_runs(ranks, name, links, steps):
     assert steps_of(ranks, 5, kernel, size=25) == steps
 
 
-@pytest.mark.parametrize("count", cases(3, 4, grid=[1, 2, 3, 4, 8]))
-@pytest.mark.parametrize("links", [SLOW_START, SLOW_BYTES], ids=["slow start", "slow bytes"])
+@pytest.mark.parametrize(
+    ("count", "links"),
+    cases((3, SLOW_START), (4, SLOW_BYTES), grid=itertools.product([1, 2, 3, 4, 8], [SLOW_START, SLOW_BYTES])),
+    ids=lambda one: str(one) if isinstance(one, int) else "slow start" if one is SLOW_START else "slow bytes",
+)
 def test_value_and_gradient_are_the_references(ranks, count, links):
     def everything(make):
         def of(x):

@@ -27,7 +27,7 @@ from meshpar.training.precision import Precision, numerics
 from tests.grid import cases
 
 matrix = pytest.mark.matrix
-COUNTS = cases(3, 8, grid=[1, 2, 3, 5, 8])
+COUNTS = cases(3, grid=[1, 2, 3, 5, 8])
 
 gather = functools.partial(mc.all_gather_matmul, axis="x")
 scatter = functools.partial(mc.matmul_reduce_scatter, axis="x")
@@ -98,7 +98,7 @@ def test_axes_out_of_the_order_of_the_mesh(out_of_order, cases):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), found[1], expected[1])
 
 
-@pytest.mark.parametrize("cases", [gathers, scatters])
+@pytest.mark.parametrize("cases", cases(scatters, grid=[gathers, scatters]))
 def test_integers_and_bfloat16_stay_what_they_are(ranks, cases):
     pairs = [(kernel, plain, operands) for _, operands, kernel, plain in cases(3)]
     ints, halves = (
@@ -121,7 +121,7 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once_a_message(ranks):
     np.testing.assert_array_equal(jax.jit(on(ranks(2), scatter))((rows, weight)), np.full((2, 1, 1), 1024))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases("bfloat16", grid=["float32", "bfloat16"]))
 @pytest.mark.usefixtures("strict")
 def test_nothing_is_promoted_or_broadcast_silently(ranks, dtype):
     for _, operands, kernel, _ in [*gathers(3), *scatters(3)]:
@@ -132,7 +132,7 @@ def test_nothing_is_promoted_or_broadcast_silently(ranks, dtype):
         )
 
 
-@pytest.mark.parametrize("cases", [gathers, scatters])
+@pytest.mark.parametrize("cases", cases(gathers, grid=[gathers, scatters]))
 def test_under_vmap_inside_scan_and_with_the_check_of_varying_axes_off(ranks, cases):
     _, operands, kernel, plain = next(iter(cases(3)))
 
@@ -377,15 +377,16 @@ def test_weights_are_gathered_as_ever(step_sends):
     assert sum(len(c.arrays) for c in found if c.kind == "all-reduce") == 9
 
 
-@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
+@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_remat_policies_keep_what_a_matmul_gives(framework):
     """Permutes that the backward pass repeats: none where results are kept, all four kernels' but the last's else."""
     model = model_of(framework, config(num_layers=1))
     tokens = jnp.zeros((ROWS, SEQ), jnp.int32)
+    with mp.use(SPLIT.build(), BOTH):
+        params = model.abstract().params
 
     def repeated(policy):
         with mp.use(SPLIT.build(), BOTH), numerics(Precision(), policy):
-            params = model.abstract().params
             traced = jax.make_jaxpr(
                 jax.grad(lambda p: next_token_loss(model.bind(p, {}), {"inputs": tokens, "targets": tokens}, None)[0])
             )(params)
@@ -396,23 +397,15 @@ def test_remat_policies_keep_what_a_matmul_gives(framework):
     assert {policy: repeated(policy) - plain for policy in REMAT_POLICIES} == {"full": 6, "dots": 0, "all_dots": 0}
 
 
-def test_weight_gradients_leave_in_the_reduction_dtype():
+@pytest.mark.parametrize(("reduce", "dtype"), cases(("bfloat16", "bf16"), grid=[(None, "f32"), ("bfloat16", "bf16")]))
+def test_weight_gradients_leave_in_the_reduction_dtype(reduce, dtype):
     mesh = SPLIT.build()
     state = mp.abstract_state(config().build(), optax.adam(1e-3), mesh=mesh, strategy=BOTH)
     rows = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
-
-    def dtypes(reduce):
-        precision = mp.Precision(compute="bfloat16", reduce=reduce)
-        text = (
-            mp.train_step(next_token_loss, precision=precision)
-            .lower(state, {"inputs": rows, "targets": rows})
-            .as_text()
-        )
-        made = re.findall(r"dot_general.*contracting_dims = \[0, 1\] x \[0, 1\].*-> tensor<[0-9x]*x(\w+)>", text)
-        return set(made)
-
-    assert dtypes(None) == {"f32"}
-    assert dtypes("bfloat16") == {"bf16"}
+    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16", reduce=reduce))
+    text = step.lower(state, {"inputs": rows, "targets": rows}).as_text()
+    made = re.findall(r"dot_general.*contracting_dims = \[0, 1\] x \[0, 1\].*-> tensor<[0-9x]*x(\w+)>", text)
+    assert set(made) == {dtype}
 
 
 def test_what_cannot_be_overlapped_is_told():

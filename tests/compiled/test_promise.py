@@ -401,7 +401,11 @@ def two_matmuls(apply, **names):
     return mp.from_functions(lambda key: {"a": draw(key, (96, 320)), "b": draw(key, (320, 96))}, apply, **names)
 
 
-@pytest.mark.parametrize(("strategy", "axes"), [(mp.ddp(), {"data": 8}), (mp.zero1(min_bytes=0), {"fsdp": 8})], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "axes"),
+    cases((mp.zero1(min_bytes=0), {"fsdp": 8}), grid=[(mp.ddp(), {"data": 8}), (mp.zero1(min_bytes=0), {"fsdp": 8})]),
+    ids=str,
+)
 def test_layers_of_a_scan_need_no_names(strategy, axes):
     def apply(params, x):
         return jax.lax.scan(lambda h, w: (jax.numpy.tanh(h @ w), None), x @ params["in"], params["w"])[0]

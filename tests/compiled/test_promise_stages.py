@@ -432,6 +432,7 @@ def test_explain_counts_what_stages_run(reports):
     assert line.found_bytes == once.sent_bytes + ends
 
 
+@pytest.mark.matrix
 def test_explain_shows_what_gathering_in_every_cell_sends(reports):
     report = reports("microbatch")
     _, sent = in_cells(report.promise)
