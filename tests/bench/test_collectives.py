@@ -119,6 +119,7 @@ def test_values_that_are_wrong_are_counted(monkeypatch):
     assert "1 rows have wrong values" in found.notes
 
 
+@pytest.mark.matrix
 def test_bfloat16_is_held_to_its_rounding():
     found = bench.collectives(
         "data=3", names=["all_reduce", "all_gather"], algorithms=["ring", "recursive_doubling"], min_bytes=600,

@@ -15,6 +15,7 @@ from meshpar.bench.moe import FORMS, ONE_HOT, Shape
 from meshpar.commands import cli
 from meshpar.moe import Routing
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 SHAPE = Shape(num_experts=8, tokens=16, top_k=2, width=8, hidden=12, num_ranks=2)
 
@@ -50,7 +51,7 @@ def reference(x, weights, factor):
     return y.reshape(x.shape), jnp.sum(jnp.maximum(counts - room, 0))
 
 
-@pytest.mark.parametrize("form", [ONE_HOT, "dropless"])
+@pytest.mark.parametrize("form", cases(ONE_HOT, grid=[ONE_HOT, "dropless"]))
 def test_layers_are_equal_to_the_reference_drops_and_gradients_too(form):
     made = bench.layer(form, SHAPE)
     x, weights, cotangent = bench.arrays(SHAPE, made.mesh)

@@ -56,7 +56,7 @@ def numbers(of: Batches, count: int) -> list[list[int]]:
     return [next(of)["number"].tolist() for _ in range(count)]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**40))
 def test_an_epoch_has_every_row_once(num_rows, batch_size, seed):
     batch_size = min(batch_size, num_rows)
@@ -89,7 +89,7 @@ def test_iterating_and_picking_a_step_agree(prefetch):
             assert batch["wide"].tolist() == [[4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3] for n in expected]
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(st.integers(0, 15), st.integers(0, 15), st.sampled_from([0, 2, 5]))
 def test_resuming_at_any_step_is_exact(stop_at, elsewhere, prefetch):
     with batches(seed=3, prefetch=0) as whole:

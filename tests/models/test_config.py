@@ -15,6 +15,7 @@ from meshpar.models import (
     llama3_405b,
     next_token_loss,
 )
+from tests.grid import cases
 
 SIZES = {
     "vocab_size": 48,
@@ -48,7 +49,7 @@ def test_a_published_shape_can_be_changed():
     assert cfg.num_params == 8_030_261_248 - 30 * 218_112_000
 
 
-@pytest.mark.parametrize(("seq_len", "tied"), [(32, False), (64, True)])
+@pytest.mark.parametrize(("seq_len", "tied"), cases((64, True), grid=[(32, False), (64, True)]))
 def test_flops_are_those_of_the_compiled_program(seq_len, tied):
     # One layer, because XLA's analysis counts a loop's body once; and whole, unmasked attention, as "xla" computes it.
     cfg = TransformerConfig(

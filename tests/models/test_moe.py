@@ -17,6 +17,7 @@ from meshpar.models import LinenTransformer, TransformerConfig, generate, next_t
 from meshpar.moe import MoEConfig, Routing
 from meshpar.sharding.types import MeshparError, tree_leaves_with_paths
 from meshpar.training.checkpoint import Checkpoints
+from tests.grid import cases
 
 ROWS, SEQ, VOCAB, STEPS = 16, 8, 32, 5
 LOSSES = {"auxiliary_weight": 1e-2, "z_weight": 1e-3}
@@ -199,6 +200,7 @@ def test_losses_of_experts_are_for_training_and_evaluation_changes_nothing():
     np.testing.assert_allclose(np.abs(bias - before["layers"]["mlp"]["bias"]).max(), 0.01, rtol=1e-12)
 
 
+@pytest.mark.matrix
 def test_the_bias_is_in_the_checkpoint(tmp_path):
     cfg = deepseek_like(param_dtype="float64")
     state, _ = five_steps(cfg, "nnx", *ONE)
@@ -247,7 +249,7 @@ def test_decoding_step_by_step_is_the_whole_sequence(framework):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [deepseek_like, mixtral_like])
+@pytest.mark.parametrize("make", cases(deepseek_like, grid=[deepseek_like, mixtral_like]))
 def test_num_params_is_the_real_count(make):
     cfg = make()
     assert cfg.num_params == sum(leaf.size for leaf in cfg.build().leaves())

@@ -124,7 +124,7 @@ def test_float64_equals_the_decoder_by_hand(one_device, framework, tied):
     np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
 def test_a_token_changes_no_logits_before_it(one_device, framework):
     cfg = CONFIG()
     model, params = cfg.build() if framework == "nnx" else linen(cfg), random_params(cfg)
@@ -146,6 +146,7 @@ def test_linen_and_nnx_are_the_same_function(one_device):
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
 
 
+@pytest.mark.matrix
 def test_the_scan_is_a_loop_over_layers(one_device):
     cfg = CONFIG()
     frequencies = layers.rope_frequencies(cfg.head_dim, cfg.rope_theta)
@@ -163,7 +164,7 @@ def test_the_scan_is_a_loop_over_layers(one_device):
     np.testing.assert_allclose(scanned, looped, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_positions_count_by_their_distance(one_device, framework):
     cfg = CONFIG()
     model, params = cfg.build() if framework == "nnx" else linen(cfg), random_params(cfg)
@@ -176,7 +177,7 @@ def test_positions_count_by_their_distance(one_device, framework):
     assert np.abs(apart - default).max() > 1e-2
 
 
-@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
+@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_rematerialisation_computes_again_what_the_policy_says(one_device, framework):
     cfg = CONFIG()
     model, params = cfg.build() if framework == "nnx" else linen(cfg), random_params(cfg)
@@ -194,6 +195,7 @@ def test_rematerialisation_computes_again_what_the_policy_says(one_device, frame
     assert again == {"full": 8, "dots": 2, "all_dots": 0}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_rematerialisation_changes_no_gradient(one_device, framework):
     cfg = CONFIG()
@@ -302,7 +304,8 @@ def activations_per_layer(collectives):
     )
 
 
-@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_tensor_parallel_layers_all_reduce_twice_each_way(framework):
     cfg = CONFIG(embed_dim=32)
     found = collectives_of_a_step(mp.MeshSpec(tensor=2), mp.tensor_parallel(), cfg, framework)
@@ -313,6 +316,7 @@ def test_tensor_parallel_layers_all_reduce_twice_each_way(framework):
     assert {c.kind for c in found} == {"all-reduce"}
 
 
+@pytest.mark.matrix
 def test_sequence_parallel_layers_scatter_and_gather_instead():
     found = collectives_of_a_step(mp.MeshSpec(tensor=2), mp.tensor_parallel(sequence=True), CONFIG(embed_dim=32))
     counts = activations_per_layer(found)

@@ -90,8 +90,8 @@ SPARED = [("linen", case) for case in ("zero2", "tensor", "tensor+sequence", "fs
 @pytest.mark.parametrize(
     ("framework", "case"),
     cases(
-        *QUICK,
-        ("nnx", "zero1|tensor"),
+        ("nnx", "fsdp|tensor|accumulate once"),
+        ("linen", "fsdp|tensor+sequence"),
         grid=[one for one in itertools.product(("nnx", "linen"), CASES) if one not in SPARED],
     ),
 )
@@ -114,7 +114,8 @@ def test_float32_losses(framework, case):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_bfloat16_compute_follows_float32(framework):
     """The whole run in bfloat16 compute: 8 bits of mantissa, five steps; the losses agree to a percent."""
     precision = mp.Precision(params="float32", compute="bfloat16")

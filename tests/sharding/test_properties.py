@@ -23,7 +23,7 @@ from meshpar.sharding.mesh import node_of
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import axis_sizes, spec_axes
 
-QUICK = settings(max_examples=100)
+QUICK = settings(max_examples=50)
 
 AXES = ("data", "fsdp", "tensor", "context")
 NAMES = ("embed", "mlp", "heads", "kv_heads", "layers")

@@ -25,6 +25,7 @@ from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training import checkpoint
 from meshpar.training.checkpoint import SET_ASIDE, Checkpoints
 from meshpar.training.state import Setup, TrainState, make_setup
+from tests.grid import cases
 
 EMBED, MLP = 16, 64
 NAMES = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed"), "scale": ("embed",)}
@@ -150,10 +151,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("other", cases("fsdp=2, tensor=2 on 4", grid=OTHERS))
 def test_onto_another_mesh_strategy_and_device_count(two_steps, other):
     folder, values = two_steps
-    other = other()
+    other = OTHERS[other]()
     state = Checkpoints(folder).restore(other).state
     assert_same(state, values[2])
     for x, like in zip(jax.tree.leaves(state), jax.tree.leaves(other.abstract), strict=True):
@@ -345,6 +346,7 @@ def test_a_damaged_newest_is_reported_and_the_one_before_it_used(setup, two_step
     assert capfd.readouterr() == ("", "")  # the warning says it; orbax's own complaints are kept back
 
 
+@pytest.mark.matrix
 def test_no_flipped_bit_goes_unseen(tmp_path):
     # Arrays large enough that they lie in data files of their own, where orbax checks nothing: a fifth of these flips
     # would come back as other numbers.

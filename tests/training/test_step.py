@@ -139,7 +139,7 @@ def test_splitting_the_batch_moves_no_rows():
     assert kinds == {"all-reduce"}
 
 
-@pytest.mark.parametrize("mode", ["each", "once"])
+@pytest.mark.parametrize("mode", cases("each", grid=["each", "once"]))
 def test_micro_steps_are_weighed_by_a_metric(mode):
     """With unequal numbers of real tokens a mean of means is wrong; weighed by the tokens it is the mean."""
 
@@ -158,9 +158,7 @@ def test_micro_steps_are_weighed_by_a_metric(mode):
 
 
 @pytest.mark.parametrize("dtype", cases("float16", grid=["float16", "bfloat16"]))
-@pytest.mark.parametrize(
-    ("accumulate", "mode"), cases((2, "each"), (2, "once"), grid=[(1, "each"), (2, "each"), (2, "once")])
-)
+@pytest.mark.parametrize(("accumulate", "mode"), cases((2, "once"), grid=[(1, "each"), (2, "each"), (2, "once")]))
 def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
     """Times a number of tokens, a gradient is beyond float16; alone it is not."""
 
@@ -211,7 +209,7 @@ def test_counts_and_flags_may_be_metrics(accumulate):
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", cases(2, grid=[1, 2]))
 def test_a_model_whose_extras_change_their_structure_is_told(accumulate):
     """As NNX's `sow` does: an array that is not there when the model is made."""
     growing = dataclasses.replace(MODEL, collect=lambda bound: {"sown": jnp.zeros(())})
@@ -242,7 +240,7 @@ class Dropping(nnx.Module):
         return self.dropout(self.linear(x)), self.noisy(x)[:, 0] * jax.random.uniform(ours, (len(x),))
 
 
-@pytest.mark.parametrize("mode", ["each", "once"])
+@pytest.mark.parametrize("mode", cases("once", grid=["each", "once"]))
 @pytest.mark.parametrize(
     ("spec", "strategy"),
     [
@@ -284,7 +282,7 @@ def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, str
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+@pytest.mark.parametrize("nonfinite", cases("skip", grid=["skip", "raise"]))
 def test_an_update_that_is_not_finite_is_left_out_and_counted(nonfinite):
     state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
     before = jax.device_get(state.params)
