@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 
 import meshpar as mp
@@ -167,21 +165,6 @@ def test_under_vmap_inside_scan_and_with_the_check_of_varying_axes_off(ranks, ca
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), found, expected)
 
 
-@pytest.mark.matrix
-@settings(max_examples=6)
-@given(lead=st.lists(st.integers(1, 3), max_size=2), rows=st.integers(0, 5), seed=st.integers(0, 9), data=st.data())
-def test_each_is_the_transpose_of_the_other(ranks, lead, rows, seed, data):
-    """<gather(x) w, y> = <x, scatter(y wT)>, exactly, for whole numbers of any shape."""
-    dim = data.draw(st.integers(0, len(lead)))
-    x = whole_numbers(3, *lead[:dim], rows, *lead[dim:], 2, seed=seed)
-    w = whole_numbers(3, 2, 4, seed=seed + 1)
-    whole = (*lead[:dim], 3 * rows, *lead[dim:])
-    y = whole_numbers(3, *whole, 4, seed=seed + 2)
-    there = on(ranks(3), functools.partial(gather, dim=dim))((x, w))
-    back = on(ranks(3), functools.partial(scatter, dim=dim))((y, w.transpose(0, 2, 1)))
-    assert (there * y).sum() == (x * back).sum()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is sent
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,16 +296,6 @@ def test_decoders_train_as_the_plain_one_on_one_device(framework, case):
     assert params.keys() == expected.keys()
     for path, x in params.items():
         np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-9, err_msg=path)
-
-
-@matrix
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_decoders_train_in_float32_and_bfloat16(framework):
-    expected = plain(framework, "float32")[0]
-    np.testing.assert_allclose(trained(framework, config(), SPLIT, BOTH, {})[0], expected, rtol=1e-5)
-    options = {"precision": mp.Precision(params="float32", compute="bfloat16")}
-    # Eight bits of mantissa, three steps.
-    np.testing.assert_allclose(trained(framework, config(), SPLIT, BOTH, options)[0], expected, rtol=1e-2)
 
 
 @pytest.fixture(scope="module")

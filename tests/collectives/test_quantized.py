@@ -246,13 +246,6 @@ def test_value_and_gradient_are_the_references_within_the_bound(outcomes, name, 
     check(outcomes(*counts), name, counts)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("counts", [(7,), (4, 2)])
-@pytest.mark.parametrize("name", cases_of(()))
-def test_any_number_of_ranks(outcomes, name, counts):
-    check(outcomes(*counts), name, counts)
-
-
 @pytest.mark.parametrize("num_outer", grid.cases(1, grid=[0, 1]))
 def test_axes_out_of_the_order_of_the_mesh(out_of_order, num_outer):
     """Nothing is sent by permutes: XLA's own collectives count ranks as the axes are named."""

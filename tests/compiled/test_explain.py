@@ -199,15 +199,6 @@ def test_a_batch_that_does_not_divide_is_told_before_anything_is_compiled(plante
         mp.explain(plant.step, plant.state, odd)
 
 
-@pytest.mark.pod
-def test_attention_that_needs_its_gpu_is_told(planted):
-    plant = planted.reference("zero3")
-    config = dataclasses.replace(planted.CONFIG, attention="cudnn")
-    state = mp.abstract_state(config.build(), optax.adam(1e-3), mesh=plant.mesh, strategy=plant.strategy)
-    with pytest.raises(mp.MeshparError, match="attention=xla"):
-        mp.explain(plant.step, state, plant.batch, "h100:1x8", pod=Compiled(None))
-
-
 # Real sizes
 
 

@@ -185,12 +185,6 @@ def test_promised_bytes_are_the_found_ones(read, case, target):
         assert line.found_bytes == pytest.approx(times * line.bytes_sent_per_device, rel=0.01), line
 
 
-@pytest.mark.matrix
-def test_the_cpu_says_how_it_lowers_a_reduce_scatter(read):
-    lines = verdict(*read("zero3", "cpu"), "cpu").kept
-    assert {(line.kind, line.lowered_as) for line in lines} == {("all-gather", ""), ("reduce-scatter", "all-reduce")}
-
-
 OPTIONS = {
     "accumulate each": {"accumulate": 2},
     "as many micro-steps as layers": {"accumulate": L},

@@ -144,22 +144,14 @@ OPTIONS = {
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [("context_apart", "remat full"), ("int8", "accumulate once"), ("fp8_tensor", "accumulate each")],
-)
-def test_options_of_the_step_are_part_of_the_promise(read, case, options):
-    found = verdict(*read(case, "cpu", **OPTIONS[options]), "cpu")
-    assert not found.missing
-    assert not found.unexpected
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize("target", ["cpu", pytest.param("pod", marks=pytest.mark.pod)])
 @pytest.mark.parametrize(
     ("case", "options"),
     [
         ("context_apart", "accumulate once"),
+        ("context_apart", "remat full"),
+        ("int8", "accumulate once"),
+        ("fp8_tensor", "accumulate each"),
         ("context_sequence", "none"),
         ("context_sequence", "remat full"),
         ("overlapped", "accumulate each"),

@@ -432,14 +432,6 @@ def test_explain_counts_what_stages_run(reports):
     assert line.found_bytes == once.sent_bytes + ends
 
 
-@pytest.mark.matrix
-def test_explain_shows_what_gathering_in_every_cell_sends(reports):
-    report = reports("microbatch")
-    _, sent = in_cells(report.promise)
-    assert {one.gather: one.sent_bytes for one in report.stages.gathering}["microbatch"] == sent
-    assert report.stages.gather == "microbatch"
-
-
 def leaves_of(case):
     return case.step(case.mesh.abstract(devices=8))[1].setup.table.params
 

@@ -91,14 +91,6 @@ def test_many_prompts_are_split_over_the_mesh():
     np.testing.assert_array_equal(found[:3], greedy_by_hand(6)[:, :7])
 
 
-@pytest.mark.matrix
-def test_one_token_and_one_position():
-    found = sampled(PROMPT[:, :1], num_tokens=1, temperature=0)
-    with mp.use(one_device(), mp.ddp()):
-        logits = model().bind(params(), {})(jnp.asarray(PROMPT[:, :1]))
-    np.testing.assert_array_equal(found, np.concatenate([PROMPT[:, :1], logits[:, -1:].argmax(-1)], axis=1))
-
-
 def test_the_key_decides():
     same = [sampled(PROMPT, num_tokens=8, key=3) for _ in range(2)]
     np.testing.assert_array_equal(*same)

@@ -125,22 +125,6 @@ def test_once_with_a_vocabulary_that_is_split_too_is_an_error_where_the_compiler
     np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-5)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("case", ["fsdp", "context 8"])
-def test_float32_losses(case):
-    spec, strategy, options = CASES[case]
-    losses, _ = run("nnx", "float32", spec, strategy, **options)
-    np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-5)
-
-
-@pytest.mark.matrix
-def test_bfloat16_compute_follows_float32():
-    """Eight bits of mantissa, three steps: the losses agree to a percent."""
-    spec, strategy, options = CASES["tensor, sequence"]
-    losses, _ = run("nnx", "float32", spec, strategy, precision=mp.Precision(compute="bfloat16"), **options)
-    np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-2)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is sent
 # ---------------------------------------------------------------------------------------------------------------------

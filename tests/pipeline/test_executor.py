@@ -839,16 +839,6 @@ def test_what_has_no_gradient_goes_along_under_a_weight(dtype):
     np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.matrix
-def test_it_runs_outside_of_jit_too():
-    case = Case(dtype="float32")
-    run = value_and_grad(case.stage, case.last, schedule=case.table, mesh=case.mesh, first_fn=case.first)
-    (result, grads), (compiled, wanted) = run(*case.data), jax.jit(run)(*case.data)
-    assert float(result.loss) == pytest.approx(float(compiled.loss), rel=1e-6)
-    for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
 def test_the_axes_of_the_batch():
     case = Case(fsdp=2)
     for given, found in ((None, {"fsdp": 2}), ("fsdp", {"fsdp": 2}), (("data", "fsdp"), {"fsdp": 2}), ((), {})):

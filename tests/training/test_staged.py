@@ -188,33 +188,6 @@ def test_a_metric_is_one_number(strategy, metric):
         step(state, {"x": np.ones((4, 4), np.float32)})
 
 
-UNEVEN = {
-    "10 layers": (10, "nnx", mp.MeshSpec(stage=4), {"stages": 4, "microbatches": 4}, mp.ddp()),
-    "lighter ends, zb-v | tensor": (
-        7, "linen", mp.MeshSpec(stage=2, tensor=2),
-        {"stages": 2, "microbatches": 4, "schedule": "zb-v", "fewer_layers": (0, 1)}, mp.tensor_parallel(),
-    ),
-    "zb-h1 | fsdp": (
-        10, "nnx", mp.MeshSpec(stage=4, fsdp=2), {"stages": 4, "microbatches": 8, "schedule": "zb-h1"}, mp.fsdp(),
-    ),
-    "interleaved | fsdp in every microbatch": (
-        6, "linen", mp.MeshSpec(stage=2, fsdp=2),
-        {"stages": 2, "microbatches": 4, "schedule": "interleaved-1f1b", "gather": "microbatch"}, mp.fsdp(),
-    ),
-    "dualpipe | zero1": (
-        7, "nnx", mp.MeshSpec(stage=4, fsdp=2),
-        {"stages": 4, "microbatches": 4, "schedule": "dualpipe", "fewer_layers": (1, 1)}, mp.zero1(),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", UNEVEN)
-def test_unequal_parts_as_on_one_device(name, x64):
-    num_layers, framework, spec, asked, inside = UNEVEN[name]
-    check(framework, config(num_layers=num_layers), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
-
-
 @pytest.mark.parametrize(
     ("num_layers", "parts", "fewer", "counts"),
     [
@@ -291,12 +264,6 @@ def test_explain_tells_that_it_cannot_count_unequal_parts():
     )  # fmt: skip
     with pytest.raises(mp.MeshparError, match=r"2\+3\+3\+2 layers .*chosen at run time.*with 8 or 12 layers"):
         mp.explain(mp.train_step(next_token_loss), state, batches(16)[0])
-
-
-@pytest.mark.matrix
-def test_float32():
-    strategy = mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp()
-    check("nnx", config("float32"), 16, mp.MeshSpec(stage=2, fsdp=2), strategy, 1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -456,11 +456,6 @@ def test_nothing_to_quantize_is_told():
         one_step({"data": 4}, mp.fsdp(quantize="int8"))
 
 
-@pytest.mark.matrix
-def test_one_device_has_nothing_to_send(plain):
-    close(one_step({"fsdp": 1}, mp.fsdp(quantize="int8")), plain("functions"), rtol=1e-6)
-
-
 def test_a_model_that_never_gathers_its_layers_is_told():
     def scan(layer, x, params):
         return jax.lax.scan(lambda x, one: (layer(x, one), None), x, params)[0]
