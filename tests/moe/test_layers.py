@@ -385,14 +385,15 @@ def modules():
 def test_both_modules_are_the_same_layer(modules):
     module, linen, params = modules
     x = arrays()[0].astype(jnp.float32)
-    made = linen.init(jax.random.key(1), x)
+    made = jax.eval_shape(linen.init, jax.random.key(1), x)
     assert jax.tree.map(jnp.shape, dict(nnx.to_pure_dict(nnx.state(module, nnx.Param)))) == {
         name: box.value.shape for name, box in made["params"].items()
     }
     y, told = nnx.clone(module)(x)
     balance = {"bias": jnp.zeros(EXPERTS), "load": jnp.zeros(EXPERTS, jnp.int32)}
-    (other, other_told), after = linen.apply({"params": params, "balance": balance}, x, mutable=["balance"])
-    np.testing.assert_array_equal(y, other)
+    run = jax.jit(functools.partial(linen.apply, mutable=["balance"]))
+    (other, other_told), after = run({"params": params, "balance": balance}, x)
+    np.testing.assert_allclose(y, other, rtol=1e-5, atol=1e-6)  # one is a program, the other is run op by op
     np.testing.assert_array_equal(told.load, after["balance"]["load"])
     np.testing.assert_array_equal(told.load, other_told.load)
 
@@ -434,15 +435,21 @@ def test_experts_are_drawn_each_by_itself(modules):
 
 @pytest.mark.parametrize("kind", cases("nnx", grid=["nnx", "linen"]))
 def test_the_bias_moves_after_a_step_and_by_all_that_was_counted(kind):
-    build = lambda rngs: moe.MoE(WIDTH, BIASED, rngs=rngs)  # noqa: E731
-    linen = mp.from_linen(moe.LinenMoE(WIDTH, BIASED), jax.ShapeDtypeStruct((2, 2, WIDTH), jnp.float32))
-    model = mp.from_nnx(build) if kind == "nnx" else linen
+    if kind == "nnx":
+        model = mp.from_nnx(lambda rngs: moe.MoE(WIDTH, BIASED, rngs=rngs))
+    else:
+        model = mp.from_linen(moe.LinenMoE(WIDTH, BIASED), jax.ShapeDtypeStruct((2, 2, WIDTH), jnp.float32))
+
+    @jax.jit
+    def run(params, extra, rows):
+        bound = model.bind(params, extra)
+        return bound(rows)[1].load, model.collect(bound)
+
     params, extra = jax.jit(model.init)(jax.random.key_data(jax.random.key(0)))
     x, loads = arrays()[0].astype(jnp.float32), []
-    for rows in (x[:2], x[2:]):
-        bound = model.bind(params, extra)
-        loads.append(bound(rows)[1].load)
-        extra = model.collect(bound)
+    for rows in (x[:4], x[4:]):
+        load, extra = run(params, extra, rows)
+        loads.append(load)
     total = np.asarray(loads[0] + loads[1])
     of = extra["balance"] if kind == "linen" else extra
     np.testing.assert_array_equal(of["load"], total)

@@ -411,6 +411,7 @@ def test_loads_that_are_not_there():
 # What stays the same to the bit, and what does not -----------------------------------------------------------------
 
 
+@functools.cache
 def decoder(tx=None, strategy=None, kind="nnx", rows=8, routing=None, **config):
     """(a state of a decoder with two MoE layers, what computes its logits, loads by layer that make experts move)."""
     routing = routing or Routing(num_experts=NUM_EXPERTS, top_k=2)
@@ -432,13 +433,13 @@ def decoder(tx=None, strategy=None, kind="nnx", rows=8, routing=None, **config):
     return state, logits, np.stack([zipf(NUM_EXPERTS, seed=seed) for seed in range(2)])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "config",
     [
-        # Two of a token's choices may both go to one of four ranks: no routing is over it.
-        pytest.param({"bound_factor": 4.0}, marks=pytest.mark.matrix),
+        {"bound_factor": 4.0},  # two of a token's choices may both go to one of four ranks: no routing is over it
         {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, capacity_factor=0.5)},
-        pytest.param({"routing": Routing(num_experts=NUM_EXPERTS, top_k=3)}, marks=pytest.mark.matrix),
+        {"routing": Routing(num_experts=NUM_EXPERTS, top_k=3)},
     ],
     ids=["a bound that none is over", "capacity", "three choices"],
 )
@@ -457,7 +458,8 @@ def test_a_bound_between_ranks_drops_others_and_rebalance_says_so(kind):
     assert np.abs(logits(done.state) - logits(state)).max() > 0.1
 
 
-@pytest.mark.parametrize("what", cases("tokens replicated", grid=["tokens replicated", "experts choose"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("what", ["tokens replicated", "experts choose"])
 def test_another_order_of_sums_is_told_and_changes_by_rounding(what):
     if what == "tokens replicated":
         own = {"strategy": mp.fsdp() | mp.expert_parallel() | mp.Rules(batch=("fsdp",))}
