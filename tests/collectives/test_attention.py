@@ -71,7 +71,7 @@ def close(found, expected, tolerance):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_values_and_gradients_are_those_of_attention_over_the_whole_sequence(ranks, count):
-    cases = CASES if count < 8 else ["zigzag, small tiles", "contiguous", "all to all"]
+    cases = CASES if count == 5 else ["zigzag, small tiles", "contiguous", "all to all"]
     with jax.enable_x64(True):
         close(*both(ranks(count), cases, "float64"), 1e-12)
 

@@ -350,7 +350,8 @@ def test_weights_are_gathered_as_ever(step_sends):
     assert sum(len(c.arrays) for c in found if c.kind == "all-reduce") == 9
 
 
-@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
+@matrix
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_remat_policies_keep_what_a_matmul_gives(framework):
     """Permutes that the backward pass repeats: none where results are kept, all four kernels' but the last's else."""
     model = model_of(framework, config(num_layers=1))

@@ -58,6 +58,7 @@ def test_the_decoders_formula_on_any_mesh(strategy, axes, options):
     assert (found.step, found.forward, found.notes) == (FORMULA, FORMULA // 3, ())
 
 
+@pytest.mark.matrix
 def test_recomputation_is_in_the_program_and_not_in_the_model():
     """Remat runs each layer's forward products again, but for its last one: nothing in the backward pass reads that.
 

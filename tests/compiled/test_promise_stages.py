@@ -409,6 +409,7 @@ def reports(program_of):
     return one
 
 
+@pytest.mark.matrix
 def test_explain_counts_what_stages_run(reports):
     """Every matmul of the model runs once, on some stage; weights gathered once are what was sent, and what is held."""
     report, case = reports("zb-h1"), CASES["zb-h1"]

@@ -267,7 +267,8 @@ def collectives_of_a_step(spec, strategy, cfg, framework="nnx"):
     return census(parse(compiled.as_text()), mesh)
 
 
-@pytest.mark.parametrize("tied", cases(True, grid=[False, True]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("tied", [False, True])
 def test_fsdp_gathers_weights_and_moves_nothing_about(tied):
     cfg = CONFIG(embed_dim=32, tied_embeddings=tied)
     strategy = mp.fsdp() | mp.tensor_parallel(sequence=True)

@@ -187,6 +187,7 @@ def test_every_message_of_the_ring_is_hidden_behind_matmuls_on_gpus():
     assert sum(timed.exposed_s for timed in ring) == 0
 
 
+@matrix
 def test_a_policy_that_keeps_matmuls_keeps_no_scores():
     """Scores of a layer are 268 MB here, on one of two devices; what all matmuls with weights make is 2 MB."""
     state = mp.abstract_state(

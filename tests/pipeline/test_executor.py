@@ -282,7 +282,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("case", cases(FOLDED, EVERY[5], grid=EVERY), ids=label)
+@pytest.mark.parametrize("case", cases(FOLDED, grid=EVERY), ids=label)
 def test_every_schedule_is_the_model_in_one_piece(run, case):
     same(run(case))
 

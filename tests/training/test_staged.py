@@ -420,7 +420,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", cases("mesh", "layers", "rows", "ring", grid=MISTAKES))
 def test_mistakes_are_told_before_anything_is_traced(name):
     spec, asked, inside, options, told = MISTAKES[name]
     cfg = config("float32", num_layers=3 if name == "layers" else 4)

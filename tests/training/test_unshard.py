@@ -155,7 +155,8 @@ def test_what_is_not_rounded_is_the_plain_step(plain, options):
     close(found, plain("functions"), rtol=2e-5)  # sums in another order, in float32
 
 
-@pytest.mark.parametrize("model", cases("nnx", grid=["nnx", "linen"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", ["nnx", "linen"])
 def test_the_shipped_models_gather_their_layers(plain, model):
     strategy = mp.fsdp(axis=("data", "fsdp"), quantize=EXACT) | mp.tensor_parallel(sequence=True)
     found = one_step({"data": 2, "fsdp": 2, "tensor": 2}, strategy, model=model)
