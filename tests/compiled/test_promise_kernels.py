@@ -200,12 +200,9 @@ def test_attention_that_gathers_the_sequence_is_unexpected(planted, monkeypatch)
     assert sum(one.count_per_step for one in gathers) == 2 * L
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("sent_as", "kinds"),
-    [
-        ("hsdp", {"all-gather", "reduce-scatter"}),
-        pytest.param("gradients_int8", {"all-gather"}, marks=pytest.mark.matrix),
-    ],
+    ("sent_as", "kinds"), [("hsdp", {"all-gather", "reduce-scatter"}), ("gradients_int8", {"all-gather"})]
 )
 def test_weights_gathered_in_full_are_unexpected_where_bytes_were_promised(read, planted, sent_as, kinds):
     """By the compiler, which is told nothing of bytes, and by hand."""
