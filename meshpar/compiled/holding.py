@@ -121,7 +121,8 @@ class _Pool:
         for at, (collective, runs) in enumerate(self.left):
             if not runs or (one.forward and collective.is_backward) or (one.outside and collective.loops):
                 continue
-            if collective.dtype.startswith(("s", "u", "pred")) or not set(collective.axes) <= set(one.axes):
+            is_whole_number = collective.dtype.startswith(("s", "u", "pred"))
+            if is_whole_number != one.dtype.startswith("s") or not set(collective.axes) <= set(one.axes):
                 continue  # counts, and what is quantized, are no weights
             if one.of_leaf and one.stack == 1 and any(self.in_layers(collective, layers) for layers in self.stacks):
                 continue

@@ -13,7 +13,7 @@ that it travels as bytes in any of the three.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +113,8 @@ def _sent(
     link: RowLink, dtype: str | None, block: int, way: str, rows: jax.Array, traffic: RowCounts | None
 ) -> jax.Array:
     if dtype is None or link.num_ranks == 1:
-        return _WAYS[way](link, rows, traffic)
-    message = _WAYS[way](link, encoded(rows, dtype, block, None), traffic)
+        return _on_wire(link, way, rows, traffic)
+    message = _on_wire(link, way, encoded(rows, dtype, block, None), traffic)
     return decoded(message, rows.shape[-1], dtype, block, rows.dtype)
 
 
@@ -123,26 +123,15 @@ def _sent(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _out(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
-    if link.num_ranks == 1:
-        return rows
-    return _by_platform(link, _out_ragged, _out_fixed, rows, traffic)
-
-
-def _back(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
-    if link.num_ranks == 1:
-        return rows
-    return _by_platform(link, _back_ragged, _back_fixed, rows, traffic)
-
-
-_WAYS: dict[str, Any] = {"both": lambda link, parts, _: all_to_all(link, parts), "out": _out, "back": _back}
-
-
-def _by_platform(link: RowLink, ragged: Any, fixed: Any, rows: jax.Array, traffic: RowCounts) -> jax.Array:
+def _on_wire(link: RowLink, way: str, rows: jax.Array, traffic: RowCounts | None) -> jax.Array:
     """Which form, decided as the program is lowered: one traced on a laptop is compiled for GPUs as it stands."""
+    if traffic is None:
+        return all_to_all(link, rows)
+    if link.num_ranks == 1:
+        return rows
     rows, *each = varying_alike(link.axis, rows, *traffic)
-    traffic = RowCounts(*each)
-    ragged, fixed = functools.partial(ragged, link), functools.partial(fixed, link)
+    ragged, fixed = (_out_ragged, _out_fixed) if way == "out" else (_back_ragged, _back_fixed)
+    ragged, fixed, traffic = functools.partial(ragged, link), functools.partial(fixed, link), RowCounts(*each)
     if link.how == "auto":
         return lax.platform_dependent(rows, traffic, cuda=ragged, rocm=ragged, default=fixed)
     return ragged(rows, traffic) if link.how == "ragged" else fixed(rows, traffic)

@@ -37,7 +37,7 @@ from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, problem, spec_axes
 from meshpar.training.layers import Aux, is_staged
 from meshpar.training.precision import dot_general
-from meshpar.training.reports import describe, report
+from meshpar.training.reports import report
 
 ROUTER_NAMES = ("embed", "expert")
 INWARD_NAMES = ("expert", "embed", "mlp")
@@ -55,18 +55,6 @@ class Weights(NamedTuple):
     gate: Float[Array, "E d f"]
     up: Float[Array, "E d f"]
     down: Float[Array, "E f d"]
-
-
-class MoESpec(NamedTuple):
-    """What a layer computes, as `meshpar.training.reports.describe` passes it on."""
-
-    config: MoEConfig
-    tokens: int
-    """B T of the x it was given."""
-    width: int
-    dtype: np.dtype
-    """Of the rows that travel."""
-    drops: bool
 
 
 class RouterStats(NamedTuple):
@@ -180,9 +168,7 @@ def moe_layer(
     is_alone = here is None or here.mesh.size == 1
     _check_given(x, weights, config)
     _check_sizes(x, weights, config, bias, is_alone=is_alone)
-    dtype = jnp.result_type(x, *weights[1:])
-    describe(MoESpec(config, x.size // x.shape[-1], x.shape[-1], dtype, drops))
-    cut = _Cut() if here is None or is_alone else _Cut.of(here, x, weights, config)
+    cut = _SplitAxes() if here is None or is_alone else _SplitAxes.of(here, x, weights, config)
     kernel = functools.partial(_per_device, config=config, cut=cut, drops=drops)
     with jax.named_scope("moe"):
         if not cut.inner:
@@ -286,7 +272,7 @@ def _of_each_expert(init: Init) -> Init:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Cut(NamedTuple):
+class _SplitAxes(NamedTuple):
     """Axes of more than one rank, by what they split. With none, one device has everything."""
 
     inner: tuple[str, ...] = ()
@@ -309,7 +295,7 @@ class _Cut(NamedTuple):
     out: PartitionSpec = PartitionSpec()
 
     @staticmethod
-    def of(here: Ambient, x: jax.Array, weights: Weights, config: MoEConfig) -> _Cut:
+    def of(here: Ambient, x: jax.Array, weights: Weights, config: MoEConfig) -> _SplitAxes:
         sizes, outer, num_experts = axis_sizes(here.mesh), outer_axes(), config.routing.num_experts
 
         def several(entry: object) -> tuple[str, ...]:
@@ -336,7 +322,7 @@ class _Cut(NamedTuple):
             lie = [several(entry) for entry in _padded(param_spec(like, *names), 3)]
             return tuple(_as_it_lies(of, dim, by_tokens, used) for of, dim in zip(lie, used, strict=True))
 
-        return _Cut(
+        return _SplitAxes(
             inner=tuple(dict.fromkeys((*tokens[0], *tokens[1], *inner_experts, *hidden))),
             batch=batch,
             outer=around,
@@ -492,7 +478,7 @@ def _check_sizes(x: jax.Array, weights: Weights, config: MoEConfig, bias: jax.Ar
 
 
 def _per_device(
-    x: jax.Array, weights: Weights, bias: jax.Array | None, *, config: MoEConfig, cut: _Cut, drops: bool
+    x: jax.Array, weights: Weights, bias: jax.Array | None, *, config: MoEConfig, cut: _SplitAxes, drops: bool
 ) -> tuple[jax.Array, RouterStats]:
     routing, flat = config.routing, x.reshape(-1, x.shape[-1])
     router = weights.router
@@ -522,7 +508,7 @@ def _per_device(
     return y, _router_stats(logits, routed, counted.dropped, config, cut)
 
 
-def _one_dtype(x: jax.Array, weights: Weights, cut: _Cut) -> tuple[jax.Array, Experts]:
+def _one_dtype(x: jax.Array, weights: Weights, cut: _SplitAxes) -> tuple[jax.Array, Experts]:
     """Rows and whole experts; these vary as shards in float32 at the least, so that their gradients are summed so."""
     experts = weights[1:]
     dtype = jnp.result_type(x, *experts)
@@ -550,7 +536,7 @@ def _travelling(
     routed: Routed,
     experts: Experts,
     config: MoEConfig,
-    cut: _Cut,
+    cut: _SplitAxes,
     room: int | None,
 ) -> tuple[jax.Array, Dispatched]:
     """Rows to the ranks of their experts, and back."""
@@ -578,7 +564,7 @@ def _staying(
     routed: Routed,
     experts: Experts,
     config: MoEConfig,
-    cut: _Cut,
+    cut: _SplitAxes,
     room: int | None,
 ) -> tuple[jax.Array, Dispatched]:
     """Rows through the experts that are here; those of other ranks are theirs to compute."""
@@ -600,7 +586,9 @@ def _staying(
     return weighted_sum(made, weights, order), Dispatched(chosen, chosen, dropped)
 
 
-def _router_stats(logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConfig, cut: _Cut) -> RouterStats:
+def _router_stats(
+    logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConfig, cut: _SplitAxes
+) -> RouterStats:
     """Losses and means are those of all tokens, wherever they are; so are counts, but where stages sum them."""
     axis, scores = cut.batch or None, routed.scores
     loss = jnp.zeros((), logits.dtype)

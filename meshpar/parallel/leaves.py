@@ -28,6 +28,7 @@ from meshpar.parallel.promise import (
     is_router,
     layer_elements,
     owned_axes,
+    size_of,
     split_axes,
 )
 
@@ -41,6 +42,8 @@ def promised(facts: Facts) -> Iterator[Promised]:
                 layered = _as_layers(weight)
                 stacked = make(facts, layered) if layered is not None else None
                 yield dataclasses.replace(one, stacked=stacked)
+    for weight in facts.weights:
+        yield from _rows_gathered(facts, weight)
 
 
 def _as_layers(weight: Weight) -> Weight | None:
@@ -105,6 +108,8 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
     if facts.is_once and not facts.by_stages:
         each = stack * facts.accumulate
         counts |= dict.fromkeys(partial & {*facts.sequence_axes, *facts.context_axes}, (each, uses * each))
+        if is_looked_up(decision):  # see `_rows_gathered`
+            counts |= dict.fromkeys(partial & set(facts.context_axes), (0, uses * each))
     return Promised(
         role=GRADIENTS,
         kind="sum",
@@ -119,6 +124,31 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
         stack=stack,
         of_leaf=True,
     )
+
+
+def _rows_gathered(facts: Facts, weight: Weight) -> Iterator[Promised]:
+    """Of a lookup whose gradient each micro-step reduces over the sequence: its rows and their numbers, gathered.
+
+    That sends less than the sum over the ranks of a whole table, and XLA may do it instead.
+    """
+    decision = weight.decision
+    if not (facts.is_once and facts.context_axes and facts.tokens and is_looked_up(decision)) or facts.by_stages:
+        return
+    tokens = facts.tokens * facts.ways(facts.context_axes)
+    wide = facts.wire(facts.reduce_dtype(decision)), facts.wire(facts.compute_dtype(decision))
+    for dtype, elements in (
+        *((one, tokens * size_of(decision, "embed")) for one in dict.fromkeys(wide)),
+        ("s32", tokens),
+    ):
+        yield Promised(
+            role=GRADIENTS,
+            kind="gather",
+            axes=facts.context_axes,
+            elements=elements,
+            dtype=dtype,
+            count=(0, facts.accumulate),
+            tensors=(decision.path,),
+        )
 
 
 def _may_come_whole(facts: Facts, weight: Weight, elements: int, rest: set[str]) -> bool:

@@ -168,7 +168,8 @@ def _of_block(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
     if inputs:
         # The first block's input may be the batch itself, which needs no gradient.
         whole = facts.on_cpu or is_reordered or len(columns) < len(block.columns)
-        yield promise("partial sums, backward", "sum", inputs if stack > 1 else 0, inputs * shares, whole=whole)
+        least, most = inputs if stack > 1 else 0, inputs * shares
+        yield promise("partial sums, backward", "sum", least, most, whole=whole, as_shares=shares > 1)
     if by_sequence and inputs:
         yield promise("sequence made whole, forward", "gather", inputs, inputs * (1 + recomputed))
     if by_sequence and num_rows:
@@ -192,12 +193,20 @@ def _promise_of(
     """A function of (role, kind, fewest, most), both a layer and micro-step, for activations of a width."""
     runs, by_sequence = stack * facts.accumulate, axis in facts.sequence_axes
 
-    def promise(role: str, kind: Literal["gather", "sum"], least: int, most: int, *, whole: bool = False) -> Promised:
+    def promise(
+        role: str,
+        kind: Literal["gather", "sum"],
+        least: int,
+        most: int,
+        *,
+        whole: bool = False,
+        as_shares: bool = False,
+    ) -> Promised:
         return Promised(
             role=role,
             kind=kind,
             axes=(axis,),
-            scattered=(axis,) if kind == "sum" and by_sequence else (),
+            scattered=(axis,) if kind == "sum" and by_sequence and not as_shares else (),
             whole=whole and by_sequence,
             elements=width * (max(1, facts.rows) if facts.tokens is None else facts.tokens),
             multiple=facts.tokens is None,

@@ -79,7 +79,7 @@ class Params(NamedTuple):
     does that has parameters."""
 
 
-class Totals(NamedTuple):
+class StageTotals(NamedTuple):
     """What one device has added up over its microbatches."""
 
     sums: Sums
@@ -97,7 +97,7 @@ class _Carry:
     inbox: PyTree
     turn: PyTree
     """Outputs of the last part that wait for the loss."""
-    totals: Totals
+    totals: StageTotals
     below: jax.Array
     above: jax.Array
     """`late` of the stages before and behind this one, as far as it has come."""
@@ -172,7 +172,7 @@ class Executor:
     """Lays the sums of gradients out over the axes that are XLA's."""
 
     def __call__(self, columns: Mapping[str, jax.Array], params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
-                 late: jax.Array, extra: PyTree = ()) -> tuple[Totals, jax.Array]:  # fmt: skip
+                 late: jax.Array, extra: PyTree = ()) -> tuple[StageTotals, jax.Array]:  # fmt: skip
         """Sums over all microbatches; and over all stages, of `late`.
 
         Args:
@@ -222,20 +222,22 @@ class _Trace:
 
     def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[Sums, tuple[PyTree, PyTree]]:
         """Of one microbatch, times its weight; and the gradients of the ends and of y, likewise."""
-        with jax.named_scope("loss"):
-            loss, vjp, metrics = jax.vjp(
-                lambda ends, y: jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro)), ends, y, has_aux=True
-            )
-            name = self.functions.weight
-            sums = weighed_by(None if name is None else metrics[name], loss, metrics)
-            if name is None:
-                return sums, vjp(jnp.ones_like(loss))
-            # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
-            has = sums.weight > 0
-            grads = vjp(jnp.where(has, sums.weight, 0).astype(loss.dtype))
-            return sums, jax.tree.map(
-                lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(has, g, jnp.zeros_like(g)), grads
-            )
+
+        def last(ends: PyTree, y: PyTree) -> tuple[jax.Array, dict[str, jax.Array]]:
+            with jax.named_scope("loss"):
+                return jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro))
+
+        loss, vjp, metrics = jax.vjp(last, ends, y, has_aux=True)
+        name = self.functions.weight
+        sums = weighed_by(None if name is None else metrics[name], loss, metrics)
+        if name is None:
+            return sums, vjp(jnp.ones_like(loss))
+        # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
+        has = sums.weight > 0
+        grads = vjp(jnp.where(has, sums.weight, 0).astype(loss.dtype))
+        return sums, jax.tree.map(
+            lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(has, g, jnp.zeros_like(g)), grads
+        )
 
     def _first(self, ends: PyTree, micro: Micro) -> PyTree:
         with jax.named_scope("first"):
@@ -291,7 +293,7 @@ class _Trace:
             # One part alone is sent nothing; what would read it is traced all the same.
             inbox=room(self.x, max(counts["inbox"], 1)),
             turn=room(self.x, counts["turn"]),
-            totals=Totals(_zeros(self.of_last).replace(grads=grads), aux),
+            totals=StageTotals(_zeros(self.of_last).replace(grads=grads), aux),
             below=jnp.zeros_like(late),
             above=jnp.zeros_like(late),
         )
@@ -355,7 +357,7 @@ class _Trace:
     def _cell(self, kinds: Sequence[bool]) -> Callable[..., Any]:
         has_f, has_b, has_w, own = kinds
 
-        def run(totals: Totals, held: Any, at: Mapping[str, jax.Array]) -> tuple[Totals, _Made]:
+        def run(totals: StageTotals, held: Any, at: Mapping[str, jax.Array]) -> tuple[StageTotals, _Made]:
             stash, backlog, inbox, turn = held
             whole = self._weights_of(at)
             made = _Made(*(_zeros(like) for like in (self.x, self.x, self.split.stash, self._handed)))
@@ -377,7 +379,7 @@ class _Trace:
                 made = made._replace(up=up, left=left)
                 sums = sums.replace(loss=sums.loss + aux_loss.astype(sums.loss.dtype))
                 aux = {k: x.at[at["chunk"][F]].add(more[k].astype(x.dtype)) for k, x in aux.items()}
-            return Totals(sums, aux), made._replace(up=self._laid(made.up), down=self._laid(made.down))
+            return StageTotals(sums, aux), made._replace(up=self._laid(made.up), down=self._laid(made.down))
 
         return run
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar.collectives import broadcast
 from meshpar.pipeline import checks
-from meshpar.pipeline.executor import Executor, First, Functions, Last, Micro, Params, Plan, Totals
+from meshpar.pipeline.executor import Executor, First, Functions, Last, Micro, Params, Plan, StageTotals
 from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.sharding.rules import BATCH_AXES
@@ -177,8 +177,8 @@ class _Share:
 
     def __call__(
         self, columns: Any, params: Params, rows: PyTree, key_data: jax.Array, late: jax.Array, extra: PyTree
-    ) -> tuple[tuple[Totals, jax.Array], Params]:
-        """Totals without gradients, `late`; and gradients, `[1, chunk, ...]` and of the ends `[1, 1, ...]`."""
+    ) -> tuple[tuple[StageTotals, jax.Array], Params]:
+        """StageTotals without gradients, `late`; and gradients, `[1, chunk, ...]` and of the ends `[1, 1, ...]`."""
         run, count = self.run, self.run.schedule.microbatches
         columns = jax.tree.map(lambda x: x[:, 0], columns)
         key = jax.random.wrap_key_data(key_data)
@@ -196,7 +196,7 @@ class _Share:
         held = jnp.asarray(run.schedule.parts)[lax.axis_index(run.axis)]
         aux = {k: jnp.zeros((run.schedule.num_parts, *x.shape[1:]), x.dtype).at[held].add(x) for k, x in aux.items()}
         over = self.manual if run.sync else self.batch_axes
-        totals = Totals(sums.replace(grads=None), aux)
+        totals = StageTotals(sums.replace(grads=None), aux)
         out = (lax.psum(totals, over) if over else totals), late
         return (out if run.sync else jax.tree.map(lambda x: x[None], out)), grads
 

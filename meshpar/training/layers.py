@@ -21,8 +21,8 @@ from meshpar.training.precision import Numerics
 class Aux(NamedTuple):
     """What a layer, or a part of the model, gives beside its output.
 
-    Under stages nobody has it before all microbatches are through, so what a model and its loss function make of it is
-    worked out once, behind the last tick, of the sums and means over microbatches and devices. For that,
+    Under stages it is complete only when all microbatches are through, so what a model and its loss function make of it
+    is worked out once, behind the last tick, of the sums and means over microbatches and devices. For that,
 
       - the loss may add `aux.loss`, times a constant, and use no `aux.metrics`;
       - a metric, or a variable that the model changes, may be made of `aux`, constants and the model's variables as
@@ -109,7 +109,7 @@ def scan_layers(
       ValueError: an Aux whose loss is no scalar; a layer that gives back another x; caches under stages; parameters
         to be gathered with a path that no parameter has.
     """
-    run, body = current().run, _as_asked(layer, at)
+    run, body = current().run, _in_context(layer, at)
     rows = (params, extra, caches)
     if run is None or not staged:
         with jax.named_scope(at):
@@ -124,7 +124,7 @@ def scan_layers(
     return run.run(body, x, rows)
 
 
-def _as_asked(layer: Callable[..., Any], at: str) -> Layer:
+def _in_context(layer: Callable[..., Any], at: str) -> Layer:
     """The layer as a function of (x, its row): weights gathered, and recomputed, as the step asks."""
     context = current().numerics
     gather = None if context is None else context.gather

@@ -1,4 +1,4 @@
-"""What a model reports to the step beside its output: auxiliary losses, metrics, and specs of its layers."""
+"""What a model reports to the step beside its output: auxiliary losses and metrics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ class Reports:
 
     losses: list[jax.Array] = dataclasses.field(default_factory=list)
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    layers: list[Any] = dataclasses.field(default_factory=list)
-    """Specs of layers."""
 
     @property
     def loss(self) -> jax.Array | None:
@@ -79,15 +77,6 @@ def _numbers(where: str, x: Any) -> jax.Array:
         return jnp.asarray(x)
     except (TypeError, ValueError):  # whichever of them jax has for the kind of thing
         raise problem(where, f"be {x!r}", "it is numbers", "give an array, or leave it out") from None
-
-
-def describe(layer: Any) -> None:
-    """Report a layer's spec, so that what was compiled can be held to it.
-
-    To be called anywhere, inside transformed functions too: `layer` is a plain value and holds no arrays.
-    """
-    if current().reports is not None:
-        current().reports.layers.append(layer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

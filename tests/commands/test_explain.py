@@ -190,7 +190,7 @@ def test_check_fails_on_an_unexpected_collective_and_says_why_last(explain, reci
     assert code == 1
     assert "Unexpected" in out
     reasons = error.strip().splitlines()
-    assert all(reason.startswith("meshpar: not promised: ") for reason in reasons)
+    assert all(reason.startswith("meshpar: unexpected: ") for reason in reasons)
     assert "tiny.py" in error  # the line that did it
 
 

@@ -59,6 +59,7 @@ def test_a_cache_that_the_layer_keeps_for_itself():
 
 
 def test_stages_take_what_they_share_and_no_caches():
+    assert mp.pipeline.scan_layers is mp.scan_layers
     with running(lambda layer, x, rows: "by stage"):
         assert mp.scan_layers(lambda x, one: x * one["w"], 1.0, PARAMS) == "by stage"
         assert mp.scan_layers(lambda x, one: x * one["w"], 1.0, PARAMS, staged=False) == 30

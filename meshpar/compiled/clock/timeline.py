@@ -202,7 +202,7 @@ class _Flight:
 
 
 @dataclasses.dataclass
-class _Block:
+class _ComputationRun:
     """One run of a computation: the clocks of both streams while it is simulated, and the sums over all it runs."""
 
     duration_s: float = 0.0
@@ -252,12 +252,12 @@ class _Simulation:
         """What conditionals pick in the tick that is simulated; of others the longest branch is taken."""
         self.roofline = Roofline(module, cluster.gpu)
         self._collectives = {(one.computation, one.name): one for one in collectives}
-        self._blocks: dict[str, _Block] = {}
+        self._blocks: dict[str, _ComputationRun] = {}
         self._runs: dict[tuple[str, str], _Run] = {}
         self._layouts: dict[Groups, set[tuple[int, int]]] = {}
         self._loops: dict[str, Segment | None] = {}
 
-    def block(self, computation: Computation) -> _Block:
+    def block(self, computation: Computation) -> _ComputationRun:
         """One run of a computation on empty streams."""
         known = self._blocks.get(computation.name)
         if known is None:
@@ -278,8 +278,8 @@ class _Simulation:
         """Loops in the order the program reaches them, outer ones first."""
         return tuple(loop for loop in self._loops.values() if loop is not None)
 
-    def _simulate(self, computation: Computation) -> _Block:
-        block = _Block()
+    def _simulate(self, computation: Computation) -> _ComputationRun:
+        block = _ComputationRun()
         for ins in computation:
             self._step(block, computation, ins)
         for flights in block.pending.values():  # started and never waited for: over when the computation is
@@ -287,13 +287,13 @@ class _Simulation:
         self._settle(block)
         return block
 
-    def _step(self, block: _Block, computation: Computation, ins: Instruction) -> None:
+    def _step(self, block: _ComputationRun, computation: Computation, ins: Instruction) -> None:
         if ins.opcode == "while":
             self._loop(block, computation, ins)
         elif ins.opcode == "conditional":
             names = branches(computation, ins)
             names = names[self._choice[ins.name] :][:1] if ins.name in self._choice else names
-            blocks = [self.block(self._module.computations[name]) for name in names] or [_Block()]
+            blocks = [self.block(self._module.computations[name]) for name in names] or [_ComputationRun()]
             self._inline(block, max(blocks, key=lambda branch: branch.duration_s))
         elif ins.opcode.endswith("-done"):
             self._finish(block, block.pending.pop(_started_by(computation, ins), []))
@@ -305,7 +305,7 @@ class _Simulation:
         else:
             self._kernel(block, computation, ins)
 
-    def _kernel(self, block: _Block, computation: Computation, ins: Instruction) -> None:
+    def _kernel(self, block: _ComputationRun, computation: Computation, ins: Instruction) -> None:
         kernel = self.roofline.kernel(computation, ins)
         if kernel is None or not kernel.time_s:
             return
@@ -336,7 +336,7 @@ class _Simulation:
                 for one in inner:
                     yield from self._communicates(inner, one, hops - 1)
 
-    def _issue(self, block: _Block, ins: Instruction, collectives: Iterable[Collective]) -> None:
+    def _issue(self, block: _ComputationRun, ins: Instruction, collectives: Iterable[Collective]) -> None:
         flights = []
         for one in collectives:
             start_s = max(block.duration_s, block.network_free_s)
@@ -348,10 +348,10 @@ class _Simulation:
         else:
             self._finish(block, flights)
 
-    def _finish(self, block: _Block, flights: Iterable[_Flight]) -> None:
+    def _finish(self, block: _ComputationRun, flights: Iterable[_Flight]) -> None:
         block.wait(max((flight.end_s for flight in flights), default=0.0))
 
-    def _settle(self, block: _Block) -> None:
+    def _settle(self, block: _ComputationRun) -> None:
         """What of each flight was hidden, now that all waiting is known."""
         for flight in block.flights:
             one, time_s = flight.collective, flight.end_s - flight.start_s
@@ -373,7 +373,7 @@ class _Simulation:
             )
         block.ops.sort(key=lambda op: (op.start_s, op.end_s))
 
-    def _loop(self, block: _Block, computation: Computation, ins: Instruction) -> None:
+    def _loop(self, block: _ComputationRun, computation: Computation, ins: Instruction) -> None:
         times = trip_count(self._module, computation, ins)
         self._loops.setdefault(ins.name, None)  # an outer loop's place is before those in its body
         computation = self._module.computations[ins.called_as("body")[0]]
@@ -400,7 +400,7 @@ class _Simulation:
                 )
             )
 
-    def _ticks(self, body: Computation, choices: Mapping[str, np.ndarray]) -> tuple[_Block, _Block]:
+    def _ticks(self, body: Computation, choices: Mapping[str, np.ndarray]) -> tuple[_ComputationRun, _ComputationRun]:
         """The longest tick of a pipeline's loop, and all its ticks for the mean stage."""
         assert self.cells is not None
         names, picks = list(choices), np.stack(list(choices.values()), -1)  # [tick, stage, conditional]
@@ -416,7 +416,7 @@ class _Simulation:
         which = which.reshape(picks.shape[:2])
         runs = np.bincount(which.ravel(), minlength=len(kinds)) / picks.shape[1]  # of each kind, on the mean stage
         length_s = self.cells.makespan(np.array([one.duration_s for one in blocks])[which])
-        whole = _Block(duration_s=length_s, bubble_s=length_s)
+        whole = _ComputationRun(duration_s=length_s, bubble_s=length_s)
         for one, times in zip(blocks, runs.tolist(), strict=True):
             whole.bubble_s -= times * one.duration_s
             whole.compute_s += times * one.compute_s
@@ -427,12 +427,12 @@ class _Simulation:
                 whole.hidden_s[label] += times * one.hidden_s[label]
         return max(blocks, key=lambda one: one.duration_s), whole
 
-    def _inline(self, block: _Block, inner: _Block) -> None:
+    def _inline(self, block: _ComputationRun, inner: _ComputationRun) -> None:
         start_s = self._repeat(block, inner, 1)
         for op in inner.ops:
             block.ops.append(dataclasses.replace(op, start_s=start_s + op.start_s, end_s=start_s + op.end_s))
 
-    def _repeat(self, block: _Block, inner: _Block, times: int) -> float:
+    def _repeat(self, block: _ComputationRun, inner: _ComputationRun, times: int) -> float:
         """Runs an inner block so often; gives the time at which its first run began."""
         if inner.network_s:
             block.wait(block.network_free_s)
@@ -485,7 +485,7 @@ def _leading_to(module: Module, names: set[str]) -> set[str]:
         found |= callers
 
 
-def _segment(block: _Block, loop: Instruction | None = None, times: int | None = 1) -> Segment:
+def _segment(block: _ComputationRun, loop: Instruction | None = None, times: int | None = 1) -> Segment:
     op_name = loop.metadata.op_name if loop is not None else ""
     return Segment(
         name=loop.name if loop is not None else "",

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshpar.pipeline.schedules.ops import Block
-
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.schedule import Schedule
 
 IDLE = "·"
 
 
-def cell_text(block: Block, *, chunked: bool) -> str:
-    """One cell: `F3`, `F3.1` for chunk 1, `F3B1` for a pair."""
-    return "".join(op.text(chunked=chunked) for op in block) or IDLE
-
-
 def grid(schedule: Schedule) -> list[list[str]]:
-    """The text of every cell, `[stage][tick]`."""
-    chunked = schedule.chunks > 1
-    return [
-        [cell_text(schedule.cell(tick, stage), chunked=chunked) for tick in range(schedule.ticks)]
-        for stage in range(schedule.stages)
-    ]
+    """The text of every cell, `[stage][tick]`: `F3`, `F3.1` for chunk 1, `F3B1` for a pair."""
+
+    def cell(tick: int, stage: int) -> str:
+        return "".join(op.text(chunked=schedule.chunks > 1) for op in schedule.cell(tick, stage)) or IDLE
+
+    return [[cell(tick, stage) for tick in range(schedule.ticks)] for stage in range(schedule.stages)]
 
 
 def picture(schedule: Schedule, *, width: int | None = None) -> str:
