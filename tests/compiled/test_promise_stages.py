@@ -338,10 +338,11 @@ def faulty(program_of):
 
     def compile_with(fault):
         step, state, batch = case.step(case.mesh.build(jax.devices()[:4]), rows=64)
-        added, messages, plan = executor._Trace._added, executor._Trace._messages, executor.Plan.of
+        added, messages, plan = executor._sum, executor._Trace._messages, executor.Plan.of
 
-        def reduced(self, sums, grads, chunk):
-            return added(self, sums, jax.tree.map(lambda g: lax.psum(g, "data"), grads), chunk)
+        def reduced(totals, grads, at=None):
+            numbers = jax.tree.map(lambda g: g if g.dtype == jax.dtypes.float0 else lax.psum(g, "data"), grads)
+            return added(totals, numbers, at)
 
         def stray(self, inbox, results, at, moves, *more):
             got = messages(self, inbox, results, at, moves, *more)
@@ -353,7 +354,7 @@ def faulty(program_of):
 
         with pytest.MonkeyPatch.context() as patch:
             if fault == FAULTS[0]:
-                patch.setattr(executor._Trace, "_added", reduced)
+                patch.setattr(executor, "_sum", reduced)
             elif fault == FAULTS[1]:
                 patch.setattr(executor._Trace, "_messages", stray)
             else:
