@@ -169,34 +169,6 @@ def test_doubling_and_halving_keep_the_dtype(ranks, dtype):
         np.testing.assert_array_equal(one, other)
 
 
-def test_doubling_and_halving_under_transforms(ranks):
-    """vmap, scan, and the derivative of a derivative, as their references have them."""
-    kernels = (
-        ranks(4).view(functools.partial(mc.all_gather, axis="x", algorithm="recursive_doubling")),
-        ranks(4).view(functools.partial(mc.reduce_scatter, axis="x", op="max", algorithm="recursive_halving")),
-    )
-    references = (reference.all_gather, functools.partial(reference.reduce_scatter, op="max"))
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((4, 8, 2)), "float32")
-
-    def everything(pair):
-        gather, scatter = pair
-
-        def twice(x):
-            return scatter(gather(jnp.sin(x)))
-
-        def scanned(x):
-            return jax.lax.scan(lambda held, _: (twice(held), None), x, None, length=2)[0]
-
-        def bent(x):
-            return jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(twice(x) ** 3))(x) ** 2))(x)
-
-        return jax.vmap(twice, in_axes=-1, out_axes=-1)(x), scanned(x[..., 0]), bent(x[..., 0])
-
-    found, expected = jax.jit(lambda: everything(kernels))(), jax.jit(lambda: everything(references))()
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)  # float32, two passes over 4 ranks
-
-
 def test_two_levels_over_two_axes(ranks):
     kernel = functools.partial(mc.all_reduce, axis=("outer", "inner"), algorithm="auto", cluster=GROUPS)
     row, parts = ranks(outer=2, inner=3), rows(6)

@@ -297,36 +297,6 @@ def test_it_is_traced_from_shapes_alone_and_compiles():
     assert_same((dparams, dx), tuple(want), rtol=1e-5, atol=1e-5)
 
 
-def test_half_the_sleeping_is_in_each_half():
-    """A stage whose two gradients call back to the host: each call is in its own half, once."""
-    called = []
-
-    def note(what, value):
-        return jax.pure_callback(lambda v: (called.append(what), v)[1], value, value)
-
-    @jax.custom_vjp
-    def stage(w, x):
-        return note("F", x * w)
-
-    def backward(kept, g):
-        return note("W", jnp.sum(g * kept[1])), note("B", g * kept[0])
-
-    stage.defvjp(lambda w, x: (stage(w, x), (w, x)), backward)
-    w = jnp.float32(2.0)
-    split = split_vjp(stage, w, X)
-    called.clear()
-    y, stash = jax.block_until_ready(jax.jit(split.forward)(w, X))
-    assert called == ["F"]
-    shared = split.shared(w)
-    called.clear()
-    dx, backlog = jax.block_until_ready(jax.jit(split.backward)(shared, stash, y))
-    assert called == ["B"]
-    dw = jax.block_until_ready(jax.jit(split.weights)(shared, stash, backlog))
-    assert called == ["B", "W"]
-    np.testing.assert_allclose(dx, 2 * y)
-    np.testing.assert_allclose(dw, jnp.sum(y * X), rtol=1e-6)
-
-
 def test_what_a_stage_prints_it_prints_in_f():
     """Once for each layer, and not again in B or W."""
     seen = []
