@@ -254,9 +254,10 @@ VARIANTS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("case", "variant"),
-    [("fsdp_tensor", "latent"), *(pytest.param("fsdp_sequence", one, marks=pytest.mark.matrix) for one in VARIANTS)],
+    [("fsdp_tensor", "latent"), *(("fsdp_sequence", one) for one in VARIANTS)],
 )
 def test_shapes_of_the_decoder_are_part_of_the_promise(planted, case, variant):
     config = dataclasses.replace(planted.CONFIG, **VARIANTS[variant])

@@ -90,7 +90,6 @@ SPARED = [("linen", case) for case in ("zero2", "tensor", "tensor+sequence", "fs
     ("framework", "case"),
     cases(
         ("nnx", "fsdp|tensor|accumulate once"),
-        ("linen", "fsdp|tensor+sequence"),
         grid=[one for one in itertools.product(("nnx", "linen"), CASES) if one not in SPARED],
     ),
 )
