@@ -65,11 +65,12 @@ FAULTS = (
     ),
     Fault(
         "the same random key for every micro-step", "training/sums.py",
-        "jax.random.fold_in(key, index)", "key", "training/test_step.py",
+        "jax.random.fold_in(key, index)", "key", "training/test_step.py -k random_keys",
     ),
     Fault(
         "a micro-step of weight zero spoils the others", "training/sums.py",
-        "jnp.where(weight > 0, x * weight.astype(x.dtype), 0)", "x * weight.astype(x.dtype)", "training/test_step.py",
+        "jnp.where(weight > 0, x * weight.astype(x.dtype), 0)", "x * weight.astype(x.dtype)",
+        "training/test_step.py -k weighed",
     ),
     Fault(
         "the same random key in every step", "training/step.py",

@@ -393,6 +393,18 @@ def test_no_file_of_the_checkpoint_before_goes_unseen(setup, two_steps, folder):
     assert "metadata" in seen
 
 
+def test_other_numbers_than_were_written_are_damage(setup, two_steps, monkeypatch):
+    found = checkpoint._fingerprints
+
+    def of_other_numbers(*args):
+        first, *others = found(*args)
+        return [first ^ 1, *others]
+
+    monkeypatch.setattr(checkpoint, "_fingerprints", of_other_numbers)
+    with pytest.raises(mp.MeshparError, match="step 2 is damaged.*are not what was written"):
+        Checkpoints(two_steps[0]).restore(setup, 2)
+
+
 def test_a_read_that_fails_leaves_nothing_behind(setup, folder, monkeypatch):
     """No read goes on, to complain when it ends, and Python's hooks for errors are nobody's but the program's."""
     told = []
