@@ -109,6 +109,7 @@ def test_a_report_of_layers():
     assert all(1 < measure.value < 1.5 for measure in counted if measure.name.startswith("FLOPs"))  # tiny, so padded
 
 
+@pytest.mark.matrix
 def test_a_report_is_data_and_tables(capsys):
     found = measured(16)
     told = json.loads(json.dumps(found.to_json()))

@@ -92,6 +92,7 @@ def test_one_key_head_for_all_and_one_for_each(ranks):
         close(*both(ranks(2), ["zigzag"], "float32", K=num_kv_heads, B=1, t=2), 1e-5)
 
 
+@pytest.mark.matrix
 def test_under_vmap_in_a_scan_and_with_the_check_of_varying_axes_off(ranks):
     row, (qkv, weights) = ranks(3), arrays(3, dtype="float32")
 

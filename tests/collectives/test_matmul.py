@@ -280,13 +280,8 @@ def plain(framework, dtype):
     return trained(framework, config(tensor_matmul="xla", param_dtype=dtype), mp.MeshSpec(), mp.ddp(), {})
 
 
-@pytest.mark.parametrize(
-    ("framework", "case"),
-    [
-        ("nnx", "once"),
-        *(pytest.param(*pair, marks=matrix) for pair in (("linen", "fsdp|tensor"), ("nnx", "remat"))),
-    ],
-)
+@matrix
+@pytest.mark.parametrize(("framework", "case"), [("nnx", "once"), ("linen", "fsdp|tensor"), ("nnx", "remat")])
 def test_decoders_train_as_the_plain_one_on_one_device(framework, case):
     spec, options = TRAINED[case]
     with jax.enable_x64(True):

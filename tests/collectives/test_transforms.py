@@ -83,6 +83,7 @@ def test_the_gradient_of_a_scan_whose_carry_is_reduced(ranks):
     close(found, jax.grad(lambda x: (weights * plain(x)).sum())(rows(3)))
 
 
+@pytest.mark.matrix
 def test_reverse_over_reverse_and_forward_over_reverse(every_kernel):
     def curved(f, x):
         def loss(x):

@@ -64,6 +64,7 @@ def test_without_a_cluster_it_compiles_for_the_devices_at_hand():
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.matrix
 def test_on_a_cpu_there_are_no_times_and_it_says_why(report):
     found, _, _ = report("hsdp")
     assert found.overlap.hidden_fraction is None

@@ -166,7 +166,8 @@ def test_every_option_under_every_strategy(read, case, options, target):
     assert not found.unexpected
 
 
-@pytest.mark.parametrize("num_kv_heads", [4, pytest.param(1, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
 def test_too_few_heads_of_keys_travel_as_often_as_they_are_repeated(planted, monkeypatch, num_kv_heads):
     monkeypatch.setattr(planted, "CONFIG", dataclasses.replace(planted.CONFIG, num_kv_heads=num_kv_heads))
     plant = planted.reference("heads", remat="full").on_cpu

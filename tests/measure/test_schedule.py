@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from meshpar.pipeline import SCHEDULES, make
-from tests.grid import cases
 from tests.measure.schedule import measured, naps, program, sleeping
 
 P, M = 2, 4
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 
 
-@pytest.mark.parametrize("name", cases("dualpipe", "zb-h1", grid=sorted(SCHEDULES)))
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_every_stage_sleeps_once_for_each_of_its_own_ops(name):
     schedule = make(name, P, M)
     run = program(schedule, sleeping(0.0))

@@ -169,6 +169,7 @@ def test_recomputing_layers_keeps_less():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_losses_of_experts_are_for_training_and_evaluation_changes_nothing():
     cfg = deepseek_like(param_dtype="float64")
     with jax.enable_x64(True):

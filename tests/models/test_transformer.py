@@ -176,6 +176,7 @@ def test_rematerialisation_computes_again_what_the_policy_says(one_device, frame
     assert again == {"full": 8, "dots": 2, "all_dots": 0}
 
 
+@pytest.mark.matrix
 def test_compute_follows_the_parameters(one_device):
     cfg = CONFIG()
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(cfg))

@@ -479,6 +479,7 @@ def test_nothing_is_told_where_nothing_moves():
     assert not any(placed.moved for placed in moe.rebalance(state, even).placements[""])
 
 
+@pytest.mark.matrix
 def test_groups_of_the_models_own_routers_are_asked_for():
     routing = Routing(num_experts=NUM_EXPERTS, top_k=2, groups=8, top_groups=2)
     state, _, loads = decoder(routing=routing)

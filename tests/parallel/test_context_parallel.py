@@ -296,6 +296,7 @@ def bound(request):
     return call
 
 
+@matrix
 def test_logits_are_in_the_order_of_the_tokens_and_positions_go_with_them(bound):
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 8), dtype=np.int32)
     positions = np.array([[0, 1, 2, 3, 0, 1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12]], np.int32)

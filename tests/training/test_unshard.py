@@ -209,6 +209,7 @@ def test_loss_and_gradients_are_within_the_bound(mesh, strategy, options):
     assert 1e-6 < off <= weights * np.abs(slopes.mean(0)).sum()
 
 
+@pytest.mark.matrix
 def test_shards_that_other_axes_split_are_quantized_where_they_are(plain):
     strategy = mp.fsdp(quantize={"stochastic": True}) | mp.tensor_parallel()
     found = one_step({"fsdp": 2, "tensor": 2}, strategy, weight="count")
