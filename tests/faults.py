@@ -1,6 +1,6 @@
-"""Thirty planted faults: each is put into a copy of the source, and `make test`'s own cases must catch it.
+"""Planted faults: each is put into a copy of the source, and `make test`'s own cases must catch it.
 
-    python tests/faults.py                  # all of them, about ten minutes on two cores
+    python tests/faults.py                  # all of them, about a quarter of an hour
     python tests/faults.py ring scale       # those whose names hold one of these words
 
 A fault names the test files that are about what it breaks. They are run with `make test`'s selection, so a fault that
@@ -65,11 +65,12 @@ FAULTS = (
     ),
     Fault(
         "the same random key for every micro-step", "training/sums.py",
-        "jax.random.fold_in(key, index)", "key", "training/test_step.py",
+        "jax.random.fold_in(key, index)", "key", "training/test_step.py -k random_keys",
     ),
     Fault(
         "a micro-step of weight zero spoils the others", "training/sums.py",
-        "jnp.where(weight > 0, x * weight.astype(x.dtype), 0)", "x * weight.astype(x.dtype)", "training/test_step.py",
+        "jnp.where(weight > 0, x * weight.astype(x.dtype), 0)", "x * weight.astype(x.dtype)",
+        "training/test_step.py -k weighed",
     ),
     Fault(
         "the same random key in every step", "training/step.py",
@@ -140,7 +141,7 @@ FAULTS = (
     Fault(
         "counts are divided by the microbatches", "training/reports.py",
         "x if is_counted(x) else x / jnp.asarray(total, x.dtype)", "x / jnp.asarray(total, x.dtype)",
-        "pipeline/test_executor.py training/test_staged.py training/test_step.py training/test_unshard.py",
+        "training/test_staged.py training/test_step.py -k counts",
     ),
     Fault(
         "the balancing bias goes the wrong way", "moe/balance.py",
@@ -155,6 +156,22 @@ FAULTS = (
         "return lax.all_to_all(parts, link.axis, 0, 0)", "return parts", "moe/test_dispatch.py",
     ),
     Fault(
+        "buffers of twice the size", "moe/dispatch_combine.py",
+        "// shape.num_ranks\n", "// shape.num_ranks * 2\n", "compiled/test_promise_moe.py -k formulas",
+    ),
+    Fault(
+        "two all-to-alls more than needed each way", "moe/exchange.py",
+        "    return lax.all_to_all(parts, link.axis, 0, 0)",
+        "    for _ in range(2):\n        parts = lax.all_to_all(parts, link.axis, 0, 0)\n"
+        "    return lax.all_to_all(parts, link.axis, 0, 0)", "compiled/test_promise_moe.py -k formulas",
+    ),
+    Fault(
+        "experts' gradients are summed over their own axis", "moe/reduction.py",
+        "tiled=True) if axes else g\n    return (g,)",
+        'tiled=True) if axes else g\n    return (varying(lax.psum(g, "expert"), ("expert",)),)',
+        "compiled/test_promise_moe.py -k formulas",
+    ),
+    Fault(
         "a ring all-reduce in N steps", "planner/cost.py",
         "return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=sent, bytes_reduced=reduced)",
         "return Cost(steps=num_ranks, bytes_sent=sent, bytes_in_turn=sent, bytes_reduced=reduced)",
@@ -162,7 +179,8 @@ FAULTS = (
     ),
     Fault(
         "unexpected collectives are swallowed", "compiled/holding.py",
-        "surprise=_surprises(surprising, promises),", "surprise=(),", "compiled",
+        'unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes),', "unexpected=(),",
+        "compiled/test_promise.py -k planted",
     ),
     Fault(
         "the loss of the token that was read", "models/loss.py",

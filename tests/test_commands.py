@@ -209,7 +209,11 @@ def test_a_command_exists_with_its_options(one: Printed) -> None:
     assert asked <= known | {"--help"}
 
 
-@pytest.mark.parametrize("one", [one for one in OURS if one.is_quick], ids=str)
+@pytest.mark.parametrize(
+    "one",
+    [pytest.param(one, marks=() if one.where == "README" else pytest.mark.matrix) for one in OURS if one.is_quick],
+    ids=str,
+)
 def test_a_quick_command_runs(one: Printed, tmp_path, monkeypatch, capsys) -> None:
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):  # what a command sets for its own process
         monkeypatch.setenv(name, os.environ.get(name, ""))

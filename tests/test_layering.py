@@ -91,6 +91,7 @@ def allowed(entry: str) -> frozenset[str]:
     return frozenset([entry]).union(*(allowed(line) for line in named))
 
 
+@cache
 def source_of(module: str) -> ast.Module:
     path = PACKAGE.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -192,10 +193,12 @@ HEAVY = ["flax", "optax", "grain", "orbax", "tensorstore", "matplotlib", "rich",
 @pytest.mark.parametrize(
     ("statement", "without"),
     [
-        ("import meshpar", ["jax", *HEAVY]),
-        ("import meshpar.commands.cli", ["jax", *HEAVY]),
-        ("import meshpar as mp; mp.MeshSpec, mp.Rules, mp.fsdp, mp.Precision, mp.constrain", HEAVY),
-        ("import meshpar.commands.launch", HEAVY),
+        ("import meshpar, meshpar.commands.cli, meshpar.data", ["jax", *HEAVY]),
+        (
+            "import meshpar.commands.launch, meshpar as mp, meshpar.models as models; models.llama3_8b().num_params\n"
+            "mp.MeshSpec, mp.Rules, mp.Precision, mp.constrain, [getattr(mp.data, name) for name in mp.data.__all__]",
+            HEAVY,
+        ),
     ],
 )
 def test_importing_costs_no_more_than_it_must(statement: str, without: list[str]) -> None:
@@ -206,7 +209,12 @@ def test_importing_costs_no_more_than_it_must(statement: str, without: list[str]
 
 
 def test_a_plain_step_loads_nothing_of_pipelines_experts_or_compiled_programs() -> None:
-    code = "import sys, meshpar as mp; mp.ddp(); mp.train_step(lambda model, batch, key: (0, {})); print(*sys.modules)"
+    """And the packages that the README names are attributes all the same."""
+    code = (
+        "import sys, meshpar as mp; mp.ddp(); mp.train_step(lambda model, batch, key: (0, {})); print(*sys.modules)\n"
+        "mp.collectives.all_reduce; assert 'meshpar.pipeline' not in sys.modules\n"
+        "mp.pipeline.scan_layers; assert 'meshpar.moe' not in sys.modules; mp.moe.MoE"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
     packages = {".".join(name.split(".")[:2]) for name in done.stdout.split() if name.startswith("meshpar.")}
     assert packages == {"meshpar.sharding", "meshpar.parallel", "meshpar.training"}

@@ -77,15 +77,6 @@ def test_a_type_checker_sees_every_public_name() -> None:
     assert (ROOT / "meshpar" / "py.typed").exists()
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [("moe", "MoE"), ("pipeline", "scan_layers"), ("collectives", "all_reduce")]
-)
-def test_the_packages_the_readme_names_are_attributes(module: str, name: str) -> None:
-    code = f"import meshpar as mp, sys; assert 'meshpar.{module}' not in sys.modules; mp.{module}.{name}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def make(*arguments: str) -> str:
     """What make would run; without the flags of a make that is running these tests."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}

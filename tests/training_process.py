@@ -23,6 +23,8 @@ from typing import Any
 STEPS = 60
 SAVE_EVERY = 6
 VALIDATE_EVERY = 15
+PATIENCE_S = 600
+"""With a machine that is busy: what hangs ends a test, not what is slow."""
 
 
 class Runs:
@@ -60,18 +62,18 @@ class Runs:
         self._process.stdin.write(json.dumps({"folder": str(folder), "compiled": self._compiled, **request}) + "\n")
         self._process.stdin.flush()
         with self._news:
-            assert self._news.wait_for(lambda: len(self._pids) > before, timeout=120)
+            assert self._news.wait_for(lambda: len(self._pids) > before, timeout=PATIENCE_S)
             return self._pids[-1]
 
     def wait_for_steps(self, pid: int, folder: Path, steps: int) -> None:
         """Wait until a run has dispatched so many steps of its own, or has ended."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         marks = folder / str(pid)
         while not self.ended(pid) and (marks.stat().st_size if marks.exists() else 0) < steps:
             assert time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.002)
 
-    def exit_of(self, pid: int, timeout_s: float = 120) -> int:
+    def exit_of(self, pid: int, timeout_s: float = PATIENCE_S) -> int:
         """Wait for the end of a run; its exit status, negative for a signal."""
         with self._news:
             assert self._news.wait_for(lambda: pid in self._answers, timeout=timeout_s), "it does not end"
@@ -82,7 +84,7 @@ class Runs:
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=PATIENCE_S)
 
 
 def serve() -> None:

@@ -51,10 +51,8 @@ def made(devices="cpu", **changes) -> Collectives:
 
 @pytest.fixture(scope="module")
 def measured():
-    """Every collective by its quickest algorithms, over two devices and two sizes."""
-    return bench.collectives(
-        "data=2", algorithms=("ring", "recursive_doubling"), min_bytes=100, max_bytes=1000, factor=10, **QUICK
-    )
+    """Every collective by its quickest algorithms, over two devices."""
+    return bench.collectives("data=2", algorithms=("ring", "recursive_doubling"), min_bytes=100, max_bytes=100, **QUICK)
 
 
 def test_every_algorithm_has_a_row_beside_xlas_own(measured):
@@ -65,12 +63,12 @@ def test_every_algorithm_has_a_row_beside_xlas_own(measured):
         "reduce_scatter": ("ring",),
         "all_to_all": ("direct",),
     }
-    sizes = (96, 104), (1000,)  # a whole number of elements for each rank: 100 bytes are 12.5 float32 each
+    sizes = 96, 104  # a whole number of elements for each rank: 100 bytes are 12.5 float32 each
     assert {(name, algorithm) for name, algorithm, _ in found} == {
         (name, algorithm) for name, algorithms in ours.items() for algorithm in (XLA, *algorithms)
     }
-    assert {size for _, _, size in found} <= {size for some in sizes for size in some}
-    assert len(found) == len(measured.rows) == 2 * (3 + 3 + 2 + 2)
+    assert {size for _, _, size in found} <= {*sizes}
+    assert len(found) == len(measured.rows) == 3 + 3 + 2 + 2
 
 
 def test_a_row_is_whole(measured):
@@ -88,11 +86,12 @@ def test_a_row_is_whole(measured):
 
 def test_a_measurement_fits_each_kind_of_use(measured):
     assert [(fit.axis, fit.of) for fit in measured.fits] == [("data", "permutes"), ("data", "axes")]
-    assert [fit.num_points for fit in measured.fits] == [12, 8]
+    assert [fit.num_points for fit in measured.fits] == [6, 4]
     assert measured.devices == "cpu"
     assert any("share the cores" in note for note in measured.notes)
 
 
+@pytest.mark.matrix
 def test_several_axes_as_one_and_two_levels():
     found = bench.collectives(
         "data=2,tensor=2", axes=["data*tensor"], names=["all_reduce", "all_to_all"], algorithms=["ring"],
@@ -117,17 +116,6 @@ def test_values_that_are_wrong_are_counted(monkeypatch):
     assert ring.wrong > 20  # of 2 devices' 20 elements each
     assert ring.max_error > 0.1
     assert "1 rows have wrong values" in found.notes
-
-
-def test_bfloat16_is_held_to_its_rounding():
-    found = bench.collectives(
-        "data=3", names=["all_reduce", "all_gather"], algorithms=["ring", "recursive_doubling"], min_bytes=600,
-        max_bytes=600, dtype="bfloat16", **QUICK,
-    )  # fmt: skip
-    assert {row.wrong for row in found.rows} == {0}
-    assert {row.algorithm for row in found.rows if row.collective == "all_gather"} == {XLA, "ring"}  # 3 ranks
-    assert {row.max_error for row in found.rows if row.collective == "all_gather"} == {0.0}
-    assert all(row.max_error > 0 for row in found.rows if row.collective == "all_reduce")
 
 
 def test_who_begins_changes_from_round_to_round():

@@ -15,6 +15,7 @@ from meshpar.bench.moe import FORMS, ONE_HOT, Shape
 from meshpar.commands import cli
 from meshpar.moe import Routing
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 SHAPE = Shape(num_experts=8, tokens=16, top_k=2, width=8, hidden=12, num_ranks=2)
 
@@ -50,7 +51,7 @@ def reference(x, weights, factor):
     return y.reshape(x.shape), jnp.sum(jnp.maximum(counts - room, 0))
 
 
-@pytest.mark.parametrize("form", [ONE_HOT, "dropless"])
+@pytest.mark.parametrize("form", cases(ONE_HOT, grid=[ONE_HOT, "dropless"]))
 def test_layers_are_equal_to_the_reference_drops_and_gradients_too(form):
     made = bench.layer(form, SHAPE)
     x, weights, cotangent = bench.arrays(SHAPE, made.mesh)
@@ -82,16 +83,16 @@ def test_closed_forms_of_a_layer():
     assert SHAPE.whole_bytes == 4 * tokens * 8 * 8
 
 
-@pytest.fixture(scope="module")
-def found():
-    small = {"tokens": 16, "width": 8, "hidden": 12, "repeats": 2, "num_experts": (8, 16)}
+def measured(*num_experts):
+    small = {"tokens": 16, "width": 8, "hidden": 12, "repeats": 2, "num_experts": num_experts}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "COUNTED_TOKENS", 256)
         return bench.layers(forms=(ONE_HOT, "dropless"), **small)
 
 
 @pytest.mark.matrix
-def test_a_report_of_layers(found):
+def test_a_report_of_layers():
+    found = measured(8, 16)
     assert [(row.form, row.num_experts) for row in found.rows] == [
         (form, num) for num in (8, 16) for form in (ONE_HOT, "dropless")
     ]
@@ -108,7 +109,9 @@ def test_a_report_of_layers(found):
     assert all(1 < measure.value < 1.5 for measure in counted if measure.name.startswith("FLOPs"))  # tiny, so padded
 
 
-def test_a_report_is_data_and_tables(found, capsys):
+@pytest.mark.matrix
+def test_a_report_is_data_and_tables(capsys):
+    found = measured(16)
     told = json.loads(json.dumps(found.to_json()))
     assert (told["ranks"], told["tokens"], told["repeats"]) == (8, 16, 2)
     assert told["rows"][1]["forward"]["ratio"] == found.rows[1].forward.ratio

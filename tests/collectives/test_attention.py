@@ -71,7 +71,7 @@ def close(found, expected, tolerance):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_values_and_gradients_are_those_of_attention_over_the_whole_sequence(ranks, count):
-    cases = CASES if count < 8 else ["zigzag, small tiles", "contiguous", "all to all"]
+    cases = CASES if count == 5 else ["zigzag, small tiles", "contiguous", "all to all"]
     with jax.enable_x64(True):
         close(*both(ranks(count), cases, "float64"), 1e-12)
 
@@ -80,18 +80,19 @@ def test_axes_out_of_the_order_of_the_mesh(out_of_order):
     close(*both(out_of_order, ["zigzag"], "float32", B=1, t=2), 1e-5)
 
 
-def test_float32_and_bfloat16(ranks):
-    close(*both(ranks(3), ["zigzag, small tiles"], "float32", H=6, K=2), 1e-5)
+def test_bfloat16(ranks):
     # Both sides round scores' weights and results to 8 bits, at different places: sums of a dozen terms of about one.
     found = both(ranks(3), ["zigzag, small tiles"], "bfloat16", H=6, K=2)
     close(*found, 0.1)
 
 
+@pytest.mark.matrix
 def test_one_key_head_for_all_and_one_for_each(ranks):
     for num_kv_heads in (1, 4):
         close(*both(ranks(2), ["zigzag"], "float32", K=num_kv_heads, B=1, t=2), 1e-5)
 
 
+@pytest.mark.matrix
 def test_under_vmap_in_a_scan_and_with_the_check_of_varying_axes_off(ranks):
     row, (qkv, weights) = ranks(3), arrays(3, dtype="float32")
 

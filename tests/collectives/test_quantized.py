@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +47,10 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("block", [1, 7, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "block", "stochastic"),
+    grid.cases(("int8", 7, True), ("fp8", 256, False), grid=itertools.product(DTYPES, (1, 7, 256), (False, True))),
+)
 def test_every_element_is_within_the_bound(dtype, block, stochastic):
     for name, x in HARD.items():
         key = jax.random.key(1) if stochastic else None
@@ -110,7 +112,7 @@ def test_a_value_that_is_not_finite_shows_in_its_block_and_in_no_other(dtype, ba
     assert np.isfinite(found[20:]).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", grid.cases("fp8", grid=DTYPES))
 def test_stochastic_rounding_is_right_in_the_mean(dtype):
     x, draws = jnp.asarray([100.0, 0.1, -0.3, 7.7, 33.3, -61.0]), 4000
     keys = jax.random.split(jax.random.key(0), draws)
@@ -129,14 +131,18 @@ def test_blocks_share_scales_and_are_of_one_size():
     assert found.scales.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(("size", "block"), [(0, 256), (1, 256), (300, 256), (513, 256), (10, 1), (10, 3)])
+SIZES = [(0, 256), (1, 256), (300, 256), (513, 256), (10, 1), (10, 3)]
+
+
+@pytest.mark.parametrize(("size", "block"), grid.cases((513, 256), grid=SIZES))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_message_is_as_long_as_the_closed_form(dtype, size, block):
     x = normal(2, size)
-    message = encoded(x, dtype, block, None)
+    message = jax.jit(encoded, static_argnums=(1, 2, 3))(x, dtype, block, None)
     assert message.shape == (2, cost.quantized_bytes(size, block=block))
     expected = jnp.stack([there_and_back(row, dtype=dtype, block=block) for row in x])
-    np.testing.assert_array_equal(decoded(message, size, dtype, block), expected)
+    found = jax.jit(decoded, static_argnums=(1, 2, 3))(message, size, dtype, block)
+    np.testing.assert_array_equal(found, expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,6 +176,7 @@ CASES = {
     "reduce, gradient too": ("quantized_all_reduce", whole, {"grad_dtype": "fp8"}),
 }
 WHAT = ("dim", "tiled", "op")
+KERNELS = "quantized_all_gather", "quantized_reduce_scatter", "quantized_all_reduce"
 
 
 AT_RANDOM = [name for name in CASES if "random" in name]
@@ -239,14 +246,7 @@ def test_value_and_gradient_are_the_references_within_the_bound(outcomes, name, 
     check(outcomes(*counts), name, counts)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("counts", [(7,), (4, 2)])
-@pytest.mark.parametrize("name", cases_of(()))
-def test_any_number_of_ranks(outcomes, name, counts):
-    check(outcomes(*counts), name, counts)
-
-
-@pytest.mark.parametrize("num_outer", [0, 1])
+@pytest.mark.parametrize("num_outer", grid.cases(1, grid=[0, 1]))
 def test_axes_out_of_the_order_of_the_mesh(out_of_order, num_outer):
     """Nothing is sent by permutes: XLA's own collectives count ranks as the axes are named."""
     row = out_of_order
@@ -297,7 +297,7 @@ def test_ranks_round_independently(ranks):
     assert error.mean() < 0.5 * 8 * jnp.abs(there_and_back(same[0], key=jax.random.key(0)) - same[0]).mean()
 
 
-@pytest.mark.parametrize("name", ["quantized_all_gather", "quantized_reduce_scatter", "quantized_all_reduce"])
+@pytest.mark.parametrize("name", grid.cases("quantized_all_reduce", grid=KERNELS))
 def test_under_vmap_and_in_a_scan_and_without_elements(ranks, name):
     kernel = functools.partial(getattr(mc, name), axis="x")
 
@@ -311,7 +311,7 @@ def test_under_vmap_and_in_a_scan_and_without_elements(ranks, name):
     assert empty.size == 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", grid.cases("bfloat16", grid=["bfloat16", "float32"]))
 @pytest.mark.usefixtures("strict")
 def test_the_dtype_stays_and_nothing_is_promoted_silently(ranks, dtype):
     for name, (_, shape, _) in CASES.items():
@@ -386,7 +386,7 @@ def test_a_quarter_of_float32_and_half_of_bfloat16(ranks):
         ({"outer": "x"}, "either inside the nodes or across"),
     ],
 )
-@pytest.mark.parametrize("name", ["quantized_all_gather", "quantized_reduce_scatter", "quantized_all_reduce"])
+@pytest.mark.parametrize("name", KERNELS)
 def test_mistakes_are_told(ranks, name, wrong, message):
     kernel = functools.partial(getattr(mc, name), **{"axis": "x", **wrong})
     with pytest.raises(MeshparError, match=f"{name}: .*{message}"):
@@ -420,6 +420,7 @@ def test_the_account_wants_groups_that_divide():
         cost.quantized_bytes(-1)
 
 
+@pytest.mark.matrix
 def test_numbers_that_are_no_jax_array():
     found = mc.quantize([1.0, -2.0, 0.5])
     np.testing.assert_allclose(mc.dequantize(found, shape=(3,)), [1.0, -2.0, 0.5], atol=float(error_bound(2.0)))

@@ -12,7 +12,7 @@ from meshpar import collectives as mc
 from meshpar.planner import cost
 from tests.grid import cases
 
-COUNTS = cases(3, 8, grid=[2, 3, 5, 8])
+COUNTS = cases(3, grid=[2, 3, 5, 8])
 ELEMENTS = 840
 """Divides by all numbers of ranks from 1 to 8, so that no padding is sent."""
 BYTES = 4 * ELEMENTS

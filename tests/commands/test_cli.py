@@ -261,6 +261,7 @@ def test_more_devices_than_jax_was_started_with(meshpar, tmp_path):
     assert "jax was started with 8 before" in error
 
 
+@pytest.mark.matrix
 def test_cuda_plugins_stay_importable_and_say_nothing():
     """No stand-in is put in their place: what traces cuDNN's attention reads its version from the plugin."""
     code = """

@@ -39,7 +39,7 @@ def recipe(devices: int = 8) -> mp.Recipe:
 
 def talkative(devices: int = 8) -> mp.Recipe:
     print("a recipe that talks")
-    return recipe(devices)
+    return streamed(devices)
 
 def shifted(model, batch, key):
     return next_token_loss(model, {name: jax.numpy.roll(x, 1, axis=0) for name, x in batch.items()}, key)
@@ -83,10 +83,14 @@ def explain(meshpar):
 # What it prints ------------------------------------------------------------------------------------------------------
 
 
+BATCH = "inputs=int32[16,128], targets=int32[16,128]"
+
+
 def test_a_report_as_json_has_the_promised_fields(explain, recipe):
-    code, out, error = explain(recipe, "--json", "--check")
-    assert (code, error) == (0, "")
+    code, out, error = explain(f"{recipe}:talkative", "--json", "--check", "--batch", BATCH)
+    assert (code, error.strip()) == (0, "a recipe that talks")  # standard output is the report's, and no data is opened
     found = json.loads(out)
+    assert found["memory"]["batch_bytes"] == 2 * 16 * 128 * 4 // 8
     top = "devices mesh target memory collectives totals promise overlap compute compile_s"
     assert set(top.split()) <= set(found)
     memory = "state_bytes params_bytes optimizer_bytes temporaries_bytes peak_bytes limit_bytes fits"
@@ -110,14 +114,8 @@ def test_a_report_as_json_has_the_promised_fields(explain, recipe):
     assert (found["devices"], found["target"]) == (8, "cpu")
 
 
-def test_json_has_standard_output_for_itself(explain, recipe):
-    code, out, err = explain(f"{recipe}:talkative", "--json")
-    assert code == 0
-    assert json.loads(out)["devices"] == 8
-    assert "a recipe that talks" in err
-
-
-@pytest.mark.parametrize("option", ["--html", pytest.param("--save-budget", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("option", ["--html", "--save-budget"])
 def test_a_file_that_cannot_be_written_is_no_finding(explain, recipe, tmp_path, option):
     code, _, err = explain(recipe, option, tmp_path / ("x" * 300), "--check")
     assert code == 2
@@ -194,7 +192,6 @@ def test_check_fails_on_an_unexpected_collective_and_says_why_last(explain, reci
     reasons = error.strip().splitlines()
     assert all(reason.startswith("meshpar: unexpected: ") for reason in reasons)
     assert "tiny.py" in error  # the line that did it
-    assert explain(f"{recipe}:unexpected")[0] == 0  # nobody asked for a check
 
 
 @pytest.mark.parametrize(
@@ -253,12 +250,9 @@ def test_a_shipped_recipe_keeps_its_promise(explain):
     assert (code, error) == (0, "")
 
 
-def test_a_budget_is_saved_kept_and_broken(explain, recipe, tmp_path):
+def test_a_budget_is_saved_and_broken(explain, recipe, tmp_path):
     saved = tmp_path / "budget.json"
     assert explain(recipe, "--save-budget", saved)[0] == 0
-    code, out, error = explain(recipe, "--budget", saved, "--check")
-    assert (code, error) == (0, "")
-    assert "as the budget says" in out
     more = ("--set", "accumulate=2", "--strategy", "zero3()")
     code, out, error = explain(recipe, "--budget", saved, "--check", "--json", *more)
     assert code == 1
@@ -266,9 +260,6 @@ def test_a_budget_is_saved_kept_and_broken(explain, recipe, tmp_path):
     budget = json.loads(out)["budget"]
     assert budget["is_kept"] is False
     assert {"text": "strategy was fsdp() and is zero3()", "is_over": False} in budget["differences"]
-    code, _, error = explain(recipe, "--budget", saved, "--mesh", "fsdp=4", "--set", "batch_size=8")
-    assert code == 2
-    assert "saved for mesh `fsdp=8`" in error
     code, _, error = explain(recipe, "--budget", saved, "--set", "name=other")
     assert code == 2
     assert "saved for recipe `tiny`" in error
@@ -322,19 +313,13 @@ def test_a_machine_without_the_extra_is_told_what_to_install(explain, recipe, mo
         assert "pip install 'meshpar[aot]'" in error
 
 
+@pytest.mark.matrix
 def test_attention_that_needs_its_gpu_is_told_with_the_way_round(explain, recipe):
     if target.missing_aot():
         pytest.skip(target.missing_aot())
     code, _, error = explain(recipe, "--cluster", "h100:1x8", "--set", "model.attention=cudnn")
     assert code == 2
     assert "--set model.attention=xla" in error
-
-
-def test_a_batch_given_by_hand_needs_no_data(explain, recipe):
-    shapes = "inputs=int32[16,128], targets=int32[16,128]"
-    code, out, _ = explain(f"{recipe}:streamed", "--batch", shapes, "--json")
-    assert code == 0
-    assert json.loads(out)["memory"]["batch_bytes"] == 2 * 16 * 128 * 4 // 8
 
 
 # Batches -------------------------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ PROCESS = textwrap.dedent("""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("jax").setLevel(logging.WARNING)
     from meshpar.commands import launch
-    found = launch.join(timeout_s=120)
+    found = launch.join(timeout_s=500)
     import jax, jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -296,7 +296,7 @@ def test_two_processes_add_up_across_each_other() -> None:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=180) for process in processes]
+        outputs = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()

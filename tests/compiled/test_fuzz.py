@@ -183,7 +183,7 @@ def test_the_seed_is_a_program():
 SOME = st.lists(edits, min_size=EDITS, max_size=EDITS)
 
 
-@fuzz(SMALL_SEEDS // 8)
+@fuzz(SMALL_SEEDS // 16)
 @given(SOME)
 def test_a_few_damaged_small_programs(many):
     read_damaged(many)

@@ -107,7 +107,8 @@ def test_the_reference_decoder_gives_no_finding_on_gpus(compiled, name):
     assert findings(compiled, name) == ()
 
 
-@pytest.mark.parametrize("name", cases("fsdp_sequence", grid=REFERENCE))
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", REFERENCE)
 def test_the_reference_decoder_gives_no_finding_on_a_cpu(compiled, name):
     assert findings(compiled, name, "cpu") == ()
 
@@ -164,6 +165,7 @@ def test_findings_are_plain_data(compiled):
     }
 
 
+@pytest.mark.matrix
 def test_the_costliest_comes_first_and_the_order_is_always_the_same(compiled):
     found = findings(compiled, "reshaped_batch", "cpu")
     assert len(found) > 1

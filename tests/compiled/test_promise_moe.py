@@ -360,7 +360,9 @@ BY_BYTES = {"float32": 4, "uint8": 1}
     [
         # Any routing: a token's two choices are of two ranks, so each of four may get it.
         pytest.param({}, 2 * 2 * ROWS * ROW_BYTES, 2 * 2 * ROWS * ROW_BYTES, id="dropless"),
-        pytest.param({"factor": 1.0}, 2 * ROWS * ROW_BYTES, 2 * ROWS * ROW_BYTES, id="buffers"),
+        pytest.param(
+            {"factor": 1.0}, 2 * ROWS * ROW_BYTES, 2 * ROWS * ROW_BYTES, id="buffers", marks=pytest.mark.matrix
+        ),
         pytest.param(
             {"factor": 1.0, "chunks": 2, "remat": "full", "accumulate": 2, "payload": Payload(dispatch="int8")},
             2 * 2 * ROWS * (ROW_BYTES + D + 4),

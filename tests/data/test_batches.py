@@ -25,6 +25,8 @@ import meshpar
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
 from meshpar.sharding.types import MeshparError
 
+PATIENCE_S = 600
+"""With a machine that is busy: what hangs ends a test, not what is slow."""
 PREFETCHES = pytest.mark.parametrize("prefetch", [0, 1, 3])
 
 
@@ -56,7 +58,7 @@ def numbers(of: Batches, count: int) -> list[list[int]]:
     return [next(of)["number"].tolist() for _ in range(count)]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**40))
 def test_an_epoch_has_every_row_once(num_rows, batch_size, seed):
     batch_size = min(batch_size, num_rows)
@@ -89,7 +91,7 @@ def test_iterating_and_picking_a_step_agree(prefetch):
             assert batch["wide"].tolist() == [[4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3] for n in expected]
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=5)
 @given(st.integers(0, 15), st.integers(0, 15), st.sampled_from([0, 2, 5]))
 def test_resuming_at_any_step_is_exact(stop_at, elsewhere, prefetch):
     with batches(seed=3, prefetch=0) as whole:
@@ -115,7 +117,7 @@ def test_what_was_only_prefetched_does_not_count():
 
 
 def _wait_until(condition) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -159,7 +161,7 @@ def test_closing_ends_the_background_work():
     (worker,) = set(threading.enumerate()) - before
     of.close()
     reads = len(rows.reads)
-    worker.join(timeout=30)
+    worker.join(timeout=PATIENCE_S)
     assert not worker.is_alive()
     assert len(rows.reads) == reads
     of.close()
@@ -174,19 +176,19 @@ def test_closing_waits_for_the_batch_that_is_being_made():
 
     def slow(indices):
         entered.set()
-        assert leave.wait(30)
+        assert leave.wait(PATIENCE_S)
         return read(indices)
 
     numbers(of, 1)
     rows.read = slow
     threading.Thread(target=numbers, args=(of, 1), daemon=True).start()
-    assert entered.wait(30)
+    assert entered.wait(PATIENCE_S)
     closing = threading.Thread(target=of.close, daemon=True)
     closing.start()
     closing.join(timeout=0.2)
     assert closing.is_alive()
     leave.set()
-    closing.join(timeout=30)
+    closing.join(timeout=PATIENCE_S)
     assert not closing.is_alive()
 
 
@@ -239,7 +241,7 @@ ENTRIES = st.permutations(AXES).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.sampled_from([(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 4, 2), (2, 1, 4)]), ENTRIES, st.integers(1, 3))
 def test_the_rows_that_are_read_partition_the_batch(shape, entry, per_device):
     mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3)
@@ -339,7 +341,7 @@ def test_held_out_batches_can_be_left_half_way():
     for _ in valid:
         break
     for worker in set(threading.enumerate()) - before:
-        worker.join(timeout=30)
+        worker.join(timeout=PATIENCE_S)
         assert not worker.is_alive()
 
 
@@ -366,6 +368,7 @@ print(json.dumps({"seen": seen, "rows": of.row_numbers(2).tolist(), "held": held
 """
 
 
+@pytest.mark.matrix
 def test_each_process_reads_only_what_its_devices_hold():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -382,7 +385,7 @@ def test_each_process_reads_only_what_its_devices_hold():
         for i in range(2)
     ]
     try:
-        finished = [process.communicate(timeout=120) for process in running]
+        finished = [process.communicate(timeout=PATIENCE_S) for process in running]
     finally:
         for process in running:
             process.kill()

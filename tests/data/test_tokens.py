@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import meshpar.data.tokens
@@ -121,7 +121,6 @@ def test_ids_take_the_least_room(vocab_size, dtype):
     assert token_dtype(vocab_size) == np.dtype(dtype)
 
 
-@settings(deadline=None)
 @given(st.lists(TEXTS, max_size=6), st.integers(1, 40))
 def test_a_stream_is_the_documents_each_with_a_separator(texts, bytes_at_once):
     with pytest.MonkeyPatch.context() as patch:

@@ -14,6 +14,7 @@ P, M = 2, 4
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_every_stage_sleeps_once_for_each_of_its_own_ops(name):
     schedule = make(name, P, M)
@@ -23,6 +24,7 @@ def test_every_stage_sleeps_once_for_each_of_its_own_ops(name):
     assert naps(P) == (schedule.table[..., 0] >= 0).sum(0).tolist()
 
 
+@pytest.mark.matrix
 def test_a_ratio_for_each_schedule():
     found = measured(("zb-h1", "zb-v"), ((P, M),), op_s=0.001, repeats=2)
     assert [one.name for one in found.measures] == ["zb-h1, p=2 m=4", "zb-v, p=2 m=4"]

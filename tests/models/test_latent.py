@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, generate, next_token_loss
+from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.models.sampling import empty_cache
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.grid import cases
@@ -153,15 +153,13 @@ def alone():
         cfg = CONFIG(param_dtype="float64")
         params = random_params(cfg)
         mesh = mp.MeshSpec().build(jax.devices()[:1])
-        found = {name: loss_and_gradient(model, params, mesh, mp.ddp()) for name, model in models(cfg).items()}
-        return params, jax.tree.map(np.asarray, found)
 
+        @functools.cache
+        def found(framework):
+            with jax.enable_x64(True):
+                return jax.tree.map(np.asarray, loss_and_gradient(models(cfg)[framework], params, mesh, mp.ddp()))
 
-def test_linen_and_nnx_are_the_same_function(alone):
-    _, found = alone
-    for (path, a), (_, b) in zip(*map(tree_leaves_with_paths, (found["nnx"], found["linen"])), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14, err_msg=path)
-    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(found["nnx"][1]))
+        return params, found
 
 
 @pytest.mark.parametrize(
@@ -170,13 +168,15 @@ def test_linen_and_nnx_are_the_same_function(alone):
         pytest.param("nnx", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(), marks=matrix),
         pytest.param("linen", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(), marks=matrix),
         pytest.param("nnx", mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True), marks=matrix),
-        ("nnx", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel()),
+        pytest.param(
+            "nnx", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel(), marks=matrix
+        ),
         pytest.param("linen", mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), marks=matrix),
-        ("linen", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel(kind="all-to-all")),
+        ("nnx", mp.MeshSpec(tensor=2, context=2), mp.tensor_parallel() | mp.context_parallel(kind="all-to-all")),
     ],
     ids=[
         *("nnx-fsdp-tensor", "linen-fsdp-tensor", "nnx-fsdp-sequence", "nnx-tensor-context", "linen-fsdp-context"),
-        "linen-tensor-heads",
+        "nnx-tensor-heads",
     ],
 )
 def test_split_over_devices_it_is_the_same_to_the_last_digits(alone, framework, spec, strategy):
@@ -184,7 +184,7 @@ def test_split_over_devices_it_is_the_same_to_the_last_digits(alone, framework, 
     with jax.enable_x64(True):
         mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
         split = loss_and_gradient(models(CONFIG(param_dtype="float64"))[framework], params, mesh, strategy)
-    for (path, a), (_, b) in zip(*map(tree_leaves_with_paths, (split, found[framework])), strict=True):
+    for (path, a), (_, b) in zip(*map(tree_leaves_with_paths, (split, found(framework))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=path)
 
 
@@ -211,25 +211,6 @@ def test_the_cache_holds_latents_and_not_heads(one_device):
     cache = empty_cache(CONFIG(), 3, 5, jnp.float32)
     assert cache.k_LBSKD.shape == (2, 3, 5, 1, 4)
     assert cache.v_LBSKW.shape == (2, 3, 5, 1, 8)
-
-
-def test_it_writes_the_same_text_on_a_mesh():
-    cfg, texts = CONFIG(), []
-    params = random_params(cfg)
-    for spec, strategy in (
-        (mp.MeshSpec(), mp.ddp()),
-        (mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel()),
-    ):
-        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
-
-        def write(params, mesh=mesh, strategy=strategy):
-            with mp.use(mesh, strategy):
-                bound = cfg.build().bind(params, {})
-                key = jax.random.key(0)
-                return generate(bound, TOKENS[:2, :3], config=cfg, num_tokens=5, key=key, temperature=0.0)
-
-        texts.append(jax.jit(write)(params))
-    np.testing.assert_array_equal(*texts)
 
 
 # --- layout and numbers

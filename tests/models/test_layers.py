@@ -10,6 +10,7 @@ import pytest
 import meshpar as mp
 from meshpar.models import layers
 from meshpar.models.config import RopeScaling
+from tests.grid import cases
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def attention_by_hand(q, k, v):
     return out
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("num_kv_heads", cases(2, grid=[1, 2, 6]))
 def test_attention_is_softmax_with_repeated_heads(num_kv_heads):
     q, k, v = normal(0, 2, 7, 6, 4), normal(1, 2, 7, num_kv_heads, 4), normal(2, 2, 7, num_kv_heads, 4)
     np.testing.assert_allclose(layers.causal_attention(q, k, v), attention_by_hand(q, k, v), atol=2e-6)
@@ -175,7 +176,7 @@ def test_swiglu():
 def test_extend_writes_behind_what_is_there():
     cache = (jnp.zeros((1, 6, 2, 3)), jnp.zeros((1, 6, 2, 3)))
     k, v = normal(0, 1, 2, 2, 3), normal(1, 1, 2, 2, 3)
-    k_cache, v_cache = layers.extend(cache, jnp.int32(3), k, v)
+    k_cache, v_cache = jax.jit(layers.extend)(cache, jnp.int32(3), k, v)
     np.testing.assert_array_equal(k_cache[:, 3:5], k)
     np.testing.assert_array_equal(v_cache[:, 3:5], v)
     assert not k_cache[:, :3].any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
+import itertools
 import sys
 import types
 
@@ -18,6 +19,7 @@ from meshpar.compiled.clock import work
 from meshpar.moe import choose_grouped_matmul, grouped_matmul, grouped_swiglu
 from meshpar.planner import cost
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 ROWS, WIDTH, COLUMNS, GROUPS = 37, 6, 5, 4
 SIZES = {
@@ -105,22 +107,25 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_equal_to_a_product_row_by_row(options, dtype, request):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    cases(("small blocks", "float32"), ("tokamax", "float64"), grid=itertools.product(OPTIONS, TOLERANCE)),
+)
+def test_equal_to_a_product_row_by_row(name, dtype, request):
+    options = OPTIONS[name]
     if options["implementation"] == "tokamax":
         request.getfixturevalue("fake_tokamax")
     with jax.enable_x64(dtype == "float64"):
         run = jax.jit(value_and_grads(functools.partial(grouped_matmul, **options)))
         rows, weights, cotangent = operands(dtype)
-        for name, sizes in SIZES.items():
+        for given, sizes in SIZES.items():
             # What stands in unassigned rows does not matter, forward or backward.
             owned = (jnp.arange(ROWS) < sum(sizes))[:, None]
             poisoned = jnp.where(owned, rows, jnp.nan), weights, jnp.where(owned, cotangent, jnp.nan)
             found = run(*poisoned, jnp.asarray(sizes, jnp.int32))
             expected = by_row(rows, weights, cotangent, sizes)
             for what, one, other in zip(("value", "rows", "weights"), found, expected, strict=True):
-                np.testing.assert_allclose(one, other, atol=TOLERANCE[dtype], rtol=0, err_msg=f"{name}: {what}")
+                np.testing.assert_allclose(one, other, atol=TOLERANCE[dtype], rtol=0, err_msg=f"{given}: {what}")
             assert not np.asarray(found[0])[sum(sizes) :].any()
             assert not np.asarray(found[1])[sum(sizes) :].any()
 
@@ -140,8 +145,9 @@ def test_buffers_of_one_size_are_one_batched_matmul():
 def test_sums_of_bfloat16_are_taken_in_float32():
     """512 rows of ones: added one by one in bfloat16 they would stop at 256."""
     rows, weights = jnp.ones((512, 1), jnp.bfloat16), jnp.ones((2, 1, 1), jnp.bfloat16)
-    _, pull = jax.vjp(lambda w: grouped_matmul(rows, w, jnp.asarray([512, 0]), block=8), weights)
-    np.testing.assert_array_equal(pull(jnp.ones((512, 1), jnp.bfloat16))[0].ravel().astype("float32"), [512, 0])
+    run = jax.jit(value_and_grads(functools.partial(grouped_matmul, block=8)))
+    *_, gradient = run(rows, weights, jnp.ones((512, 1), jnp.bfloat16), np.asarray([512, 0]))
+    np.testing.assert_array_equal(np.asarray(gradient).ravel().astype("float32"), [512, 0])
 
 
 def test_no_rows_are_no_work():
@@ -177,23 +183,25 @@ def grads_of(product):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["", "made again"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_swiglu_is_equal_to_every_row_through_every_group(options, remat, request):
+@pytest.mark.parametrize(
+    ("name", "remat"), cases(("small blocks", True), ("tokamax", False), grid=itertools.product(OPTIONS, (False, True)))
+)
+def test_swiglu_is_equal_to_every_row_through_every_group(name, remat, request):
     """Also where more rows come than are typical, whose hidden numbers are made again in the backward pass."""
+    options = OPTIONS[name]
     if options["implementation"] == "tokamax":
         request.getfixturevalue("fake_tokamax")
     with jax.enable_x64(True):
         product = functools.partial(grouped_swiglu, **options)
         run, expect = grads_of(jax.checkpoint(product) if remat else product), grads_of(by_mask)
         rows, *weights, cotangent = swiglu_operands("float64")
-        for name, sizes in SIZES.items():
+        for given, sizes in SIZES.items():
             sizes = jnp.asarray(sizes, jnp.int32)
             owned = (jnp.arange(ROWS) < sizes.sum())[:, None]
             found = run(jnp.where(owned, rows, jnp.nan), *weights, jnp.where(owned, cotangent, jnp.nan), sizes)
             expected = expect(rows, *weights, cotangent, sizes)
             for what, one, other in zip(("value", "rows", "gate", "up", "down"), found, expected, strict=True):
-                np.testing.assert_allclose(one, other, atol=1e-12, rtol=0, err_msg=f"{name}: {what}")
+                np.testing.assert_allclose(one, other, atol=1e-12, rtol=0, err_msg=f"{given}: {what}")
 
 
 def test_swiglu_in_buffers_of_one_size_is_batched():
@@ -222,7 +230,7 @@ def flops(**options):
     return work.flops_per_step(hlo.parse(compiled(**options).as_text()))
 
 
-@pytest.mark.parametrize("block", [None, 64, 100])
+@pytest.mark.parametrize("block", cases(None, grid=[None, 64, 100]))
 def test_flops_of_the_program_are_the_closed_form(block):
     """Value and both gradients; with its own block no more than a 16th above the routed work."""
     groups, inner, columns = LARGE["groups"], LARGE["width"], LARGE["columns"]
@@ -263,7 +271,7 @@ def compiled_swiglu(typical_rows, *, checkpointed):
     return run.lower(*arrays, jax.ShapeDtypeStruct((groups,), jnp.int32)).compile()
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", cases(True, grid=[False, True]))
 def test_swiglu_is_nine_matmuls_and_nothing_is_as_wide_as_hidden_but_typical_rows(checkpointed):
     """Of the blocks beyond the typical ones eleven, in loops of a length not known before."""
     program = hlo.parse(compiled_swiglu(1024, checkpointed=checkpointed).as_text())

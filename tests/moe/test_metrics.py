@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar import moe
+from tests.grid import cases
 
 measure = jax.jit(moe.measure, static_argnames="num_ranks")
 
@@ -52,7 +53,7 @@ def test_entropy_is_ln_e_without_and_0_with_conviction():
     assert measure(experts, jnp.eye(8)[:4]).router_entropy == 0
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 4])
+@pytest.mark.parametrize("top_k", cases(2, grid=[1, 2, 4]))
 def test_drop_rates_at_the_extremes_of_capacity(top_k):
     tokens, num_experts = 32, 8
     experts = (np.arange(tokens * top_k) % num_experts).reshape(tokens, top_k).astype(np.int32)
@@ -100,7 +101,7 @@ def stacked(*tokens, num_ranks=4, drop_rates=None):
     layers = []
     for row in tokens:
         experts = np.repeat(np.arange(len(row)), row)[:, None].astype(np.int32)
-        layers.append(moe.measure(experts, np.ones((len(experts), len(row)), np.float32), num_ranks=num_ranks))
+        layers.append(measure(experts, np.ones((len(experts), len(row)), np.float32), num_ranks=num_ranks))
     loads = jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
     return loads if drop_rates is None else loads._replace(drop_rate=jnp.asarray(drop_rates))
 

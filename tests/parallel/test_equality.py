@@ -82,7 +82,6 @@ def single_device(framework, dtype):
     return five_steps(framework, dtype, mp.MeshSpec(), mp.ddp(), {})
 
 
-QUICK = [("nnx", "hsdp|tensor"), ("nnx", "fsdp|tensor|accumulate once"), ("linen", "fsdp|tensor+sequence")]
 SPARED = [("linen", case) for case in ("zero2", "tensor", "tensor+sequence", "fsdp|tensor", "hsdp", "zero2|accumulate")]
 """What the others hold already: Linen's decoder differs from the other in its leaves, not in the step."""
 
@@ -90,8 +89,7 @@ SPARED = [("linen", case) for case in ("zero2", "tensor", "tensor+sequence", "fs
 @pytest.mark.parametrize(
     ("framework", "case"),
     cases(
-        *QUICK,
-        ("nnx", "zero1|tensor"),
+        ("nnx", "fsdp|tensor|accumulate once"),
         grid=[one for one in itertools.product(("nnx", "linen"), CASES) if one not in SPARED],
     ),
 )
@@ -107,14 +105,7 @@ def test_float64_losses_and_parameters(framework, case):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("framework", "case"), [*QUICK, ("nnx", "zero1"), ("nnx", "zero2|accumulate")])
-def test_float32_losses(framework, case):
-    losses, _ = five_steps(framework, "float32", *CASES[case])
-    np.testing.assert_allclose(losses, single_device(framework, "float32")[0], rtol=1e-5)
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_bfloat16_compute_follows_float32(framework):
     """The whole run in bfloat16 compute: 8 bits of mantissa, five steps; the losses agree to a percent."""
     precision = mp.Precision(params="float32", compute="bfloat16")

@@ -347,7 +347,7 @@ def test_a_leaf_as_big_as_the_threshold_is_not_replicated_by_accident(big_leaf_b
     if fits:
         assert mp.shardings(model, mesh, strategy)["w"].shards == 1
     else:
-        with pytest.raises(mp.MeshparError, match="whole on every device, and nothing says that is meant"):
+        with pytest.raises(mp.MeshparError, match="replicated on every device, and nothing says that is meant"):
             mp.shardings(model, mesh, strategy)
     meant = mp.shardings(model, mesh, strategy | mp.Rules(paths={"w": mp.replicated}))
     assert meant["w"].meant

@@ -16,7 +16,7 @@ from tests.grid import cases
 from tests.pipeline.replay import replay
 
 SIZES = [(p, m) for p in range(2, 9) for m in range(p, 33)]
-FEW = [(p, m) for p in (2, 3, 4, 6, 7) for m in (p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p)]
+FEW = [(p, m) for p in (2, 3, 4, 6) for m in (p, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p)]
 sizes = pytest.mark.parametrize("sizes", [FEW, pytest.param(SIZES, marks=pytest.mark.matrix)], ids=["few", "all"])
 
 
@@ -115,7 +115,7 @@ STATED = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", cases("zb-h1", "zb-v", "dualpipe", grid=SCHEDULES))
 def test_the_docstrings_closed_forms_hold_where_they_say(name):
     words, form = STATED[name]
     said = " ".join(SCHEDULES[name].__doc__.split())

@@ -16,6 +16,7 @@ import meshpar as mp
 from meshpar.models import Transformer, TransformerConfig, layers
 from meshpar.pipeline import SplitVjp, split_vjp
 from meshpar.training.precision import Precision, numerics
+from tests.grid import cases
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -182,7 +183,11 @@ def assert_same(got, want, **tolerance):
             np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), **tolerance)
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+QUICK = saved_dots, with_outputs, tied, nested, two_carried, lower_precision, branching
+some = pytest.mark.parametrize("fn", cases(*QUICK, grid=FUNCTIONS), ids=lambda fn: fn.__name__)
+
+
+@some
 def test_gradients_are_those_of_the_plain_backward_pass(fn):
     split = split_vjp(fn, LAYERS, X)
     y, dparams, dx = compiled(lambda *args: run(split, *args)[:3], LAYERS, X)
@@ -191,7 +196,7 @@ def test_gradients_are_those_of_the_plain_backward_pass(fn):
     assert_same((y, dparams, dx), compiled(functools.partial(plain, fn), LAYERS, X), **tolerance)
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+@some
 def test_no_matmul_is_run_twice(fn):
     split = split_vjp(fn, LAYERS, X)
     y, stash = jax.eval_shape(split.forward, LAYERS, X)
@@ -225,7 +230,10 @@ def test_what_is_handed_on_is_as_foretold(fn):
         assert [(leaf.shape, leaf.dtype) for leaf in told] == [(leaf.shape, leaf.dtype) for leaf in found]
 
 
-@pytest.mark.parametrize("fn", [unrolled, scanned, jitted, lower_precision, custom, tied, closed_over])
+@pytest.mark.parametrize(
+    "fn",
+    cases(lower_precision, closed_over, grid=[unrolled, scanned, jitted, lower_precision, custom, tied, closed_over]),
+)
 def test_parameters_and_constants_are_not_stashed(fn):
     """Nothing in the stash or the backlog has the shape of a weight, or stays the same when x changes."""
     split = split_vjp(fn, LAYERS, X)
@@ -289,36 +297,6 @@ def test_it_is_traced_from_shapes_alone_and_compiles():
     assert_same((dparams, dx), tuple(want), rtol=1e-5, atol=1e-5)
 
 
-def test_half_the_sleeping_is_in_each_half():
-    """A stage whose two gradients call back to the host: each call is in its own half, once."""
-    called = []
-
-    def note(what, value):
-        return jax.pure_callback(lambda v: (called.append(what), v)[1], value, value)
-
-    @jax.custom_vjp
-    def stage(w, x):
-        return note("F", x * w)
-
-    def backward(kept, g):
-        return note("W", jnp.sum(g * kept[1])), note("B", g * kept[0])
-
-    stage.defvjp(lambda w, x: (stage(w, x), (w, x)), backward)
-    w = jnp.float32(2.0)
-    split = split_vjp(stage, w, X)
-    called.clear()
-    y, stash = jax.block_until_ready(jax.jit(split.forward)(w, X))
-    assert called == ["F"]
-    shared = split.shared(w)
-    called.clear()
-    dx, backlog = jax.block_until_ready(jax.jit(split.backward)(shared, stash, y))
-    assert called == ["B"]
-    dw = jax.block_until_ready(jax.jit(split.weights)(shared, stash, backlog))
-    assert called == ["B", "W"]
-    np.testing.assert_allclose(dx, 2 * y)
-    np.testing.assert_allclose(dw, jnp.sum(y * X), rtol=1e-6)
-
-
 def test_what_a_stage_prints_it_prints_in_f():
     """Once for each layer, and not again in B or W."""
     seen = []
@@ -343,7 +321,7 @@ def test_what_a_stage_prints_it_prints_in_f():
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", cases(False, grid=[True, False]))
 def test_inside_a_shard_map_over_stages(check):
     """As the executor uses it: manual over `stage`, the rest left to the compiler."""
     mesh = mp.MeshSpec(stage=2, tensor=2).build(jax.devices()[:4])
@@ -392,8 +370,9 @@ def transformer_layers(remat: str | None):
     return stage, params, normal(2, 7, 16)
 
 
-@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("remat", [pytest.param(None, marks=pytest.mark.matrix), "full"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("remat", [None, "full"])
 def test_a_transformer_layer(remat, compute):
     with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()), numerics(Precision(compute=compute), None):
         stage, params, h = transformer_layers(remat)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from hypothesis import HealthCheck, event, given, reject, settings
+from hypothesis import event, given, reject, settings
 from jax.sharding import Mesh, NamedSharding
 
 import meshpar as mp
@@ -23,8 +23,7 @@ from meshpar.sharding.mesh import node_of
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import axis_sizes, spec_axes
 
-# Machines that run tests are busy: no deadline, and a slow example is no fault.
-QUICK = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=50)
 
 AXES = ("data", "fsdp", "tensor", "context")
 NAMES = ("embed", "mlp", "heads", "kv_heads", "layers")

@@ -25,6 +25,7 @@ from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training import checkpoint
 from meshpar.training.checkpoint import SET_ASIDE, Checkpoints
 from meshpar.training.state import Setup, TrainState, make_setup
+from tests.grid import cases
 
 EMBED, MLP = 16, 64
 NAMES = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed"), "scale": ("embed",)}
@@ -150,10 +151,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("other", cases("fsdp=2, tensor=2 on 4", grid=OTHERS))
 def test_onto_another_mesh_strategy_and_device_count(two_steps, other):
     folder, values = two_steps
-    other = other()
+    other = OTHERS[other]()
     state = Checkpoints(folder).restore(other).state
     assert_same(state, values[2])
     for x, like in zip(jax.tree.leaves(state), jax.tree.leaves(other.abstract), strict=True):
@@ -345,6 +346,7 @@ def test_a_damaged_newest_is_reported_and_the_one_before_it_used(setup, two_step
     assert capfd.readouterr() == ("", "")  # the warning says it; orbax's own complaints are kept back
 
 
+@pytest.mark.matrix
 def test_no_flipped_bit_goes_unseen(tmp_path):
     # Arrays large enough that they lie in data files of their own, where orbax checks nothing: a fifth of these flips
     # would come back as other numbers.
@@ -389,6 +391,18 @@ def test_no_file_of_the_checkpoint_before_goes_unseen(setup, two_steps, folder):
                 assert_same(restored.state, two_steps[1][2])
             path.write_bytes(whole)
     assert "metadata" in seen
+
+
+def test_other_numbers_than_were_written_are_damage(setup, two_steps, monkeypatch):
+    found = checkpoint._fingerprints
+
+    def of_other_numbers(*args):
+        first, *others = found(*args)
+        return [first ^ 1, *others]
+
+    monkeypatch.setattr(checkpoint, "_fingerprints", of_other_numbers)
+    with pytest.raises(mp.MeshparError, match="step 2 is damaged.*are not what was written"):
+        Checkpoints(two_steps[0]).restore(setup, 2)
 
 
 def test_a_read_that_fails_leaves_nothing_behind(setup, folder, monkeypatch):
@@ -669,7 +683,7 @@ def test_a_fingerprint_does_not_depend_on_the_mesh(setup, two_steps):
 FINGERPRINT = jax.jit(checkpoint._fingerprint)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_change_of_one_element_changes_the_fingerprint(data):
     dtype = np.dtype(data.draw(st.sampled_from(["float32", "float16", "int32", "uint8", "bool", "complex64"])))

@@ -18,6 +18,7 @@ import pytest
 from meshpar.training import interrupts
 from meshpar.training.interrupts import Watch
 from tests.commands.test_cli import write_recipe
+from tests.grid import cases
 from tests.training_process import Runs, Sender
 
 STEPS = 6
@@ -51,7 +52,7 @@ def saved(folder: Path) -> list[int]:
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["jax", "jax._src.core"])
+@pytest.mark.parametrize("module", cases("jax._src.core", grid=["jax", "jax._src.core"]))
 def test_a_command_that_imports_ends_with_a_plain_line(tmp_path, module):
     code = f"""
 import signal, sys
@@ -88,16 +89,10 @@ SAVES = {  # and the first and last step that may have been the last
     "the last save": ([["meshpar.training.loop:Checkpointer.on_end", 1]], STEPS, STEPS),
     "the report": ([["meshpar.commands.train:_report", 1]], STEPS, STEPS),
 }
-QUICK = ("compiling the first step", "a save begins")
 
 
-def each(moments):
-    marks = {name: () if name in QUICK else pytest.mark.matrix for name in moments}
-    values = {name: value if isinstance(value, tuple) else (value,) for name, value in moments.items()}
-    return [pytest.param(*values[name], id=name, marks=marks[name]) for name in moments]
-
-
-@pytest.mark.parametrize("moment", each(NOTHING_TO_SAVE))
+@pytest.mark.matrix
+@pytest.mark.parametrize("moment", NOTHING_TO_SAVE.values(), ids=NOTHING_TO_SAVE)
 def test_a_command_with_nothing_to_save_ends(runs, tmp_path, moment):
     code, text = meshpar(runs, tmp_path, signals=[[INT, moment]])
     assert code == 130, text
@@ -106,7 +101,8 @@ def test_a_command_with_nothing_to_save_ends(runs, tmp_path, moment):
     assert saved(tmp_path) == []
 
 
-@pytest.mark.parametrize(("moment", "first", "last"), each(SAVES))
+@pytest.mark.matrix
+@pytest.mark.parametrize(("moment", "first", "last"), SAVES.values(), ids=SAVES)
 def test_a_command_saves_and_ends(runs, tmp_path, moment, first, last):
     code, text = meshpar(runs, tmp_path, "--set", "validate_every=3", signals=[[INT, moment]])
     assert code == 130, text

@@ -33,9 +33,9 @@ def test_dot_general_is_laxs_in_value_and_gradient(product):
         return lambda a, b: (product(a, b, dims).astype(jnp.float32) ** 2).sum()
 
     with numerics(mp.Precision(compute="bfloat16", reduce="float32"), None):
-        ours = jax.value_and_grad(scalar(dot_general), argnums=(0, 1))(lhs, rhs)
+        ours = jax.jit(jax.value_and_grad(scalar(dot_general), argnums=(0, 1)))(lhs, rhs)
         assert "preferred_element_type=float32" in str(jax.make_jaxpr(jax.grad(scalar(dot_general), 1))(lhs, rhs))
-    theirs = jax.value_and_grad(scalar(lax.dot_general), argnums=(0, 1))(lhs, rhs)
+    theirs = jax.jit(jax.value_and_grad(scalar(lax.dot_general), argnums=(0, 1)))(lhs, rhs)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert a.dtype == b.dtype
         assert a.shape == b.shape

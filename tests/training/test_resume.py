@@ -78,6 +78,7 @@ def test_killed_again_and_again(runs, whole, tmp_path):
     assert finish(runs, tmp_path) == whole
 
 
+@pytest.mark.matrix
 def test_a_signal_saves_and_the_same_command_goes_on(runs, whole, tmp_path):
     pid = runs.start(tmp_path)
     runs.wait_for_steps(pid, tmp_path, SAVE_EVERY + 2)

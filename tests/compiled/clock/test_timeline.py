@@ -467,7 +467,7 @@ def test_collectives_in_the_longest_branch_and_loops_add_up(saved, programs):
         assert [loop.trip_count for loop in times.loops] == [5]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8)
 @given(factor=st.floats(min_value=1, max_value=100), which=st.sampled_from(["inside", "across"]))
 def test_faster_links_never_lengthen_a_step(saved, programs, factor, which):
     for _, module, found, on in real(saved, programs, CLUSTERS["two nodes"]):
@@ -498,7 +498,7 @@ def random_program(steps):
     return "\n".join([*lines, "ROOT r = f32[125000] bitcast(h)"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(steps=STEPS, factor=st.floats(min_value=1, max_value=50))
 def test_any_schedule_adds_up_and_gains_from_faster_links(steps, factor):
     text, body = random_program(steps), loop(HALF_HIDDEN)
