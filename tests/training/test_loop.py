@@ -293,7 +293,7 @@ def test_a_line_a_step_and_a_line_a_validation(tmp_path):
 
 
 class LayerStep(FakeStep):
-    """Tells arrays, as layers of experts do."""
+    """Reports arrays, as MoE layers do."""
 
     def __call__(self, state, batch):
         state, metrics = super().__call__(state, batch)
