@@ -55,6 +55,7 @@ import pytest  # noqa: E402
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
 # Tracing makes millions of small objects that live: looked through less often, they cost a tenth less.
+gc.freeze()
 gc.set_threshold(50_000, 20, 20)
 
 
@@ -90,7 +91,7 @@ KEPT_SOURCES = 3
 """Of so many states of the source compiled programs are kept."""
 MOST_BYTES = 2_000_000_000
 """What a worker is to hold at its peak; the summary tells when one holds more."""
-KEPT_BYTES = 700_000_000
+KEPT_BYTES = 1_000_000_000
 """From here on a worker lets go of compiled programs between two files."""
 
 

@@ -90,7 +90,7 @@ CASES = {
         mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | HEADS, {**ONCE, "remat": "all_dots"}
     ),
 }  # fmt: skip
-QUICK = [("nnx", "all"), ("nnx", "by heads, accumulate once")]
+QUICK = [("nnx", "by heads, accumulate once")]
 
 
 @pytest.mark.parametrize(

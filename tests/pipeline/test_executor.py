@@ -378,6 +378,7 @@ def program(name, m):
     return Case(schedule=name, p=4, m=m, rows=2048, waves=12, dtype="float32")
 
 
+@pytest.mark.matrix
 def test_memory_of_1f1b_does_not_grow_with_microbatches_and_gpipes_does(run):
     few, many = (run(program("1f1b", m)).temporary_bytes for m in (8, 32))
     assert many <= 1.1 * few
