@@ -228,7 +228,7 @@ def _claimed(promises: Sequence[Promised], pool: _Pool) -> list[_Claim]:
             LinearConstraint(np.hstack([by_axis, np.zeros_like(lacking)]), -np.inf, most + 1e-6),
             LinearConstraint(np.hstack([by_axis, lacking]), least - 1e-6, np.inf),
         ],
-        options={"time_limit": 60.0, "mip_rel_gap": 1e-9},
+        options={"mip_rel_gap": 1e-9},
     )
     assert found.x is not None, found.message
     for (c, g, worth, _), taken in zip(fits, np.rint(found.x[: len(fits)]).astype(int).tolist(), strict=True):

@@ -116,7 +116,7 @@ def test_each_reduces_inside_the_loop_and_once_after_it():
         return [(c.kind, c.count_per_step) for c in found]
 
     each = in_micro_steps("each")
-    # 4 micro-steps x 3 layers: weights gathered forward and backward, gradients reduced (CPU lowers the scatter to that).
+    # 4 micro-steps x 3 layers: weights gathered forward and backward, gradients reduced (as all-reduces on CPU).
     assert {count for kind, count in each if kind in ("all-reduce", "reduce-scatter")} == {4 * LAYERS}
     assert {count for kind, count in each if kind == "all-gather"} == {4 * LAYERS}
     once = in_micro_steps("once")
