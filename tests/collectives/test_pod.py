@@ -23,7 +23,7 @@ CLUSTERS = {"h100:1x8": 8, "h100:2x8": 16}
 @pytest.fixture(scope="module")
 def pod():
     if missing_aot():
-        pytest.skip(missing_aot())
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
     with PodProcess() as process:
         yield process
 

@@ -316,7 +316,7 @@ def test_a_machine_without_the_extra_is_told_what_to_install(explain, recipe, mo
 @pytest.mark.matrix
 def test_attention_that_needs_its_gpu_is_told_with_the_way_round(explain, recipe):
     if target.missing_aot():
-        pytest.skip(target.missing_aot())
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {target.missing_aot()}")
     code, _, error = explain(recipe, "--cluster", "h100:1x8", "--set", "model.attention=cudnn")
     assert code == 2
     assert "--set model.attention=xla" in error
@@ -342,7 +342,7 @@ def test_data_tells_the_batches_it_will_serve(tmp_path):
 @pytest.mark.pod
 def test_a_pod_that_is_not_here(explain, recipe, tmp_path):
     if target.missing_aot():
-        pytest.skip(target.missing_aot())
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {target.missing_aot()}")
     page = tmp_path / "report.html"
     code, out, error = explain(recipe, "--cluster", "h100:2x4", "--json", "--check", "--html", page)
     assert (code, error) == (0, "")

@@ -49,7 +49,7 @@ def saved(programs):
 def pod():
     """A process that compiles for GPUs; tests that use it are skipped where the `aot` extra is not installed."""
     if missing_aot():
-        pytest.skip(missing_aot())
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
     with PodProcess() as process:
         yield process
 
@@ -97,7 +97,7 @@ def compiled(planted, program_of, request):
                 known[key] = plant, kept.load(name)
                 return known[key]
             if target == "pod" and missing_aot():
-                pytest.skip(missing_aot())
+                pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
 
             def compile(plant=plant):
                 traced = plant.step.trace(plant.state, plant.batch)

@@ -181,7 +181,7 @@ def test_a_function_may_build_the_program_inside_the_process(pod):
 
 def test_one_shot_compilation(mesh8):
     if target.missing_aot():
-        pytest.skip(target.missing_aot())
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {target.missing_aot()}")
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh8, P("fsdp", "tensor")))
     assert compile_for(jax.jit(jnp.sin).trace(x), "h100:1x8").argument_bytes == 32
 

@@ -181,7 +181,7 @@ def found(request):
         if case.target == "cpu":
             program = compile_here(traced, options=QUICK)
         elif missing_aot():
-            pytest.skip(missing_aot())
+            pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
         else:
             program = request.getfixturevalue("pod").compile(traced, case.target)
         return census(program.module, state.setup.mesh), traced.jaxpr

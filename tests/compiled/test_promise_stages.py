@@ -453,7 +453,7 @@ def across_nodes(program_of, request):
         return request.getfixturevalue("pod").compile(step.trace(state, batch), "h100:2x8")
 
     if missing_aot():
-        pytest.skip(missing_aot())
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
     program = program_of(("stages", "pod"), compile)
     return (
         built_of(case, program, step, state, batch, on_cpu=False),
