@@ -1,7 +1,7 @@
 """DeepSeek-V3 on 2,048 GPUs: four of its 256 experts on each of 64 ranks, everything else over the other axis.
 
     meshpar shard recipes/deepseek_v3.py                                # every leaf, its spec, bytes per device
-    meshpar explain recipes/deepseek_v3.py --cluster h100:256x8 --set model.attention=xla
+    meshpar explain recipes/deepseek_v3.py --cluster h100:256x8
     meshpar train recipes/deepseek_v3.py --text /data/corpus --tokenizer /data/tokenizer.json           # on the pod
 
 Hardware: 2,048 GPUs of 80 GB, as in the paper, which has 16 pipeline stages where this has fsdp. 671e9 parameters, of
@@ -9,9 +9,9 @@ which 37e9 are active; the module that predicts a second token is left out. Stat
 parameter, experts over all GPUs, the rest over 32. One step is 67,108,864 tokens.
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
-`explain` finds 52 GB of 80 in use; without a bound on rows it is 116 GB. In a step of eight micro-steps each GPU sends
-1.29 TB of tokens over expert, and 1.63 TB of weights and gradients over fsdp; with --check it passes. That is with
-XLA's attention, which keeps 26 GB of scores; cuDNN's can only be compiled beside a GPU.
+`explain` finds 31 GB of 80 in use (37 GB with jax 0.10; with XLA's attention, which keeps 26 GB of scores, 52 GB, and
+116 GB without a bound on rows). In a step of eight micro-steps each GPU sends 1.29 TB of tokens over expert, and
+1.65 TB of weights and gradients over fsdp; with --check it passes.
 """
 
 from __future__ import annotations

@@ -3,14 +3,13 @@
     meshpar shard recipes/llama3_405b.py                                 # every leaf, its spec, bytes per device
     meshpar shard recipes/llama3_405b.py --json | python -m json.tool    # the same, for a program
     meshpar shard recipes/llama3_405b.py --set model.num_layers=8        # any field can be set
-    meshpar explain recipes/llama3_405b.py --cluster h100:512x8 --set model.attention=xla
+    meshpar explain recipes/llama3_405b.py --cluster h100:512x8
 
 Hardware: 4,096 GPUs of 80 GB. State is 12 bytes a parameter over the 512 GPUs of a group: 9.51 GB each. One step is
 16,777,216 tokens. Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
-`explain` takes 46 s and 0.9 GB on two CPU cores. It finds 36 GB of 80 in use, 1.6 TB sent by each GPU over fsdp and
-1.3 TB over tensor in a step, and only 22 GB over data, between the groups. That is with XLA's attention; cuDNN's can
-only be compiled beside a GPU.
+`explain` takes 46 s and 0.9 GB on two CPU cores. It finds 24 GB of 80 in use, 1.6 TB sent by each GPU over fsdp and
+1.3 TB over tensor in a step, and only 22 GB over data, between the groups.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
     meshpar shard recipes/llama3_70b.py                                  # every leaf, its spec, bytes per device
     meshpar shard recipes/llama3_70b.py --mesh data=8,fsdp=64 --strategy 'hsdp()'        # groups of 64, eight copies
-    meshpar explain recipes/llama3_70b.py --cluster h100:64x8 --set model.attention=xla
+    meshpar explain recipes/llama3_70b.py --cluster h100:64x8
     meshpar train recipes/llama3_70b.py --text /data/corpus --tokenizer /data/tokenizer.json     # on the pod
 
 Hardware: 512 GPUs of 80 GB. State is 12 bytes a parameter over 512 devices: 1.65 GB each. One step is 4,194,304 tokens.
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
-`explain` takes 46 s and 1.1 GB on two CPU cores. It finds 24 GB of 80 in use, 550 GB sent by each GPU over fsdp and
-757 GB over tensor in a step, and a step of 24 s at best, 11 s of it spent waiting for gathers and scatters between
-nodes. That is with XLA's attention; cuDNN's can only be compiled beside a GPU.
+`explain` takes 46 s and 0.9 GB on two CPU cores. It finds 18 GB of 80 in use, 550 GB sent by each GPU over fsdp and
+757 GB over tensor in a step, and a step of 17 s at best, most of it spent waiting for gathers and scatters between
+nodes.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Mixtral 8x7B on 64 GPUs: an expert on each GPU of a node, everything else over the eight nodes.
 
     meshpar shard recipes/mixtral_8x7b.py                               # every leaf, its spec, bytes per device
-    meshpar explain recipes/mixtral_8x7b.py --cluster h100:8x8 --set model.attention=xla
+    meshpar explain recipes/mixtral_8x7b.py --cluster h100:8x8
     meshpar train recipes/mixtral_8x7b.py --text /data/corpus --tokenizer /data/tokenizer.json          # on the pod
 
 Hardware: 64 GPUs of 80 GB. 46.7e9 parameters, of which 12.9e9 are active. State is 10.86 GB on each GPU: 12 bytes a
 parameter, experts over all 64 GPUs, the rest over eight. One step is 4,194,304 tokens.
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
-`explain` finds 44 GB of 80 in use, and in a step of eight micro-steps 180 GB of tokens sent by each GPU over expert,
-inside a node, and 398 GB of weights and gradients over fsdp; with --check it passes. That is with XLA's attention;
-cuDNN's can only be compiled beside a GPU.
+`explain` finds 27 GB of 80 in use, and in a step of eight micro-steps 180 GB of tokens sent by each GPU over expert,
+inside a node, and 400 GB of weights and gradients over fsdp; with --check it passes.
 """
 
 from __future__ import annotations

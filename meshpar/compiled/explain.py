@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.census import Collective, census, on_stage
@@ -28,7 +28,7 @@ from meshpar.compiled.program import Program, compile_here
 from meshpar.compiled.promise import promised, promised_by_stage
 from meshpar.compiled.report import Report, Sent
 from meshpar.compiled.stages import stages
-from meshpar.compiled.target import require_aot
+from meshpar.compiled.target import mesh_on, require_aot, traced_for
 from meshpar.compiled.traced import by_stage, messages
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
@@ -74,9 +74,10 @@ def explain(
     cluster = parse_cluster(cluster)
     require_aot(cluster.name)
     state = _on(cluster, state)
-    if pod is not None:
-        return _explain(step, state, batch, lambda traced: pod.compile(traced, cluster), cluster, advise)
-    with PodProcess() as process:
+    with contextlib.ExitStack() as stack:
+        process = pod or stack.enter_context(PodProcess())
+        stack.enter_context(traced_for(cluster))
+        stack.enter_context(_refusals_explained())
         return _explain(step, state, batch, lambda traced: process.compile(traced, cluster), cluster, advise)
 
 
@@ -84,8 +85,8 @@ def _explain(
     step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile, cluster: Cluster | None, advise: bool
 ) -> Report:
     setup, sizes = state.setup, axis_sizes(state.setup.mesh)
-    traced = _traced(step, state, batch)
-    program = _compiled(traced, compiler)
+    traced = step.trace(state, batch)
+    program = compiler(traced)
     on_cpu = program.target == "cpu"
     parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
     cells = Cells(parts.schedule) if parts is not None else None
@@ -153,30 +154,18 @@ def held_to(
     return most_of([hold(one, on_stage(collectives, stage), by_stage(sent, stage), **limits) for stage, one in stages])
 
 
-def _traced(step: TrainStep, state: TrainState, batch: PyTree) -> jax.stages.Traced:
-    with _told_of_cudnn():
-        return step.trace(state, batch)
-
-
-def _compiled(traced: jax.stages.Traced, compiler: Compile) -> Program:
-    with _told_of_cudnn():
-        return compiler(traced)
-
-
 @contextlib.contextmanager
-def _told_of_cudnn() -> Iterator[None]:
+def _refusals_explained() -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError) as error:
-        # cuDNN's attention asks for the library while it is traced, and for devices while it is lowered.
-        if "cuDNN" not in str(error) and "AbstractMesh cannot be used" not in str(error):
+    except ValueError as error:
+        if "AbstractMesh cannot be used" not in str(error):
             raise
         raise problem(
             "explain",
-            "compile a step that uses cuDNN's attention, or another operation that needs its GPU to be there",
-            f"it is not: {str(error).partition(chr(10))[0].rstrip('.')}",
-            'explain the step with XLA\'s attention, --set model.attention=xla or TransformerConfig(attention="xla"); '
-            "it holds the scores of attention in memory, which cuDNN's does not",
+            "compile a step with an operation that asks for its devices, such as cuDNN's attention",
+            "jax knows no GPUs in this process: where none is, it takes its CUDA plugin for unusable",
+            "set JAX_PLATFORMS=cpu before Python starts",
         ) from error
 
 
@@ -300,5 +289,5 @@ def _on(cluster: Cluster, state: TrainState) -> TrainState:
             f"it has {cluster.num_devices} GPUs",
             f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster",
         )
-    mesh = setup.mesh if isinstance(setup.mesh, AbstractMesh) else setup.mesh.abstract_mesh
+    mesh = mesh_on(cluster, setup.mesh)
     return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, precision=setup.precision)

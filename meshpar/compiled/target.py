@@ -10,16 +10,19 @@ import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.compiled import messages
 from meshpar.compiled.program import Program, memory_of
 from meshpar.planner.hardware import Cluster, Gpu, parse_cluster
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import AnyMesh, problem
 
 DEFAULT_OPTIONS: Mapping[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": True}
 """Compiler options for a pod unless the caller says otherwise: overlap is to be seen as it will run."""
@@ -44,6 +47,43 @@ def topology(cluster: str | Cluster) -> list[jax.Device]:
         topology=f"1x{cluster.nodes}x{cluster.gpus_per_node}",
     )
     return list(described.devices)
+
+
+def mesh_on(cluster: Cluster, mesh: AnyMesh) -> AnyMesh:
+    """A mesh of a cluster's compile-only devices, shaped like another of as many.
+
+    Kernels of libraries look at the devices they are lowered for. Where jax has taken the CUDA plugin for unusable, as
+    it does without a GPU unless `JAX_PLATFORMS=cpu` is set before it starts, the mesh is one of no devices.
+    """
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    try:
+        devices = np.array(topology(cluster), dtype=object)
+    except NotImplementedError:
+        return abstract
+    return Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names, axis_types=abstract.axis_types)
+
+
+@contextlib.contextmanager
+def traced_for(cluster: Cluster | None) -> Iterator[None]:
+    """What jax asks of the GPU at hand while it traces cuDNN's attention is answered for the cluster's.
+
+    It looks at the process's own devices, whatever the mesh is made of, and takes wide heads on newer GPUs only.
+    """
+    if cluster is None:
+        yield
+        return
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    here = cluster.gpu.chip.compute_capability
+
+    def wanted(text: str) -> tuple[int, ...]:
+        return tuple(int(number) for number in text.split("."))
+
+    with (
+        mock.patch.object(attention, "check_compute_capability", lambda text: here >= wanted(text)),
+        mock.patch.object(attention, "is_cuda_compute_capability_equal", lambda text: here == wanted(text)),
+    ):
+        yield
 
 
 def missing_aot() -> str:
@@ -174,8 +214,6 @@ def compile_stablehlo(
 
 
 def _assignment(devices: Sequence[jax.Device]) -> Any:
-    import numpy as np
-
     return np.array([device.id for device in devices]).reshape(1, -1)
 
 

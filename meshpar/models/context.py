@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,39 @@ def ring(
         q = kv = PartitionSpec(*q[:2])
     kernel = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), scale=scale, tile=TILE)
     return per_device(kernel, (q, kv, kv), q)(q_BTHD, k_BTKD, v_BTKD)
+
+
+def by_device(
+    kernel: Callable[..., Array], q_BTHD: Float[Array, "B T H D"], k_BTKD: Float[Array, "B T K D"], *, kv_heads: str
+) -> Callable[..., Array]:
+    """A kernel for attention on whole sequences, given each device's own rows and heads.
+
+    The compiler cannot split a library's kernel, so nothing is left to it: the region is manual over the whole mesh.
+
+    Args:
+      kernel: of queries, keys and values `[B, T, H or K, width]`.
+      q_BTHD, k_BTKD: as they are laid out.
+      kv_heads: logical name of the heads of keys. Where the rules keep them in fewer parts than those of queries, every
+        device has all and takes those of its queries.
+    """
+    if ambient() is None:
+        return kernel
+    q = spec_of(q_BTHD, "batch", "attn_seq", "attn_heads", None)
+    kv = spec_of(k_BTKD, "batch", "attn_seq", kv_heads, None)
+    if q[2] == kv[2]:
+        return per_device(kernel, (q, q, q), q, whole=True)
+    axes = tuple(axis for axis in spec_axes(q[2]) if _size_of(axis) > 1)
+    shared = q_BTHD.shape[2] // k_BTKD.shape[2]
+
+    def with_own_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array) -> Array:
+        num_heads = q_BTHD.shape[2]
+        heads = (jax.lax.axis_index(axes) * num_heads + jnp.arange(num_heads)) // shared
+        if num_heads % shared == 0 or shared % num_heads == 0:  # groups are not cut: one key/value head for each
+            heads = heads[:: min(shared, num_heads)]
+        return kernel(q_BTHD, *(jnp.take(x, heads, axis=2) for x in (k_BTKD, v_BTKW)))
+
+    kv = PartitionSpec(*q[:2])
+    return per_device(with_own_heads, (q, kv, kv), q, whole=True)
 
 
 def shared_heads(

@@ -160,8 +160,7 @@ def causal_attention(
         It takes one width only: of keys and values the narrower is padded.
     """
     if implementation == "cudnn":
-        cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-        return _in_one_width(cudnn, q_BTHD, k_BTKD, v_BTKW)
+        return _in_one_width(_by_cudnn, q_BTHD, k_BTKD, v_BTKW)
     return cached_attention(q_BTHD, k_BTKD, v_BTKW, first_position=0)
 
 
@@ -189,6 +188,25 @@ def cached_attention(
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKW.dtype)
     o_BTKGW = jnp.einsum("BKGTS,BSKW->BTKGW", weights_BKGTS, v_BSKW)
     return o_BTKGW.reshape(batch, num_queries, num_heads, v_BSKW.shape[-1])
+
+
+def _by_cudnn(q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, *, scale: float | None = None) -> Array:
+    attention = functools.partial(jax.nn.dot_product_attention, scale=scale, is_causal=True, implementation="cudnn")
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    try:
+        if device is not None and device.platform == "cpu":
+            raise RuntimeError("the mesh is of CPU devices")
+        return attention(q_BTHD, k_BTKD, v_BTKD)
+    except (RuntimeError, ValueError) as error:
+        shapes = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in (q_BTHD, k_BTKD, v_BTKD))
+        raise problem(
+            'attention="cudnn"',
+            f"attend with {shapes} on one device",
+            str(error).partition("\n")[0].rstrip("."),
+            "where cuDNN is missing, pip install 'meshpar[cuda12]' (or [cudnn], to compile for GPUs without one); for "
+            'what it does not take, --set model.attention=xla or TransformerConfig(attention="xla"), which holds the '
+            "scores of attention in memory",
+        ) from error
 
 
 def _in_one_width(attention: Callable[..., Array], q_BTHD: Array, k_BTKD: Array, v_BTKW: Array) -> Array:
@@ -294,7 +312,10 @@ def whole_attention(
     if not context.sequence_axes(q_BTHD):
         k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
         q_BTHD, k_BTKD, v_BTKW = _scattered(q_BTHD, "heads"), _scattered(k_BTKD, kv_heads), _scattered(v_BTKW, kv_heads)
-        o_BTHW = causal_attention(q_BTHD, k_BTKD, v_BTKW, implementation=implementation)
+        attention = functools.partial(causal_attention, implementation=implementation)
+        if implementation != "xla":
+            attention = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}")
+        o_BTHW = attention(q_BTHD, k_BTKD, v_BTKW)
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
     if implementation != "xla":
         axes = context.sequence_axes(q_BTHD)

@@ -21,13 +21,15 @@ def outer_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def per_device(kernel: Callable[..., Any], specs: Any, out: Any, *, check_vma: bool = True) -> Any:
+def per_device(kernel: Callable[..., Any], specs: Any, out: Any, *, check_vma: bool = True, whole: bool = False) -> Any:
     """A kernel under `shard_map`, manual over the axes of more than one rank that its specs name and no others.
 
     Args:
       kernel: per-device arrays in, per-device arrays out.
       specs: of its arguments, a tuple with a tree of PartitionSpecs for each.
       out: of its results.
+      whole: manual over every axis of the mesh, also those that the specs do not name: for what the compiler cannot
+        split, such as calls into a library.
       check_vma: as in `jax.shard_map`. A kernel that communicates over `outer_axes()` needs it off: what varies over
         them is not known inside.
 
@@ -41,6 +43,8 @@ def per_device(kernel: Callable[..., Any], specs: Any, out: Any, *, check_vma: b
     axes = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for entry in spec for axis in spec_axes(entry)}
     outer = outer_axes()
     _check_order(outer, axes, list(sizes))
+    if whole:
+        axes = set(sizes) - set(outer)
     # Inside another shard_map the mesh is that of the context, some of whose axes are manual already.
     mesh = None if outer else here.mesh
     return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=out, axis_names=axes, check_vma=check_vma)

@@ -313,13 +313,16 @@ def test_a_machine_without_the_extra_is_told_what_to_install(explain, recipe, mo
         assert "pip install 'meshpar[aot]'" in error
 
 
-@pytest.mark.matrix
-def test_attention_that_needs_its_gpu_is_told_with_the_way_round(explain, recipe):
-    if target.missing_aot():
-        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {target.missing_aot()}")
-    code, _, error = explain(recipe, "--cluster", "h100:1x8", "--set", "model.attention=cudnn")
+def test_an_operation_that_asks_for_its_devices_is_told_with_the_way_round(explain, recipe, monkeypatch):
+    monkeypatch.setattr(target, "missing_aot", str)
+
+    def refuse(*args, **kwargs):
+        raise ValueError("AbstractMesh cannot be used when jaxpr contains primitives that require devices")
+
+    monkeypatch.setattr("meshpar.training.step.TrainStep.trace", refuse)
+    code, _, error = explain(recipe, "--cluster", "h100:1x8")
     assert code == 2
-    assert "--set model.attention=xla" in error
+    assert "set JAX_PLATFORMS=cpu before Python starts" in error
 
 
 # Batches -------------------------------------------------------------------------------------------------------------

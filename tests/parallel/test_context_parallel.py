@@ -261,19 +261,6 @@ def test_by_heads_a_sequence_is_a_multiple_of_its_ranks():
         traced(config(), seq=10, strategy=HEADS)
 
 
-def test_by_heads_cudnn_is_given_whole_sequences(monkeypatch):
-    """cuDNN itself needs its GPU: plain attention stands in for it."""
-    given, reference = [], jax.nn.dot_product_attention
-
-    def attention(q, k, v, *, is_causal, implementation):
-        given.append((q.shape[1:3], k.shape[1:3], implementation))
-        return reference(q, k, v, is_causal=is_causal)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-    traced(config(attention="cudnn"), strategy=HEADS)
-    assert set(given) == {((SEQ, 4), (SEQ, 4), "cudnn")}  # two heads of keys, for four ranks
-
-
 @pytest.fixture(scope="module", params=[CP, pytest.param(HEADS, marks=matrix)], ids=["ring", "heads"])
 def bound(request):
     """A decoder on context=2, tensor=2: (mesh, strategy, a function of it and arguments, under jit)."""

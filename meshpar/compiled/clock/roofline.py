@@ -144,7 +144,7 @@ class Roofline:
                 return sum(computation[name].shape.nbytes for name in ins.operands)  # a copy: what it reads
             return self._given(self._module.computations[inside[0]], _MAX_HOPS)
         if (computation.name, ins.name) in self._matmuls:  # a library's product gives scratch space, too
-            return next(ins.shape.leaves()).nbytes
+            return sum(leaf.nbytes for leaf in ins.shape.leaves() if leaf.dtype not in ("s8", "u8"))
         if ins.opcode in ("dynamic-update-slice", "scatter"):
             return self._result(computation, ins, _MAX_HOPS)
         inside = runs(ins)

@@ -13,6 +13,7 @@ from meshpar.compiled.hlo import ArrayShape, Computation, Instruction, Module, T
 from meshpar.compiled.walk import branches, executed, runs, trip_count
 
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)")
+_ATTENTION = re.compile(r"__cudnn\$fmha\w*?(Backward)?(?:F8)?$")
 _VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
 _MAX_HOPS = 64
 _NO_MEMORY = frozenset(
@@ -58,7 +59,7 @@ class Temporary:
 
 
 def matmuls(module: Module) -> tuple[Matmul, ...]:
-    """Every dot, convolution and cuBLAS call the program runs, those inside fusions included."""
+    """Every dot, convolution, cuBLAS call and cuDNN attention the program runs, those inside fusions included."""
     return tuple(
         Matmul(
             flops=flops,
@@ -111,7 +112,7 @@ def _costs(module: Module) -> dict[str, int]:
 
 
 def custom_calls(module: Module, cells: Cells | None = None) -> dict[str, int]:
-    """How often per step the program calls each opaque kernel that `matmuls` cannot see into, by target.
+    """How often per step the program calls each kernel that `matmuls` cannot see into, by target.
 
     Args:
       module: the program.
@@ -123,7 +124,7 @@ def custom_calls(module: Module, cells: Cells | None = None) -> dict[str, int]:
         times = visit.times if counts is None else max(counts)
         for ins in visit.computation:
             target = ins.attributes.get("custom_call_target", "").strip('"')
-            if ins.opcode == "custom-call" and not _GEMM.match(target):
+            if ins.opcode == "custom-call" and not _flops(visit.computation, ins):
                 found[target] = found.get(target, 0) + times
     return found
 
@@ -254,7 +255,10 @@ def _flops(computation: Computation, ins: Instruction) -> int:
         return _product_flops(computation, ins, _dims(ins.attributes.get("lhs_contracting_dims", "")))
     if ins.opcode == "convolution":
         return _convolution_flops(computation, ins)
-    if ins.opcode == "custom-call" and _GEMM.match(ins.attributes.get("custom_call_target", "").strip('"')):
+    target = ins.attributes.get("custom_call_target", "").strip('"') if ins.opcode == "custom-call" else ""
+    if found := _ATTENTION.match(target):
+        return _attention_flops(computation, ins, num_products=5 if found[1] else 2)
+    if _GEMM.match(target):
         numbers = _nested(ins.backend_config, "gemm_backend_config", "dot_dimension_numbers")
         return _product_flops(computation, ins, _dims(str(numbers.get("lhs_contracting_dimensions", ""))))
     return 0
@@ -265,6 +269,20 @@ def _product_flops(computation: Computation, ins: Instruction, contracted: Seque
     if lhs is None or out is None or any(dim >= len(lhs.dims) for dim in contracted):
         return 0
     return 2 * out.size * math.prod(lhs.dims[dim] for dim in contracted)
+
+
+def _attention_flops(computation: Computation, ins: Instruction, num_products: int) -> int:
+    """cuDNN's attention, of which every product is as large as the scores times the head width.
+
+    Forward there are two, backward five: the scores are made again. A causal mask leaves half of each out.
+    """
+    query = _array(computation, ins, 0)
+    config = _nested(ins.backend_config, "cudnn_fmha_backend_config")
+    scores = _nested(config, "intermediate_tensor_shape").get("dimensions")
+    if query is None or not query.dims or not isinstance(scores, list):
+        return 0
+    whole = 2 * math.prod(_dims(" ".join(map(str, scores)))) * query.dims[-1] * num_products
+    return whole // 2 if "CAUSAL" in str(config.get("mask_type", "")) else whole
 
 
 def _convolution_flops(computation: Computation, ins: Instruction) -> int:

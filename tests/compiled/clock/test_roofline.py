@@ -106,8 +106,25 @@ def test_a_library_product_is_not_charged_its_scratch_space():
     assert (found.flops, found.moved_bytes) == (2 * 100**3, 3 * 20000)
 
 
+@pytest.mark.parametrize(("direction", "products"), [("", 2), ("Backward", 5)])
+@pytest.mark.parametrize("mask", ["CAUSAL", "NO_MASK"])
+def test_cudnns_attention_is_charged_its_products(direction, products, mask):
+    """Head width 64, 2 rows, 8 heads, 256 queries, 512 keys; a causal mask leaves half out, scratch space is free."""
+    scores = '"intermediate_tensor_shape": {"dimensions": ["2", "8", "256", "512"]}'
+    config = f'backend_config={{"cudnn_fmha_backend_config": {{{scores}, "mask_type": "{mask}"}}}}'
+    body = f"""
+      q = bf16[2,256,8,64] parameter(0)
+      k = bf16[2,512,2,64] parameter(1)
+      ROOT k1 = (bf16[2,8,256,64], f32[2,8,256], u8[99999]) custom-call(q, k, k), custom_call_target="__cudnn$fmhaSoftmax{direction}", {config}
+    """  # noqa: E501
+    found = kernel(body, "k1")
+    whole = products * 2 * (2 * 8) * 256 * 512 * 64
+    assert found.flops == (whole // 2 if mask == "CAUSAL" else whole)
+    assert found.moved_bytes == 2 * (2 * 8 * 256 * 64) * 2 + 2 * (2 * 512 * 2 * 64) + 4 * (2 * 8 * 256)
+
+
 def test_a_kernel_that_cannot_be_seen_into_is_charged_its_bytes():
-    body = '  p = f32[1000] parameter(0)\n  ROOT k = f32[500] custom-call(p), custom_call_target="__cudnn$fmhaSoftmax"'
+    body = '  p = f32[1000] parameter(0)\n  ROOT k = f32[500] custom-call(p), custom_call_target="__triton$kernel"'
     found = kernel(body, "k")
     assert (found.flops, found.moved_bytes) == (0, 6000)
 

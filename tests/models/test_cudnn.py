@@ -1,0 +1,138 @@
+"""cuDNN's attention given each device's own rows and heads: equal on host devices, where plain attention stands in for
+the library, and compiled for GPUs that are not here, where it is the library's."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.compiled.clock import work
+from meshpar.compiled.pod import PodProcess
+from meshpar.compiled.target import missing_aot
+from meshpar.models import LatentAttention, TransformerConfig, layers, next_token_loss
+from meshpar.models.layers import cached_attention
+
+ROWS, SEQ = 16, 32
+FSDP_TP = (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(), {})
+HEADS = mp.context_parallel(kind="all-to-all")
+KEYS_WHOLE = mp.Rules(kv_heads=None, act_kv_heads=None, attn_kv_heads=None)
+STAGES = mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-h1")
+GRID = {
+    "keys whole, queries split": (mp.MeshSpec(fsdp=2, tensor=4), mp.fsdp() | mp.tensor_parallel() | KEYS_WHOLE, {}),
+    "sequence": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
+    "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel() | STAGES, {}),
+    "once": (mp.MeshSpec(fsdp=4, tensor=2), FSDP_TP[1], {"accumulate": 2, "accumulate_mode": "once"}),
+    "each": (mp.MeshSpec(data=2, fsdp=4), mp.hsdp(), {"accumulate": 2}),
+    "quantized": (mp.MeshSpec(fsdp=8), mp.fsdp(quantize="int8"), {}),
+    "by heads": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | HEADS, {}),
+}
+EACH = [pytest.param(FSDP_TP, id="fsdp, tensor")]
+EACH += [pytest.param(case, id=name, marks=pytest.mark.matrix) for name, case in GRID.items()]
+# Not the second: with keys whole by hand, XLA splits their weight's gradient over `tensor`, whatever attends.
+COMPILED = [EACH[0], *EACH[2:]]
+LATENT = LatentAttention(q_rank=None, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=8)
+
+
+def config(attention, **changes):
+    sizes = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 64}
+    return TransformerConfig(**{**sizes, "head_dim": 8, "attention": attention, **changes})
+
+
+def batch(rows=ROWS, seq=SEQ):
+    tokens = np.random.default_rng(0).integers(0, 64, (rows, seq + 1), dtype=np.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def after_a_step(cfg, spec, strategy, options):
+    mesh = spec.build(jax.devices()[: math.prod(spec.values())])
+    state = mp.init_state(cfg.build(), optax.sgd(1.0), mesh=mesh, strategy=strategy, key=0)
+    state, metrics = mp.train_step(next_token_loss, **options)(state, batch())
+    return float(metrics["loss"]), jax.device_get(state.params)
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
+    given = set()
+
+    def attention(q, k, v, *, scale=None):
+        given.add((q.shape[2], k.shape[2]))
+        return cached_attention(q, k, v, first_position=0, scale=scale)
+
+    monkeypatch.setattr(layers, "_by_cudnn", attention)
+    (loss, params), (expected_loss, expected) = (after_a_step(config(name), *case) for name in ("cudnn", "xla"))
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    # Rounding of weights to a byte may fall the other way for a sum in another order.
+    atol = 3e-3 if "quantize" in str(case[1]) else 2e-6
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol), params, expected)
+    sizes = case[0]
+    ranks = sizes["tensor"] * sizes.get("context", 1)
+    assert given == {(8 // ranks, max(2 // ranks, 1))}
+
+
+def test_a_mesh_of_cpu_devices_is_told():
+    with pytest.raises(mp.MeshparError, match="mesh is of CPU devices.*meshpar\\[cuda12\\].*model.attention=xla"):
+        after_a_step(config("cudnn"), *FSDP_TP)
+
+
+def test_what_cudnn_refuses_is_told_with_the_way_round(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("The head dim must be <= 128 and a multiple of 8, but got 7.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
+    q = np.ones((1, 4, 2, 7), np.float32)
+    with pytest.raises(mp.MeshparError, match=r"float32\[1, 4, 2, 7\].*multiple of 8.*attention=\"xla\""):
+        layers.causal_attention(q, q, q, implementation="cudnn")
+
+
+# Compiled for GPUs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pod():
+    if missing_aot() or importlib.util.find_spec("nvidia.cudnn") is None:
+        pytest.skip("compiles cuDNN's attention for GPUs, which needs `pip install meshpar[cudnn]`")
+    with PodProcess() as process:
+        yield process
+
+
+def explained(pod, cfg, spec, strategy, options):
+    precision = mp.Precision(compute="bfloat16")
+    state = mp.abstract_state(cfg.build(), optax.adam(1e-3), mesh=spec.abstract(8), strategy=strategy)
+    step = mp.train_step(next_token_loss, precision=precision, remat="full", **options)
+    texts, compiled = [], pod.compile
+
+    class Kept:
+        def compile(self, *args, **kwargs):
+            program = compiled(*args, **kwargs)
+            texts.append(program)
+            return program
+
+    report = mp.explain(step, state, batch(16, 256), "h100:1x8", pod=Kept(), advise=False)
+    return report, texts[0]
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("case", COMPILED)
+def test_the_program_holds_the_kernel_and_sends_what_was_promised(pod, case):
+    report, program = explained(pod, config("cudnn"), *case)
+    targets = re.findall(r'custom_call_target="__cudnn\$(\w+)"', program.text)
+    assert set(targets) == {"fmhaSoftmax", "fmhaSoftmaxBackward"}
+    scores = [one.shape for one in work.largest_temporaries(program.module, 1000) if "256,256]" in one.shape]
+    assert not scores
+    assert not report.promise.unexpected
+    assert not report.promise.missing
+    assert not work.custom_calls(program.module)
+
+
+@pytest.mark.pod
+def test_latent_heads_are_padded_to_one_width(pod):
+    _, program = explained(pod, config("cudnn", num_kv_heads=8, head_dim=16, latent=LATENT), *FSDP_TP)
+    calls = re.findall(r'= \(bf16\[(\d+),(\d+),(\d+),(\d+)\].*__cudnn\$fmhaSoftmax"', program.text)
+    assert {call[1:] for call in calls} == {("4", "256", "16")}
