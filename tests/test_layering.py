@@ -38,7 +38,8 @@ HOUSE: dict[str, list[str] | str] = {
     "sharding.table": ["sharding.printing", "parallel", "sharding.context", "sharding.adapters", "training.precision"],
     "training.batch": ["parallel"],
     "training.state": ["sharding.table", "training.batch"],
-    "training.options": ["training.layers"],
+    "training.xla": ["sharding.types"],
+    "training.options": ["training.layers", "training.xla"],
     # Arithmetic that kernels use, too: algorithm="auto" asks it, while a program is traced, what a message would take.
     "planner.catalogue": [],
     "planner.units": ["sharding.types"],

@@ -204,10 +204,25 @@ def _options(*options: Callable[..., Any]) -> Callable[[Any], Any]:
     return add
 
 
+def _xla(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> None:
+    """`--xla NAME=VALUE` is `--set xla.NAME=VALUE`, whichever of the two click looks at first."""
+    context.meta[__name__] = tuple(f"xla.{one.lstrip('-')}" for one in given)
+    if "assignments" in context.params:
+        context.params["assignments"] += context.meta[__name__]
+
+
+def _set(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    return (*given, *context.meta.get(__name__, ()))
+
+
 field_options = _options(
     click.option(
-        "--set", "assignments", metavar="FIELD=VALUE", multiple=True,
+        "--set", "assignments", metavar="FIELD=VALUE", multiple=True, callback=_set,
         help="Set a field of the recipe by its dotted path, as mesh.fsdp=8; may be repeated.",
+    ),
+    click.option(
+        "--xla", metavar="NAME=VALUE", multiple=True, expose_value=False, callback=_xla,
+        help="Set one of XLA's compile options, as xla_gpu_all_gather_combine_threshold_bytes=1073741824.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
     click.option("--traceback", is_flag=True, help="Show where in the code an error came from."),

@@ -230,6 +230,8 @@ class Recipe:
     """What the layers recompute in the backward pass: "full", "dots", "all_dots"; None recomputes nothing."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """What to do when loss or gradients are not finite."""
+    xla: Mapping[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
+    """XLA's compile options, names without dashes; they join and override those for GPUs."""
     seed: int = 0
     """Chooses the initial weights, dropout and the order of the data."""
     validate_every: int | None = None
@@ -272,6 +274,7 @@ class Recipe:
             precision=self.precision,
             remat=self.remat,
             nonfinite=self.nonfinite,
+            xla=self.xla,
         )
 
     def replace(self, **changes: Any) -> Recipe:
@@ -431,7 +434,7 @@ def _plain(value: Any) -> Any:
 
 
 RESUMABLE = (
-    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "validate_every", "checkpoint_every",
+    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "xla", "validate_every", "checkpoint_every",
     "keep_checkpoints", "sample", "data.prefetch", "data.cache",
 )  # fmt: skip
 """Fields that may differ when a run is resumed: none of them changes what is trained on what."""
@@ -544,6 +547,9 @@ def _with(value: Any, tree: _Tree, path: tuple[str, ...]) -> Any:
     """`value` with the branches of `tree` set; `path` is where it stands in the recipe."""
     if isinstance(value, MeshSpec):
         return _with_axes(value, tree, path)
+    if isinstance(value, Mapping):
+        words = {name: text for name, text in tree.items() if isinstance(text, str)}
+        return {**value, **{name: read(text, bool | int | float | str, (*path, name)) for name, text in words.items()}}
     if not dataclasses.is_dataclass(value) or isinstance(value, type | Strategy):
         name = next(iter(tree))
         raise problem(

@@ -48,7 +48,8 @@ from meshpar.training.loop import (
 )
 from meshpar.training.precision import cast_floating
 from meshpar.training.state import Setup, TrainState, make_setup
-from meshpar.training.step import eval_step
+from meshpar.training.step import TrainStep, eval_step
+from meshpar.training.xla import fingerprint
 
 VOCAB_MULTIPLE = 128
 """A vocabulary that follows a tokenizer is rounded up to this: any usual mesh divides it, and matmuls like it."""
@@ -112,10 +113,12 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
         state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches)
         before = int(state.step)
         screen.line(_where_it_starts(before, recipe.steps))
+        step = build_step(recipe)
+        screen.line(_program(step, state, batches))
         every = recipe.validate_every or recipe.steps
         expert_load = experts.ExpertLoad(every=_steps_between_loads(recipe.steps), stream=screen.stream)
         result = fit(
-            build_step(recipe),
+            step,
             state,
             batches,
             steps=recipe.steps,
@@ -123,7 +126,11 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
                 expert_load,
                 JsonlWriter(folder / "metrics.jsonl", also=expert_load.line),
                 ProgressBar(stream=screen.stream, also=expert_load.words),
-                Validator(eval_step(recipe.loss, precision=recipe.precision), source.valid(sharding), every=every),
+                Validator(
+                    eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla),
+                    source.valid(sharding),
+                    every=every,
+                ),
                 Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
                 Preemption(),
             ],
@@ -133,6 +140,13 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
         )
         del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
+
+
+def _program(step: TrainStep, state: TrainState, batches: Batches) -> str:
+    """The fingerprint of what is about to run, and the options it is compiled by; `meshpar explain` has the same."""
+    options = step.compile_options(state.setup)
+    words = " ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
+    return f"program {fingerprint(step.lower(state, batches.spec), options)}" + f" with {words}" * bool(words)
 
 
 def _steps_between_loads(steps: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,8 +36,9 @@ from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
+from meshpar.training.xla import fingerprint
 
-Compile = Callable[[jax.stages.Traced], Program]
+Compile = Callable[[jax.stages.Traced | jax.stages.Lowered], Program]
 
 
 def explain(
@@ -70,7 +72,8 @@ def explain(
     _check_equal_parts(state)
     batch = jax.tree.map(_shape_of, batch)
     if cluster is None:
-        return _explain(step, _here(state), batch, compile_here, _cluster_here(state.setup.mesh), advise)
+        state = _here(state)
+        return _explain(step, state, batch, compile_here, _cluster_here(state.setup.mesh), advise)
     cluster = parse_cluster(cluster)
     require_aot(cluster.name)
     state = _on(cluster, state)
@@ -78,7 +81,9 @@ def explain(
         process = pod or stack.enter_context(PodProcess())
         stack.enter_context(traced_for(cluster))
         stack.enter_context(_refusals_explained())
-        return _explain(step, state, batch, lambda traced: process.compile(traced, cluster), cluster, advise)
+        options = step.compile_options(state.setup)
+        compiler = functools.partial(process.compile, cluster=cluster, options=options)
+        return _explain(step, state, batch, compiler, cluster, advise)
 
 
 def _explain(
@@ -86,7 +91,8 @@ def _explain(
 ) -> Report:
     setup, sizes = state.setup, axis_sizes(state.setup.mesh)
     traced = step.trace(state, batch)
-    program = compiler(traced)
+    lowered = traced.lower(lowering_platforms=None if compiler is compile_here else ("cuda",))
+    program, options = compiler(lowered), step.compile_options(setup)
     on_cpu = program.target == "cpu"
     parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
     cells = Cells(parts.schedule) if parts is not None else None
@@ -115,6 +121,8 @@ def _explain(
         ),
         findings=(*findings, *_other_dtypes(held)),
         compile_s=program.compile_s,
+        compile_options=options,
+        fingerprint=fingerprint(lowered, options),
         notes=tuple(_notes(program, collectives)),
         stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
         timeline=times,

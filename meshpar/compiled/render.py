@@ -12,6 +12,7 @@ import base64
 import dataclasses
 import html
 import itertools
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
@@ -507,7 +508,10 @@ def _lint(report: Report) -> Section | None:
 
 def _notes(report: Report) -> Section:
     said = dict.fromkeys([*report.notes, *filter(None, [report.overlap.reason]), *report.compute.notes])
-    compiled = f"compiled in {human_time(report.compile_s)}"
+    options = ", ".join(f"{name}={json.dumps(value)}" for name, value in report.compile_options.items())
+    compiled = f"program {report.fingerprint}, compiled in {human_time(report.compile_s)}" + f" with {options}" * bool(
+        options
+    )
     return Section(title="Notes", parts=tuple(Cell(f"· {note}", "faint") for note in (*said, compiled)))
 
 

@@ -74,6 +74,10 @@ class Report:
     findings: tuple[Finding, ...]
     """What is costly and need not be."""
     compile_s: float
+    compile_options: Mapping[str, Any]
+    """XLA's options by which it was compiled, beside its own defaults."""
+    fingerprint: str
+    """Of the lowered program and its options: `meshpar train` prints the same where it runs the same."""
     notes: tuple[str, ...] = ()
     """What the reader of the numbers should know about the target."""
     stages: Stages | None = None
@@ -110,6 +114,8 @@ class Report:
             "stages": None if self.stages is None else self.stages.to_json(),
             "lint": [one.to_json() for one in self.findings],
             "compile_s": self.compile_s,
+            "compile_options": dict(self.compile_options),
+            "fingerprint": self.fingerprint,
             "notes": list(self.notes),
         }
 

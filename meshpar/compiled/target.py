@@ -23,9 +23,7 @@ from meshpar.compiled import messages
 from meshpar.compiled.program import Program, memory_of
 from meshpar.planner.hardware import Cluster, Gpu, parse_cluster
 from meshpar.sharding.types import AnyMesh, problem
-
-DEFAULT_OPTIONS: Mapping[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": True}
-"""Compiler options for a pod unless the caller says otherwise: overlap is to be seen as it will run."""
+from meshpar.training.xla import GPU_OPTIONS
 
 
 def topology(cluster: str | Cluster) -> list[jax.Device]:
@@ -172,7 +170,7 @@ def compile_stablehlo(
     Args:
       module: what `stablehlo_of` gave.
       cluster: the pod.
-      options: XLA flags without their dashes; they join and override `DEFAULT_OPTIONS`.
+      options: XLA flags without their dashes; they join and override those by which a step is compiled for GPUs.
       listen: keep the compiler's warnings; False when whoever started this process reads its standard error.
     """
     # jax compiles a Lowered for other devices only when its mesh is abstract; a live step has a concrete one. So this
@@ -184,6 +182,7 @@ def compile_stablehlo(
 
     devices = topology(cluster)
     client = devices[0].client
+    overrides: dict[str, Any] = {**GPU_OPTIONS, **(options or {})}
     with mlir.make_ir_context() as context, ir.Location.unknown(context):
         parsed = ir.Module.parse(module)
         main: Any = ir.SymbolTable(parsed.operation)["main"]
@@ -191,7 +190,7 @@ def compile_stablehlo(
             num_replicas=1,
             num_partitions=len(devices),
             device_assignment=_assignment(devices),
-            env_options_overrides={**DEFAULT_OPTIONS, **(options or {})},
+            env_options_overrides=overrides,
             backend=client,
         )
         build = compile_options.executable_build_options

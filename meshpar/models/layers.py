@@ -312,7 +312,7 @@ def whole_attention(
     if not context.sequence_axes(q_BTHD):
         k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
         q_BTHD, k_BTKD, v_BTKW = _scattered(q_BTHD, "heads"), _scattered(k_BTKD, kv_heads), _scattered(v_BTKW, kv_heads)
-        attention = functools.partial(causal_attention, implementation=implementation)
+        attention: Callable[..., Array] = functools.partial(causal_attention, implementation=implementation)
         if implementation != "xla":
             attention = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}")
         o_BTHW = attention(q_BTHD, k_BTKD, v_BTKW)

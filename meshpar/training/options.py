@@ -8,6 +8,7 @@ from typing import Literal
 from meshpar.sharding.types import problem
 from meshpar.training.layers import check_remat
 from meshpar.training.precision import Precision
+from meshpar.training.xla import Options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class StepOptions:
     remat: str | None = None
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     weight: str | None = None
+    xla: Options = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Callable
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 import jax
@@ -27,6 +27,7 @@ from meshpar.training.precision import Numerics, Precision, numerics
 from meshpar.training.reports import check_numbers, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
+from meshpar.training.xla import Options, Value, check_options, options_for
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 """(model, batch, key) -> (loss, metrics): a scalar mean over the batch, and a dict of scalars.
@@ -46,7 +47,8 @@ class _Program:
         setup = state.setup
         found = self._jitted.get(setup)
         if found is None:
-            found = self._jitted[setup] = self._jit(setup)
+            check_options(self._xla)
+            found = self._jitted[setup] = self._jit(setup, self.compile_options(setup))
             self._checked[setup] = set()
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(batch))
         if shapes not in self._checked[setup]:
@@ -55,8 +57,13 @@ class _Program:
         return found
 
     _num_micro_steps = 1
+    _xla: Options = MappingProxyType({})
 
-    def _jit(self, setup: Setup) -> Any:
+    def compile_options(self, setup: Setup) -> dict[str, Value]:
+        """XLA's options by which the program is compiled for the devices of this setup, the user's among them."""
+        return options_for(setup.mesh, self._xla)
+
+    def _jit(self, setup: Setup, compile_options: Options) -> Any:
         raise AssertionError("a program says how it is jitted")
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
@@ -77,13 +84,13 @@ class TrainStep(_Program):
     def __init__(self, loss_fn: LossFn, options: StepOptions) -> None:
         super().__init__()
         self.loss_fn, self.options = loss_fn, options
-        self._num_micro_steps = options.accumulate
+        self._num_micro_steps, self._xla = options.accumulate, options.xla
 
     def loss_of(self, setup: Setup) -> Loss:
         """The loss of some rows, with what the model adds to it."""
         return loss_of(self.loss_fn, setup)
 
-    def _jit(self, setup: Setup) -> Any:
+    def _jit(self, setup: Setup, compile_options: Options) -> Any:
         _check_params_dtype(setup, self.options.precision)
         whole = NamedSharding(setup.mesh, PartitionSpec())
         return jax.jit(
@@ -91,6 +98,7 @@ class TrainStep(_Program):
             donate_argnums=0,  # the old state's buffers become the new one's: one copy of the state, not two
             in_shardings=(setup.shardings, setup.batch_sharding),
             out_shardings=(setup.shardings, whole),
+            compiler_options=dict(compile_options) or None,
         )
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -122,6 +130,7 @@ def train_step(
     remat: str | None = None,
     nonfinite: Literal["raise", "skip", "ignore"] = "raise",
     weight: str | None = None,
+    xla: Options | None = None,
 ) -> TrainStep:
     """Make a training step from a loss.
 
@@ -137,6 +146,7 @@ def train_step(
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in
         `state.skipped`; "raise" does the same, and `fit` raises when it sees the metric; "ignore" does not look.
       weight: name of a metric (say the number of real tokens) by which micro-steps are weighed in the mean.
+      xla: compile options, names of XLA's flags without dashes; they join and override `compile_options`.
 
     Returns:
       `step(state, batch) -> (state, metrics)`. The state given is donated. Metrics are device scalars: the loss,
@@ -153,6 +163,7 @@ def train_step(
         remat=remat,
         nonfinite=nonfinite,
         weight=weight,
+        xla=dict(xla or {}),
     )
     return TrainStep(loss_fn, options)
 
@@ -160,15 +171,16 @@ def train_step(
 class EvalStep(_Program):
     """An evaluation step, `(state, batch) -> metrics`. Made by `eval_step`."""
 
-    def __init__(self, loss_fn: LossFn, precision: Precision) -> None:
+    def __init__(self, loss_fn: LossFn, precision: Precision, xla: Options) -> None:
         super().__init__()
-        self.loss_fn, self.precision = loss_fn, precision
+        self.loss_fn, self.precision, self._xla = loss_fn, precision, xla
 
-    def _jit(self, setup: Setup) -> Any:
+    def _jit(self, setup: Setup, compile_options: Options) -> Any:
         return jax.jit(
             self._evaluate,
             in_shardings=(setup.shardings, setup.batch_sharding),
             out_shardings=NamedSharding(setup.mesh, PartitionSpec()),
+            compiler_options=dict(compile_options) or None,
         )
 
     def _evaluate(self, state: TrainState, batch: PyTree) -> dict[str, jax.Array]:
@@ -180,14 +192,14 @@ class EvalStep(_Program):
         return {"loss": loss, **metrics}
 
 
-def eval_step(loss_fn: LossFn, *, precision: Precision | None = None) -> EvalStep:
+def eval_step(loss_fn: LossFn, *, precision: Precision | None = None, xla: Options | None = None) -> EvalStep:
     """Make an evaluation step: `evaluate(state, batch) -> metrics`, with `loss` among them; the state is not donated.
 
     Args:
       loss_fn: as for `train_step`. What the forward pass changes in the model is thrown away.
-      precision: as for `train_step`.
+      precision, xla: as for `train_step`.
     """
-    return EvalStep(loss_fn, precision or Precision())
+    return EvalStep(loss_fn, precision or Precision(), dict(xla or {}))
 
 
 def _check_remat(options: StepOptions, context: Numerics) -> None:

@@ -37,7 +37,7 @@ class Compiled:
 
     program: object
 
-    def compile(self, traced, cluster):
+    def compile(self, traced, cluster, options=None):
         return self.program
 
 

@@ -21,7 +21,7 @@ class Compiled:
     def __init__(self, programs):
         self._programs = iter(programs)
 
-    def compile(self, traced, cluster):
+    def compile(self, traced, cluster, options=None):
         return next(self._programs)
 
 

@@ -1,0 +1,67 @@
+"""XLA's compile options: the one set by which `train`, `explain` and `bench` compile a step, and its fingerprint."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax
+from jax.sharding import Mesh
+
+from meshpar.sharding.types import AnyMesh, problem
+
+Value = bool | int | float | str
+Options = Mapping[str, Value]
+"""Names of XLA's flags without their dashes, and their values."""
+
+GPU_OPTIONS: Options = MappingProxyType({"xla_gpu_enable_latency_hiding_scheduler": True})
+"""For GPUs, unless the user says otherwise. Newer XLA has the scheduler on by itself, jax 0.10's has not."""
+
+
+def options_for(mesh: AnyMesh, given: Options) -> dict[str, Value]:
+    """The options for the devices of a mesh: on CPUs the user's, on GPUs those of GPUs, which they join and override.
+
+    A mesh without devices stands for a pod's.
+    """
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "gpu"
+    return {**({} if platform == "cpu" else GPU_OPTIONS), **given}
+
+
+def check_options(options: Options) -> Options:
+    """The options, if XLA takes them.
+
+    Raises:
+      ValueError: a name that is none of XLA's, or a value that is not of its type.
+    """
+    where = "xla={" + ", ".join(f"{name!r}: {value!r}" for name, value in options.items()) + "}"
+    for name, value in options.items():
+        if not isinstance(name, str) or not name.startswith("xla_") or not isinstance(value, Value):
+            fix = "write it without dashes, as xla_gpu_all_gather_combine_threshold_bytes=1073741824"
+            raise problem(
+                where, f"set {name!r} to {value!r}", "names begin with xla_; values are numbers or words", fix
+            )
+        nothing = jax.jit(_nothing, compiler_options={name: value})
+        try:  # XLA alone knows its options, and looks at them before it compiles
+            nothing.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            said = str(error).partition(": ")[2].partition("\n")[0]
+            near = difflib.get_close_matches(name, GPU_OPTIONS, 1)
+            fix = f"did you mean {near[0]}?" if near else "see XLA's flags for this version of jax; some have new names"
+            raise problem(where, f"set {name} to {value!r}", said, fix) from error
+    return options
+
+
+def _nothing() -> int:
+    return 0
+
+
+def fingerprint(lowered: jax.stages.Lowered, options: Options) -> str:
+    """Of a lowered program and its compile options: twelve hexadecimal digits, equal where both are.
+
+    Devices are the same where a program is lowered for as many of one kind in one order: their numbers are part of it.
+    """
+    words = json.dumps([jax.__version__, sorted(options.items()), lowered.as_text()])
+    return hashlib.sha256(words.encode()).hexdigest()[:12]

@@ -1,0 +1,124 @@
+"""XLA's compile options: one set for every command, checked before anything is traced, and what `train` runs is what
+`explain` compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import meshpar as mp
+from meshpar.commands.explain import Subject
+from meshpar.commands.recipe import build_model, build_optimizer, build_step, load_recipe
+from meshpar.commands.train import _program
+from meshpar.compiled.target import missing_aot, topology, traced_for
+from meshpar.planner.hardware import parse_cluster
+from meshpar.training.state import make_setup
+from meshpar.training.xla import GPU_OPTIONS, fingerprint, options_for
+
+PODS = {
+    "llama3_8b": "h100:8x8", "llama3_70b": "h100:64x8", "llama3_405b": "h100:512x8", "mixtral_8x7b": "h100:8x8",
+    "deepseek_v3": "h100:256x8", "gpt_stdlib": "h100:1x8", "gpt_3d": "h100:1x8", "gpt_pipeline": "h100:1x8",
+    "long_context": "h100:1x8", "moe_stdlib": "h100:1x8", "digits_linen": "h100:1x8",
+}  # fmt: skip
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+THRESHOLD = "xla_gpu_all_gather_combine_threshold_bytes"
+
+
+def loss(model, batch, key):
+    return jnp.mean(model(batch["x"]) ** 2), {}
+
+
+def step_and_state(mesh, **options):
+    model = mp.from_functions(
+        lambda key: {"w": jax.random.normal(key, (8, 4))},
+        lambda params, x: x @ params["w"],
+        names={"w": ("embed", "mlp")},
+    )
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(min_bytes=0))
+    return mp.train_step(loss, **options), state
+
+
+BATCH = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+
+
+def test_gpus_have_a_set_that_the_user_overrides_and_cpus_have_none(mesh8):
+    no_devices = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    assert options_for(mesh8, {}) == {}
+    assert options_for(mesh8, {THRESHOLD: 7}) == {THRESHOLD: 7}
+    assert options_for(no_devices, {}) == dict(GPU_OPTIONS)
+    assert options_for(no_devices, {SCHEDULER: False, THRESHOLD: 7})[SCHEDULER] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"xla_gpu_no_such": 1}, "No such compile option.*flags"),
+        ({"xla_gpu_enable_latency_hiding_schedule": True}, f"did you mean {SCHEDULER}"),
+        ({THRESHOLD: "many"}, "not a valid int64"),
+        ({"--" + THRESHOLD: 1}, "begin with xla_"),
+        ({THRESHOLD: None}, "begin with xla_"),
+    ],
+)
+def test_an_option_that_xla_has_not_is_told_before_the_step_is_traced(mesh8, options, wanted):
+    step, state = step_and_state(mesh8, xla=options)
+    step.loss_fn = None  # tracing would call it
+    with pytest.raises(mp.MeshparError, match=wanted):
+        step.trace(state, BATCH)
+
+
+def test_a_program_is_known_by_what_it_computes_and_how_it_is_compiled(mesh8):
+    def found(**options):
+        step, state = step_and_state(mesh8, **options)
+        return fingerprint(step.lower(state, BATCH), step.compile_options(state.setup))
+
+    assert found() == found()
+    assert len({found(), found(xla={THRESHOLD: 7}), found(nonfinite="skip"), found(nonfinite="ignore")}) == 3
+
+
+def test_options_of_the_command_line_reach_the_compiler(meshpar, monkeypatch):
+    seen = {}
+
+    def explained(step, state, batch, cluster, **_):
+        seen.update(step.options.xla)
+        raise mp.MeshparError("enough")
+
+    monkeypatch.setattr("meshpar.compiled.explain.explain", explained)
+    words = ["--xla", f"{THRESHOLD}=1024", "--set", "seed=9", "--xla", f"--{SCHEDULER}=false"]
+    assert meshpar("explain", "recipes/gpt_stdlib.py", *words)[0] == 2
+    assert seen == {THRESHOLD: 1024, SCHEDULER: False}
+
+
+class Compiled(Exception):
+    """The lowered program and its options, instead of an hour of compiling."""
+
+
+class Lowering:
+    def compile(self, lowered, cluster, options):
+        raise Compiled(lowered, options)
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("name", PODS)
+def test_what_train_runs_is_what_explain_compiles(name):
+    if missing_aot() or importlib.util.find_spec("nvidia.cudnn") is None:
+        pytest.skip("lowers cuDNN's attention for GPUs, which needs `pip install meshpar[cudnn]`")
+    path, cluster = f"recipes/{name}.py", parse_cluster(PODS[name])
+    subject = Subject.of(path, cluster, layout=(), assignments=(), shapes=None)
+    with pytest.raises(Compiled) as stopped:
+        subject.explained(Lowering())
+    # As `train` does it, on the pod's devices.
+    recipe = load_recipe(path, devices=cluster.num_devices)
+    mesh = recipe.mesh.build(topology(cluster))
+    model = build_model(recipe)
+    tx = build_optimizer(recipe, model, mesh)
+    setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
+    with traced_for(cluster):
+        line = _program(build_step(recipe), setup.abstract, SimpleNamespace(spec=subject.batch))
+    assert re.match(r"program (\w{12}) with xla_gpu", line)[1] == fingerprint(*stopped.value.args)
