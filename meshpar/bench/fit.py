@@ -48,7 +48,6 @@ class Fit:
         return "good" if self.typical_error <= GOOD else "poor"
 
     def time_s(self, steps: float, bytes_in_turn: float) -> float | None:
-        """What the fitted link predicts."""
         if self.link is None:
             return None
         return steps * self.link.alpha_s + bytes_in_turn * self.link.beta_s_per_byte

@@ -51,7 +51,6 @@ class CollectiveRow:
 
     @property
     def algorithm_bytes_per_s(self) -> float:
-        """Payload over time."""
         return self.size_bytes / self.time_s
 
     @property
@@ -79,7 +78,6 @@ class Collectives(Printed):
 
     @property
     def title(self) -> str:
-        """Devices and mesh."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
         return f"collectives on {math.prod(self.mesh.values())} {self.devices} devices, {sizes}"
 
@@ -123,7 +121,6 @@ class Collectives(Printed):
         return f"meshpar bench collectives, {self.title}, {today}; typical error of the fit: {off}"
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         return {
             "title": self.title,
             "devices": self.devices,

@@ -270,7 +270,6 @@ def _check_memory(size_bytes: int, mesh: Mesh) -> None:
 
 
 def _free_memory_bytes() -> int | None:
-    """Of this machine; None where it is unknown (Linux says)."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = dict(line.split(":", 1) for line in lines)

@@ -270,7 +270,6 @@ class MoERow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its row in the table."""
         forward, both = self.forward, self.both
         return (
             self.form, str(self.num_experts), f"{forward.median_s * 1e3:.1f}", _ratio(forward.ratio),
@@ -293,7 +292,6 @@ class Layers:
     measures: tuple[Measure, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         report = Figures(title="experts", measures=self.measures).to_json()
         return {
             **self.shape,

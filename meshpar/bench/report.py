@@ -45,7 +45,6 @@ class Figures:
     measures: tuple[Measure, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         return {
             "title": self.title,
             "measures": [{**dataclasses.asdict(m), "holds": m.holds} for m in self.measures],

@@ -136,7 +136,6 @@ def _blocks(size: int, block: int) -> tuple[int, int]:
 
 
 def _quantized(blocks: jax.Array, known: _Format, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """float32 numbers that the format has, and the scales."""
     blocks = blocks.astype(jnp.float32)
     largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0.0)
     # A smaller scale would be flushed to zero, and the block with it.

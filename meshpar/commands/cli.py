@@ -105,7 +105,6 @@ def _importable(*modules: str) -> bool:
 
 
 def _devices(count: int | None) -> Sequence[Any]:
-    """The devices of the run."""
     import jax
 
     found = jax.devices()
@@ -272,7 +271,6 @@ def train(
 
 
 def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
-    """A recipe's text data with the files and the tokenizer from the command line."""
     from meshpar.data import TextData
 
     if not isinstance(data, TextData):

@@ -197,13 +197,11 @@ class Subject:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Axis sizes of the mesh."""
         from meshpar.sharding.types import axis_sizes
 
         return axis_sizes(self.mesh)
 
     def explained(self, pod: PodProcess | None) -> Report:
-        """The report about it."""
         from meshpar.commands.recipe import build_model, build_optimizer, build_step
         from meshpar.compiled.explain import explain as report_on
         from meshpar.training.state import abstract_state
@@ -216,7 +214,6 @@ class Subject:
 
 
 def _mesh_here(recipe: Recipe) -> AnyMesh:
-    """The recipe's mesh over as many of the devices at hand as it needs."""
     import jax
 
     here = jax.devices()
@@ -306,7 +303,6 @@ class Explained:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """From the budget."""
         return () if self.budget is None else self.budget.differences(self.report)
 
     @property
@@ -329,7 +325,6 @@ class Explained:
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """What stands below the report."""
         from meshpar.compiled.render import Cell, Section
 
         found = [] if self.comparison is None else [*self.comparison.sections]

@@ -269,7 +269,6 @@ def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Each value with the mean of its neighbours, a fiftieth of the curve to either side."""
     window = np.ones(2 * max(len(values) // 50, 1) + 1)
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
@@ -330,7 +329,6 @@ def sharding(
 
 
 def _entries(spec: PartitionSpec, shape: Sequence[int]) -> list[tuple[str, ...]]:
-    """The mesh axes of each dim."""
     if len(spec) > len(shape):
         raise problem(
             f"plots.sharding of shape {tuple(shape)}",
@@ -342,7 +340,6 @@ def _entries(spec: PartitionSpec, shape: Sequence[int]) -> list[tuple[str, ...]]
 
 
 def _cuts(axes_of: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> list[int]:
-    """Into how many parts each dim is cut."""
     sizes = axis_sizes(mesh)
     cuts = [math.prod(sizes[axis] for axis in axes) for axes in axes_of]
     for dim, (size, count) in enumerate(zip(shape, cuts, strict=True)):
@@ -498,7 +495,6 @@ def _segment_title(timeline: Timeline, segment: Segment, length: str) -> str:
 
 
 def _idle(segment: Segment) -> list[tuple[float, float]]:
-    """Where no kernel runs."""
     found, at = [], 0.0
     for op in sorted((op for op in segment.ops if op.stream == "compute"), key=lambda op: op.start_s):
         found.append((at, op.start_s))
@@ -595,7 +591,6 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
 
 
 def _name_rows(axes: Axes, names: Iterable[str]) -> None:
-    """Names of horizontal bars, from the top down."""
     names = list(names)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()

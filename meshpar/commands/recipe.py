@@ -126,7 +126,6 @@ class AdamW:
         return optax.join_schedules([rise, after], [self.warmup_steps])
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
-        """The optax optimizer of a run of `steps` steps."""
         adamw = optax.adamw(
             self.learning_rate(steps),
             b1=self.b1,
@@ -146,7 +145,6 @@ class Optax:
     """From the number of steps of the run, for its schedules, to the optimizer."""
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
-        """The optimizer that `make` makes."""
         return self.make(steps)
 
 
@@ -175,9 +173,7 @@ def decayed(params: PyTree, names: Mapping[str, Names]) -> PyTree:
 class ModelConfig(Protocol):
     """A recipe's description of its model."""
 
-    def build(self) -> Model:
-        """The model, described; no arrays are made."""
-        ...
+    def build(self) -> Model: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,7 +261,6 @@ class Recipe:
 
     @property
     def step_options(self) -> StepOptions:
-        """The options of `train_step`."""
         return StepOptions(
             accumulate=self.accumulate,
             accumulate_mode=self.accumulate_mode,
@@ -275,7 +270,6 @@ class Recipe:
         )
 
     def replace(self, **changes: Any) -> Recipe:
-        """The same recipe with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def override(self, *assignments: str) -> Recipe:

@@ -185,7 +185,6 @@ def _check_sample(recipe: Recipe, source: Source) -> None:
 
 
 def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> None:
-    """See that the folder is new or this recipe's own, and write down what is about to run."""
     if not fresh:
         _check_same_recipe(folder, recipe, screen)
     _synchronize("meshpar: folder checked")  # no process writes before all have looked
@@ -244,7 +243,6 @@ def _finite(value: Any) -> Any:
 
 
 def _synchronize(where: str) -> None:
-    """Wait for all processes."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -358,7 +356,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of the last validation, which may have been in an earlier run of the command."""
     for line in reversed(curves):
         found = {name.removeprefix("val_"): value for name, value in line.items() if name.startswith("val_")}
         if found:

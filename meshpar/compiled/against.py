@@ -30,7 +30,6 @@ class Row:
         return self.second - self.first
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return {**dataclasses.asdict(self), "difference": self.difference}
 
 
@@ -44,11 +43,9 @@ class Comparison:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Every figure."""
         return tuple(_rows(self.first, self.second))
 
     def to_json(self) -> dict[str, Any]:
-        """The second report, and the figures of both."""
         return {
             "labels": list(self.labels),
             "report": self.second.to_json(),

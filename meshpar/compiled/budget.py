@@ -35,7 +35,6 @@ class Difference:
     """Whether it breaks the budget."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return dataclasses.asdict(self)
 
 
@@ -70,11 +69,9 @@ class Budget:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return dataclasses.asdict(self)
 
     def save(self, path: str | Path) -> None:
-        """Writes it to a JSON file."""
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -163,7 +160,6 @@ def _flat(totals: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Mapp
 
 
 def _is_sound(field: str, value: Any) -> bool:
-    """Whether a field read from a file is of its kind."""
     if field in ("peak_bytes", "tolerance"):
         return _is_amount(value)
     if field == "mesh":

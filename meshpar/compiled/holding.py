@@ -53,7 +53,6 @@ class Line:
     """The kind that stands for it in the program, where that is another one."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         lists = {key: list(getattr(self, key)) for key in ("axes", "tensors", "count", "found_dtypes")}
         return dataclasses.asdict(self) | lists
 
@@ -77,7 +76,6 @@ class Unexpected:
     """The suggested fix."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return {**dataclasses.asdict(self), "axes": list(self.axes)}
 
 
@@ -94,7 +92,6 @@ class Promise:
     """Losses, metrics, norms."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return {field.name: [one.to_json() for one in getattr(self, field.name)] for field in dataclasses.fields(self)}
 
 
@@ -409,7 +406,6 @@ def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
 
 
 def _is_other_dtype(part: Collective, one: Promised) -> bool:
-    """Whether a big array travels in another dtype than promised; norm scales may."""
     return part.dtype != one.dtype and 4 * one.elements >= MIN_SHARDED_BYTES
 
 

@@ -70,7 +70,6 @@ class Finding:
     """What it costs a device: bytes it sends in a step, or holds too much."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return dataclasses.asdict(self)
 
 

@@ -61,7 +61,6 @@ class Contributor:
     """Arrays. Temporaries of one shape and line count together; they need not all be alive at the same time."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return dataclasses.asdict(self)
 
 
@@ -78,7 +77,6 @@ class Remedy:
     """Why it was not compiled; empty when it was."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return dataclasses.asdict(self)
 
 
@@ -114,7 +112,6 @@ class Memory:
     """In the order they were tried; empty when it fits."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return dataclasses.asdict(self) | {
             "largest": [one.to_json() for one in self.largest],
             "remedies": [one.to_json() for one in self.remedies],
@@ -177,7 +174,6 @@ def _note(peak: int, limit: int | None) -> str:
 
 
 def _state_bytes(setup: Setup) -> tuple[int, int, int]:
-    """Parameters, optimizer state, and the rest."""
     totals, state = setup.table.totals, setup.abstract
     counters = sum(x.dtype.itemsize * math.prod(x.shape) for x in (state.step, state.key, state.skipped))
     extra = totals.state_bytes - totals.params_bytes - totals.optimizer_bytes
@@ -412,7 +408,6 @@ def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
 
 
 def _batch_rows(setup: Setup, batch: PyTree) -> int:
-    """Rows of the batch on one device."""
     rows = max((shape[0] for x in jax.tree.leaves(batch) if (shape := np.shape(x))), default=0)
     return rows // num_shards(setup.batch_sharding.spec, setup.mesh)
 

@@ -95,7 +95,6 @@ def _times(name: str, params: Mapping[str, Any]) -> int:
 
 
 def _jaxprs(params: Mapping[str, Any]) -> Iterable[core.Jaxpr]:
-    """The jaxprs among an equation's parameters."""
     for value in params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(one, core.ClosedJaxpr):

@@ -104,7 +104,6 @@ class StrategyTable:
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ("---",) * len(heads), *rows))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         rows = [
             {
                 "strategy": case.strategy,

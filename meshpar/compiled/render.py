@@ -60,16 +60,13 @@ class Table:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The headings as they are shown."""
         return tuple(name.rstrip(">?") for name in self.columns)
 
     @property
     def are_numbers(self) -> tuple[bool, ...]:
-        """Whether each column holds numbers."""
         return tuple(name.endswith(">") for name in self.columns)
 
     def without_optional(self) -> Table:
-        """Without the columns that may be left out."""
         kept = [at for at, name in enumerate(self.columns) if not name.endswith("?")]
         rows = tuple(tuple(row[at] for at in kept) for row in self.rows)
         return dataclasses.replace(self, columns=tuple(self.columns[at] for at in kept), rows=rows)

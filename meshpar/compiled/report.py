@@ -29,7 +29,6 @@ class Sent:
     """Of that time, while compute was at work."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         one = self.collective
         return {
             "kind": one.kind,

@@ -57,7 +57,6 @@ class Stages:
     """Both choices; empty where layers are not split over the batch's axes."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return dataclasses.asdict(self) | {
             "peak_activations": list(self.peak_activations),
             "gathering": [dataclasses.asdict(one) for one in self.gathering],

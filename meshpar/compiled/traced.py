@@ -140,7 +140,6 @@ def _trips(loop: Any) -> int | None:
 
 
 def _jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
-    """The jaxprs among an equation's parameters, each with how many there are beside it."""
     for value in eqn.params.values():
         several = value if isinstance(value, tuple | list) else (value,)
         found = [getattr(one, "jaxpr", one) for one in several if isinstance(one, core.ClosedJaxpr | core.Jaxpr)]

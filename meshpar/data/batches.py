@@ -173,7 +173,6 @@ class ValidBatches:
         return self._assembly.spec
 
     def __len__(self) -> int:
-        """Number of batches."""
         return len(self._row_numbers)
 
     def __iter__(self) -> Iterator[Batch]:

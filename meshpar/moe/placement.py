@@ -265,7 +265,6 @@ def _home(path: str, router: str) -> str | None:
 
 
 def _ranks_of_experts(state: TrainState) -> int:
-    """Over how many ranks the rules split the experts."""
     sizes, ranks = axis_sizes(state.setup.mesh), 1
     for decision in state.table.params:
         for name, entry in zip(decision.leaf.names or (), decision.spec, strict=False):

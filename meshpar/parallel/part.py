@@ -93,7 +93,6 @@ class Part:
         return {field.name: getattr(value, "literal", value) for field, value in fields if value != field.default}
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, which `strategy.from_json` reads."""
         return {"part": self.name, **self.arguments()}
 
     def __repr__(self) -> str:

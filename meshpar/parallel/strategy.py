@@ -152,7 +152,6 @@ class Strategy:
         return as_strategy(other) | self if isinstance(other, Rules) else NotImplemented
 
     def replace(self, *, big_leaf_bytes: int) -> Strategy:
-        """The same strategy, with another limit for leaves that are replicated by accident."""
         return dataclasses.replace(self, big_leaf_bytes=big_leaf_bytes)
 
     def to_json(self) -> dict[str, Any]:

@@ -152,7 +152,6 @@ class Account(Printed):
 
     @property
     def name(self) -> str:
-        """Of the algorithm."""
         return self.algorithm.name
 
     @property
@@ -206,7 +205,6 @@ class Account(Printed):
         return ()
 
     def to_json(self) -> dict[str, Any]:
-        """The account as plain data."""
         figures = (
             "steps", "bytes_sent", "latency_s", "bandwidth_s", "time_s", "algorithm_bytes_per_s", "bus_bytes_per_s",
             "lower_bound_bytes", "crossover_bytes",
@@ -274,7 +272,6 @@ class Accounts(Printed):
     accounts: tuple[Account, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The accounts as plain data."""
         return {"accounts": [one.to_json() for one in self.accounts]}
 
     def __rich__(self) -> Any:

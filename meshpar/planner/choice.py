@@ -51,7 +51,6 @@ class Choice(Printed):
     why: str
 
     def to_json(self) -> dict[str, Any]:
-        """The choice as plain data."""
         return {
             "kernel": self.kernel,
             "algorithm": self.algorithm,

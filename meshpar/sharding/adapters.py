@@ -165,7 +165,6 @@ def _by_path(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(state: Any) -> PyTree:
-    """An NNX state as nested dicts of arrays, with string keys: what every pytree tool and checkpoint reads alike."""
     from flax import nnx
 
     return _string_keys(nnx.to_pure_dict(state))

@@ -80,7 +80,6 @@ class ShardingTable(Printed):
         )
 
     def __getitem__(self, path: str) -> Decision:
-        """The decision about the parameter at a path."""
         found = next((d for d in self.params if d.path == path), None)
         if found is None:
             raise problem(

@@ -46,7 +46,6 @@ class Leaf:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property

@@ -196,7 +196,6 @@ class Run:
         )
 
     def publish(self, validation: Validation) -> None:
-        """Give all hooks the numbers of a validation."""
         self.validation = validation
         for hook in self._hooks:
             hook.on_validation(self, validation)

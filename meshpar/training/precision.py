@@ -38,7 +38,6 @@ class Precision:
                 )
 
     def reduce_dtype(self, compute: Any) -> jnp.dtype:
-        """The dtype in which a gradient of dtype `compute` is summed."""
         return jnp.dtype(self.reduce) if self.reduce else jnp.promote_types(compute, jnp.float32)
 
 

@@ -190,7 +190,6 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Parts of the model on one stage."""
         return self.parts.shape[1]
 
     @cached_property
