@@ -115,9 +115,7 @@ def matmul_reduce_scatter(
         return _matmul_scatter(plan, h, weight)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The kernels with their derivatives
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The kernels with their derivatives ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,9 +320,7 @@ def _held_back(plan: _MatmulPlan, rows: jax.Array, blocks: list[jax.Array]) -> j
     return jnp.where(column > jnp.asarray(jnp.inf, column.dtype), jnp.zeros_like(rows), rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
 def _times(plan: _MatmulPlan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:

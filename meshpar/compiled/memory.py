@@ -168,9 +168,7 @@ def _note(peak: int, limit: int | None) -> str:
     return f"{share}: the CUDA context, NCCL's buffers and fragmentation may not leave room for it"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Closed forms
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Closed forms ----------------------------------------------------------------------------------------------------
 
 
 def _state_bytes(setup: Setup) -> tuple[int, int, int]:
@@ -210,9 +208,7 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
     return sum(held(*one) for one in zip(setup.table.params, leaves, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The largest contributors
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The largest contributors ----------------------------------------------------------------------------------------
 
 
 def _largest(program: Program, setup: Setup) -> tuple[Contributor, ...]:
@@ -274,9 +270,7 @@ def _temporaries(program: Program) -> list[Contributor]:
     return sorted(found, key=lambda one: -one.nbytes)[:MOST_CONTRIBUTORS]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What would make it fit
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What would make it fit ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -214,9 +214,7 @@ def _batched(rows: jax.Array, weights: jax.Array) -> jax.Array:
     return products.astype(rows.dtype).reshape(rows.shape[0], weights.shape[2])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The blocked form
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The blocked form ------------------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
@@ -353,9 +351,7 @@ def _blocked_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# SwiGLU, block by block
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- SwiGLU, block by block ------------------------------------------------------------------------------------------
 
 _Weights: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 """Gate, up and down."""
@@ -428,9 +424,7 @@ def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tupl
 _blocked_swiglu.defvjp(_blocked_swiglu_forward, _blocked_swiglu_backward)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tokamax's kernels
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- tokamax's kernels -----------------------------------------------------------------------------------------------
 
 
 def _ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -243,9 +243,7 @@ def or_unassigned(experts: Int[Array, "*dims"], num_experts: int) -> Int32[Array
     return jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Choosing
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Choosing --------------------------------------------------------------------------------------------------------
 
 
 def _chosen_by_tokens(logits: jax.Array, scores: jax.Array, routing: Routing, bias: jax.Array | None) -> jax.Array:
@@ -323,9 +321,7 @@ def _chosen_by_experts(scores: jax.Array, routing: Routing) -> tuple[jax.Array, 
     return experts, jnp.where(takes, scores, 0.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_arrays(logits: jax.Array, routing: Routing, bias: jax.Array | None) -> None:

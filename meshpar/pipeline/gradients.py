@@ -258,9 +258,7 @@ def _summed(x: jax.Array, dim: int) -> jax.Array:
     return lax.reduce(x, np.zeros((), x.dtype), lax.add, (dim,))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# For any stage function
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- For any stage function ------------------------------------------------------------------------------------------
 
 Stage: TypeAlias = Callable[[PyTree, PyTree, Micro], Any]
 """(parameters of one part, x, micro) -> y, or (y, Aux)."""

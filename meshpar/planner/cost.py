@@ -72,9 +72,7 @@ class HierarchicalCost:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Point to point
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Point to point --------------------------------------------------------------------------------------------------
 
 
 def message(payload_bytes: float) -> Cost:
@@ -83,9 +81,7 @@ def message(payload_bytes: float) -> Cost:
     return Cost(steps=1, bytes_sent=float(payload_bytes), bytes_in_turn=float(payload_bytes))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Gather, scatter, exchange
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Gather, scatter, exchange ---------------------------------------------------------------------------------------
 
 
 def ring_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
@@ -154,9 +150,7 @@ def matmul_reduce_scatter(payload_bytes: float, num_ranks: int, *, backward: boo
     return ring_all_gather(payload_bytes, num_ranks) if backward else ring_reduce_scatter(payload_bytes, num_ranks)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All-reduce
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- All-reduce ------------------------------------------------------------------------------------------------------
 
 
 def ring_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
@@ -273,9 +267,7 @@ def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | N
     return max(ahead_s, 0.0) / behind_s_per_byte
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Quantized
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Quantized -------------------------------------------------------------------------------------------------------
 
 
 def quantized_bytes(num_elements: int, *, block: int = 256) -> int:
@@ -343,9 +335,7 @@ def _nodes(what: str, num_ranks: int, inner: int | None) -> tuple[int, int]:
     return num_ranks // inner, inner
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention over a split sequence
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Attention over a split sequence ---------------------------------------------------------------------------------
 
 
 def ring_attention(kv_bytes: float, num_ranks: int) -> Cost:
@@ -391,9 +381,7 @@ def zigzag_order(payload_bytes: float, num_ranks: int) -> Cost:
     return Cost(steps=steps, bytes_sent=sent, bytes_in_turn=sent)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mixture of experts: T tokens a rank (b s / N), k choices each, E experts over N ranks, rows of d numbers
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Mixture of experts: T tokens a rank (b s / N), k choices each, E experts over N ranks, rows of d numbers --------
 
 
 def dropless_rows(num_tokens: int, k: int, num_experts: int, num_ranks: int, bound_factor: float | None = None) -> int:
@@ -483,9 +471,7 @@ def _check_routed(num_tokens: int, k: int, num_experts: int, num_ranks: int) -> 
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Collectives as the compiler names them
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Collectives as the compiler names them --------------------------------------------------------------------------
 
 _AS_SENT: Mapping[str, Callable[[float, int], Cost]] = {
     "all-reduce": ring_all_reduce,
@@ -570,9 +556,7 @@ def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: in
     return Link(alpha_s=alpha_s, bytes_per_s=ports_bytes_per_s)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 
 def matmul_flops(rows: int, inner: int, columns: int) -> int:
@@ -595,9 +579,7 @@ def roofline_s(flops: float, moved_bytes: float, *, flops_per_s: float, bytes_pe
     return max(flops / flops_per_s, moved_bytes / bytes_per_s)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
 def _cost(kind: str, payload_bytes: float, group_size: int) -> Cost:

@@ -313,9 +313,7 @@ class _Cut:
         return Functions(first=first, stage=stage, last=last, weight=weight, inside=inside)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Behind the loop
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Behind the loop -------------------------------------------------------------------------------------------------
 
 _LOSS = "aux.loss"
 """Name of the layers' auxiliary loss among their metrics; no name that a layer would take."""
@@ -475,9 +473,7 @@ def _share(traced: Callable[..., Any], given: tuple[PyTree, Any, PyTree], where:
     return Cut(closed, first=[True]).run_first([None] * len(closed.jaxpr.invars))[0][0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What can be run
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What can be run -------------------------------------------------------------------------------------------------
 
 
 def _zeros(like: list[Any]) -> list[Any]:
