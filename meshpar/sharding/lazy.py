@@ -15,7 +15,7 @@ def lazy(
 
     Args:
       package: its `__name__`.
-      homes: modules below the package, and the names that each gives.
+      homes: modules below the package (beside it where they begin with a dot), and the names that each gives.
       modules: names of modules themselves, and where they are below the package.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
@@ -24,7 +24,7 @@ def lazy(
     def get(name: str) -> Any:
         if name not in known:
             raise AttributeError(f"{package} has no {name!r}; it has {', '.join(known)}")
-        module = importlib.import_module(f"{package}.{home_of[name] if name in home_of else (modules or {})[name]}")
+        module = importlib.import_module(f".{home_of[name] if name in home_of else (modules or {})[name]}", package)
         value = getattr(module, name) if name in home_of else module
         setattr(sys.modules[package], name, value)
         return value
