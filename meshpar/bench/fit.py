@@ -12,6 +12,7 @@ import numpy as np
 from scipy import optimize  # which jax brings along
 
 from meshpar.planner.hardware import Link
+from meshpar.sharding.printing import Plain
 
 GOOD, USABLE = 0.25, 1.0
 """Typical errors up to which a fit is good, and up to which it is worth keeping: a factor of two either way."""
@@ -26,7 +27,7 @@ class Point(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fit:
+class Fit(Plain):
     """A link that explains measured times, and how well it does."""
 
     axis: str
@@ -39,6 +40,7 @@ class Fit:
     fifth too little."""
     worst_error: float
     num_points: int
+    derived = ("verdict",)
 
     @property
     def verdict(self) -> str:

@@ -14,7 +14,7 @@ from meshpar.planner import cost
 from meshpar.planner.accounts import bus_factor
 from meshpar.planner.hardware import Link, Links, Profile, cluster_of, gpu_of_kind
 from meshpar.planner.units import si
-from meshpar.sharding.printing import Printed, table
+from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import problem
 
 XLA = "XLA"
@@ -24,7 +24,7 @@ FITTED = {"permutes": "messages of the kernels here", "axes": "XLA's collectives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveRow:
+class CollectiveRow(Plain):
     """One algorithm at one size along one axis."""
 
     axis: str
@@ -48,6 +48,7 @@ class CollectiveRow:
     max_error: float
     predicted_s: float | None = None
     """By the model, with the α and β fitted to all rows of the axis."""
+    derived = ("algorithm_bytes_per_s", "bus_bytes_per_s")
 
     @property
     def algorithm_bytes_per_s(self) -> float:
@@ -60,7 +61,7 @@ class CollectiveRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collectives(Printed):
+class Collectives(Printed, Plain):
     """What `meshpar bench collectives` found. Prints as tables; `profile` is what it learned about the links."""
 
     devices: str
@@ -121,23 +122,8 @@ class Collectives(Printed):
         return f"meshpar bench collectives, {self.title}, {today}; typical error of the fit: {off}"
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "devices": self.devices,
-            "mesh": dict(self.mesh),
-            "repeats": self.repeats,
-            "rows": [
-                {
-                    **dataclasses.asdict(row),
-                    "algorithm_bytes_per_s": row.algorithm_bytes_per_s,
-                    "bus_bytes_per_s": row.bus_bytes_per_s,
-                }
-                for row in self.rows
-            ],
-            "fits": [{**dataclasses.asdict(fit), "verdict": fit.verdict} for fit in self.fits],
-            "crossover_bytes": {axis: self.crossover_bytes(axis) for axis in dict.fromkeys(f.axis for f in self.fits)},
-            "notes": list(self.notes),
-        }
+        crossover = {axis: self.crossover_bytes(axis) for axis in dict.fromkeys(fit.axis for fit in self.fits)}
+        return super().to_json() | {"title": self.title, "crossover_bytes": crossover}
 
     def __rich__(self) -> Any:
         from rich.console import Group

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from meshpar import collectives as kernels
 from meshpar.bench.fit import Fit, Point, fit_link
 from meshpar.bench.found import FITTED, XLA, CollectiveRow, Collectives
-from meshpar.bench.report import seconds_of
+from meshpar.bench.report import quartiles, seconds_of
 from meshpar.collectives import reference
 from meshpar.collectives.check import check_op
 from meshpar.planner import cost
@@ -250,10 +250,7 @@ _COPIES = 8
 def _check_memory(size_bytes: int, mesh: Mesh) -> None:
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        free, needed = (
-            _free_memory_bytes(),
-            2 * _COPIES * size_bytes * mesh.size,
-        )  # the reference is computed there, too
+        free, needed = _free_memory_bytes(), 2 * _COPIES * size_bytes * mesh.size  # the reference is there, too
     else:
         stats = device.memory_stats() or {}
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None
@@ -386,14 +383,10 @@ class _Case:
         return int((off > rounding).sum()), float(off.max(initial=0))
 
     def _row(self, name: str, times: Mapping[str, Sequence[float]], wrong: int, max_error: float) -> CollectiveRow:
-        found = list(times[name])
-        low, median, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
-        is_ours = name != XLA and XLA in times
-        ratio = (
-            statistics.median(ours / own for ours, own in zip(times[name], times[XLA], strict=True))
-            if is_ours
-            else None
-        )
+        low, median, high = quartiles(times[name])
+        ratio = None
+        if name != XLA and XLA in times:
+            ratio = statistics.median(ours / own for ours, own in zip(times[name], times[XLA], strict=True))
         return CollectiveRow(
             axis="*".join(self._ranks),
             num_ranks=self._num_ranks,

@@ -33,7 +33,7 @@ from meshpar.parallel import expert_parallel
 from meshpar.planner.cost import matmul_flops
 from meshpar.planner.units import si
 from meshpar.sharding.context import use
-from meshpar.sharding.printing import table
+from meshpar.sharding.printing import Plain, table
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import near, problem
 
@@ -239,7 +239,7 @@ class Times(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoERow:
+class MoERow(Plain):
     """One form of a layer, with so many experts."""
 
     form: str
@@ -258,10 +258,6 @@ class MoERow:
     dropped: float
     """Share of the choices that no expert computed."""
 
-    def to_json(self) -> dict[str, Any]:
-        times = {name: getattr(self, name)._asdict() for name in ("forward", "both")}
-        return dataclasses.asdict(self) | times
-
     @property
     def cells(self) -> tuple[str, ...]:
         forward, both = self.forward, self.both
@@ -274,7 +270,7 @@ class MoERow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layers:
+class Layers(Plain):
     """Measured MoE layers. Prints as tables."""
 
     shape: dict[str, int]
@@ -286,15 +282,8 @@ class Layers:
     measures: tuple[Measure, ...]
 
     def to_json(self) -> dict[str, Any]:
-        report = Figures(title="experts", measures=self.measures).to_json()
-        return {
-            **self.shape,
-            "repeats": self.repeats,
-            "load": list(self.load),
-            "cores": os.cpu_count(),
-            "rows": [row.to_json() for row in self.rows],
-            "measures": report["measures"],
-        }
+        found = super().to_json()
+        return {**found.pop("shape"), **found, "cores": os.cpu_count()}
 
     def __rich__(self) -> Any:
         from rich.console import Group

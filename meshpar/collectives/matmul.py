@@ -26,7 +26,7 @@ from jaxtyping import Array, Num
 
 from meshpar.collectives.check import Axis, check_cut, ranks_of
 from meshpar.collectives.wire import pass_on, varying_alike
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import is_whole, problem
 
 Weight: TypeAlias = Num[Array, "E ..."]
 """A rank's part of a weight; its first dim is contracted."""
@@ -363,7 +363,7 @@ def _wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def _checked_rows(kernel: str, dim: int, num_dims: int) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -num_dims <= dim < num_dims - 1 or dim == -1:
+    if not is_whole(dim, -num_dims) or dim >= num_dims - 1 or dim == -1:
         raise problem(
             kernel,
             f"split the rows along dim {dim!r}",

@@ -196,11 +196,6 @@ def gathered_bytes(message: UInt8[Array, "... q"], axis: Axis) -> UInt8[Array, "
     return lax.all_gather(message, axis)
 
 
-def exchanged_bytes(messages: UInt8[Array, "N ..."], axis: Axis) -> UInt8[Array, "N ..."]:
-    """Entry r is for rank r before, from rank r after."""
-    return lax.all_to_all(messages, axis, 0, 0) if messages.size else messages
-
-
 def scattered_sum(
     parts: Float[Array, "N c"], *, axis: Axis, outer: Axis | None, dtype: str, block: int, key: jax.Array | None
 ) -> Float[Array, " c"]:
@@ -219,7 +214,8 @@ def scattered_sum(
 def _sum_of_arrived(parts: jax.Array, axis: Axis, dtype: str, block: int, key: jax.Array | None) -> jax.Array:
     if len(parts) == 1:
         return parts[0].astype(jnp.float32)
-    arrived = exchanged_bytes(encoded(parts, dtype, block, key), axis)
+    messages = encoded(parts, dtype, block, key)
+    arrived = lax.all_to_all(messages, axis, 0, 0) if messages.size else messages
     return jnp.sum(decoded(arrived, parts.shape[-1], dtype, block), axis=0)
 
 

@@ -89,21 +89,8 @@ def matmul_reduce_scatter(
     return reduce_scatter(products, dim=dim)
 
 
-def quantized_all_gather(parts: Shaped[Array, "N ..."], *, dim: int = 0, tiled: bool = True) -> Shaped[Array, "N ..."]:
-    """What it is near to: every row is all rows."""
-    return all_gather(parts, dim=dim, tiled=tiled)
-
-
-def quantized_reduce_scatter(
-    parts: Num[Array, "N ..."], *, op: str = "sum", dim: int = 0, tiled: bool = True
-) -> Num[Array, "N ..."]:
-    """What it is near to: row r is part r of the sum or mean over all rows."""
-    return reduce_scatter(parts, op=op, dim=dim, tiled=tiled)
-
-
-def quantized_all_reduce(parts: Num[Array, "N ..."], *, op: str = "sum") -> Num[Array, "N ..."]:
-    """What it is near to: every row is the sum or mean over all rows."""
-    return all_reduce(parts, op=op)
+# What the quantized kernels come near to.
+quantized_all_gather, quantized_reduce_scatter, quantized_all_reduce = all_gather, reduce_scatter, all_reduce
 
 
 def _total(parts: jax.Array, op: str) -> jax.Array:

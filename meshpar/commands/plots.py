@@ -698,9 +698,7 @@ def _draw_times(panel: Axes, rows: Sequence[CollectiveRow], color: str) -> None:
 # ---- Pipelines -------------------------------------------------------------------------------------------------------
 
 
-def schedule(
-    *schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0, lockstep: bool = False
-) -> Figure:
+def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0) -> Figure:
     """Pipeline schedules simulated, one above the other on one time axis: a line for each stage.
 
     Args:
@@ -709,12 +707,8 @@ def schedule(
       b: of its gradient to the input.
       w: of its gradient to the weights.
       comm: of a message between neighbours.
-      lockstep: whether all stages begin each tick together; otherwise each begins as soon as it can.
     """
-    times = [one.simulate(f=f, b=b, w=w, comm=comm) for one in schedules]
-    return schedule_times(
-        [(one, found.lockstep if lockstep else found.free) for one, found in zip(schedules, times, strict=True)]
-    )
+    return schedule_times([(one, one.simulate(f=f, b=b, w=w, comm=comm).free) for one in schedules])
 
 
 @styled

@@ -32,7 +32,7 @@ from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import use
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, near, path_str, problem
+from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, is_whole, near, path_str, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Precision
 from meshpar.training.step import TrainStep
@@ -242,8 +242,8 @@ class Recipe:
         for field in ("steps", "batch_size", "validate_every", "checkpoint_every", "keep_checkpoints"):
             value = getattr(self, field)
             optional = value is None and field.endswith("_every")
-            _check(f"Recipe.{field}", value, optional or (_is_int(value) and value >= 1), "it is a positive integer")
-        _check("Recipe.seed", self.seed, _is_int(self.seed), "it is an integer")
+            _check(f"Recipe.{field}", value, optional or is_whole(value, 1), "it is a positive integer")
+        _check("Recipe.seed", self.seed, is_whole(self.seed), "it is an integer")
         folder = self.name.replace("-", "").replace("_", "").replace(".", "")
         _check("Recipe.name", self.name, folder.isalnum(), "it names a folder: letters, digits, - _ .")
         _ = self.step_options  # its own checks
@@ -298,10 +298,6 @@ def _check_offers(field: str, value: object, method: str) -> None:
         wants = "a function" if method == "__call__" else f"an object with a method `{method}`"
         hint = f" Call it: {value.__name__}(...)" if isinstance(value, type) else ""
         raise problem(f"Recipe.{field}", f"be {value!r}", f"it is {wants}", f"give it one.{hint}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def build_model(recipe: Recipe) -> Model:

@@ -127,9 +127,7 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
                 Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
                 Preemption(),
             ],
-            tokens_per_step=_tokens_per_step(batches),
-            flops_per_step=_flops_per_step(recipe, batches),
-            peak_flops_per_s=_peak_flops_per_s(recipe, setup),
+            **_worth_of_a_step(recipe, batches, setup),
         )
         del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
@@ -275,33 +273,17 @@ def _data_line(facts: Mapping[str, Any]) -> str:
     return ", ".join(sides)
 
 
-# ---- What a step is worth --------------------------------------------------------------------------------------------
-
-
-def _sequence(batches: Batches) -> tuple[int, int] | None:
-    """(rows, positions) of a batch of tokens; None for other data."""
-    inputs = batches.spec.get("inputs")
-    if inputs is None or len(inputs.shape) != 2 or not np.issubdtype(inputs.dtype, np.integer):
-        return None
-    return inputs.shape[0], inputs.shape[1]
-
-
-def _tokens_per_step(batches: Batches) -> int | None:
-    found = _sequence(batches)
-    return None if found is None else math.prod(found)
-
-
-def _flops_per_step(recipe: Recipe, batches: Batches) -> float | None:
-    found, per_token = _sequence(batches), getattr(recipe.model, "flops_per_token", None)
-    return None if found is None or per_token is None else math.prod(found) * per_token(found[1])
-
-
-def _peak_flops_per_s(recipe: Recipe, setup: Setup) -> float | None:
-    """Of all devices together, None where one's is not known."""
-    precision = recipe.precision
+def _worth_of_a_step(recipe: Recipe, batches: Batches, setup: Setup) -> dict[str, float | None]:
+    """Tokens and FLOPs of a step, and what all devices can do together, for `fit`; None where that is not known."""
+    inputs, precision = batches.spec.get("inputs"), recipe.precision
+    tokens = flops = None
+    if inputs is not None and len(inputs.shape) == 2 and np.issubdtype(inputs.dtype, np.integer):
+        tokens, per_token = math.prod(inputs.shape), getattr(recipe.model, "flops_per_token", None)
+        flops = None if per_token is None else tokens * per_token(inputs.shape[1])
     dtype = precision.compute or precision.params or "float32"
     peak = peak_flops_per_s(setup.mesh.devices.flat[0].device_kind, dtype)
-    return None if peak is None else peak * setup.mesh.size
+    peak = None if peak is None else peak * setup.mesh.size
+    return {"tokens_per_step": tokens, "flops_per_step": flops, "peak_flops_per_s": peak}
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------

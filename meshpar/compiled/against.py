@@ -9,11 +9,12 @@ from typing import Any
 from meshpar.compiled.census import Total
 from meshpar.compiled.render import Cell, Section, Table, headline, human_flops, human_mesh, human_time, rich_of
 from meshpar.compiled.report import Report
+from meshpar.sharding.printing import Plain, plain
 from meshpar.sharding.table import human_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Plain):
     """One figure of both reports; None where a report has none."""
 
     what: str
@@ -21,6 +22,7 @@ class Row:
     """`bytes`, `s`, `FLOP`, `count`, `fraction`, or empty for words."""
     first: Any
     second: Any
+    derived = ("difference",)
 
     @property
     def difference(self) -> float | None:
@@ -28,9 +30,6 @@ class Row:
         if self.first is None or self.second is None or not self.unit:
             return None
         return self.second - self.first
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "difference": self.difference}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,11 +45,7 @@ class Comparison:
         return tuple(_rows(self.first, self.second))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "labels": list(self.labels),
-            "report": self.second.to_json(),
-            "differences": [row.to_json() for row in self.rows],
-        }
+        return plain({"labels": self.labels, "report": self.second, "differences": self.rows})
 
     @property
     def sections(self) -> tuple[Section, ...]:

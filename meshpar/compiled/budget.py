@@ -17,6 +17,7 @@ from typing import Any
 
 from meshpar.compiled.render import human_mesh
 from meshpar.compiled.report import Report
+from meshpar.sharding.printing import Plain
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 
@@ -27,19 +28,16 @@ SLACK_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(Plain):
     """One thing that is not as the budget says."""
 
     text: str
     is_over: bool
     """Whether it breaks the budget."""
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budget:
+class Budget(Plain):
     """What a step sent and held when the budget was saved."""
 
     name: str
@@ -67,9 +65,6 @@ class Budget:
             peak_bytes=report.memory.peak_bytes,
             jax_version=importlib.metadata.version("jax"),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")

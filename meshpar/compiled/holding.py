@@ -25,6 +25,7 @@ from meshpar.compiled.census import Collective, bytes_sent, per_array
 from meshpar.compiled.traced import Message
 from meshpar.parallel.part import MIN_SHARDED_BYTES
 from meshpar.parallel.promise import GRADIENTS, ITEMSIZE, RENEWED, WEIGHTS, Promised
+from meshpar.sharding.printing import Plain
 
 SMALL = 64
 """Arrays of up to so many numbers are bookkeeping: losses, metrics, norms."""
@@ -32,7 +33,7 @@ _RING = "collective-permute"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class Line(Plain):
     """One role of a promise, as it was found."""
 
     role: str
@@ -52,13 +53,9 @@ class Line:
     lowered_as: str = ""
     """The kind that stands for it in the program, where that is another one."""
 
-    def to_json(self) -> dict[str, Any]:
-        lists = {key: list(getattr(self, key)) for key in ("axes", "tensors", "count", "found_dtypes")}
-        return dataclasses.asdict(self) | lists
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Unexpected:
+class Unexpected(Plain):
     """A collective that nothing promised, and no kernel of the traced step asks for."""
 
     kind: str
@@ -75,12 +72,9 @@ class Unexpected:
     fix: str
     """The suggested fix."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "axes": list(self.axes)}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Promise:
+class Promise(Plain):
     """What was promised, held against what was found."""
 
     kept: tuple[Line, ...]
@@ -90,9 +84,6 @@ class Promise:
     """Messages of `shard_map` kernels, ours and the user's: as many as the traced step asks for, at the most."""
     small: tuple[Line, ...] = ()
     """Losses, metrics, norms."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {field.name: [one.to_json() for one in getattr(self, field.name)] for field in dataclasses.fields(self)}
 
 
 # ---- What was found --------------------------------------------------------------------------------------------------

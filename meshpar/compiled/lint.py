@@ -40,9 +40,10 @@ from meshpar.compiled.walk import executed
 from meshpar.parallel.promise import split_axes
 from meshpar.parallel.strategy import BIG_LEAF_BYTES
 from meshpar.planner.hardware import Cluster
+from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import USER
 from meshpar.sharding.table import human_bytes
-from meshpar.sharding.types import Decision, axis_sizes, num_shards, spec_axes
+from meshpar.sharding.types import Decision, axis_sizes, num_shards, owner_of, spec_axes
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
@@ -53,7 +54,7 @@ SMALL_BYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(Plain):
     """One costly mistake."""
 
     rule: str
@@ -68,9 +69,6 @@ class Finding:
     """The suggested fix."""
     nbytes: int
     """What it costs a device: bytes it sends in a step, or holds too much."""
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def lint(
@@ -187,12 +185,12 @@ def _instruction_of(module: Module, one: Rematerialization) -> Instruction | Non
 
 def _replicated(look: _Look) -> Iterator[Finding]:
     """Leaves that a user's rule leaves whole. A preset that says so for everything (`ddp`) means it."""
-    table = look.setup.table
-    found: dict[str, list[Decision]] = {}
+    table, found = look.setup.table, dict[str, list[Decision]]()
+    paths = {one.path for one in table.params}
     for decisions in (table.params, table.optimizer):
         if any(decision.shards > 1 for decision in decisions):
             for decision in filter(functools.partial(_is_whole_by_a_user, look.setup), decisions):
-                found.setdefault(_owner(decision.path, table.params), []).append(decision)
+                found.setdefault(owner_of(decision.path, paths), []).append(decision)
     most = max((decision.shards for decision in (*table.params, *table.optimizer)), default=1)
     for path, whole in found.items():
         leaf, held = whole[0].leaf, sum(decision.leaf.nbytes for decision in whole)
@@ -213,11 +211,6 @@ def _is_whole_by_a_user(setup: Setup, decision: Decision) -> bool:
     by_user = not decision.meant or any(origin == USER for origin, _ in decision.sources)
     least = min(setup.strategy.big_leaf_bytes, BIG_LEAF_BYTES)
     return decision.shards == 1 and by_user and _layer_bytes(decision) >= least
-
-
-def _owner(path: str, params: Sequence[Decision]) -> str:
-    """The parameter that a leaf of the state is or belongs to."""
-    return next((one.path for one in params if path == one.path or path.endswith("/" + one.path)), path)
 
 
 def _layer_bytes(decision: Decision) -> int:

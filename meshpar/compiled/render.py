@@ -20,6 +20,7 @@ from typing import Any, Literal
 from meshpar.compiled.holding import Line, Promise, Unexpected
 from meshpar.compiled.memory import Memory
 from meshpar.compiled.report import Report, Sent
+from meshpar.planner.units import si
 from meshpar.sharding.table import human_bytes
 
 Style = Literal["", "good", "bad", "warn", "faint", "strong"]
@@ -86,27 +87,17 @@ class Section:
 
 def human_time(seconds: float) -> str:
     """A duration in the unit that suits it: `1.25 s`, `38 ms`, `6.1 µs`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{_short(seconds / size)} {unit}"
-    return f"{_short(seconds * 1e6)} µs"
+    return si(seconds, "s", digits=3)
 
 
 def human_flops(count: float) -> str:
     """Floating-point operations: `312 TFLOP`."""
-    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if count >= size:
-            return f"{_short(count / size)} {unit}"
-    return f"{count:,.0f} FLOP"
+    return si(count, "FLOP", digits=3)
 
 
 def human_mesh(mesh: Mapping[str, int]) -> str:
     """The axes that split something: `fsdp=4, tensor=2`."""
     return ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "one device"
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _percent(share: float | None) -> str:

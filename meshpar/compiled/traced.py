@@ -62,7 +62,7 @@ class _Place:
         if name in ("scan", "while"):
             trips = eqn.params["length"] if name == "scan" else _trips(eqn)
             visit = dataclasses.replace(visit, loops=(*visit.loops, Loop(name, name, trips, scope)))
-        for index, (jaxpr, of) in enumerate(_jaxprs(eqn)):
+        for index, (jaxpr, of) in enumerate(inner_jaxprs(eqn)):
             inner = visit
             if name == "cond":
                 branch = Branch(name, index, of, len(visit.loops), f"{scope}/cond")
@@ -139,7 +139,8 @@ def _trips(loop: Any) -> int | None:
     return max(0, int(stop.val) - int(start.val)) if known else None  # type: ignore[union-attr]
 
 
-def _jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
+def inner_jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
+    """The jaxprs among an equation's parameters, each with how many there are beside it."""
     for value in eqn.params.values():
         several = value if isinstance(value, tuple | list) else (value,)
         found = [getattr(one, "jaxpr", one) for one in several if isinstance(one, core.ClosedJaxpr | core.Jaxpr)]

@@ -39,6 +39,7 @@ from meshpar.sharding.types import (
     PyTree,
     axis_sizes,
     near_or,
+    owner_of,
     path_str,
     problem,
     spec_axes,
@@ -230,13 +231,8 @@ def _known(state: TrainState, names: Mapping[str, Names]) -> dict[str, _Known]:
     for decision in state.table.optimizer:
         path = decision.path.removeprefix("opt_state/")
         if decision.leaf.names is not None and "expert" in decision.leaf.names:
-            slots[path] = (decision.leaf.names, _owner(path, params))
+            slots[path] = (decision.leaf.names, owner_of(path, params))
     return {"params": params, "opt_state": slots, "extra": _vectors(state.extra, state.params, params, names)}
-
-
-def _owner(path: str, params: _Known) -> str:
-    """The parameter that optimizer state belongs to: its path ends with that one's."""
-    return max((one for one in params if f"/{path}".endswith(f"/{one}")), key=len, default=path)
 
 
 def _vectors(extra: PyTree, params: PyTree, known: _Known, names: Mapping[str, Names]) -> _Known:

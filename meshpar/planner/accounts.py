@@ -21,7 +21,7 @@ from meshpar.planner import cost
 from meshpar.planner.cost import Cost
 from meshpar.planner.hardware import Cluster, Link, Links, Profile
 from meshpar.planner.units import si
-from meshpar.sharding.printing import Printed, table
+from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import MeshLike, axis_sizes, near, problem
 
 
@@ -266,13 +266,10 @@ class Account(Printed):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accounts(Printed):
+class Accounts(Printed, Plain):
     """The same collective by several algorithms, the quickest first."""
 
     accounts: tuple[Account, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"accounts": [one.to_json() for one in self.accounts]}
 
     def __rich__(self) -> Any:
         first = self.accounts[0]

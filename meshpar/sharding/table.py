@@ -89,12 +89,8 @@ class ShardingTable(Printed):
 
     def to_json(self) -> dict[str, Any]:
         """The table as plain data: `mesh, strategy, leaves, totals`."""
-        return {
-            "mesh": self.mesh,
-            "strategy": self.strategy,
-            "leaves": [_decision_json(d) for d in self.params],
-            "totals": self.totals._asdict(),
-        }
+        leaves = [_decision_json(decision) for decision in self.params]
+        return {"mesh": self.mesh, "strategy": self.strategy, "leaves": leaves, "totals": self.totals._asdict()}
 
     def __rich__(self) -> Any:
         from rich.table import Table

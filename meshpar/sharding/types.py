@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.sharding.errors import MeshparError as MeshparError
+from meshpar.sharding.errors import check_count as check_count
+from meshpar.sharding.errors import is_whole as is_whole
 from meshpar.sharding.errors import near as near
 from meshpar.sharding.errors import near_or as near_or
 from meshpar.sharding.errors import problem as problem
@@ -146,6 +148,12 @@ def num_shards(spec: Iterable[Any], mesh: MeshLike) -> int:
     """Into how many different pieces a spec cuts an array on this mesh."""
     sizes = axis_sizes(mesh)
     return math.prod(sizes[axis] for entry in spec for axis in spec_axes(entry))
+
+
+def owner_of(path: str, params: Collection[str]) -> str:
+    """The parameter that a leaf of the state is or belongs to: the longest end of its path that is one's."""
+    parts = path.split("/")
+    return next((end for at in range(len(parts)) if (end := "/".join(parts[at:])) in params), path)
 
 
 def tree_leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.sharding.types import PyTree, path_str, problem
+from meshpar.sharding.types import PyTree, check_count, path_str, problem
 from meshpar.training.state import Setup, TrainState
 
 FORMAT = 2
@@ -74,8 +74,7 @@ class Checkpoints:
     def __init__(self, folder: Any, *, keep: int = 3) -> None:
         from etils import epath
 
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise problem(f"Checkpoints(keep={keep!r})", "keep that many", "it is a positive integer", "use 1 or more")
+        check_count(f"Checkpoints(keep={keep!r})", "keep that many", keep)
         _quiet_orbax()
         path = epath.Path(folder)
         self.folder = path if "://" in str(folder) else path.absolute()

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from meshpar.moe.metrics import Advice, Loads, advice, loads, scalars
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import check_count
 from meshpar.training.loop import Hook, Record, Run
 
 LAYERS = "moe/layers"
@@ -41,9 +41,7 @@ class ExpertLoad(Hook):
     order = -1  # before the hook that writes lines asks for one
 
     def __init__(self, *, every: int, stream: IO[str] | None = None) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            where, exists = f"ExpertLoad(every={every!r})", "it is a positive integer"
-            raise problem(where, "look every so many steps", exists, "use 1 or more")
+        check_count(f"ExpertLoad(every={every!r})", "look every so many steps", every)
         self._every, self._stream = every, stream
         self._sums: dict[str, np.ndarray] = {}
         self._num_steps = 0

@@ -14,7 +14,8 @@ import numpy as np
 
 from meshpar.pipeline.schedules import order
 from meshpar.pipeline.schedules.check import check, check_rows
-from meshpar.pipeline.schedules.ops import KINDS, Block, F, StageOp, W, problem
+from meshpar.pipeline.schedules.ops import KINDS, Block, F, StageOp, W
+from meshpar.sharding.errors import problem
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.simulate import Costs, Simulation

@@ -9,6 +9,7 @@ The step is manual over the axes that split the batch. Two ways, by what enters:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,8 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     params = constrained(params, setup.named(whole))
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        sums = _local_sums(_whole_step(loss, options, params), options, setup, axes, extra, rows, key)
+        step = functools.partial(micro_step, loss, options, params)
+        sums = _local_sums(step, options, setup, axes, extra, rows, key)
         if options.weight is not None:
             sums = _evened(sums, axes, options, params)
         if not axes:
@@ -99,7 +101,7 @@ def _quantized(
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> Sums:
         if once:
             whole = unshard.whole(params, noise)
-            step = _whole_step(loss, options, whole)
+            step: MicroStep = functools.partial(micro_step, loss, options, whole)
         else:
             step = _sharded_step(loss, options, setup, unshard, params, noise)
         sums = _local_sums(step, options, setup, axes, extra, rows, key)
@@ -142,13 +144,6 @@ def _by_device(
         )(held, extra, rows, *map(jax.random.key_data, keys))
 
     return run
-
-
-def _whole_step(loss: Loss, options: StepOptions, params: PyTree) -> MicroStep:
-    def step(extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        return micro_step(loss, options, params, extra, rows, key)
-
-    return step
 
 
 def _sharded_step(

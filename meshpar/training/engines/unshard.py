@@ -133,9 +133,7 @@ class Unshard:
             near_or(wanted[1:], self.leaves, "give the path of the stacked layers as `at`"),
         )
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # One leaf
-    # -----------------------------------------------------------------------------------------------------------------
+    # -- One leaf -----------------------------------------------------------------------------------------------------
 
     def _unsharded(self, leaf: _Leaf, x: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
         """The whole weight, by way of a message; its gradient comes back as the shard of the sum."""
