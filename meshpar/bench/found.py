@@ -12,9 +12,9 @@ from typing import Any
 from meshpar.bench.fit import Fit
 from meshpar.planner import cost
 from meshpar.planner.accounts import bus_factor
-from meshpar.planner.hardware import Link, Links, Profile, cluster_of, gpu_of_kind
+from meshpar.planner.hardware import Links, Profile, cluster_of, gpu_of_kind
 from meshpar.planner.units import si
-from meshpar.sharding.printing import Plain, Printed, table
+from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.types import problem
 
 XLA = "XLA"
@@ -79,8 +79,7 @@ class Collectives(Printed, Plain):
 
     @property
     def title(self) -> str:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
-        return f"collectives on {math.prod(self.mesh.values())} {self.devices} devices, {sizes}"
+        return f"collectives on {math.prod(self.mesh.values())} {self.devices} devices, {human_mesh(self.mesh)}"
 
     def fit(self, axis: str, of: str) -> Fit | None:
         """The fit along an axis: of `permutes` or of XLA's own (`axes`)."""
@@ -99,10 +98,8 @@ class Collectives(Printed, Plain):
         Raises:
           ValueError: no link explains the times.
         """
-        kept = {
-            of: {fit.axis: fit.link for fit in self.fits if fit.of == of and fit.verdict != "none"} for of in FITTED
-        }
-        links: dict[str, dict[str, Link]] = {of: dict(_known(found)) for of, found in kept.items()}
+        kept = [(fit.of, fit.axis, fit.link) for fit in self.fits if fit.link is not None and fit.verdict != "none"]
+        links = {of: {axis: link for for_, axis, link in kept if for_ == of} for of in FITTED}
         if not any(links.values()):
             raise problem(
                 "the profile",
@@ -176,12 +173,6 @@ def _cells(row: CollectiveRow) -> Iterator[str]:
     yield f"{row.max_error:.1e}"
     yield "" if row.predicted_s is None else si(row.predicted_s, "s", digits=3)
     yield "" if row.predicted_s is None else f"{row.predicted_s / row.time_s - 1:+.0%}"
-
-
-def _known(links: Mapping[str, Link | None]) -> Iterator[tuple[str, Link]]:
-    for axis, link in links.items():
-        if link is not None:
-            yield axis, link
 
 
 def _fit_words(fit: Fit) -> str:

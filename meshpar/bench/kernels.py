@@ -325,8 +325,8 @@ class _Case:
             two_levels, form_of = _TWO_LEVELS[self._name]
             options |= {"inner": inner, "outer": tuple(outer)}
             del options["axis"]
-            num_inner = axis_sizes(self._mesh)[inner]
-            yield TWO_LEVELS, (functools.partial(two_levels, **options), form_of(nbytes, self._num_ranks, num_inner))
+            levels = form_of(nbytes, self._num_ranks, inner=axis_sizes(self._mesh)[inner])
+            yield TWO_LEVELS, (functools.partial(two_levels, **options), levels.inside + levels.across)
 
     def _program(self, kernel: Kernel) -> Callable[..., Any]:
         """`(rows, times) -> (what goes in next, what came out last)`: the kernel so often, each on what came before."""
@@ -405,18 +405,9 @@ class _Case:
         )
 
 
-def _two_level_all_reduce(payload_bytes: float, num_ranks: int, inner: int) -> cost.Cost:
-    found = cost.hierarchical_all_reduce(payload_bytes, num_ranks, inner=inner)
-    return found.inside + found.across
-
-
-def _two_level_all_to_all(payload_bytes: float, num_ranks: int, inner: int) -> cost.Cost:
-    return cost.all_to_all(payload_bytes, inner) + cost.all_to_all(payload_bytes, num_ranks // inner)
-
-
-_TWO_LEVELS: Mapping[str, tuple[Callable[..., jax.Array], Callable[[float, int, int], cost.Cost]]] = {
-    "all_reduce": (kernels.hierarchical_all_reduce, _two_level_all_reduce),
-    "all_to_all": (kernels.hierarchical_all_to_all, _two_level_all_to_all),
+_TWO_LEVELS: Mapping[str, tuple[Callable[..., jax.Array], Callable[..., cost.HierarchicalCost]]] = {
+    "all_reduce": (kernels.hierarchical_all_reduce, cost.hierarchical_all_reduce),
+    "all_to_all": (kernels.hierarchical_all_to_all, cost.hierarchical_all_to_all),
 }
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Num, UInt8
 
 from meshpar.collectives.check import Axis, check_choice, checked_count, checked_dim, ranks_of, ranks_of_levels
 from meshpar.collectives.wire import cut, flat_parts, join, unflat, varying
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import problem, spec_axes
 
 _SMALLEST = 2.0**-126
 """The smallest normal float32: XLA computes with zero for what is below."""
@@ -222,10 +222,6 @@ def _sum_of_arrived(parts: jax.Array, axis: Axis, dtype: str, block: int, key: j
 def _own(key: jax.Array | None, axis: Axis) -> jax.Array | None:
     """The key of this rank: with the same one everywhere, errors would add up instead of cancelling."""
     return None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
-
-
-def _names(axis: Axis) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else axis
 
 
 # ---- The kernels -----------------------------------------------------------------------------------------------------
@@ -453,4 +449,4 @@ def _prepared(
 
 
 def _both(axis: Axis, outer: Axis | None) -> tuple[str, ...]:
-    return (*(() if outer is None else _names(outer)), *_names(axis))
+    return (*spec_axes(outer), *spec_axes(axis))

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.planner.units import si
+from meshpar.sharding.printing import flat
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import axis_sizes, near, problem, spec_axes
 
@@ -551,12 +552,7 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
       title: above the picture.
     """
     sent = [
-        {
-            (axes, kind): one.bytes_sent_per_device
-            for axes, kinds in report.totals.items()
-            for kind, one in kinds.items()
-        }
-        for report in reports.values()
+        {part: one.bytes_sent_per_device for part, one in flat(report.totals).items()} for report in reports.values()
     ]
     longest = max((sum(parts.values()) for parts in sent), default=0.0)
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

@@ -60,7 +60,8 @@ def schedule(
     if name is None:
         if options:
             raise click.UsageError(f"--{next(iter(options))} takes one schedule: name it.", click.get_current_context())
-        found = _all(stages or 4, microbatches or 2 * (stages or 4))
+        names = [name for name in SCHEDULES if name != "dualpipe" or (stages or 4) % 2 == 0]
+        found = [make(name, stages or 4, microbatches or 2 * (stages or 4)) for name in names]
     elif Path(name).suffix in (".csv", ".json"):
         asked = {"stages": stages, "microbatches": microbatches, **options}
         if given := [f"--{key}" for key, value in asked.items() if value is not None]:
@@ -83,11 +84,6 @@ def schedule(
         print_report(looks[0], as_json=as_json)
     if png is not None:
         _draw(found, costs, png)
-
-
-def _all(stages: int, microbatches: int) -> list[Schedule]:
-    names = [name for name in SCHEDULES if name != "dualpipe" or stages % 2 == 0]
-    return [make(name, stages, microbatches) for name in names]
 
 
 def _read(path: str) -> Schedule:

@@ -32,10 +32,11 @@ from meshpar.data.source import Source
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
+from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 from meshpar.training import expert_load as experts
-from meshpar.training.checkpoint import Checkpoints
+from meshpar.training.checkpoint import Checkpoints, barrier
 from meshpar.training.loop import (
     Checkpointer,
     FitResult,
@@ -113,7 +114,8 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
         before = int(state.step)
         screen.line(_where_it_starts(before, recipe.steps))
         every = recipe.validate_every or recipe.steps
-        expert_load = experts.ExpertLoad(every=_steps_between_loads(recipe.steps), stream=screen.stream)
+        # Ten looks in a short run, one every hundred steps in a long one.
+        expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
         result = fit(
             build_step(recipe),
             state,
@@ -131,11 +133,6 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
         )
         del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
-
-
-def _steps_between_loads(steps: int) -> int:
-    """Ten looks at the load of experts in a short run, one every hundred steps in a long one."""
-    return min(max(steps // 10, 1), 100)
 
 
 def _where_it_starts(step: int, steps: int) -> str:
@@ -183,7 +180,7 @@ def _check_sample(recipe: Recipe, source: Source) -> None:
 def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> None:
     if not fresh:
         _check_same_recipe(folder, recipe, screen)
-    _synchronize("meshpar: folder checked")  # no process writes before all have looked
+    barrier("meshpar: folder checked")  # no process writes before all have looked
     if jax.process_index() == 0:
         if fresh and folder.exists():
             screen.line(f"the earlier run is moved to {_move_aside(folder)}")
@@ -191,7 +188,7 @@ def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, 
         _write(folder / "recipe.json", recipe.to_json())
         _write(folder / "sharding.json", setup.table.to_json())
         (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
-    _synchronize("meshpar: folder prepared")
+    barrier("meshpar: folder prepared")
 
 
 def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
@@ -238,23 +235,15 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _synchronize(where: str) -> None:
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(where)
-
-
 def _facts(recipe: Recipe, setup: Setup, source: Source, folder: Path) -> dict[str, str]:
     """What a person wants to know before it starts."""
     totals = setup.table.totals
     devices = setup.mesh.devices.flat
-    axes = ", ".join(f"{axis}={size}" for axis, size in setup.table.mesh.items() if size > 1) or "one device"
     per_device = {"params": totals.params_bytes, "grads": totals.grads_bytes, "optimizer": totals.optimizer_bytes}
     return {
         "run": str(folder),
         "devices": f"{setup.mesh.size} × {devices[0].device_kind}",
-        "mesh": axes,
+        "mesh": human_mesh(setup.table.mesh),
         "strategy": setup.strategy.label,
         "parameters": f"{totals.num_params:,}",
         "per device": ", ".join(f"{part} {human_bytes(count)}" for part, count in per_device.items()),

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshpar.compiled.census import Total
-from meshpar.compiled.render import Cell, Section, Table, headline, human_flops, human_mesh, human_time, rich_of
+from meshpar.compiled.render import Cell, Section, Table, headline, human_flops, human_time, rich_of
 from meshpar.compiled.report import Report
-from meshpar.sharding.printing import Plain, plain
+from meshpar.sharding.printing import Plain, flat, human_mesh, plain
 from meshpar.sharding.table import human_bytes
 
 
@@ -84,7 +84,7 @@ def _rows(first: Report, second: Report) -> Iterator[Row]:
     yield row("peak memory", "bytes", lambda report: report.memory.peak_bytes)
     yield row("  state", "bytes", lambda report: report.memory.state_bytes)
     yield row("  temporaries", "bytes", lambda report: report.memory.temporaries_bytes)
-    found = [{(a, k): total for a, kinds in report.totals.items() for k, total in kinds.items()} for report in both]
+    found = [flat(report.totals) for report in both]
     for axes, kind in {**found[0], **found[1]}:
         one, other = (totals.get((axes, kind), Total(0, 0.0)) for totals in found)
         sent = one.bytes_sent_per_device, other.bytes_sent_per_device

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshpar.compiled.render import human_mesh
 from meshpar.compiled.report import Report
-from meshpar.sharding.printing import Plain
+from meshpar.sharding.printing import Plain, flat, human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 
@@ -115,7 +114,7 @@ class Budget(Plain):
         return tuple(sorted(found, key=lambda one: not one.is_over))
 
     def _sent(self, report: Report) -> Iterator[Difference]:
-        saved, now = _flat(self.totals), _flat(report.to_json()["totals"])
+        saved, now = flat(self.totals), flat(report.to_json()["totals"])
         for axes, kind in {**saved, **now}:
             before, after = (totals.get((axes, kind), _NOTHING) for totals in (saved, now))
             old, new = before["bytes_sent_per_device"], after["bytes_sent_per_device"]
@@ -148,10 +147,6 @@ class Budget(Plain):
 
 
 _NOTHING: Mapping[str, float] = {"count_per_step": 0, "bytes_sent_per_device": 0.0}
-
-
-def _flat(totals: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[str, float]]:
-    return {(axes, kind): total for axes, kinds in totals.items() for kind, total in kinds.items()}
 
 
 def _is_sound(field: str, value: Any) -> bool:

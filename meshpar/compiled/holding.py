@@ -362,6 +362,7 @@ def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
         arrays = sum(runs for _, runs, _ in taken) if kind == _RING else int(count)
         ways = [one.count_over(axis) for axis in axes]
         least, most = max(low for low, _ in ways), min(high for _, high in ways)
+        is_big = 4 * one.elements >= MIN_SHARDED_BYTES
         is_all = set(meant) == {axes} and len(by_form) == 1 and kind != _RING
         yield Line(
             role=one.role,
@@ -374,7 +375,8 @@ def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
             found_count=arrays,
             found_bytes=found,
             dtype=one.dtype,
-            found_dtypes=tuple(sorted({part.dtype for part, *_ in taken if _is_other_dtype(part, one)})),
+            # Norm scales may travel in another dtype.
+            found_dtypes=tuple(sorted({part.dtype for part, *_ in taken} - {one.dtype})) if is_big else (),
             lowered_as=", ".join(sorted({part.kind for part, *_ in taken} - {as_meant or kind})),
         )
 
@@ -392,10 +394,6 @@ def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
                 role=one.role, kind=kind, axes=axes, tensors=one.tensors, count=(lacking, most),
                 bytes_sent_per_device=sent, found_count=0, found_bytes=0.0, dtype=one.dtype,
             )  # fmt: skip
-
-
-def _is_other_dtype(part: Collective, one: Promised) -> bool:
-    return part.dtype != one.dtype and 4 * one.elements >= MIN_SHARDED_BYTES
 
 
 def _loose(role: str, one: Collective, count: int) -> Line:

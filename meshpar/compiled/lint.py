@@ -210,13 +210,7 @@ def _replicated(look: _Look) -> Iterator[Finding]:
 def _is_whole_by_a_user(setup: Setup, decision: Decision) -> bool:
     by_user = not decision.meant or any(origin == USER for origin, _ in decision.sources)
     least = min(setup.strategy.big_leaf_bytes, BIG_LEAF_BYTES)
-    return decision.shards == 1 and by_user and _layer_bytes(decision) >= least
-
-
-def _layer_bytes(decision: Decision) -> int:
-    """Bytes of one layer, when layers are stacked."""
-    leaf = decision.leaf
-    return leaf.nbytes // max(leaf.num_layers, 1)
+    return decision.shards == 1 and by_user and decision.leaf.layer_nbytes >= least
 
 
 def _whole_batch(look: _Look) -> Iterator[Finding]:
@@ -290,14 +284,10 @@ def _loop_invariant(look: _Look) -> Iterator[Finding]:
 
 
 def _repeats_itself(look: _Look, one: Collective) -> bool:
-    if not one.loops or one.loops[-1].trip_count == 1:
-        return False
-    return not _is_micro_step(look, one) and _is_invariant(look.module, one)
-
-
-def _is_micro_step(look: _Look, one: Collective) -> bool:
-    """Whether the loop is the one over micro-steps, where `accumulate_mode="each"` asks for weights anew."""
-    return look.options.accumulate > 1 and len(one.loops) == 1 and one.loops[0].trip_count == look.options.accumulate
+    trips = [loop.trip_count for loop in one.loops]
+    # In the loop over micro-steps `accumulate_mode="each"` asks for weights anew.
+    is_micro_step = look.options.accumulate > 1 and trips == [look.options.accumulate]
+    return bool(trips) and trips[-1] != 1 and not is_micro_step and _is_invariant(look.module, one)
 
 
 def _is_invariant(module: Module, one: Collective) -> bool:

@@ -177,9 +177,8 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
     """Gradients as they wait for the update. Summed over micro-steps, or by stages, and reduced once: whole."""
     layout = setup.layout
     specs = layout.updates if options.accumulate == 1 else layout.grads
-    is_once = options.accumulate > 1 and options.accumulate_mode == "once"
     pipelined = setup.strategy.pipeline
-    whole_over = setup.batch_axes if is_once or pipelined is not None else ()
+    whole_over = setup.batch_axes if options.is_once or pipelined is not None else ()
     sizes = {axis: 1 if axis in whole_over else size for axis, size in axis_sizes(setup.mesh).items()}
 
     # A schedule may run a part of the layers on two stages, and sums its gradients on both.

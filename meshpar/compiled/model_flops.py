@@ -155,7 +155,5 @@ def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxp
     micro = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype), batch
     )
-    params, extra, key = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.params, state.extra, state.key)
-    )
+    params, extra, key = jax.eval_shape(lambda *arrays: arrays, state.params, state.extra, state.key)
     return jax.make_jaxpr(loss)(params, extra, micro, key).jaxpr

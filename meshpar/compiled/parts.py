@@ -76,7 +76,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
             loss = step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
         return (found[0], loss), ()
 
-    params, extra, key = jax.tree.map(_shape, (state.params, state.extra, state.key))
+    params, extra, key = jax.eval_shape(lambda *arrays: arrays, state.params, state.extra, state.key)
     closed, _ = flat_jaxpr(ends, params, extra, like, key)
     outputs = len(closed.jaxpr.outvars)
     paths = [path for path, _ in tree_leaves_with_paths(params)]
@@ -107,7 +107,3 @@ def _on_one_device(jaxpr: Any, x: Any, inside: Mapping[str, int]) -> jax.ShapeDt
         for dim, entry in enumerate(made.params["sharding"].spec):
             dims[dim] //= math.prod(inside.get(axis, 1) for axis in spec_axes(entry))
     return jax.ShapeDtypeStruct(tuple(dims), x.aval.dtype)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

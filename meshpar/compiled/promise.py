@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from meshpar.compiled.parts import Parts
 from meshpar.parallel import leaves
@@ -77,7 +76,8 @@ def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
     context = axes_of("seq") - width - set(batch_axes)
     sequence = axes_of("norm_seq") - context
     rows, tokens = _rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
-    specs = zip(with_layers(setup.table.params), _specs(setup.layout.grads), _specs(setup.layout.updates), strict=True)
+    grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
+    specs = zip(with_layers(setup.table.params), grads, updates, strict=True)
     weights = tuple(Weight(*one) for one in specs)
     return Facts(
         sizes=sizes,
@@ -109,10 +109,6 @@ def _rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
     ids = [shape for shape, dtype in shapes if len(shape) == 2 and dtype.kind in "iu" and dtype.itemsize > 1]
     tokens = [] if has_floats or has_images else [math.prod(shape) // split for shape in ids]
     return rows, max(tokens, default=None)
-
-
-def _specs(tree: Any) -> list[PartitionSpec]:
-    return jax.tree.leaves(tree, is_leaf=is_spec)
 
 
 def _axes_in(rule: Any) -> Iterator[str]:

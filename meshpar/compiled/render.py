@@ -21,6 +21,7 @@ from meshpar.compiled.holding import Line, Promise, Unexpected
 from meshpar.compiled.memory import Memory
 from meshpar.compiled.report import Report, Sent
 from meshpar.planner.units import si
+from meshpar.sharding.printing import flat, human_mesh
 from meshpar.sharding.table import human_bytes
 
 Style = Literal["", "good", "bad", "warn", "faint", "strong"]
@@ -93,11 +94,6 @@ def human_time(seconds: float) -> str:
 def human_flops(count: float) -> str:
     """Floating-point operations: `312 TFLOP`."""
     return si(count, "FLOP", digits=3)
-
-
-def human_mesh(mesh: Mapping[str, int]) -> str:
-    """The axes that split something: `fsdp=4, tensor=2`."""
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "one device"
 
 
 def _percent(share: float | None) -> str:
@@ -351,8 +347,8 @@ def _collectives(report: Report) -> Section | None:
 
 
 def _totals(report: Report) -> Table:
-    found = [(axes, kind, total) for axes, kinds in report.totals.items() for kind, total in kinds.items()]
-    most = max(total.bytes_sent_per_device for _, _, total in found) or 1
+    found = flat(report.totals)
+    most = max(total.bytes_sent_per_device for total in found.values()) or 1
     crossing = {one.collective.axes_label for one in report.collectives if one.crosses_node}
     rows = tuple(
         (
@@ -362,7 +358,7 @@ def _totals(report: Report) -> Table:
             Cell(human_bytes(total.bytes_sent_per_device), share=total.bytes_sent_per_device / most),
             *((Cell("across nodes" if axes in crossing else "inside a node"),) if _knows_nodes(report) else ()),
         )
-        for axes, kind, total in sorted(found, key=lambda item: -item[2].bytes_sent_per_device)
+        for (axes, kind), total in sorted(found.items(), key=lambda item: -item[1].bytes_sent_per_device)
     )
     columns = ("axes", "kind", "runs a step>", "sent a step>", *(("where",) if _knows_nodes(report) else ()))
     return Table(title="Totals", columns=columns, rows=rows)

@@ -90,18 +90,14 @@ def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
 
 def _sent(jaxpr: Any, place: _Place, cells: Cells | None) -> Iterator[Message]:
     for eqn in jaxpr.eqns:
-        kind = _kind(eqn.primitive.name)
+        # Without what jax puts around a primitive's name for its types.
+        base = eqn.primitive.name.removeprefix("unreduced_").removesuffix("_reduced").removesuffix("_invariant")
+        kind = _KINDS.get(base.rstrip("2"))
         if kind is not None:
             yield from _messages(kind, eqn, place, cells)
             continue
         for inner, where in place.inside(eqn):
             yield from _sent(inner, where, cells)
-
-
-def _kind(primitive: str) -> str | None:
-    """Of a primitive's name, without what jax puts around it for its types: `unreduced_`, `_invariant`."""
-    base = primitive.removeprefix("unreduced_").removesuffix("_reduced").removesuffix("_invariant").rstrip("2")
-    return _KINDS.get(base)
 
 
 def _messages(kind: str, eqn: Any, place: _Place, cells: Cells | None) -> Iterator[Message]:

@@ -103,9 +103,7 @@ def _weighted_sum_backward(saved: tuple[jax.Array, jax.Array, Order], grad: jax.
     return (weight * grads).astype(rows.dtype), d_weights.astype(weights.dtype), None
 
 
-_weighted_sum.defvjp(
-    lambda rows, weights, order: (_weighted_sum(rows, weights, order), (rows, weights, order)), _weighted_sum_backward
-)
+_weighted_sum.defvjp(lambda *args: (_weighted_sum(*args), args), _weighted_sum_backward)
 
 
 def _sum_of_choices(rows: jax.Array, weights: jax.Array | None, order: Order) -> jax.Array:

@@ -69,7 +69,9 @@ class Routing:
                 raise problem(f"Routing({field}=...)", asked, "it is True or False", f"write {field}=True, or False")
         self._check_top_k()
         self._check_groups()
-        self._check_numbers()
+        check_positive("Routing", "scale", self.scale, "1.0")
+        if self.capacity_factor is not None:
+            check_positive("Routing", "capacity_factor", self.capacity_factor, "1.25, or None to drop nothing")
         if self.choice == "expert":
             self._check_expert_choice()
 
@@ -99,11 +101,6 @@ class Routing:
                 "groups are equal, and there are no more to visit than there are",
                 f"use a divisor of {self.num_experts}, and top_groups up to it",
             )
-
-    def _check_numbers(self) -> None:
-        check_positive("Routing", "scale", self.scale, "1.0")
-        if self.capacity_factor is not None:
-            check_positive("Routing", "capacity_factor", self.capacity_factor, "1.25, or None to drop nothing")
 
     def _check_expert_choice(self) -> None:
         if self.causal and not self.force:

@@ -97,16 +97,13 @@ class Strategy:
     @property
     def quantize(self) -> Quantize | None:
         """How split parameters and their gradients travel; None: as XLA sends them."""
-        return self._last("quantize")
+        values = (getattr(part, "quantize", None) for part in reversed(self.parts))
+        return next((value for value in values if value is not None), None)
 
     @property
     def pipeline(self) -> Pipeline | None:
         """How the layers are run stage by stage; None: one after the other, by all devices."""
         return next((part for part in reversed(self.parts) if part.name == "pipeline_parallel"), None)  # type: ignore[return-value]
-
-    def _last(self, field: str) -> Any:
-        values = (getattr(part, field, None) for part in reversed(self.parts))
-        return next((value for value in values if value is not None), None)
 
     def promise(self, facts: Facts) -> tuple[Promised, ...]:
         """The collectives that XLA puts in because of all parts' rules.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+Of = TypeVar("Of")
 
 
 def plain(value: Any) -> Any:
@@ -18,6 +20,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def flat(nested: Mapping[str, Mapping[str, Of]]) -> dict[tuple[str, str], Of]:
+    """What is known by one name and then another, by both at once."""
+    return {(outer, inner): value for outer, named in nested.items() for inner, value in named.items()}
+
+
+def human_mesh(mesh: Mapping[str, int]) -> str:
+    """The axes that split something: `fsdp=4, tensor=2`."""
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "one device"
 
 
 class Plain:

@@ -70,6 +70,11 @@ class Leaf:
         """Bytes of the global array."""
         return self.size * self.dtype.itemsize
 
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer of it."""
+        return self.nbytes // max(self.num_layers, 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:

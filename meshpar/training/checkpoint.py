@@ -223,7 +223,7 @@ class Checkpoints:
                     break
             for folder in self.folder.glob(f"*{_HALF_WRITTEN}*"):
                 folder.rmtree(missing_ok=True)
-        _barrier("meshpar: a failed save cleared")
+        barrier("meshpar: a failed save cleared")
         self._failed = False
 
     def _opened(self) -> Any:
@@ -296,7 +296,7 @@ class Checkpoints:
             for step in steps:
                 number = sum(1 for old in aside.iterdir() if old.name.split(".")[0] == str(step))
                 (self.folder / str(step)).rename(aside / (f"{step}.{number}" if number else str(step)))
-        _barrier("meshpar: checkpoints set aside")
+        barrier("meshpar: checkpoints set aside")
         if self._manager is not None:
             self._manager.reload()
 
@@ -521,7 +521,8 @@ def _as_process_0_sees(steps: list[int], most: int = 256) -> list[int]:
     return [step for step in multihost_utils.broadcast_one_to_all(padded).tolist() if step >= 0]
 
 
-def _barrier(name: str) -> None:
+def barrier(name: str) -> None:
+    """Waits until every process has come to the place of this name."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 

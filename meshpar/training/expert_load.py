@@ -9,7 +9,6 @@ One step's load is mostly chance. What is judged is the load of all steps since 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -99,7 +98,7 @@ def layer_numbers(loads: Loads) -> dict[str, Any]:
     named: dict[str, Any] = {"drop_rate": loads.drop_rate, "router_entropy": loads.router_entropy}
     for of, load in (("expert", loads.experts), ("rank", loads.ranks)):
         named |= {f"{of}_{field}": value for field, value in load._asdict().items()}
-    return {name: _finite(np.asarray(value).tolist()) for name, value in named.items()}
+    return {name: np.where(np.isfinite(value), value, np.array(None)).tolist() for name, value in named.items()}
 
 
 def loads_of(numbers: Mapping[str, Any]) -> Loads:
@@ -116,9 +115,3 @@ def worst_layer(loads: Loads) -> dict[str, float]:
     """Of each number that of the layer where it is worst; of the entropy the lowest."""
     worst = scalars(loads, prefix="")
     return {name: float(value) for name, value in worst.items()}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return value if math.isfinite(value) else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import datetime
 import json
 import math
 import os
@@ -618,7 +619,7 @@ class ProgressBar(Hook):
         if run.skipped:
             parts.append(f"{run.skipped} skipped")
         left = self._left_s(run, last)
-        return "  ".join([*parts, *([] if left is None else [f"{_clock(left)} left"])])
+        return "  ".join([*parts, *([] if left is None else [f"{datetime.timedelta(seconds=round(left))} left"])])
 
     def _left_s(self, run: Run, last: Record) -> float | None:
         """From the wall clock since the first step, so that validations and saves are counted, and compiling is not."""
@@ -651,13 +652,6 @@ def _short(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return f"{count:.3g}"
-
-
-def _clock(seconds: float) -> str:
-    """Seconds as 1:02:03 or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 # ---- Preemption ------------------------------------------------------------------------------------------------------

@@ -95,17 +95,16 @@ def _quantized(
     are gathered before the micro-steps and all gradients scattered behind them.
     """
     setup, axes = state.setup, unshard.batch_axes
-    once = options.accumulate > 1 and options.accumulate_mode == "once"
     noise = jax.random.fold_in(key, options.accumulate)  # micro-steps fold in the numbers below
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> Sums:
-        if once:
+        if options.is_once:
             whole = unshard.whole(params, noise)
             step: MicroStep = functools.partial(micro_step, loss, options, whole)
         else:
             step = _sharded_step(loss, options, setup, unshard, params, noise)
         sums = _local_sums(step, options, setup, axes, extra, rows, key)
-        if once:
+        if options.is_once:
             sums = sums if options.weight is None else _evened(sums, axes, options, whole)
             sums = sums.replace(grads=unshard.scattered(sums.grads, noise))
         return _reduce_all_but_gradients(sums, axes)
