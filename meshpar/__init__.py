@@ -57,31 +57,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "sharding.types": ("Decision", "Leaf", "MeshparError"),
-    "sharding.mesh": ("MeshSpec",),
-    "sharding.rules": ("Rules", "first", "names", "replicated"),
-    "sharding.context": ("constrain", "use"),
-    "sharding.adapters": ("Model", "from_nnx", "from_linen", "from_functions"),
-    "sharding.table": ("ShardingTable", "shardings"),
-    "parallel": (
-        "custom", "Quantize", "Strategy", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor_parallel",
-        "expert_parallel", "context_parallel", "pipeline_parallel",
-    ),
-    "training.precision": ("Precision",),
-    "training.layers": ("Aux", "scan_layers"),
-    "training.state": ("TrainState", "init_state", "abstract_state"),
-    "training.batch": ("shard_batch",),
-    "training.step": ("train_step", "eval_step"),
-    "training.checkpoint": ("Checkpoints",),
-    "training.loop": ("fit",),
-    "compiled.explain": ("explain",),
-    "compiled.report": ("Report",),
-    "commands.recipe": ("AdamW", "Optax", "Recipe", "Sample"),
-}  # fmt: skip
-_MODULES = {name: name for name in ("bench", "collectives", "compiled", "data", "models", "moe", "pipeline", "planner")}
-_MODULES["plots"] = "commands.plots"
-__getattr__, __dir__ = lazy(__name__, _HOMES, _MODULES)
+__getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "MeshSpec", "MeshparError", "Model", "Optax", "Precision",

@@ -14,16 +14,7 @@ if TYPE_CHECKING:
     from meshpar.models.transformer import Transformer
     from meshpar.models.transformer_linen import LinenTransformer
 
-# Planners and tables need sizes without Flax, so modules are imported when a name of theirs is used.
-_HOMES = {
-    "config": ("LatentAttention", "RopeScaling", "TransformerConfig"),
-    "loss": ("next_token_loss",),
-    "published": ("deepseek_v3", "llama3_405b", "llama3_70b", "llama3_8b", "mixtral_8x7b"),
-    "sampling": ("generate",),
-    "transformer": ("Transformer",),
-    "transformer_linen": ("LinenTransformer",),
-}
-__getattr__, __dir__ = lazy(__name__, _HOMES)
+__getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "LatentAttention", "LinenTransformer", "RopeScaling", "Transformer", "TransformerConfig", "deepseek_v3", "generate",

@@ -34,20 +34,7 @@ if TYPE_CHECKING:
     from meshpar.moe.placement import ExpertPlacement, Rebalanced, permute, place, rebalance
     from meshpar.moe.routing import Routed, Routing, capacity, count, kept, route
 
-_HOMES = {
-    "balance": ("auxiliary_loss", "update_bias", "z_loss"),
-    "choice": ("KernelChoice", "choose_dispatch"),
-    "config": ("MoEConfig",),
-    "dispatch_combine": ("Dispatched", "Payload", "dispatch"),
-    "grouped": ("choose_grouped_matmul", "grouped_matmul", "grouped_swiglu"),
-    "layer": ("RouterStats", "Weights", "moe_layer", "report_layers"),
-    "linen": ("LinenMoE",),
-    "metrics": ("Advice", "Load", "Loads", "advice", "loads", "measure", "scalars"),
-    "nnx": ("MoE",),
-    "placement": ("ExpertPlacement", "Rebalanced", "permute", "place", "rebalance"),
-    "routing": ("Routed", "Routing", "capacity", "count", "kept", "route"),
-}
-__getattr__, __dir__ = lazy(__name__, _HOMES, {"reference": "reference"})
+__getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Advice", "Dispatched", "ExpertPlacement", "KernelChoice", "LinenMoE", "Load", "Loads", "MoE", "MoEConfig",

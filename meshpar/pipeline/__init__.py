@@ -32,13 +32,7 @@ if TYPE_CHECKING:
     from meshpar.pipeline.split_backward import SplitVjp, split_vjp
     from meshpar.training.layers import Aux, scan_layers
 
-_HOMES = {
-    "executor": ("Micro", "Params"),
-    "gradients": ("Result", "value_and_grad"),
-    "split_backward": ("SplitVjp", "split_vjp"),
-    ".training.layers": ("Aux", "scan_layers"),
-}
-__getattr__, __dir__ = lazy(__name__, _HOMES)
+__getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "SCHEDULES", "Aux", "Micro", "Params", "Result", "Schedule", "ScheduleTimeline", "Simulation", "Slots", "SplitVjp",
