@@ -21,9 +21,9 @@ ABOVE = "everything above"
 HOUSE: dict[str, list[str] | str] = {
     "sharding.lazy": [],
     "sharding.printing": [],
-    "commands.launch": [],
     "training.interrupts": [],
     "sharding.errors": [],
+    "commands.launch": ["sharding.errors"],
     "sharding.types": ["sharding.errors"],
     "sharding.mesh": ["sharding.types"],
     "sharding.rules": ["sharding.types", "sharding.mesh"],

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from meshpar.bench.report import Figures, Measure, paired_ratios
     from meshpar.bench.training import step
 
-_HOMES = {
-    "kernels": ("collectives",),
-    "report": ("Measure", "Figures", "paired_ratios"),
-    "training": ("step",),
-}
-__getattr__, __dir__ = lazy(__name__, _HOMES)
+__getattr__, __dir__ = lazy(__name__)
 
 __all__ = ["Figures", "Measure", "collectives", "paired_ratios", "step"]

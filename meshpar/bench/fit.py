@@ -12,6 +12,7 @@ import numpy as np
 from scipy import optimize  # which jax brings along
 
 from meshpar.planner.hardware import Link
+from meshpar.sharding.printing import Plain
 
 GOOD, USABLE = 0.25, 1.0
 """Typical errors up to which a fit is good, and up to which it is worth keeping: a factor of two either way."""
@@ -26,7 +27,7 @@ class Point(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fit:
+class Fit(Plain):
     """A link that explains measured times, and how well it does."""
 
     axis: str
@@ -39,6 +40,7 @@ class Fit:
     fifth too little."""
     worst_error: float
     num_points: int
+    derived = ("verdict",)
 
     @property
     def verdict(self) -> str:
@@ -48,7 +50,6 @@ class Fit:
         return "good" if self.typical_error <= GOOD else "poor"
 
     def time_s(self, steps: float, bytes_in_turn: float) -> float | None:
-        """What the fitted link predicts."""
         if self.link is None:
             return None
         return steps * self.link.alpha_s + bytes_in_turn * self.link.beta_s_per_byte

@@ -12,9 +12,9 @@ from typing import Any
 from meshpar.bench.fit import Fit
 from meshpar.planner import cost
 from meshpar.planner.accounts import bus_factor
-from meshpar.planner.hardware import Link, Links, Profile, cluster_of, gpu_of_kind
+from meshpar.planner.hardware import Links, Profile, cluster_of, gpu_of_kind
 from meshpar.planner.units import si
-from meshpar.sharding.printing import Printed, table
+from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.types import problem
 
 XLA = "XLA"
@@ -24,7 +24,7 @@ FITTED = {"permutes": "messages of the kernels here", "axes": "XLA's collectives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveRow:
+class CollectiveRow(Plain):
     """One algorithm at one size along one axis."""
 
     axis: str
@@ -48,10 +48,10 @@ class CollectiveRow:
     max_error: float
     predicted_s: float | None = None
     """By the model, with the α and β fitted to all rows of the axis."""
+    derived = ("algorithm_bytes_per_s", "bus_bytes_per_s")
 
     @property
     def algorithm_bytes_per_s(self) -> float:
-        """Payload over time."""
         return self.size_bytes / self.time_s
 
     @property
@@ -61,7 +61,7 @@ class CollectiveRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collectives(Printed):
+class Collectives(Printed, Plain):
     """What `meshpar bench collectives` found. Prints as tables; `profile` is what it learned about the links."""
 
     devices: str
@@ -79,9 +79,7 @@ class Collectives(Printed):
 
     @property
     def title(self) -> str:
-        """Devices and mesh."""
-        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
-        return f"collectives on {math.prod(self.mesh.values())} {self.devices} devices, {sizes}"
+        return f"collectives on {math.prod(self.mesh.values())} {self.devices} devices, {human_mesh(self.mesh)}"
 
     def fit(self, axis: str, of: str) -> Fit | None:
         """The fit along an axis: of `permutes` or of XLA's own (`axes`)."""
@@ -100,10 +98,8 @@ class Collectives(Printed):
         Raises:
           ValueError: no link explains the times.
         """
-        kept = {
-            of: {fit.axis: fit.link for fit in self.fits if fit.of == of and fit.verdict != "none"} for of in FITTED
-        }
-        links: dict[str, dict[str, Link]] = {of: dict(_known(found)) for of, found in kept.items()}
+        kept = [(fit.of, fit.axis, fit.link) for fit in self.fits if fit.link is not None and fit.verdict != "none"]
+        links = {of: {axis: link for for_, axis, link in kept if for_ == of} for of in FITTED}
         if not any(links.values()):
             raise problem(
                 "the profile",
@@ -123,24 +119,8 @@ class Collectives(Printed):
         return f"meshpar bench collectives, {self.title}, {today}; typical error of the fit: {off}"
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return {
-            "title": self.title,
-            "devices": self.devices,
-            "mesh": dict(self.mesh),
-            "repeats": self.repeats,
-            "rows": [
-                {
-                    **dataclasses.asdict(row),
-                    "algorithm_bytes_per_s": row.algorithm_bytes_per_s,
-                    "bus_bytes_per_s": row.bus_bytes_per_s,
-                }
-                for row in self.rows
-            ],
-            "fits": [{**dataclasses.asdict(fit), "verdict": fit.verdict} for fit in self.fits],
-            "crossover_bytes": {axis: self.crossover_bytes(axis) for axis in dict.fromkeys(f.axis for f in self.fits)},
-            "notes": list(self.notes),
-        }
+        crossover = {axis: self.crossover_bytes(axis) for axis in dict.fromkeys(fit.axis for fit in self.fits)}
+        return super().to_json() | {"title": self.title, "crossover_bytes": crossover}
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -193,12 +173,6 @@ def _cells(row: CollectiveRow) -> Iterator[str]:
     yield f"{row.max_error:.1e}"
     yield "" if row.predicted_s is None else si(row.predicted_s, "s", digits=3)
     yield "" if row.predicted_s is None else f"{row.predicted_s / row.time_s - 1:+.0%}"
-
-
-def _known(links: Mapping[str, Link | None]) -> Iterator[tuple[str, Link]]:
-    for axis, link in links.items():
-        if link is not None:
-            yield axis, link
 
 
 def _fit_words(fit: Fit) -> str:

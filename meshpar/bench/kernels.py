@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from meshpar import collectives as kernels
 from meshpar.bench.fit import Fit, Point, fit_link
 from meshpar.bench.found import FITTED, XLA, CollectiveRow, Collectives
-from meshpar.bench.report import seconds_of
+from meshpar.bench.report import quartiles, seconds_of
 from meshpar.collectives import reference
 from meshpar.collectives.check import check_op
 from meshpar.planner import cost
@@ -169,9 +169,7 @@ def collectives(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Arguments -------------------------------------------------------------------------------------------------------
 
 
 def _check_names(names: Sequence[str], algorithms: Sequence[str]) -> None:
@@ -252,10 +250,7 @@ _COPIES = 8
 def _check_memory(size_bytes: int, mesh: Mesh) -> None:
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        free, needed = (
-            _free_memory_bytes(),
-            2 * _COPIES * size_bytes * mesh.size,
-        )  # the reference is computed there, too
+        free, needed = _free_memory_bytes(), 2 * _COPIES * size_bytes * mesh.size  # the reference is there, too
     else:
         stats = device.memory_stats() or {}
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None
@@ -270,7 +265,6 @@ def _check_memory(size_bytes: int, mesh: Mesh) -> None:
 
 
 def _free_memory_bytes() -> int | None:
-    """Of this machine; None where it is unknown (Linux says)."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = dict(line.split(":", 1) for line in lines)
@@ -279,9 +273,7 @@ def _free_memory_bytes() -> int | None:
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One collective at one size
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- One collective at one size --------------------------------------------------------------------------------------
 
 
 class _Case:
@@ -333,8 +325,8 @@ class _Case:
             two_levels, form_of = _TWO_LEVELS[self._name]
             options |= {"inner": inner, "outer": tuple(outer)}
             del options["axis"]
-            num_inner = axis_sizes(self._mesh)[inner]
-            yield TWO_LEVELS, (functools.partial(two_levels, **options), form_of(nbytes, self._num_ranks, num_inner))
+            levels = form_of(nbytes, self._num_ranks, inner=axis_sizes(self._mesh)[inner])
+            yield TWO_LEVELS, (functools.partial(two_levels, **options), levels.inside + levels.across)
 
     def _program(self, kernel: Kernel) -> Callable[..., Any]:
         """`(rows, times) -> (what goes in next, what came out last)`: the kernel so often, each on what came before."""
@@ -391,14 +383,10 @@ class _Case:
         return int((off > rounding).sum()), float(off.max(initial=0))
 
     def _row(self, name: str, times: Mapping[str, Sequence[float]], wrong: int, max_error: float) -> CollectiveRow:
-        found = list(times[name])
-        low, median, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
-        is_ours = name != XLA and XLA in times
-        ratio = (
-            statistics.median(ours / own for ours, own in zip(times[name], times[XLA], strict=True))
-            if is_ours
-            else None
-        )
+        low, median, high = quartiles(times[name])
+        ratio = None
+        if name != XLA and XLA in times:
+            ratio = statistics.median(ours / own for ours, own in zip(times[name], times[XLA], strict=True))
         return CollectiveRow(
             axis="*".join(self._ranks),
             num_ranks=self._num_ranks,
@@ -417,18 +405,9 @@ class _Case:
         )
 
 
-def _two_level_all_reduce(payload_bytes: float, num_ranks: int, inner: int) -> cost.Cost:
-    found = cost.hierarchical_all_reduce(payload_bytes, num_ranks, inner=inner)
-    return found.inside + found.across
-
-
-def _two_level_all_to_all(payload_bytes: float, num_ranks: int, inner: int) -> cost.Cost:
-    return cost.all_to_all(payload_bytes, inner) + cost.all_to_all(payload_bytes, num_ranks // inner)
-
-
-_TWO_LEVELS: Mapping[str, tuple[Callable[..., jax.Array], Callable[[float, int, int], cost.Cost]]] = {
-    "all_reduce": (kernels.hierarchical_all_reduce, _two_level_all_reduce),
-    "all_to_all": (kernels.hierarchical_all_to_all, _two_level_all_to_all),
+_TWO_LEVELS: Mapping[str, tuple[Callable[..., jax.Array], Callable[..., cost.HierarchicalCost]]] = {
+    "all_reduce": (kernels.hierarchical_all_reduce, cost.hierarchical_all_reduce),
+    "all_to_all": (kernels.hierarchical_all_to_all, cost.hierarchical_all_to_all),
 }
 
 
@@ -465,9 +444,7 @@ def _repeats(run: Callable[[int], float], idle_s: float, target_s: float, most: 
     return min(max(math.ceil(max(target_s, 4 * idle_s) / each_s), 1), most)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Links
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Links -----------------------------------------------------------------------------------------------------------
 
 
 def _fits(axis: str, measured: Sequence[tuple[CollectiveRow, cost.Cost]]) -> list[Fit]:

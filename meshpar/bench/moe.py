@@ -33,7 +33,7 @@ from meshpar.parallel import expert_parallel
 from meshpar.planner.cost import matmul_flops
 from meshpar.planner.units import si
 from meshpar.sharding.context import use
-from meshpar.sharding.printing import table
+from meshpar.sharding.printing import Plain, table
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import near, problem
 
@@ -78,9 +78,7 @@ class Shape(NamedTuple):
         return 4 * self.tokens * self.num_ranks * self.num_experts * self.width
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What most code does
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What most code does ---------------------------------------------------------------------------------------------
 
 
 def one_hot(
@@ -147,9 +145,7 @@ def one_hot_layer(
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(split, whole))(x, weights)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Programs
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Programs --------------------------------------------------------------------------------------------------------
 
 
 class Layer(NamedTuple):
@@ -221,9 +217,7 @@ def compiled(made: Layer, shape: Shape, *, abstract: bool = False) -> tuple[Any,
     return forward, both, given
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What was found
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What was found --------------------------------------------------------------------------------------------------
 
 
 class Times(NamedTuple):
@@ -245,7 +239,7 @@ class Times(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoERow:
+class MoERow(Plain):
     """One form of a layer, with so many experts."""
 
     form: str
@@ -264,13 +258,8 @@ class MoERow:
     dropped: float
     """Share of the choices that no expert computed."""
 
-    def to_json(self) -> dict[str, Any]:
-        times = {name: getattr(self, name)._asdict() for name in ("forward", "both")}
-        return dataclasses.asdict(self) | times
-
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its row in the table."""
         forward, both = self.forward, self.both
         return (
             self.form, str(self.num_experts), f"{forward.median_s * 1e3:.1f}", _ratio(forward.ratio),
@@ -281,7 +270,7 @@ class MoERow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layers:
+class Layers(Plain):
     """Measured MoE layers. Prints as tables."""
 
     shape: dict[str, int]
@@ -293,16 +282,8 @@ class Layers:
     measures: tuple[Measure, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        report = Figures(title="experts", measures=self.measures).to_json()
-        return {
-            **self.shape,
-            "repeats": self.repeats,
-            "load": list(self.load),
-            "cores": os.cpu_count(),
-            "rows": [row.to_json() for row in self.rows],
-            "measures": report["measures"],
-        }
+        found = super().to_json()
+        return {**found.pop("shape"), **found, "cores": os.cpu_count()}
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -326,9 +307,7 @@ def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
 def layers(

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from meshpar.sharding.printing import table
+from meshpar.sharding.printing import Plain, table
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measure:
+class Measure(Plain):
     """One figure, and what it should stay under."""
 
     name: str
@@ -30,6 +30,7 @@ class Measure:
     """Quartiles of the pairs it is the median of."""
     high: float | None = None
     detail: str = ""
+    derived = ("holds",)
 
     @property
     def holds(self) -> bool:
@@ -38,18 +39,11 @@ class Measure:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Figures:
+class Figures(Plain):
     """The figures of one benchmark. Prints as a table."""
 
     title: str
     measures: tuple[Measure, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return {
-            "title": self.title,
-            "measures": [{**dataclasses.asdict(m), "holds": m.holds} for m in self.measures],
-        }
 
     def __rich__(self) -> Any:
         columns = ("measure", "median", "quartiles", "limit", "", "how")

@@ -45,26 +45,7 @@ if TYPE_CHECKING:
     from meshpar.collectives.reduction import all_reduce
     from meshpar.collectives.ring import all_gather, reduce_scatter
 
-_HOMES = {
-    "attention": ("ring_attention",),
-    "auto": ("Choice", "choose"),
-    "bucket": ("bucketed_all_reduce",),
-    "exchange": ("all_to_all",),
-    "hierarchical": ("hierarchical_all_reduce", "hierarchical_all_to_all"),
-    "matmul": ("all_gather_matmul", "matmul_reduce_scatter"),
-    "order": ("from_zigzag", "to_zigzag", "unzigzag", "zigzag"),
-    "point_to_point": ("broadcast", "gather", "reduce", "scatter", "shift"),
-    "quantized": (
-        "dequantize",
-        "quantize",
-        "quantized_all_gather",
-        "quantized_all_reduce",
-        "quantized_reduce_scatter",
-    ),
-    "ring": ("all_gather", "reduce_scatter"),
-    "reduction": ("all_reduce",),
-}
-__getattr__, __dir__ = lazy(__name__, _HOMES, {"reference": "reference"})
+__getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Choice", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all", "broadcast", "bucketed_all_reduce",

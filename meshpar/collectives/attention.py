@@ -113,9 +113,7 @@ class _Ring(NamedTuple):
         return pass_on(x, self.axis, 1, self.num_ranks)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forward and backward: one walk round the ring each. kv is [n, 2, B, K, s, D]: one message for both.
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Forward and backward: one walk round the ring each. kv is [n, 2, B, K, s, D]: one message for both. -------------
 
 
 class _Softmax(NamedTuple):
@@ -213,9 +211,7 @@ def _loop(first: int, end: int, step: Callable[[Any, Carry], Carry], carry: Carr
     return lax.while_loop(lambda held: held[0] < end, body, (jnp.int32(first), carry))[1] if end > first else carry
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lists of tiles
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Lists of tiles --------------------------------------------------------------------------------------------------
 
 
 def _own_tiles(ring: _Ring, n: int) -> Tiles:
@@ -256,9 +252,7 @@ def _each(tiles: Tiles, tile: Callable[[Carry, Array], Carry], carry: Carry) -> 
     return _loop(0, len(tiles), lambda p, carry: tile(carry, take(tiles, p)), carry)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One tile
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- One tile --------------------------------------------------------------------------------------------------------
 
 
 def _tile_forward(ring: _Ring, q: Array, kv: Array, mask: bool, softmax: _Softmax, at: Array) -> _Softmax:
@@ -306,9 +300,7 @@ def _added(tiles: Array, new: Array, at: Array) -> Array:
     return put(tiles, take(tiles, at) + new, at)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
 def _cut(x: Array, size: int) -> Array:

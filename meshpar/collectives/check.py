@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.sharding.types import near, near_or, problem
+from meshpar.sharding.types import is_whole, near, near_or, problem
 
 Axis: TypeAlias = str | tuple[str, ...]
 """A mesh axis, or several that count as one, the first varying slowest."""
@@ -118,14 +118,14 @@ def check_op(kernel: str, op: str, dtype: jnp.dtype) -> None:
 
 def checked_root(kernel: str, root: int, num_ranks: int) -> int:
     """The root, when there is such a rank; raises `ValueError` otherwise."""
-    if not _is_whole(root) or not 0 <= root < num_ranks:
+    if not is_whole(root, 0) or root >= num_ranks:
         raise problem(kernel, f"have root={root!r}", f"there are {num_ranks} ranks", f"use 0 to {num_ranks - 1}")
     return root
 
 
 def checked_count(kernel: str, what: str, asked: int, *, most: int | None = None) -> int:
     """A count of at least one, and at most `most`; raises `ValueError` otherwise."""
-    if not _is_whole(asked) or asked < 1 or (most is not None and asked > most):
+    if not is_whole(asked, 1) or (most is not None and asked > most):
         fix = "give 1 or more" if most is None else f"give 1 to {most}"
         raise problem(
             kernel,
@@ -138,7 +138,7 @@ def checked_count(kernel: str, what: str, asked: int, *, most: int | None = None
 
 def checked_dim(kernel: str, dim: int, num_dims: int) -> int:
     """The dim counted from the front; raises `ValueError` when the array has no such dim."""
-    if not _is_whole(dim) or not -num_dims <= dim < num_dims:
+    if not is_whole(dim) or not -num_dims <= dim < num_dims:
         exists = f"the array has {num_dims} dims" if num_dims else "the array is a scalar"
         fix = f"give {-num_dims} to {num_dims - 1}" if num_dims else "reshape it"
         raise problem(kernel, f"work along dim {dim!r}", exists, fix)
@@ -147,7 +147,7 @@ def checked_dim(kernel: str, dim: int, num_dims: int) -> int:
 
 def checked_distance(kernel: str, by: int) -> int:
     """A number of ranks to go, either way; raises `ValueError` for anything but a whole number."""
-    if not _is_whole(by):
+    if not is_whole(by):
         raise problem(
             kernel, f"go by={by!r} ranks", "it is a whole number, negative for backwards", "give 1 or -1, say"
         )
@@ -159,10 +159,6 @@ def check_tiled(kernel: str, tiled: bool) -> None:
     if not isinstance(tiled, bool):
         exists = "parts are laid end to end, or stacked along a dim of their own"
         raise problem(kernel, f"use tiled={tiled!r}", exists, "write True or False")
-
-
-def _is_whole(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def check_cut(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -> None:

@@ -26,7 +26,7 @@ from jaxtyping import Array, Num
 
 from meshpar.collectives.check import Axis, check_cut, ranks_of
 from meshpar.collectives.wire import pass_on, varying_alike
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import is_whole, problem
 
 Weight: TypeAlias = Num[Array, "E ..."]
 """A rank's part of a weight; its first dim is contracted."""
@@ -115,9 +115,7 @@ def matmul_reduce_scatter(
         return _matmul_scatter(plan, h, weight)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The kernels with their derivatives
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The kernels with their derivatives ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +141,6 @@ def _gather_matmul(plan: _MatmulPlan, x: jax.Array, weights: tuple[jax.Array, ..
     return tuple(products)
 
 
-def _gather_matmul_forward(plan: _MatmulPlan, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple:
-    return _gather_matmul(plan, x, weights), (x, weights)
-
-
 def _gather_matmul_backward(plan: _MatmulPlan, saved: tuple, grads: tuple[jax.Array, ...]) -> tuple:
     x, weights = saved
     wide, whole = _wide(x.dtype), [_whole(w) for w in weights]
@@ -160,17 +154,13 @@ def _gather_matmul_backward(plan: _MatmulPlan, saved: tuple, grads: tuple[jax.Ar
         return d_x, tuple(_weight_grad(plan, all_x, g, w) for g, w in zip(grads, weights, strict=True))
 
 
-_gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
+_gather_matmul.defvjp(lambda *args: (_gather_matmul(*args), args[1:]), _gather_matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_scatter(plan: _MatmulPlan, h: jax.Array, weight: jax.Array) -> jax.Array:
     wide, whole = _wide(h.dtype), _whole(weight)
     return _turned(plan, _scattering(plan, (h,), lambda rows: _times(plan, rows[0], whole, wide), h.dtype))[0]
-
-
-def _matmul_scatter_forward(plan: _MatmulPlan, h: jax.Array, weight: jax.Array) -> tuple:
-    return _matmul_scatter(plan, h, weight), (h, weight)
 
 
 def _matmul_scatter_backward(plan: _MatmulPlan, saved: tuple, grad: jax.Array) -> tuple:
@@ -185,7 +175,7 @@ def _matmul_scatter_backward(plan: _MatmulPlan, saved: tuple, grad: jax.Array) -
         return d_h, _weight_grad(plan, h, all_grad, weight)
 
 
-_matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
+_matmul_scatter.defvjp(lambda *args: (_matmul_scatter(*args), args[1:]), _matmul_scatter_backward)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,9 +312,7 @@ def _held_back(plan: _MatmulPlan, rows: jax.Array, blocks: list[jax.Array]) -> j
     return jnp.where(column > jnp.asarray(jnp.inf, column.dtype), jnp.zeros_like(rows), rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
 def _times(plan: _MatmulPlan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -367,7 +355,7 @@ def _wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def _checked_rows(kernel: str, dim: int, num_dims: int) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -num_dims <= dim < num_dims - 1 or dim == -1:
+    if not is_whole(dim, -num_dims) or dim >= num_dims - 1 or dim == -1:
         raise problem(
             kernel,
             f"split the rows along dim {dim!r}",

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Num, UInt8
 
 from meshpar.collectives.check import Axis, check_choice, checked_count, checked_dim, ranks_of, ranks_of_levels
 from meshpar.collectives.wire import cut, flat_parts, join, unflat, varying
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import problem, spec_axes
 
 _SMALLEST = 2.0**-126
 """The smallest normal float32: XLA computes with zero for what is below."""
@@ -33,9 +33,7 @@ BLOCK = 256
 """Elements that share a scale: its four bytes are 1.6 % of them."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One block
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- One block -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +134,6 @@ def _blocks(size: int, block: int) -> tuple[int, int]:
 
 
 def _quantized(blocks: jax.Array, known: _Format, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """float32 numbers that the format has, and the scales."""
     blocks = blocks.astype(jnp.float32)
     largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0.0)
     # A smaller scale would be flushed to zero, and the block with it.
@@ -164,9 +161,7 @@ def _restored(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
     return jnp.clip(values.astype(jnp.float32) * scales[..., None], -most, most).astype(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On the wire
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- On the wire -----------------------------------------------------------------------------------------------------
 
 
 def encoded(parts: Float[Array, "... c"], dtype: str, block: int, key: jax.Array | None) -> UInt8[Array, "... q"]:
@@ -201,11 +196,6 @@ def gathered_bytes(message: UInt8[Array, "... q"], axis: Axis) -> UInt8[Array, "
     return lax.all_gather(message, axis)
 
 
-def exchanged_bytes(messages: UInt8[Array, "N ..."], axis: Axis) -> UInt8[Array, "N ..."]:
-    """Entry r is for rank r before, from rank r after."""
-    return lax.all_to_all(messages, axis, 0, 0) if messages.size else messages
-
-
 def scattered_sum(
     parts: Float[Array, "N c"], *, axis: Axis, outer: Axis | None, dtype: str, block: int, key: jax.Array | None
 ) -> Float[Array, " c"]:
@@ -224,7 +214,8 @@ def scattered_sum(
 def _sum_of_arrived(parts: jax.Array, axis: Axis, dtype: str, block: int, key: jax.Array | None) -> jax.Array:
     if len(parts) == 1:
         return parts[0].astype(jnp.float32)
-    arrived = exchanged_bytes(encoded(parts, dtype, block, key), axis)
+    messages = encoded(parts, dtype, block, key)
+    arrived = lax.all_to_all(messages, axis, 0, 0) if messages.size else messages
     return jnp.sum(decoded(arrived, parts.shape[-1], dtype, block), axis=0)
 
 
@@ -233,13 +224,7 @@ def _own(key: jax.Array | None, axis: Axis) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
 
 
-def _names(axis: Axis) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else axis
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The kernels
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The kernels -----------------------------------------------------------------------------------------------------
 
 
 def quantized_all_gather(
@@ -438,9 +423,7 @@ def _scatter(
     return mine.astype(x.dtype).reshape(parts.shape[1:])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
 def _checked(kernel: str, x: jax.Array, dtype: str, block: int) -> _Format:
@@ -466,4 +449,4 @@ def _prepared(
 
 
 def _both(axis: Axis, outer: Axis | None) -> tuple[str, ...]:
-    return (*(() if outer is None else _names(outer)), *_names(axis))
+    return (*spec_axes(outer), *spec_axes(axis))

@@ -89,21 +89,8 @@ def matmul_reduce_scatter(
     return reduce_scatter(products, dim=dim)
 
 
-def quantized_all_gather(parts: Shaped[Array, "N ..."], *, dim: int = 0, tiled: bool = True) -> Shaped[Array, "N ..."]:
-    """What it is near to: every row is all rows."""
-    return all_gather(parts, dim=dim, tiled=tiled)
-
-
-def quantized_reduce_scatter(
-    parts: Num[Array, "N ..."], *, op: str = "sum", dim: int = 0, tiled: bool = True
-) -> Num[Array, "N ..."]:
-    """What it is near to: row r is part r of the sum or mean over all rows."""
-    return reduce_scatter(parts, op=op, dim=dim, tiled=tiled)
-
-
-def quantized_all_reduce(parts: Num[Array, "N ..."], *, op: str = "sum") -> Num[Array, "N ..."]:
-    """What it is near to: every row is the sum or mean over all rows."""
-    return all_reduce(parts, op=op)
+# What the quantized kernels come near to.
+quantized_all_gather, quantized_reduce_scatter, quantized_all_reduce = all_gather, reduce_scatter, all_reduce
 
 
 def _total(parts: jax.Array, op: str) -> jax.Array:
@@ -142,7 +129,9 @@ def ring_attention(
     Softmax is taken in float32 at the least.
     """
     num_ranks = len(q)
-    q, k, v = (_sequence(x, order) for x in (q, k, v))
+    q, k, v = (_joined(x, 1, tiled=True) for x in (q, k, v))
+    if order == "zigzag":
+        q, k, v = (unzigzag(x, num_ranks) for x in (q, k, v))
     wide = jnp.promote_types(q.dtype, jnp.float32)
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bshd->bhqs", q, k, preferred_element_type=wide)
@@ -162,8 +151,3 @@ def to_zigzag(parts: Shaped[Array, "N ..."], *, dim: int = 1) -> Shaped[Array, "
 def from_zigzag(parts: Shaped[Array, "N ..."], *, dim: int = 1) -> Shaped[Array, "N ..."]:
     """The rows, parts of a sequence in zigzag order, as its parts one behind the other."""
     return _split(unzigzag(_joined(parts, dim, tiled=True), len(parts), dim=dim), len(parts), dim, tiled=True)
-
-
-def _sequence(parts: jax.Array, order: str) -> jax.Array:
-    whole = jnp.concatenate(list(parts), axis=1)
-    return unzigzag(whole, len(parts)) if order == "zigzag" else whole

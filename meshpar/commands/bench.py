@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from meshpar.commands.cli import prepare_devices, print_report
+from meshpar.commands.cli import check_folder, devices_option, output_options, prepare_devices, print_report, writing
 from meshpar.sharding.errors import problem
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -25,7 +25,7 @@ def bench() -> None:
 @bench.command("step", short_help="A training step against bare jax.jit.")
 @click.option("--pairs", default=20, show_default=True, type=click.IntRange(min=2), help="How often both run in turn.")
 @click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@output_options
 def step(pairs: int, devices: int, as_json: bool) -> None:
     """A training step against the same model in bare jax.jit with hand-written shardings."""
     prepare_devices(devices)
@@ -58,10 +58,7 @@ def step(pairs: int, devices: int, as_json: bool) -> None:
 )
 @click.option("--op", metavar="OP", default="sum", show_default=True, help="Of reductions: sum, mean, max, min.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds; the median is kept.")
-@click.option(
-    "--devices", metavar="N", type=click.IntRange(min=1),
-    help="Run on N XLA host devices. Without it: on this machine's accelerators, else on 8 host devices.",
-)  # fmt: skip
+@devices_option
 @click.option(
     "--save", metavar="FILE", type=click.Path(dir_okay=False),
     help="Write the fitted links as a profile: for explain, cost and algorithm=\"auto\".",
@@ -69,8 +66,7 @@ def step(pairs: int, devices: int, as_json: bool) -> None:
 @click.option(
     "--plot", metavar="FILE", type=click.Path(dir_okay=False), help="Draw time against size, and the model's lines."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
+@output_options
 def collectives(
     mesh: str | None,
     axes: tuple[str, ...],
@@ -86,7 +82,6 @@ def collectives(
     save: str | None,
     plot: str | None,
     as_json: bool,
-    traceback: bool,
 ) -> None:
     """Every algorithm against XLA's own collective, as nccl-tests does; and α and β of each mesh axis.
 
@@ -127,7 +122,10 @@ def collectives(
     if save:
         _save(found, save)
     if plot:  # last: a picture that cannot be written must not cost the profile
-        _draw(found, plot)
+        from meshpar.commands import plots
+
+        with writing(plot):
+            plots.collectives(found).savefig(plot)
 
 
 @bench.command("moe", short_help="MoE layers against one-hot einsums.")
@@ -142,8 +140,7 @@ def collectives(
 @click.option("--form", "forms", metavar="NAME", multiple=True, help="Only this one; may be repeated.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds; the median is kept.")
 @click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
+@output_options
 def moe(
     num_experts: tuple[int, ...],
     tokens: int,
@@ -154,7 +151,6 @@ def moe(
     repeats: int,
     devices: int,
     as_json: bool,
-    traceback: bool,
 ) -> None:
     """An MoE layer in every form, against the one-hot einsums that most JAX code sends tokens with.
 
@@ -199,20 +195,8 @@ def _save(found: Any, path: str) -> None:
         click.secho(f"meshpar: {found.poor}", fg="yellow", err=True)
 
 
-def _draw(found: Any, path: str) -> None:
-    from meshpar.commands import plots
-
-    try:
-        plots.collectives(found).savefig(path)
-    except OSError as error:
-        raise problem(f"`{path}`", "be written", f"it cannot: {error.strerror}", "name a file that can") from None
-
-
 def _check_file(path: str, suffixes: tuple[str, ...]) -> None:
-    """Said before anything is measured."""
     if Path(path).suffix not in suffixes:
         exists = f"its name ends in neither of {', '.join(suffixes)}" if len(suffixes) > 1 else "a profile is a .json"
-        raise problem(f"`{path}`", "be written", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")
-    if not Path(path).absolute().parent.is_dir():
-        fix = "name a file in a folder that exists"
-        raise problem(f"`{path}`", "be written", f"there is no folder {Path(path).parent}", fix)
+        raise problem(path, "write to it", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")
+    check_folder(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -9,13 +10,13 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import click
 
-from meshpar.sharding.errors import problem
+from meshpar.sharding.errors import MeshparError, problem
 from meshpar.training import interrupts
 
 HOST_DEVICES = 8
@@ -35,9 +36,7 @@ _NO_DRIVER = "Could not find cuda drivers on your machine"
 _NO_LOG = "WARNING: All log messages before absl::InitializeLog() is called"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Devices, before jax is imported
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Devices, before jax is imported ---------------------------------------------------------------------------------
 
 
 def prepare_devices(count: int | None, *, start: Literal["devices", "jax", "nothing"] = "devices") -> None:
@@ -105,7 +104,6 @@ def _importable(*modules: str) -> bool:
 
 
 def _devices(count: int | None) -> Sequence[Any]:
-    """The devices of the run."""
     import jax
 
     found = jax.devices()
@@ -121,9 +119,7 @@ def _devices(count: int | None) -> Sequence[Any]:
     return found[:count]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Commands
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Commands --------------------------------------------------------------------------------------------------------
 
 
 class Lazy(NamedTuple):
@@ -188,20 +184,41 @@ class _Group(click.Group):
             raise click.UsageError(f"{error.format_message()} {hint}", ctx) from None
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
-@click.version_option(package_name="meshpar", message="meshpar %(version)s")
-@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
-def cli(traceback: bool) -> None:
-    """Train Flax models sharded over a named mesh, and see what the sharding does."""
+def options(*each: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Several options as one decorator."""
 
-
-def _options(*options: Callable[..., Any]) -> Callable[[Any], Any]:
     def add(command: Any) -> Any:
-        for option in reversed(options):
+        for option in reversed(each):
             command = option(command)
         return command
 
     return add
+
+
+devices_option = click.option(
+    "--devices", metavar="N", type=click.IntRange(min=1),
+    help=f"Run on N XLA host devices. Without it: on this machine's accelerators, else on {HOST_DEVICES} host devices.",
+)  # fmt: skip
+layout_options = options(
+    click.option("--mesh", metavar="AXES", help="Another mesh, as fsdp=64,tensor=8; -1 takes what is left."),
+    click.option(
+        "--strategy", metavar="STRATEGY", help="Another strategy, as 'fsdp() | tensor_parallel(sequence=True)'."
+    ),
+)
+traceback_option = click.option(
+    "--traceback", is_flag=True, expose_value=False, help="Show where in the code an error came from."
+)  # `main` looks for it
+output_options = options(
+    click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."), traceback_option
+)
+"""What every command takes that prints a report."""
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+@click.version_option(package_name="meshpar", message="meshpar %(version)s")
+@traceback_option
+def cli() -> None:
+    """Train Flax models sharded over a named mesh, and see what the sharding does."""
 
 
 def _xla(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> None:
@@ -215,7 +232,7 @@ def _set(context: click.Context, parameter: click.Parameter, given: tuple[str, .
     return (*given, *context.meta.get(__name__, ()))
 
 
-field_options = _options(
+field_options = options(
     click.option(
         "--set", "assignments", metavar="FIELD=VALUE", multiple=True, callback=_set,
         help="Set a field of the recipe by its dotted path, as mesh.fsdp=8; may be repeated.",
@@ -224,19 +241,15 @@ field_options = _options(
         "--xla", metavar="NAME=VALUE", multiple=True, expose_value=False, callback=_xla,
         help="Set one of XLA's compile options, as xla_gpu_all_gather_combine_threshold_bytes=1073741824.",
     ),
-    click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
-    click.option("--traceback", is_flag=True, help="Show where in the code an error came from."),
+    output_options,
 )  # fmt: skip
 """What every command that reads a recipe takes beside it."""
-recipe_options = _options(click.argument("recipe", type=click.Path()), field_options)
+recipe_options = options(click.argument("recipe", type=click.Path()), field_options)
 
 
 @cli.command()
 @recipe_options
-@click.option(
-    "--devices", metavar="N", type=click.IntRange(min=1),
-    help=f"Run on N XLA host devices. Without it: on this machine's accelerators, else on {HOST_DEVICES} host devices.",
-)  # fmt: skip
+@devices_option
 @click.option("--steps", metavar="N", type=click.IntRange(min=1), help="Same as --set steps=N.")
 @click.option("--name", metavar="NAME", help="Same as --set name=NAME: the run writes to OUT/NAME/.")
 @click.option("--out", metavar="OUT", default="runs", show_default=True, help="Folder of all runs.")
@@ -250,7 +263,6 @@ def train(
     recipe: str,
     assignments: tuple[str, ...],
     as_json: bool,
-    traceback: bool,
     devices: int | None,
     steps: int | None,
     name: str | None,
@@ -287,7 +299,6 @@ def train(
 
 
 def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
-    """A recipe's text data with the files and the tokenizer from the command line."""
     from meshpar.data import TextData
 
     if not isinstance(data, TextData):
@@ -302,14 +313,12 @@ def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
 
 @cli.command()
 @recipe_options
-@click.option("--mesh", metavar="AXES", help="Another mesh, as fsdp=64,tensor=8; -1 takes what is left of --devices.")
+@layout_options
 @click.option("--devices", metavar="N", type=click.IntRange(min=1), help="How many devices to plan for.")
-@click.option("--strategy", metavar="STRATEGY", help="Another strategy, as 'fsdp() | tensor_parallel(sequence=True)'.")
 def shard(
     recipe: str,
     assignments: tuple[str, ...],
     as_json: bool,
-    traceback: bool,
     mesh: str | None,
     devices: int | None,
     strategy: str | None,
@@ -355,13 +364,30 @@ def print_report(report: Any, *, as_json: bool) -> None:
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
+def check_folder(path: str) -> None:
+    """Raises `ValueError` where a file cannot be written: before minutes of work, not after."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise problem(path, "write to it", f"there is no folder {folder}", f"make it: mkdir -p {folder}")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise problem(path, "write to it", "you may not", "name a file in a folder of yours")
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    """A file that cannot be written is a mistake of the user's."""
+    try:
+        yield
+    except OSError as error:
+        why = f"that failed ({error.strerror or error})"
+        raise problem(path, "write to it", why, "name another file") from None
+
+
 def _print_json(document: Any) -> None:
     click.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -384,10 +410,7 @@ def _run(args: Sequence[str]) -> None:
         _complain(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted", interrupts.exit_code())
-    except ValueError as error:
-        # Only the errors that are written for a person are shown without where they came from.
-        if type(error).__name__ not in ("MeshparError", "LaunchError"):
-            raise
+    except MeshparError as error:  # written for a person; any other is shown with its traceback
         if "--traceback" in args:
             import traceback
 

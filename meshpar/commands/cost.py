@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshpar.commands.cli import prepare_devices, print_report
+from meshpar.commands.cli import output_options, prepare_devices, print_report
 from meshpar.sharding.errors import problem
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ CLUSTER = "h100:8x8"
 @click.option("--bandwidth", metavar="BYTES/S", type=float, help="With --alpha: bytes a second.")
 @click.option("--inner", metavar="K", type=int, help="Ranks in a group of the hierarchical algorithm.")
 @click.option("--servers", metavar="S", default=1, show_default=True, type=int, help="Of the parameter server.")
-@click.option("--json", "as_json", is_flag=True, help="Print the account as JSON.")
-@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
+@output_options
 def cost(
     algorithm: str | None,
     ranks: int,
@@ -48,7 +47,6 @@ def cost(
     inner: int | None,
     servers: int,
     as_json: bool,
-    traceback: bool,
 ) -> None:
     """The α–β account of a collective: steps, bytes sent, time, bandwidths, the lower bound, the formulas.
 

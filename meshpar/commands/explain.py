@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshpar.commands.cli import field_options, prepare_devices, print_report
-from meshpar.sharding.errors import problem
+from meshpar.commands.cli import check_folder, field_options, layout_options, prepare_devices, print_report, writing
+from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.printing import plain
 
 if TYPE_CHECKING:
     import jax
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
     metavar="GPUS",
     help="Compile for a pod that is not here: h100:8x8 (GPU:NODESxGPUS), or a profile's my.json.",
 )
-@click.option("--mesh", metavar="AXES", help="Another mesh, as fsdp=64,tensor=8; -1 takes what is left.")
-@click.option("--strategy", metavar="STRATEGY", help="Another strategy, as 'fsdp() | tensor_parallel(sequence=True)'.")
+@layout_options
 @click.option(
     "--batch", metavar="SHAPES", help="The global batch, for data that does not say: 'x=float32[64,784],y=int32[64]'."
 )
@@ -67,7 +67,6 @@ def explain(
     recipe: str | None,
     assignments: tuple[str, ...],
     as_json: bool,
-    traceback: bool,
     cluster: str | None,
     mesh: str | None,
     strategy: str | None,
@@ -88,16 +87,19 @@ def explain(
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
     prepare_devices(None)
     if table:
-        _print_table(cluster, as_json=as_json)
+        from meshpar.compiled.reference import strategy_table
+
+        rows = strategy_table(cluster)
+        print_report(rows, as_json=True) if as_json else click.echo(rows.markdown)
         return 0
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'.", click.get_current_context())
     for path in filter(None, (html, save_budget)):
-        _check_folder(path)
+        check_folder(path)
     from meshpar.compiled.budget import Budget
 
     # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
-    with contextlib.redirect_stdout(sys.stderr), _crashes_explained(recipe, against, with_traceback=traceback):
+    with contextlib.redirect_stdout(sys.stderr), _crashes_explained(recipe, against):
         held_to = Budget.load(budget) if budget else None
         layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
         subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch)
@@ -107,11 +109,14 @@ def explain(
         found = _explained(subject, other, held_to)
     print_report(found, as_json=as_json)
     if html:
-        page = _page(found, subject)
-        with _writing(html):
+        from meshpar.compiled.render import as_page
+
+        title = f"meshpar explain {subject.recipe.name}"
+        page = as_page(found.report, title=title, pictures=_pictures(found), more=found.sections)
+        with writing(html):
             Path(html).write_text(page, encoding="utf-8")
     if save_budget:
-        with _writing(save_budget):
+        with writing(save_budget):
             Budget.of(found.report, subject.recipe.name).save(save_budget)
     reasons = found.reasons if check else []
     for reason in reasons:
@@ -119,9 +124,7 @@ def explain(
     return 1 if reasons else 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is compiled
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What is compiled ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,13 +200,11 @@ class Subject:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Axis sizes of the mesh."""
         from meshpar.sharding.types import axis_sizes
 
         return axis_sizes(self.mesh)
 
     def explained(self, pod: PodProcess | None) -> Report:
-        """The report about it."""
         from meshpar.commands.recipe import build_model, build_optimizer, build_step
         from meshpar.compiled.explain import explain as report_on
         from meshpar.training.state import abstract_state
@@ -216,7 +217,6 @@ class Subject:
 
 
 def _mesh_here(recipe: Recipe) -> AnyMesh:
-    """The recipe's mesh over as many of the devices at hand as it needs."""
     import jax
 
     here = jax.devices()
@@ -291,9 +291,7 @@ def _read_shapes(text: str) -> dict[str, jax.ShapeDtypeStruct]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What comes of it
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What comes of it ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,7 +304,6 @@ class Explained:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """From the budget."""
         return () if self.budget is None else self.budget.differences(self.report)
 
     @property
@@ -324,12 +321,11 @@ class Explained:
             more["against"] = self.comparison.to_json()
         if self.budget is not None:
             broken = any(one.is_over for one in self.differences)
-            more["budget"] = {"differences": [one.to_json() for one in self.differences], "is_kept": not broken}
+            more["budget"] = plain({"differences": self.differences, "is_kept": not broken})
         return {**self.report.to_json(), **more}
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """What stands below the report."""
         from meshpar.compiled.render import Cell, Section
 
         found = [] if self.comparison is None else [*self.comparison.sections]
@@ -352,12 +348,12 @@ class Explained:
 
 def _explained(subject: Subject, other: Subject | None, budget: Budget | None) -> Explained:
     from meshpar.compiled.against import Comparison
-    from meshpar.compiled.pod import PodError
+    from meshpar.compiled.pod import PodError, PodProcess
 
     if sys.stderr.isatty():
         click.echo(f"compiling {subject.recipe.name} for {subject.target} …", err=True)
     try:
-        with _pod(subject) as pod:
+        with contextlib.nullcontext() if subject.cluster is None else PodProcess() as pod:
             report = subject.explained(pod)
             second = other.explained(pod) if other is not None else None
     except PodError as error:
@@ -367,17 +363,6 @@ def _explained(subject: Subject, other: Subject | None, budget: Budget | None) -
         labels = (_label(subject, other), _label(other, subject))
         comparison = Comparison(first=report, second=second, labels=labels)
     return Explained(report=report, comparison=comparison, budget=budget)
-
-
-@contextlib.contextmanager
-def _pod(subject: Subject) -> Iterator[PodProcess | None]:
-    if subject.cluster is None:
-        yield None
-        return
-    from meshpar.compiled.pod import PodProcess
-
-    with PodProcess() as pod:
-        yield pod
 
 
 def _label(subject: Subject, other: Subject) -> str:
@@ -392,17 +377,13 @@ def _label(subject: Subject, other: Subject) -> str:
 
 
 @contextlib.contextmanager
-def _crashes_explained(recipe: str, against: str | None, *, with_traceback: bool) -> Iterator[None]:
+def _crashes_explained(recipe: str, against: str | None) -> Iterator[None]:
     """A recipe's own exception is not a finding: Python's exit code for it, 1, would say that it is one."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        if isinstance(error, click.ClickException) or type(error).__name__ in ("MeshparError", "LaunchError"):
+        if isinstance(error, click.ClickException | MeshparError):
             raise
-        if with_traceback:
-            import traceback
-
-            traceback.print_exception(error)
         files = {path: str(Path(path.partition(":")[0]).resolve()) for path in (recipe, against) if path}
         file, line = _raised_at(error, tuple(files.values()))
         said = "; ".join(filter(None, str(error).strip().split("\n")[:1])) or "no message"
@@ -411,7 +392,7 @@ def _crashes_explained(recipe: str, against: str | None, *, with_traceback: bool
             "explain its training step",
             f"it raised {type(error).__name__} ({said}) at {os.path.basename(file)}:{line}",
             "correct that line; --traceback shows how it got there",
-        ) from None
+        ) from error
 
 
 def _raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
@@ -424,14 +405,6 @@ def _raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
         (os.path.realpath(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)
     ]
     return next((at for at in reversed(frames) if at[0] in recipes), frames[-1])
-
-
-def _page(found: Explained, subject: Subject) -> str:
-    """The report as a file for a browser."""
-    from meshpar.compiled.render import as_page
-
-    title = f"meshpar explain {subject.recipe.name}"
-    return as_page(found.report, title=title, pictures=_pictures(found), more=found.sections)
 
 
 def _pictures(found: Explained) -> dict[str, str]:
@@ -465,28 +438,3 @@ def _layer(timeline: Timeline) -> str | None:
     innermost = [loop for loop in timeline.loops if all(op.kind != "loop" for op in loop.ops)]
     longest = max(innermost, key=lambda loop: loop.duration_s * (loop.trip_count or 1), default=None)
     return None if longest is None else longest.name
-
-
-def _check_folder(path: str) -> None:
-    """Before minutes of compiling, not after."""
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise problem(f"{path}", "write to it", f"there is no folder {folder}", f"make it: mkdir -p {folder}")
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise problem(f"{path}", "write to it", "you may not", "name a file in a folder of yours")
-
-
-@contextlib.contextmanager
-def _writing(path: str) -> Iterator[None]:
-    """A file that cannot be written is a mistake of the user's, not a finding of the check."""
-    try:
-        yield
-    except OSError as error:
-        raise problem(path, "write to it", f"that failed ({error.strerror})", "name another file") from None
-
-
-def _print_table(cluster: str | None, *, as_json: bool) -> None:
-    from meshpar.compiled.reference import strategy_table
-
-    rows = strategy_table(cluster)
-    print_report(rows, as_json=True) if as_json else click.echo(rows.markdown)

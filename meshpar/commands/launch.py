@@ -18,6 +18,8 @@ from collections.abc import Mapping
 
 import jax
 
+from meshpar.sharding.errors import MeshparError
+
 logger = logging.getLogger(__name__)
 
 Env = Mapping[str, str]
@@ -28,7 +30,7 @@ DEFAULT_PORT = 8476
 _LAST_PORTS = 4096  # a port worked out from a job's identity lies among the highest 4,096, as jax's own do
 
 
-class LaunchError(ValueError):
+class LaunchError(MeshparError):
     """The environment says half of what joining a pod needs, or contradicts itself."""
 
 
@@ -203,7 +205,7 @@ def _read(launcher: _Launcher, env: Env) -> Launch:
     size_name = next((name for name in launcher.num_processes if _value(env, name)), None)
     num_processes = None if size_name is None else _integer(env, size_name)
     if num_processes is not None and not 0 <= process_id < num_processes:
-        raise _problem(
+        raise LaunchError(
             f"the environment ({launcher.source})",
             f"be process {process_id} ({launcher.process_id}) of {num_processes} ({size_name})",
             f"processes are numbered 0 to {num_processes - 1}",
@@ -285,7 +287,7 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
     if visible < local_size or _value(env, "SLURM_GPUS_PER_TASK") == str(visible):
         return None  # the launcher hid the others' GPUs already
     if visible % local_size:
-        raise _problem(
+        raise LaunchError(
             "this node",
             f"share {visible} GPUs among {local_size} processes",
             f"{visible} is not a multiple of {local_size}",
@@ -315,7 +317,7 @@ def _detection_method(launch: Launch, env: Env) -> str | None:
     package = "kubernetes" if launch.source == "kubernetes" else "mpi4py"
     if importlib.util.find_spec(package) is None:
         size = "" if launch.num_processes else " and JAX_NUM_PROCESSES=N"
-        raise _problem(
+        raise LaunchError(
             f"the environment ({launch.source})",
             f"join as process {launch.process_id}",
             f"it does not say where process 0 is, and jax needs the package `{package}` to find out",
@@ -334,20 +336,17 @@ def _integer(env: Env, name: str) -> int:
     try:
         return int(_value(env, name))
     except ValueError:
-        raise _problem("the environment", f"read {name} as a number", f"it is {env[name]!r}", f"set {name}=0") from None
+        raise LaunchError(
+            "the environment", f"read {name} as a number", f"it is {env[name]!r}", f"set {name}=0"
+        ) from None
 
 
 def _half_set(launcher: _Launcher, missing: list[str], env: Env) -> LaunchError:
     names = (launcher.process_id, *launcher.num_processes, *launcher.coordinator)
     there = ", ".join(f"{name}={env[name]}" for name in names if _value(env, name))
-    return _problem(
+    return LaunchError(
         f"the environment ({launcher.source})",
         f"join a pod with {there}",
         f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
         f"set {' and '.join(missing)} for every process, or unset {there.split('=')[0]} to run alone",
     )
-
-
-def _problem(where: str, asked: str, exists: str, fix: str) -> LaunchError:
-    # In the words of meshpar.sharding.types.problem; this module stands alone, so that it can run before all else.
-    return LaunchError(f"{where}: asked to {asked}, but {exists}. To fix it: {fix}.")

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.planner.units import si
+from meshpar.sharding.printing import flat
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import axis_sizes, near, problem, spec_axes
 
@@ -139,9 +140,7 @@ def axis_colors(labels: Iterable[str], known: Mapping[str, str] = AXES) -> dict[
     return {label: known.get(label) or next(others) for label in labels}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Curves
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Curves ----------------------------------------------------------------------------------------------------------
 
 
 @styled
@@ -269,14 +268,11 @@ def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Each value with the mean of its neighbours, a fiftieth of the curve to either side."""
     window = np.ones(2 * max(len(values) // 50, 1) + 1)
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Shards ----------------------------------------------------------------------------------------------------------
 
 
 @styled
@@ -330,7 +326,6 @@ def sharding(
 
 
 def _entries(spec: PartitionSpec, shape: Sequence[int]) -> list[tuple[str, ...]]:
-    """The mesh axes of each dim."""
     if len(spec) > len(shape):
         raise problem(
             f"plots.sharding of shape {tuple(shape)}",
@@ -342,7 +337,6 @@ def _entries(spec: PartitionSpec, shape: Sequence[int]) -> list[tuple[str, ...]]
 
 
 def _cuts(axes_of: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> list[int]:
-    """Into how many parts each dim is cut."""
     sizes = axis_sizes(mesh)
     cuts = [math.prod(sizes[axis] for axis in axes) for axes in axes_of]
     for dim, (size, count) in enumerate(zip(shape, cuts, strict=True)):
@@ -422,9 +416,7 @@ def _device_text(devices: Sequence[int], num_devices: int) -> str:
     return ("device " if len(devices) == 1 else "devices\n") + ",\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Compiled programs
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Compiled programs -----------------------------------------------------------------------------------------------
 
 _TIMELINE_INCHES = 8.6
 """Width of a timeline's axes: what the labels leave of the figure's."""
@@ -498,7 +490,6 @@ def _segment_title(timeline: Timeline, segment: Segment, length: str) -> str:
 
 
 def _idle(segment: Segment) -> list[tuple[float, float]]:
-    """Where no kernel runs."""
     found, at = [], 0.0
     for op in sorted((op for op in segment.ops if op.stream == "compute"), key=lambda op: op.start_s):
         found.append((at, op.start_s))
@@ -561,12 +552,7 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
       title: above the picture.
     """
     sent = [
-        {
-            (axes, kind): one.bytes_sent_per_device
-            for axes, kinds in report.totals.items()
-            for kind, one in kinds.items()
-        }
-        for report in reports.values()
+        {part: one.bytes_sent_per_device for part, one in flat(report.totals).items()} for report in reports.values()
     ]
     longest = max((sum(parts.values()) for parts in sent), default=0.0)
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -595,7 +581,6 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
 
 
 def _name_rows(axes: Axes, names: Iterable[str]) -> None:
-    """Names of horizontal bars, from the top down."""
     names = list(names)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
@@ -659,9 +644,7 @@ def _draw_limits(axes: Axes, limits: Sequence[int | None]) -> None:
         axes.plot([place - 0.42, place + 0.42], [limit, limit], label=None if number else "GPU memory", **style)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Collectives
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Collectives -----------------------------------------------------------------------------------------------------
 
 
 @styled
@@ -708,14 +691,10 @@ def _draw_times(panel: Axes, rows: Sequence[CollectiveRow], color: str) -> None:
     panel.plot(*_points(model), color=color, lw=1, ls="--", alpha=0.7)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pipelines
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Pipelines -------------------------------------------------------------------------------------------------------
 
 
-def schedule(
-    *schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0, lockstep: bool = False
-) -> Figure:
+def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0) -> Figure:
     """Pipeline schedules simulated, one above the other on one time axis: a line for each stage.
 
     Args:
@@ -724,12 +703,8 @@ def schedule(
       b: of its gradient to the input.
       w: of its gradient to the weights.
       comm: of a message between neighbours.
-      lockstep: whether all stages begin each tick together; otherwise each begins as soon as it can.
     """
-    times = [one.simulate(f=f, b=b, w=w, comm=comm) for one in schedules]
-    return schedule_times(
-        [(one, found.lockstep if lockstep else found.free) for one, found in zip(schedules, times, strict=True)]
-    )
+    return schedule_times([(one, one.simulate(f=f, b=b, w=w, comm=comm).free) for one in schedules])
 
 
 @styled
@@ -809,9 +784,7 @@ def schedule_curves(
     return figure
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Experts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Experts ---------------------------------------------------------------------------------------------------------
 
 _LOAD_COLORS = ((0.0, "#2f6ea5"), (0.35, "#9cc3de"), (0.5, "#f7f6f2"), (0.65, "#f3b48b"), (1.0, "#b2401f"))
 """Below the mean blue, above it red: read from 1/4 to 4 times the mean, evenly in its logarithm."""

@@ -32,14 +32,12 @@ from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import use
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, near, path_str, problem
+from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, is_whole, near, path_str, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Precision
 from meshpar.training.step import TrainStep
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The optimizer
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The optimizer ---------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
@@ -126,7 +124,6 @@ class AdamW:
         return optax.join_schedules([rise, after], [self.warmup_steps])
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
-        """The optax optimizer of a run of `steps` steps."""
         adamw = optax.adamw(
             self.learning_rate(steps),
             b1=self.b1,
@@ -146,7 +143,6 @@ class Optax:
     """From the number of steps of the run, for its schedules, to the optimizer."""
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
-        """The optimizer that `make` makes."""
         return self.make(steps)
 
 
@@ -166,18 +162,14 @@ def decayed(params: PyTree, names: Mapping[str, Names]) -> PyTree:
     return jax.tree_util.tree_map_with_path(wanted, params)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The recipe
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The recipe ------------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class ModelConfig(Protocol):
     """A recipe's description of its model."""
 
-    def build(self) -> Model:
-        """The model, described; no arrays are made."""
-        ...
+    def build(self) -> Model: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,8 +244,8 @@ class Recipe:
         for field in ("steps", "batch_size", "validate_every", "checkpoint_every", "keep_checkpoints"):
             value = getattr(self, field)
             optional = value is None and field.endswith("_every")
-            _check(f"Recipe.{field}", value, optional or (_is_int(value) and value >= 1), "it is a positive integer")
-        _check("Recipe.seed", self.seed, _is_int(self.seed), "it is an integer")
+            _check(f"Recipe.{field}", value, optional or is_whole(value, 1), "it is a positive integer")
+        _check("Recipe.seed", self.seed, is_whole(self.seed), "it is an integer")
         folder = self.name.replace("-", "").replace("_", "").replace(".", "")
         _check("Recipe.name", self.name, folder.isalnum(), "it names a folder: letters, digits, - _ .")
         _ = self.step_options  # its own checks
@@ -267,7 +259,6 @@ class Recipe:
 
     @property
     def step_options(self) -> StepOptions:
-        """The options of `train_step`."""
         return StepOptions(
             accumulate=self.accumulate,
             accumulate_mode=self.accumulate_mode,
@@ -278,7 +269,6 @@ class Recipe:
         )
 
     def replace(self, **changes: Any) -> Recipe:
-        """The same recipe with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def override(self, *assignments: str) -> Recipe:
@@ -313,10 +303,6 @@ def _check_offers(field: str, value: object, method: str) -> None:
         raise problem(f"Recipe.{field}", f"be {value!r}", f"it is {wants}", f"give it one.{hint}")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def build_model(recipe: Recipe) -> Model:
     """The recipe's model, described."""
     return recipe.model if isinstance(recipe.model, Model) else recipe.model.build()
@@ -334,9 +320,7 @@ def build_step(recipe: Recipe) -> TrainStep:
     return TrainStep(recipe.loss, recipe.step_options)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From a file
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- From a file -----------------------------------------------------------------------------------------------------
 
 
 def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
@@ -400,9 +384,7 @@ def _files_near(file: Path) -> str:
     return f"did you mean `{same_name[0]}`?" if same_name else near(str(file), found)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# To plain data
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- To plain data ---------------------------------------------------------------------------------------------------
 
 
 def _plain(value: Any) -> Any:
@@ -491,9 +473,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Overrides: text by dotted path, typed by the field's annotation
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Overrides: text by dotted path, typed by the field's annotation -------------------------------------------------
 
 _Tree: TypeAlias = dict[str, "str | _Tree"]
 

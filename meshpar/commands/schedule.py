@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshpar.commands.cli import prepare_devices, print_report
+from meshpar.commands.cli import output_options, prepare_devices, print_report, writing
 from meshpar.pipeline.schedules import SCHEDULES, Schedule, Simulation, make
-from meshpar.pipeline.schedules.ops import Block, problem, unreadable
+from meshpar.pipeline.schedules.ops import Block, unreadable
 from meshpar.pipeline.schedules.text import bands_of, grid
+from meshpar.sharding.errors import problem
 from meshpar.sharding.printing import table
 
 if TYPE_CHECKING:
@@ -33,13 +34,12 @@ COLORS = {"F": ("#8ecae6", "#5aa9d6"), "B": ("#a8d8a0", "#6dbb6a"), "W": ("#ffd1
 @click.option("--b", default=1.0, show_default=True, help="Time of its gradient to the input.")
 @click.option("--w", default=1.0, show_default=True, help="Time of its gradient to the weights.")
 @click.option("--comm", default=0.0, show_default=True, help="Time of a message between neighbours.")
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@output_options
 @click.option("--csv", "as_csv", is_flag=True, help="Print it in torch.distributed.pipelining's compute-only format.")
 @click.option("--png", metavar="FILE", type=click.Path(dir_okay=False), help="Draw the timeline to a file.")
-@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
 def schedule(
     name: str | None, stages: int | None, microbatches: int | None, chunks: int | None, limit: int | None, f: float,
-    b: float, w: float, comm: float, as_json: bool, as_csv: bool, png: str | None, traceback: bool,
+    b: float, w: float, comm: float, as_json: bool, as_csv: bool, png: str | None,
 ) -> None:  # fmt: skip
     """Show a pipeline schedule: `meshpar schedule zb-h2 --stages 4 --microbatches 8`.
 
@@ -60,7 +60,8 @@ def schedule(
     if name is None:
         if options:
             raise click.UsageError(f"--{next(iter(options))} takes one schedule: name it.", click.get_current_context())
-        found = _all(stages or 4, microbatches or 2 * (stages or 4))
+        names = [name for name in SCHEDULES if name != "dualpipe" or (stages or 4) % 2 == 0]
+        found = [make(name, stages or 4, microbatches or 2 * (stages or 4)) for name in names]
     elif Path(name).suffix in (".csv", ".json"):
         asked = {"stages": stages, "microbatches": microbatches, **options}
         if given := [f"--{key}" for key, value in asked.items() if value is not None]:
@@ -85,11 +86,6 @@ def schedule(
         _draw(found, costs, png)
 
 
-def _all(stages: int, microbatches: int) -> list[Schedule]:
-    names = [name for name in SCHEDULES if name != "dualpipe" or stages % 2 == 0]
-    return [make(name, stages, microbatches) for name in names]
-
-
 def _read(path: str) -> Schedule:
     if path.endswith(".csv"):
         return Schedule.from_csv(path)
@@ -99,15 +95,11 @@ def _read(path: str) -> Schedule:
         raise unreadable(path, error, "give a file that `meshpar schedule NAME --json` printed") from error
 
 
-def _draw(schedules: Sequence[Schedule], costs: dict[str, float], path: str) -> None:
+def _draw(schedules: Sequence[Schedule], costs: dict[str, Any], path: str) -> None:
     from meshpar.commands import plots
 
-    try:
-        figure = plots.schedule(*schedules, f=costs["f"], b=costs["b"], w=costs["w"], comm=costs["comm"])
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise problem(f"--png {path}", "write the picture", why, "name another file") from error
+    with writing(f"--png {path}"):
+        plots.schedule(*schedules, **costs).savefig(path, format="png", dpi=150)
     click.echo(f"drawn: {path}", err=True)
 
 

@@ -32,10 +32,11 @@ from meshpar.data.source import Source
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
+from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 from meshpar.training import expert_load as experts
-from meshpar.training.checkpoint import Checkpoints
+from meshpar.training.checkpoint import Checkpoints, barrier
 from meshpar.training.loop import (
     Checkpointer,
     FitResult,
@@ -116,7 +117,8 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
         step = build_step(recipe)
         screen.line(_program(step, state, batches))
         every = recipe.validate_every or recipe.steps
-        expert_load = experts.ExpertLoad(every=_steps_between_loads(recipe.steps), stream=screen.stream)
+        # Ten looks in a short run, one every hundred steps in a long one.
+        expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
         result = fit(
             step,
             state,
@@ -134,9 +136,7 @@ def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Scr
                 Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
                 Preemption(),
             ],
-            tokens_per_step=_tokens_per_step(batches),
-            flops_per_step=_flops_per_step(recipe, batches),
-            peak_flops_per_s=_peak_flops_per_s(recipe, setup),
+            **_worth_of_a_step(recipe, batches, setup),
         )
         del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
@@ -149,20 +149,13 @@ def _program(step: TrainStep, state: TrainState, batches: Batches) -> str:
     return f"program {fingerprint(step.lower(state, batches.spec), options)}" + f" with {words}" * bool(words)
 
 
-def _steps_between_loads(steps: int) -> int:
-    """Ten looks at the load of experts in a short run, one every hundred steps in a long one."""
-    return min(max(steps // 10, 1), 100)
-
-
 def _where_it_starts(step: int, steps: int) -> str:
     if step >= steps:
         return f"step {step} of {steps} is done already: nothing to train"
     return f"resuming at step {step} of {steps}" if step else f"training {steps} steps"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Before the run
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Before the run --------------------------------------------------------------------------------------------------
 
 
 def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool) -> Recipe:
@@ -199,10 +192,9 @@ def _check_sample(recipe: Recipe, source: Source) -> None:
 
 
 def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> None:
-    """See that the folder is new or this recipe's own, and write down what is about to run."""
     if not fresh:
         _check_same_recipe(folder, recipe, screen)
-    _synchronize("meshpar: folder checked")  # no process writes before all have looked
+    barrier("meshpar: folder checked")  # no process writes before all have looked
     if jax.process_index() == 0:
         if fresh and folder.exists():
             screen.line(f"the earlier run is moved to {_move_aside(folder)}")
@@ -210,7 +202,7 @@ def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, 
         _write(folder / "recipe.json", recipe.to_json())
         _write(folder / "sharding.json", setup.table.to_json())
         (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
-    _synchronize("meshpar: folder prepared")
+    barrier("meshpar: folder prepared")
 
 
 def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
@@ -257,24 +249,15 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _synchronize(where: str) -> None:
-    """Wait for all processes."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(where)
-
-
 def _facts(recipe: Recipe, setup: Setup, source: Source, folder: Path) -> dict[str, str]:
     """What a person wants to know before it starts."""
     totals = setup.table.totals
     devices = setup.mesh.devices.flat
-    axes = ", ".join(f"{axis}={size}" for axis, size in setup.table.mesh.items() if size > 1) or "one device"
     per_device = {"params": totals.params_bytes, "grads": totals.grads_bytes, "optimizer": totals.optimizer_bytes}
     return {
         "run": str(folder),
         "devices": f"{setup.mesh.size} × {devices[0].device_kind}",
-        "mesh": axes,
+        "mesh": human_mesh(setup.table.mesh),
         "strategy": setup.strategy.label,
         "parameters": f"{totals.num_params:,}",
         "per device": ", ".join(f"{part} {human_bytes(count)}" for part, count in per_device.items()),
@@ -293,40 +276,20 @@ def _data_line(facts: Mapping[str, Any]) -> str:
     return ", ".join(sides)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a step is worth
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _sequence(batches: Batches) -> tuple[int, int] | None:
-    """(rows, positions) of a batch of tokens; None for other data."""
-    inputs = batches.spec.get("inputs")
-    if inputs is None or len(inputs.shape) != 2 or not np.issubdtype(inputs.dtype, np.integer):
-        return None
-    return inputs.shape[0], inputs.shape[1]
-
-
-def _tokens_per_step(batches: Batches) -> int | None:
-    found = _sequence(batches)
-    return None if found is None else math.prod(found)
-
-
-def _flops_per_step(recipe: Recipe, batches: Batches) -> float | None:
-    found, per_token = _sequence(batches), getattr(recipe.model, "flops_per_token", None)
-    return None if found is None or per_token is None else math.prod(found) * per_token(found[1])
-
-
-def _peak_flops_per_s(recipe: Recipe, setup: Setup) -> float | None:
-    """Of all devices together, None where one's is not known."""
-    precision = recipe.precision
+def _worth_of_a_step(recipe: Recipe, batches: Batches, setup: Setup) -> dict[str, float | None]:
+    """Tokens and FLOPs of a step, and what all devices can do together, for `fit`; None where that is not known."""
+    inputs, precision = batches.spec.get("inputs"), recipe.precision
+    tokens = flops = None
+    if inputs is not None and len(inputs.shape) == 2 and np.issubdtype(inputs.dtype, np.integer):
+        tokens, per_token = math.prod(inputs.shape), getattr(recipe.model, "flops_per_token", None)
+        flops = None if per_token is None else tokens * per_token(inputs.shape[1])
     dtype = precision.compute or precision.params or "float32"
     peak = peak_flops_per_s(setup.mesh.devices.flat[0].device_kind, dtype)
-    return None if peak is None else peak * setup.mesh.size
+    peak = None if peak is None else peak * setup.mesh.size
+    return {"tokens_per_step": tokens, "flops_per_step": flops, "peak_flops_per_s": peak}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The report ------------------------------------------------------------------------------------------------------
 
 
 def _report(
@@ -372,7 +335,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of the last validation, which may have been in an earlier run of the command."""
     for line in reversed(curves):
         found = {name.removeprefix("val_"): value for name, value in line.items() if name.startswith("val_")}
         if found:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshpar.compiled.census import Total
-from meshpar.compiled.render import Cell, Section, Table, headline, human_flops, human_mesh, human_time, rich_of
+from meshpar.compiled.render import Cell, Section, Table, headline, human_flops, human_time, rich_of
 from meshpar.compiled.report import Report
+from meshpar.sharding.printing import Plain, flat, human_mesh, plain
 from meshpar.sharding.table import human_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Plain):
     """One figure of both reports; None where a report has none."""
 
     what: str
@@ -21,6 +22,7 @@ class Row:
     """`bytes`, `s`, `FLOP`, `count`, `fraction`, or empty for words."""
     first: Any
     second: Any
+    derived = ("difference",)
 
     @property
     def difference(self) -> float | None:
@@ -28,10 +30,6 @@ class Row:
         if self.first is None or self.second is None or not self.unit:
             return None
         return self.second - self.first
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {**dataclasses.asdict(self), "difference": self.difference}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,16 +42,10 @@ class Comparison:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Every figure."""
         return tuple(_rows(self.first, self.second))
 
     def to_json(self) -> dict[str, Any]:
-        """The second report, and the figures of both."""
-        return {
-            "labels": list(self.labels),
-            "report": self.second.to_json(),
-            "differences": [row.to_json() for row in self.rows],
-        }
+        return plain({"labels": self.labels, "report": self.second, "differences": self.rows})
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -92,7 +84,7 @@ def _rows(first: Report, second: Report) -> Iterator[Row]:
     yield row("peak memory", "bytes", lambda report: report.memory.peak_bytes)
     yield row("  state", "bytes", lambda report: report.memory.state_bytes)
     yield row("  temporaries", "bytes", lambda report: report.memory.temporaries_bytes)
-    found = [{(a, k): total for a, kinds in report.totals.items() for k, total in kinds.items()} for report in both]
+    found = [flat(report.totals) for report in both]
     for axes, kind in {**found[0], **found[1]}:
         one, other = (totals.get((axes, kind), Total(0, 0.0)) for totals in found)
         sent = one.bytes_sent_per_device, other.bytes_sent_per_device

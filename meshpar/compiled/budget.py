@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshpar.compiled.render import human_mesh
 from meshpar.compiled.report import Report
+from meshpar.sharding.printing import Plain, flat, human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 
@@ -27,20 +27,16 @@ SLACK_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(Plain):
     """One thing that is not as the budget says."""
 
     text: str
     is_over: bool
     """Whether it breaks the budget."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budget:
+class Budget(Plain):
     """What a step sent and held when the budget was saved."""
 
     name: str
@@ -69,12 +65,7 @@ class Budget:
             jax_version=importlib.metadata.version("jax"),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dataclasses.asdict(self)
-
     def save(self, path: str | Path) -> None:
-        """Writes it to a JSON file."""
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -123,7 +114,7 @@ class Budget:
         return tuple(sorted(found, key=lambda one: not one.is_over))
 
     def _sent(self, report: Report) -> Iterator[Difference]:
-        saved, now = _flat(self.totals), _flat(report.to_json()["totals"])
+        saved, now = flat(self.totals), flat(report.to_json()["totals"])
         for axes, kind in {**saved, **now}:
             before, after = (totals.get((axes, kind), _NOTHING) for totals in (saved, now))
             old, new = before["bytes_sent_per_device"], after["bytes_sent_per_device"]
@@ -158,12 +149,7 @@ class Budget:
 _NOTHING: Mapping[str, float] = {"count_per_step": 0, "bytes_sent_per_device": 0.0}
 
 
-def _flat(totals: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[str, float]]:
-    return {(axes, kind): total for axes, kinds in totals.items() for kind, total in kinds.items()}
-
-
 def _is_sound(field: str, value: Any) -> bool:
-    """Whether a field read from a file is of its kind."""
     if field in ("peak_bytes", "tolerance"):
         return _is_amount(value)
     if field == "mesh":

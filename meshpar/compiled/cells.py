@@ -99,7 +99,7 @@ class Cells:
     def mask(self, branch: Branch) -> np.ndarray | None:
         """Bool `[tick, stage]`: where the table picks a choice; None for a conditional that is not the table's."""
         columns = self._plan.columns
-        scope, last = _scopes(branch.op_name)
+        scope, last = ["", "", *scopes.components(branch.op_name)[:-1]][-2:]  # right around it
         if last == CELL and branch.of == len(self._plan.cells):
             return columns["branch"] == branch.index
         if branch.of != 2:
@@ -114,9 +114,3 @@ class Cells:
         else:
             return None
         return is_so if branch.index else ~is_so
-
-
-def _scopes(op_name: str) -> tuple[str, str]:
-    """The two scopes right around a conditional."""
-    parts = scopes.components(op_name)[:-1]
-    return (parts[-2] if len(parts) > 1 else "", parts[-1] if parts else "")

@@ -110,7 +110,6 @@ class Collective:
 
     @property
     def in_loop(self) -> bool:
-        """Whether it runs inside a loop."""
         return bool(self.loops)
 
     @property
@@ -120,7 +119,6 @@ class Collective:
 
     @property
     def axes_label(self) -> str:
-        """The axes as one word: `data*fsdp`."""
         return "*".join(self.axes)
 
     @property

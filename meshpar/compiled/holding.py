@@ -25,6 +25,7 @@ from meshpar.compiled.census import Collective, bytes_sent, per_array
 from meshpar.compiled.traced import Message
 from meshpar.parallel.part import MIN_SHARDED_BYTES
 from meshpar.parallel.promise import GRADIENTS, ITEMSIZE, RENEWED, WEIGHTS, Promised
+from meshpar.sharding.printing import Plain
 
 SMALL = 64
 """Arrays of up to so many numbers are bookkeeping: losses, metrics, norms."""
@@ -32,7 +33,7 @@ _RING = "collective-permute"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class Line(Plain):
     """One role of a promise, as it was found."""
 
     role: str
@@ -52,14 +53,9 @@ class Line:
     lowered_as: str = ""
     """The kind that stands for it in the program, where that is another one."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        lists = {key: list(getattr(self, key)) for key in ("axes", "tensors", "count", "found_dtypes")}
-        return dataclasses.asdict(self) | lists
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Unexpected:
+class Unexpected(Plain):
     """A collective that nothing promised, and no kernel of the traced step asks for."""
 
     kind: str
@@ -76,13 +72,9 @@ class Unexpected:
     fix: str
     """The suggested fix."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {**dataclasses.asdict(self), "axes": list(self.axes)}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Promise:
+class Promise(Plain):
     """What was promised, held against what was found."""
 
     kept: tuple[Line, ...]
@@ -93,14 +85,8 @@ class Promise:
     small: tuple[Line, ...] = ()
     """Losses, metrics, norms."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {field.name: [one.to_json() for one in getattr(self, field.name)] for field in dataclasses.fields(self)}
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What was found
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What was found --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -376,6 +362,7 @@ def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
         arrays = sum(runs for _, runs, _ in taken) if kind == _RING else int(count)
         ways = [one.count_over(axis) for axis in axes]
         least, most = max(low for low, _ in ways), min(high for _, high in ways)
+        is_big = 4 * one.elements >= MIN_SHARDED_BYTES
         is_all = set(meant) == {axes} and len(by_form) == 1 and kind != _RING
         yield Line(
             role=one.role,
@@ -388,7 +375,8 @@ def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
             found_count=arrays,
             found_bytes=found,
             dtype=one.dtype,
-            found_dtypes=tuple(sorted({part.dtype for part, *_ in taken if _is_other_dtype(part, one)})),
+            # Norm scales may travel in another dtype.
+            found_dtypes=tuple(sorted({part.dtype for part, *_ in taken} - {one.dtype})) if is_big else (),
             lowered_as=", ".join(sorted({part.kind for part, *_ in taken} - {as_meant or kind})),
         )
 
@@ -406,11 +394,6 @@ def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
                 role=one.role, kind=kind, axes=axes, tensors=one.tensors, count=(lacking, most),
                 bytes_sent_per_device=sent, found_count=0, found_bytes=0.0, dtype=one.dtype,
             )  # fmt: skip
-
-
-def _is_other_dtype(part: Collective, one: Promised) -> bool:
-    """Whether a big array travels in another dtype than promised; norm scales may."""
-    return part.dtype != one.dtype and 4 * one.elements >= MIN_SHARDED_BYTES
 
 
 def _loose(role: str, one: Collective, count: int) -> Line:
@@ -441,9 +424,7 @@ def _joined(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(joined.values())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Unexpected collectives
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Unexpected collectives ------------------------------------------------------------------------------------------
 
 
 def _unexpected(

@@ -40,9 +40,10 @@ from meshpar.compiled.walk import executed
 from meshpar.parallel.promise import split_axes
 from meshpar.parallel.strategy import BIG_LEAF_BYTES
 from meshpar.planner.hardware import Cluster
+from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import USER
 from meshpar.sharding.table import human_bytes
-from meshpar.sharding.types import Decision, axis_sizes, num_shards, spec_axes
+from meshpar.sharding.types import Decision, axis_sizes, num_shards, owner_of, spec_axes
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
@@ -53,7 +54,7 @@ SMALL_BYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(Plain):
     """One costly mistake."""
 
     rule: str
@@ -68,10 +69,6 @@ class Finding:
     """The suggested fix."""
     nbytes: int
     """What it costs a device: bytes it sends in a step, or holds too much."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dataclasses.asdict(self)
 
 
 def lint(
@@ -140,9 +137,7 @@ class _Look:
         return frozenset((shape[0] // time, *shape[1:2]) for shape in self.batch for time in times if shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the compiler said
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What the compiler said ------------------------------------------------------------------------------------------
 
 
 def _rematerialization(look: _Look) -> Iterator[Finding]:
@@ -185,19 +180,17 @@ def _instruction_of(module: Module, one: Rematerialization) -> Instruction | Non
     return next(exact, None) or next(near, None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is whole
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What is whole ---------------------------------------------------------------------------------------------------
 
 
 def _replicated(look: _Look) -> Iterator[Finding]:
     """Leaves that a user's rule leaves whole. A preset that says so for everything (`ddp`) means it."""
-    table = look.setup.table
-    found: dict[str, list[Decision]] = {}
+    table, found = look.setup.table, dict[str, list[Decision]]()
+    paths = {one.path for one in table.params}
     for decisions in (table.params, table.optimizer):
         if any(decision.shards > 1 for decision in decisions):
             for decision in filter(functools.partial(_is_whole_by_a_user, look.setup), decisions):
-                found.setdefault(_owner(decision.path, table.params), []).append(decision)
+                found.setdefault(owner_of(decision.path, paths), []).append(decision)
     most = max((decision.shards for decision in (*table.params, *table.optimizer)), default=1)
     for path, whole in found.items():
         leaf, held = whole[0].leaf, sum(decision.leaf.nbytes for decision in whole)
@@ -217,18 +210,7 @@ def _replicated(look: _Look) -> Iterator[Finding]:
 def _is_whole_by_a_user(setup: Setup, decision: Decision) -> bool:
     by_user = not decision.meant or any(origin == USER for origin, _ in decision.sources)
     least = min(setup.strategy.big_leaf_bytes, BIG_LEAF_BYTES)
-    return decision.shards == 1 and by_user and _layer_bytes(decision) >= least
-
-
-def _owner(path: str, params: Sequence[Decision]) -> str:
-    """The parameter that a leaf of the state is or belongs to."""
-    return next((one.path for one in params if path == one.path or path.endswith("/" + one.path)), path)
-
-
-def _layer_bytes(decision: Decision) -> int:
-    """Bytes of one layer, when layers are stacked."""
-    leaf = decision.leaf
-    return leaf.nbytes // max(leaf.num_layers, 1)
+    return decision.shards == 1 and by_user and decision.leaf.layer_nbytes >= least
 
 
 def _whole_batch(look: _Look) -> Iterator[Finding]:
@@ -276,9 +258,7 @@ def _parts(shape: tuple[int, ...], spec: Iterable[Any], sizes: Mapping[str, int]
         yield dims[1:]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is sent
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What is sent ----------------------------------------------------------------------------------------------------
 
 
 def _sliced_all_reduce(look: _Look) -> Iterator[Finding]:
@@ -304,14 +284,10 @@ def _loop_invariant(look: _Look) -> Iterator[Finding]:
 
 
 def _repeats_itself(look: _Look, one: Collective) -> bool:
-    if not one.loops or one.loops[-1].trip_count == 1:
-        return False
-    return not _is_micro_step(look, one) and _is_invariant(look.module, one)
-
-
-def _is_micro_step(look: _Look, one: Collective) -> bool:
-    """Whether the loop is the one over micro-steps, where `accumulate_mode="each"` asks for weights anew."""
-    return look.options.accumulate > 1 and len(one.loops) == 1 and one.loops[0].trip_count == look.options.accumulate
+    trips = [loop.trip_count for loop in one.loops]
+    # In the loop over micro-steps `accumulate_mode="each"` asks for weights anew.
+    is_micro_step = look.options.accumulate > 1 and trips == [look.options.accumulate]
+    return bool(trips) and trips[-1] != 1 and not is_micro_step and _is_invariant(look.module, one)
 
 
 def _is_invariant(module: Module, one: Collective) -> bool:
@@ -512,9 +488,7 @@ def _argument(computation: Computation, ins: Instruction, caller: _Place) -> _Pl
     return (where, where[call.operands[number]]) if is_call and number < len(call.operands) else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Axes
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Axes ------------------------------------------------------------------------------------------------------------
 
 
 def _slow_axis(look: _Look) -> Iterator[Finding]:
@@ -565,9 +539,7 @@ def _idle_axis(look: _Look) -> Iterator[Finding]:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Telling
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Telling ---------------------------------------------------------------------------------------------------------
 
 
 def _arrays(look: _Look) -> Iterator[Collective]:

@@ -26,9 +26,9 @@ from meshpar.parallel.data import Data
 from meshpar.parallel.promise import Facts
 from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.planner.hardware import Cluster, gpu_of_kind
+from meshpar.sharding.printing import Plain
 from meshpar.sharding.table import human_bytes
-from meshpar.sharding.types import Decision, MeshparError, PyTree, axis_sizes, is_spec, num_shards
-from meshpar.training.engines.staged import schedule_of
+from meshpar.sharding.types import Decision, MeshparError, PyTree, axis_sizes, is_spec, num_shards, owner_of
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
@@ -44,7 +44,7 @@ MOST_CONTRIBUTORS = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Contributor:
+class Contributor(Plain):
     """Something that takes much memory, and where it stands in the model."""
 
     module: str
@@ -60,13 +60,9 @@ class Contributor:
     count: int
     """Arrays. Temporaries of one shape and line count together; they need not all be alive at the same time."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Remedy:
+class Remedy(Plain):
     """One change that may make a program fit, with what the compiler said to it."""
 
     change: str
@@ -77,13 +73,9 @@ class Remedy:
     reason: str = ""
     """Why it was not compiled; empty when it was."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(Plain):
     """Bytes of one device."""
 
     params_bytes: int
@@ -112,13 +104,6 @@ class Memory:
     """Largest first."""
     remedies: tuple[Remedy, ...] = ()
     """In the order they were tried; empty when it fits."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dataclasses.asdict(self) | {
-            "largest": [one.to_json() for one in self.largest],
-            "remedies": [one.to_json() for one in self.remedies],
-        }
 
 
 def memory(
@@ -171,13 +156,10 @@ def _note(peak: int, limit: int | None) -> str:
     return f"{share}: the CUDA context, NCCL's buffers and fragmentation may not leave room for it"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Closed forms
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Closed forms ----------------------------------------------------------------------------------------------------
 
 
 def _state_bytes(setup: Setup) -> tuple[int, int, int]:
-    """Parameters, optimizer state, and the rest."""
     totals, state = setup.table.totals, setup.abstract
     counters = sum(x.dtype.itemsize * math.prod(x.shape) for x in (state.step, state.key, state.skipped))
     extra = totals.state_bytes - totals.params_bytes - totals.optimizer_bytes
@@ -195,13 +177,12 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
     """Gradients as they wait for the update. Summed over micro-steps, or by stages, and reduced once: whole."""
     layout = setup.layout
     specs = layout.updates if options.accumulate == 1 else layout.grads
-    is_once = options.accumulate > 1 and options.accumulate_mode == "once"
     pipelined = setup.strategy.pipeline
-    whole_over = setup.batch_axes if is_once or pipelined is not None else ()
+    whole_over = setup.batch_axes if options.is_once or pipelined is not None else ()
     sizes = {axis: 1 if axis in whole_over else size for axis, size in axis_sizes(setup.mesh).items()}
 
     # A schedule may run a part of the layers on two stages, and sums its gradients on both.
-    copies = Fraction(schedule_of(pipelined).copies) if pipelined is not None else Fraction(1)
+    copies = Fraction(pipelined.table().copies) if pipelined is not None else Fraction(1)
 
     def held(decision: Decision, spec: PartitionSpec) -> int:
         leaf = decision.leaf
@@ -214,9 +195,7 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
     return sum(held(*one) for one in zip(setup.table.params, leaves, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The largest contributors
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The largest contributors ----------------------------------------------------------------------------------------
 
 
 def _largest(program: Program, setup: Setup) -> tuple[Contributor, ...]:
@@ -233,7 +212,7 @@ def _grouped(setup: Setup, decisions: Iterable[Decision], what: str) -> list[Con
     paths = {decision.path for decision in setup.table.params}
     groups: dict[str, list[Decision]] = {}
     for decision in decisions:
-        owner = _owner(decision.path, paths)
+        owner = owner_of(decision.path, paths)
         groups.setdefault(owner.rpartition("/")[0] or owner, []).append(decision)
     found = []
     for module, members in groups.items():
@@ -245,12 +224,6 @@ def _grouped(setup: Setup, decisions: Iterable[Decision], what: str) -> list[Con
             )
         )
     return sorted(found, key=lambda one: -one.nbytes)[:MOST_CONTRIBUTORS]
-
-
-def _owner(path: str, paths: set[str]) -> str:
-    """The parameter that a slot of the optimizer belongs to: the longest end of its path that is one's."""
-    parts = path.split("/")
-    return next((end for at in range(len(parts)) if (end := "/".join(parts[at:])) in paths), path)
 
 
 def _shard_text(setup: Setup, decision: Decision) -> str:
@@ -278,9 +251,7 @@ def _temporaries(program: Program) -> list[Contributor]:
     return sorted(found, key=lambda one: -one.nbytes)[:MOST_CONTRIBUTORS]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What would make it fit
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What would make it fit ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -412,7 +383,6 @@ def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
 
 
 def _batch_rows(setup: Setup, batch: PyTree) -> int:
-    """Rows of the batch on one device."""
     rows = max((shape[0] for x in jax.tree.leaves(batch) if (shape := np.shape(x))), default=0)
     return rows // num_shards(setup.batch_sharding.spec, setup.mesh)
 

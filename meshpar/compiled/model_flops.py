@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh
 
+from meshpar.compiled.traced import inner_jaxprs
 from meshpar.sharding.context import use
 from meshpar.sharding.types import PyTree
 from meshpar.training.precision import cast_floating, numerics
@@ -73,7 +74,7 @@ def _equation_flops(equation: Any, notes: dict[str, None]) -> int:
         return count(equation)
     if "dot_product_attention" in name:  # cuDNN's: a call into a library, with nothing of it in the jaxpr
         return _attention_flops(equation)
-    inner = [matmul_flops(one, notes) for one in _jaxprs(params)]
+    inner = [matmul_flops(one, notes) for one, _ in inner_jaxprs(equation)]
     if name == "cond":
         return max(inner, default=0)
     if name == "while" and any(inner):
@@ -92,16 +93,6 @@ def _times(name: str, params: Mapping[str, Any]) -> int:
         sizes = dict(params["mesh"].shape)
         return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
     return 1
-
-
-def _jaxprs(params: Mapping[str, Any]) -> Iterable[core.Jaxpr]:
-    """The jaxprs among an equation's parameters."""
-    for value in params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(one, core.ClosedJaxpr):
-                yield one.jaxpr
-            elif isinstance(one, core.Jaxpr):
-                yield one
 
 
 def _dot_flops(equation: Any) -> int:
@@ -164,7 +155,5 @@ def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxp
     micro = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype), batch
     )
-    params, extra, key = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.params, state.extra, state.key)
-    )
+    params, extra, key = jax.eval_shape(lambda *arrays: arrays, state.params, state.extra, state.key)
     return jax.make_jaxpr(loss)(params, extra, micro, key).jaxpr

@@ -62,7 +62,6 @@ class Instruction:
 
     @property
     def channel_id(self) -> int | None:
-        """The channel, or None."""
         text = self.attributes.get("channel_id")
         return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
 
@@ -86,7 +85,6 @@ class Instruction:
 
     @property
     def tuple_index(self) -> int | None:
-        """The index of a get-tuple-element."""
         text = self.attributes.get("index", "")
         return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
@@ -105,7 +103,6 @@ class Computation:
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Instruction]:
-        """Instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
@@ -119,7 +116,6 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> Mapping[int, Instruction]:
-        """Parameters by number."""
         found = (ins for ins in self.instructions if ins.opcode == "parameter")
         return {int(ins.payload): ins for ins in found}
 

@@ -19,7 +19,7 @@ from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
 from meshpar.sharding.context import use
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
-from meshpar.training.engines.staged import reads_of_layers, schedule_of
+from meshpar.training.engines.staged import reads_of_layers
 from meshpar.training.layers import Layer, running, scanned, with_aux
 from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.state import TrainState
@@ -37,8 +37,6 @@ class Parts:
     """Paths of the parameters that stand before the layers."""
     last: frozenset[str]
     """Of those that stand behind them; tied ones are in both."""
-    metrics: Mapping[str, jax.ShapeDtypeStruct]
-    """Of the layers, `[layers, ...]`."""
     reads: Mapping[str, tuple[bool, bool, bool]]
     """Of the layers' parameters, whether the F, the B and the W of a microbatch read their values; empty where none is
     split over axes that split the batch, so that nobody asks."""
@@ -54,7 +52,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
     """
     setup = state.setup
     assert setup.strategy.pipeline is not None
-    schedule = schedule_of(setup.strategy.pipeline)
+    schedule = setup.strategy.pipeline.table()
     sharding = setup.batch_sharding
     over = set(axes_of_spec(sharding.spec))
     inside = {axis: size for axis, size in axis_sizes(setup.mesh).items() if axis not in over}
@@ -65,12 +63,10 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
     sizes = tuple(inside.get(axis, 1) for axis in setup.mesh.axis_names)
     one = AbstractMesh(sizes, setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
     found: list[Any] = []
-    metrics: dict[str, jax.ShapeDtypeStruct] = {}
 
     def without_layers(layer: Layer, x: Any, params: PyTree) -> Any:
         found[:] = [x]
         y, aux = jax.eval_shape(lambda: with_aux(scanned(layer, x, params)))
-        metrics.update({} if aux is None else jax.tree.map(_shape, aux.metrics))
         # What goes on is no function of what came: parameters before and behind are told apart.
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), y if aux is None else (y, aux))
 
@@ -80,7 +76,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
             loss = step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
         return (found[0], loss), ()
 
-    params, extra, key = jax.tree.map(_shape, (state.params, state.extra, state.key))
+    params, extra, key = jax.eval_shape(lambda *arrays: arrays, state.params, state.extra, state.key)
     closed, _ = flat_jaxpr(ends, params, extra, like, key)
     outputs = len(closed.jaxpr.outvars)
     paths = [path for path, _ in tree_leaves_with_paths(params)]
@@ -99,7 +95,6 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
         handed_on=tuple(_on_one_device(closed.jaxpr, x, inside) for x in closed.jaxpr.outvars[:-1]),
         first=needs(*[True] * (outputs - 1), False),
         last=needs(*[False] * (outputs - 1), True),
-        metrics=metrics,
         reads=reads,
     )
 
@@ -112,7 +107,3 @@ def _on_one_device(jaxpr: Any, x: Any, inside: Mapping[str, int]) -> jax.ShapeDt
         for dim, entry in enumerate(made.params["sharding"].spec):
             dims[dim] //= math.prod(inside.get(axis, 1) for axis in spec_axes(entry))
     return jax.ShapeDtypeStruct(tuple(dims), x.aval.dtype)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

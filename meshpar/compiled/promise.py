@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from meshpar.compiled.parts import Parts
 from meshpar.parallel import leaves
@@ -77,7 +76,8 @@ def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
     context = axes_of("seq") - width - set(batch_axes)
     sequence = axes_of("norm_seq") - context
     rows, tokens = _rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
-    specs = zip(with_layers(setup.table.params), _specs(setup.layout.grads), _specs(setup.layout.updates), strict=True)
+    grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
+    specs = zip(with_layers(setup.table.params), grads, updates, strict=True)
     weights = tuple(Weight(*one) for one in specs)
     return Facts(
         sizes=sizes,
@@ -111,10 +111,6 @@ def _rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
     return rows, max(tokens, default=None)
 
 
-def _specs(tree: Any) -> list[PartitionSpec]:
-    return jax.tree.leaves(tree, is_leaf=is_spec)
-
-
 def _axes_in(rule: Any) -> Iterator[str]:
     """Every mesh axis that a rule for a name may use."""
     if isinstance(rule, str):
@@ -126,9 +122,7 @@ def _axes_in(rule: Any) -> Iterator[str]:
         yield from _axes_in(tuple(one for one in rule.alternatives if one is not None))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stages
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Stages ----------------------------------------------------------------------------------------------------------
 
 
 def promised_by_stage(

@@ -83,9 +83,7 @@ def report(case: Case, pod: PodProcess, cluster: str = CLUSTER) -> Report:
     return explain(step(), case.state(), BATCH, cluster, pod=pod)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The table
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The table -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +102,6 @@ class StrategyTable:
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ("---",) * len(heads), *rows))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         rows = [
             {
                 "strategy": case.strategy,

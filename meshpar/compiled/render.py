@@ -21,6 +21,8 @@ from typing import Any, Literal
 from meshpar.compiled.holding import Line, Promise, Unexpected
 from meshpar.compiled.memory import Memory
 from meshpar.compiled.report import Report, Sent
+from meshpar.planner.units import si
+from meshpar.sharding.printing import flat, human_mesh
 from meshpar.sharding.table import human_bytes
 
 Style = Literal["", "good", "bad", "warn", "faint", "strong"]
@@ -61,16 +63,13 @@ class Table:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The headings as they are shown."""
         return tuple(name.rstrip(">?") for name in self.columns)
 
     @property
     def are_numbers(self) -> tuple[bool, ...]:
-        """Whether each column holds numbers."""
         return tuple(name.endswith(">") for name in self.columns)
 
     def without_optional(self) -> Table:
-        """Without the columns that may be left out."""
         kept = [at for at, name in enumerate(self.columns) if not name.endswith("?")]
         rows = tuple(tuple(row[at] for at in kept) for row in self.rows)
         return dataclasses.replace(self, columns=tuple(self.columns[at] for at in kept), rows=rows)
@@ -85,34 +84,17 @@ class Section:
     parts: tuple[Table | Cell, ...] = ()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers in words
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Numbers in words ------------------------------------------------------------------------------------------------
 
 
 def human_time(seconds: float) -> str:
     """A duration in the unit that suits it: `1.25 s`, `38 ms`, `6.1 µs`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{_short(seconds / size)} {unit}"
-    return f"{_short(seconds * 1e6)} µs"
+    return si(seconds, "s", digits=3)
 
 
 def human_flops(count: float) -> str:
     """Floating-point operations: `312 TFLOP`."""
-    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if count >= size:
-            return f"{_short(count / size)} {unit}"
-    return f"{count:,.0f} FLOP"
-
-
-def human_mesh(mesh: Mapping[str, int]) -> str:
-    """The axes that split something: `fsdp=4, tensor=2`."""
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "one device"
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return si(count, "FLOP", digits=3)
 
 
 def _percent(share: float | None) -> str:
@@ -141,9 +123,7 @@ def _where(module: str, source: str) -> str:
     return " · ".join(filter(None, (module or "–", place(source))))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is said
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What is said ----------------------------------------------------------------------------------------------------
 
 
 def sections(report: Report) -> tuple[Section, ...]:
@@ -368,8 +348,8 @@ def _collectives(report: Report) -> Section | None:
 
 
 def _totals(report: Report) -> Table:
-    found = [(axes, kind, total) for axes, kinds in report.totals.items() for kind, total in kinds.items()]
-    most = max(total.bytes_sent_per_device for _, _, total in found) or 1
+    found = flat(report.totals)
+    most = max(total.bytes_sent_per_device for total in found.values()) or 1
     crossing = {one.collective.axes_label for one in report.collectives if one.crosses_node}
     rows = tuple(
         (
@@ -379,7 +359,7 @@ def _totals(report: Report) -> Table:
             Cell(human_bytes(total.bytes_sent_per_device), share=total.bytes_sent_per_device / most),
             *((Cell("across nodes" if axes in crossing else "inside a node"),) if _knows_nodes(report) else ()),
         )
-        for axes, kind, total in sorted(found, key=lambda item: -item[2].bytes_sent_per_device)
+        for (axes, kind), total in sorted(found.items(), key=lambda item: -item[1].bytes_sent_per_device)
     )
     columns = ("axes", "kind", "runs a step>", "sent a step>", *(("where",) if _knows_nodes(report) else ()))
     return Table(title="Totals", columns=columns, rows=rows)
@@ -515,9 +495,7 @@ def _notes(report: Report) -> Section:
     return Section(title="Notes", parts=tuple(Cell(f"· {note}", "faint") for note in (*said, compiled)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In a terminal
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- In a terminal ---------------------------------------------------------------------------------------------------
 
 _RICH: Mapping[Style, str] = {
     "": "", "good": "green", "bad": "bold red", "warn": "yellow", "faint": "dim", "strong": "bold"
@@ -631,9 +609,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c in "\n\t" else "�" for c in text)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In a browser
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- In a browser ----------------------------------------------------------------------------------------------------
 
 # Colours are mixed from whatever text and background are around it, so a light and a dark page both stay readable.
 _CSS = """

@@ -14,6 +14,7 @@ from meshpar.compiled.holding import Promise
 from meshpar.compiled.lint import Finding
 from meshpar.compiled.memory import Memory
 from meshpar.compiled.stages import Stages
+from meshpar.sharding.printing import Plain, plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,26 +30,15 @@ class Sent:
     """Of that time, while compute was at work."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         one = self.collective
+        said = (
+            "kind", "axes", "dtype", "payload_bytes", "bytes_sent_per_device", "count_per_step", "count_known",
+            "group_size", "module", "source", "op_name", "origin", "is_backward", "is_async", "in_branch",
+        )  # fmt: skip
         return {
-            "kind": one.kind,
-            "axes": list(one.axes),
-            "dtype": one.dtype,
-            "payload_bytes": one.payload_bytes,
-            "bytes_sent_per_device": one.bytes_sent_per_device,
-            "count_per_step": one.count_per_step,
+            **{name: plain(getattr(one, name)) for name in said},
             "count_by_stage": list(one.count_by_stage) or None,
-            "count_known": one.count_known,
-            "group_size": one.group_size,
             "num_arrays": len(one.parts),
-            "module": one.module,
-            "source": one.source,
-            "op_name": one.op_name,
-            "origin": one.origin,
-            "is_backward": one.is_backward,
-            "is_async": one.is_async,
-            "in_branch": one.in_branch,
             "stands_for": one.logical_kind if one.logical_kind != one.kind else None,
             "crosses_node": self.crosses_node,
             "time_s": self.time_s,
@@ -57,7 +47,7 @@ class Sent:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Plain):
     """What `explain` found. Prints as tables, shows as HTML in a notebook, and is plain data with `to_json`."""
 
     devices: int
@@ -84,6 +74,7 @@ class Report:
     """How stages share the work; None without them."""
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
     """The simulated step, to draw; not part of the JSON."""
+    derived = ("totals",)
 
     @property
     def totals(self) -> dict[str, dict[str, Total]]:
@@ -97,27 +88,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; sizes in bytes, times in seconds."""
-        return {
-            "devices": self.devices,
-            "mesh": dict(self.mesh),
-            "target": self.target,
-            "strategy": self.strategy,
-            "memory": self.memory.to_json(),
-            "collectives": [one.to_json() for one in self.collectives],
-            "totals": {
-                axes: {kind: dataclasses.asdict(total) for kind, total in kinds.items()}
-                for axes, kinds in self.totals.items()
-            },
-            "promise": self.promise.to_json(),
-            "overlap": self.overlap.to_json(),
-            "compute": self.compute.to_json(),
-            "stages": None if self.stages is None else self.stages.to_json(),
-            "lint": [one.to_json() for one in self.findings],
-            "compile_s": self.compile_s,
-            "compile_options": dict(self.compile_options),
-            "fingerprint": self.fingerprint,
-            "notes": list(self.notes),
-        }
+        return {"lint" if name == "findings" else name: value for name, value in super().to_json().items()}
 
     def __rich__(self) -> Any:
         from meshpar.compiled.render import as_rich

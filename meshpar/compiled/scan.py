@@ -48,29 +48,24 @@ class Scanner:
         return HloSyntaxError(f"{message}, found {found!r}", self.line())
 
     def at_end(self) -> bool:
-        """Whether the text is used up."""
         return self.pos >= len(self.text)
 
     def skip_space(self) -> None:
-        """Passes white space, line ends and comments."""
         match = _SPACE.match(self.text, self.pos)
         assert match is not None
         self.pos = match.end()
 
     def take(self, literal: str) -> bool:
-        """Passes `literal` if it stands here."""
         if self.text.startswith(literal, self.pos):
             self.pos += len(literal)
             return True
         return False
 
     def expect(self, literal: str) -> None:
-        """Passes `literal`, which has to stand here."""
         if not self.take(literal):
             raise self.error(f"expected {literal!r}")
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Passes `pattern` if it matches here."""
         match = pattern.match(self.text, self.pos)
         if match is not None:
             self.pos = match.end()

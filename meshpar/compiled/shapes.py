@@ -59,11 +59,9 @@ class TupleShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays inside."""
         return sum(leaf.nbytes for leaf in self.leaves())
 
     def leaves(self) -> Iterator[ArrayShape]:
-        """The arrays inside, left to right."""
         for element in self.elements:
             yield from element.leaves()
 

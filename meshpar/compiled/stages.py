@@ -14,6 +14,7 @@ from meshpar.compiled.promise import facts_of, of_stage, split_for_good
 from meshpar.parallel.promise import ITEMSIZE
 from meshpar.pipeline.schedules.ops import W
 from meshpar.pipeline.traffic import gathers_in_cells, traffic
+from meshpar.sharding.printing import Plain
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
@@ -31,7 +32,7 @@ class Gathering:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stages:
+class Stages(Plain):
     """A pipelined step, as its schedule has it."""
 
     schedule: str
@@ -55,13 +56,6 @@ class Stages:
     gather: str
     gathering: tuple[Gathering, ...]
     """Both choices; empty where layers are not split over the batch's axes."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dataclasses.asdict(self) | {
-            "peak_activations": list(self.peak_activations),
-            "gathering": [dataclasses.asdict(one) for one in self.gathering],
-        }
 
 
 def stages(

@@ -62,7 +62,7 @@ class _Place:
         if name in ("scan", "while"):
             trips = eqn.params["length"] if name == "scan" else _trips(eqn)
             visit = dataclasses.replace(visit, loops=(*visit.loops, Loop(name, name, trips, scope)))
-        for index, (jaxpr, of) in enumerate(_jaxprs(eqn)):
+        for index, (jaxpr, of) in enumerate(inner_jaxprs(eqn)):
             inner = visit
             if name == "cond":
                 branch = Branch(name, index, of, len(visit.loops), f"{scope}/cond")
@@ -90,18 +90,14 @@ def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
 
 def _sent(jaxpr: Any, place: _Place, cells: Cells | None) -> Iterator[Message]:
     for eqn in jaxpr.eqns:
-        kind = _kind(eqn.primitive.name)
+        # Without what jax puts around a primitive's name for its types.
+        base = eqn.primitive.name.removeprefix("unreduced_").removesuffix("_reduced").removesuffix("_invariant")
+        kind = _KINDS.get(base.rstrip("2"))
         if kind is not None:
             yield from _messages(kind, eqn, place, cells)
             continue
         for inner, where in place.inside(eqn):
             yield from _sent(inner, where, cells)
-
-
-def _kind(primitive: str) -> str | None:
-    """Of a primitive's name, without what jax puts around it for its types: `unreduced_`, `_invariant`."""
-    base = primitive.removeprefix("unreduced_").removesuffix("_reduced").removesuffix("_invariant").rstrip("2")
-    return _KINDS.get(base)
 
 
 def _messages(kind: str, eqn: Any, place: _Place, cells: Cells | None) -> Iterator[Message]:
@@ -139,7 +135,7 @@ def _trips(loop: Any) -> int | None:
     return max(0, int(stop.val) - int(start.val)) if known else None  # type: ignore[union-attr]
 
 
-def _jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
+def inner_jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
     """The jaxprs among an equation's parameters, each with how many there are beside it."""
     for value in eqn.params.values():
         several = value if isinstance(value, tuple | list) else (value,)

@@ -88,15 +88,6 @@ def executed(module: Module) -> Iterator[Visit]:
         stack.extend(reversed(inner))
 
 
-def loop_bodies(module: Module) -> tuple[tuple[Loop, Computation], ...]:
-    """The body of every while the program runs, with its innermost loop; a body that two loops share comes twice."""
-    return tuple(
-        (visit.loops[-1], visit.computation)
-        for visit in executed(module)
-        if visit.loops and visit.loops[-1].body == visit.computation.name
-    )
-
-
 def runs(ins: Instruction) -> tuple[str, ...]:
     """Computations an instruction runs once as a part of itself: not a loop's, not a branch's, not a reducer.
 

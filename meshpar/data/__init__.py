@@ -24,17 +24,7 @@ if TYPE_CHECKING:
     from meshpar.data.source import DataSource, Source
     from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
-_HOMES = {
-    "arrays": ("ArrayData", "ArraySource"),
-    "baseline": ("Baseline", "CrossEntropy", "bigram_baseline"),
-    "assembly": ("Batch", "Sharding"),
-    "batches": ("Batches", "ValidBatches"),
-    "corpus": ("TextData", "TextSource"),
-    "rows": ("ArrayRows", "Rows", "Windows"),
-    "source": ("DataSource", "Source"),
-    "tokens": ("ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer"),
-}
-__getattr__, __dir__ = lazy(__name__, _HOMES)
+__getattr__, __dir__ = lazy(__name__)
 
 __all__ = [  # noqa: RUF022
     "ArrayData", "ArraySource", "Baseline", "CrossEntropy", "bigram_baseline", "Batch", "Batches", "Sharding",

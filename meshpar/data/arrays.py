@@ -112,12 +112,9 @@ def _loaded(field: str, arrays: Arrays | Callable[[], Arrays]) -> dict[str, np.n
     loaded = arrays() if callable(arrays) else arrays
     if not loaded:
         raise problem(f"`ArrayData.{field}`", "open it", "it holds no arrays", "give at least one, by name")
-    return {name: _canonical(np.asarray(array)) for name, array in loaded.items()}
-
-
-def _canonical(array: np.ndarray) -> np.ndarray:
-    """The array in the dtype that jax would hold it in."""
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    arrays = {name: np.asarray(array) for name, array in loaded.items()}
+    # In the dtype that jax would hold each in.
+    return {name: x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) for name, x in arrays.items()}
 
 
 def _num_rows(field: str, arrays: dict[str, np.ndarray]) -> int:

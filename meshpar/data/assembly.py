@@ -78,7 +78,6 @@ def check_batch_size(batch_size: int, num_rows: int, what: str) -> None:
 
 
 def _per_name(sharding: Sharding, names: Mapping[str, Any]) -> dict[str, NamedSharding | None]:
-    """The sharding of each array of a batch."""
     if sharding is None or isinstance(sharding, NamedSharding):
         return dict.fromkeys(names, sharding)
     for name in sharding:

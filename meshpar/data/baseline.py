@@ -36,10 +36,6 @@ class CrossEntropy:
         return self.nats_per_token / math.log(2)
 
     @property
-    def nats_per_byte(self) -> float:
-        return self.nats_per_token / self.bytes_per_token
-
-    @property
     def bits_per_byte(self) -> float:
         return self.bits_per_token / self.bytes_per_token
 

@@ -8,6 +8,7 @@ prefetched but not handed out does not count.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
 import sys
@@ -173,11 +174,10 @@ class ValidBatches:
         return self._assembly.spec
 
     def __len__(self) -> int:
-        """Number of batches."""
         return len(self._row_numbers)
 
     def __iter__(self) -> Iterator[Batch]:
-        with _Stream(self._batch_at, 0, len(self), self._prefetch) as stream:
+        with contextlib.closing(_Stream(self._batch_at, 0, len(self), self._prefetch)) as stream:
             yield from stream
 
     def _batch_at(self, step: int) -> Batch:
@@ -222,12 +222,6 @@ class _Stream(Iterator[Batch]):
         # grain does not wait for a batch that is being made. We do: no device work may outlive the run.
         with self._making:
             pass
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _order(num_rows: int, seed: int) -> Any:

@@ -119,7 +119,6 @@ class TextSource(RowSource):
         return digest.hexdigest()
 
     def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
-        """Ids of the text's tokens."""
         return self.tokenizer.encode(text)
 
     def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:

@@ -14,9 +14,7 @@ from meshpar.sharding.types import problem
 class Rows(Protocol):
     """Anything that can be read a few rows at a time, at random, by any thread."""
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
     def read(self, indices: Int64[np.ndarray, " rows"]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
         """The rows of these indices: arrays whose first dim runs over them."""

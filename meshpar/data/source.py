@@ -17,9 +17,9 @@ class Source(Protocol):
     """Opened data: a training set and a held-out set, served as batches."""
 
     @property
+    @abc.abstractmethod
     def fingerprint(self) -> str:
         """A hash of what is trained on and what is held out; equal on every process of a healthy run."""
-        ...
 
     def train(self, sharding: Sharding = None) -> Batches:
         """Endless batches of the training set, from step 0."""
@@ -29,9 +29,9 @@ class Source(Protocol):
         """The same few batches of the held-out set every time."""
         ...
 
+    @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
         """What the data is, in numbers and words; JSON values only."""
-        ...
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class DataSource(Protocol):
         ...
 
 
-class RowSource(abc.ABC):
+class RowSource(Source):
     """A `Source` made of rows to train on and rows held out; says what the two that ship have in common.
 
     Args:
@@ -77,17 +77,7 @@ class RowSource(abc.ABC):
         """Numbers of the held-out rows that `valid()` serves."""
         self._prefetch, self._extra = prefetch, extra
 
-    @property
-    @abc.abstractmethod
-    def fingerprint(self) -> str:
-        """A hash of what is trained on and what is held out."""
-
-    @abc.abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """What the data is, in numbers and words; JSON values only."""
-
     def train(self, sharding: Sharding = None) -> Batches:
-        """Endless batches of the training set, from step 0."""
         return Batches(
             self.train_rows,
             batch_size=self.batch_size,
@@ -99,7 +89,7 @@ class RowSource(abc.ABC):
         )
 
     def valid(self, sharding: Sharding = None) -> ValidBatches:
-        """The same batches every time: whole ones, spread evenly over the held-out set."""
+        """Whole batches, spread evenly over the held-out set."""
         return ValidBatches(
             self.valid_rows, self.served, batch_size=self.batch_size, sharding=sharding, prefetch=self._prefetch
         )

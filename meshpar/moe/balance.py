@@ -6,7 +6,7 @@ them statistics of the global batch, the same at all ranks. E experts, T tokens 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,10 @@ def auxiliary_loss(
     check_factor("auxiliary_loss", "alpha", alpha)
     num_experts = scores.shape[1]
     with jax.named_scope("auxiliary_loss"):
-        counts = _summed("auxiliary_loss", count(experts, num_experts), axis).astype(scores.dtype)
+        counts = _over_ranks("auxiliary_loss", lax.psum, count(experts, num_experts), axis).astype(scores.dtype)
         share = counts / jnp.maximum(counts.sum(), 1)
-        mean_score = _mean("auxiliary_loss", _shares(scores), axis)
+        shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), _LEAST_TOTAL)
+        mean_score = _over_ranks("auxiliary_loss", lax.pmean, shares.mean(0), axis)
         return alpha * num_experts * (share * mean_score).sum()
 
 
@@ -64,7 +65,7 @@ def z_loss(logits: Float[Array, "T E"], *, weight: float = 1e-3, axis: Axis | No
         raise problem("z_loss", "take a mean over tokens", exists, "give logits of one token at the least")
     with jax.named_scope("z_loss"):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return weight * _mean("z_loss", jax.nn.logsumexp(logits, axis=-1) ** 2, axis)
+        return weight * _over_ranks("z_loss", lax.pmean, (jax.nn.logsumexp(logits, axis=-1) ** 2).mean(0), axis)
 
 
 def update_bias(
@@ -88,18 +89,15 @@ def update_bias(
       ValueError: bias and loads of different shapes, or not of numbers; no such axis here; a negative rate.
     """
     check_array("update_bias", "bias", bias, "...")
-    check_array("update_bias", "loads", loads, "...", "whole" if _is_whole(loads) else "floating")
+    is_count = jnp.issubdtype(getattr(loads, "dtype", jnp.float32), jnp.integer)
+    check_array("update_bias", "loads", loads, "...", "whole" if is_count else "floating")
     check_factor("update_bias", "rate", rate)
     if bias.shape != loads.shape or not bias.ndim:
         exists = f"the loads are {loads.shape}"
         raise problem("update_bias", f"update a bias of shape {bias.shape}", exists, "give one load for each bias")
     with jax.named_scope("update_bias"):
-        loads = _summed("update_bias", lax.stop_gradient(loads), axis)
+        loads = _over_ranks("update_bias", lax.psum, lax.stop_gradient(loads), axis)
         return lax.stop_gradient(bias - rate * _above_mean(loads).astype(bias.dtype))
-
-
-def _is_whole(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", jnp.float32), jnp.integer)
 
 
 def _above_mean(loads: jax.Array) -> jax.Array:
@@ -112,21 +110,8 @@ def _above_mean(loads: jax.Array) -> jax.Array:
     return jnp.where(loads > whole, 1, jnp.where((loads < whole) | (rest > 0), -1, 0))
 
 
-def _shares(scores: jax.Array) -> jax.Array:
-    return scores / jnp.maximum(scores.sum(-1, keepdims=True), _LEAST_TOTAL)
-
-
-def _mean(kernel: str, per_token: jax.Array, axis: Axis | None) -> jax.Array:
-    """Over the tokens of all ranks, each of which has as many."""
-    mean = per_token.mean(0)
-    if axis is None:
-        return mean
-    ranks_of(kernel, axis)
-    return lax.pmean(mean, axis)
-
-
-def _summed(kernel: str, x: jax.Array, axis: Axis | None) -> jax.Array:
+def _over_ranks(kernel: str, collective: Callable[..., jax.Array], x: jax.Array, axis: Axis | None) -> jax.Array:
     if axis is None:
         return x
     ranks_of(kernel, axis)
-    return lax.psum(x, axis)
+    return collective(x, axis)

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import is_whole, problem
 
 _KINDS = {"floating": jnp.floating, "whole": jnp.integer}
 
@@ -73,7 +72,7 @@ def check_whole(kernel: str, name: str, asked: Any, *, least: int = 1) -> None:
     """Raises `ValueError` for what is no whole number from `least` on; one that is traced may be any."""
     if isinstance(asked, jax.core.Tracer) and jnp.issubdtype(asked.dtype, jnp.integer) and not asked.ndim:
         return
-    if isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < least:
+    if not is_whole(asked, least):
         exists = f"it is a whole number, {least} or more"
         raise problem(f"{kernel}({name}=...)", f"be {asked!r}", exists, f"write {name}={max(least, 1)}, say")
 

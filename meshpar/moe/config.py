@@ -87,12 +87,10 @@ class MoEConfig:
 
     @property
     def is_biased(self) -> bool:
-        """Whether the layer has a balancing bias."""
         return self.bias_rate > 0
 
     @property
     def shared_dim(self) -> int:
-        """Hidden width of the shared experts together."""
         return self.shared_experts * self.mlp_dim
 
     def num_params(self, embed_dim: int) -> int:

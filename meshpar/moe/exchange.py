@@ -85,9 +85,7 @@ def sent_back(link: RowLink, coding: Coding, rows: jax.Array, traffic: RowCounts
     return _coded(link, coding, "back", rows, traffic)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Derivatives and coding
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Derivatives and coding ------------------------------------------------------------------------------------------
 
 _OPPOSITE = {"both": "both", "out": "back", "back": "out"}
 
@@ -97,16 +95,12 @@ def _coded(link: RowLink, coding: Coding, way: str, rows: jax.Array, traffic: Ro
     return _sent(link, coding.forward, coding.block, way, rows, traffic)
 
 
-def _coded_forward(link: RowLink, coding: Coding, way: str, rows: jax.Array, traffic: RowCounts | None) -> tuple:
-    return _coded(link, coding, way, rows, traffic), traffic
-
-
 def _coded_backward(link: RowLink, coding: Coding, way: str, traffic: RowCounts | None, grad: jax.Array) -> tuple:
     # Rounding counts as the identity: the transpose is that of what travels in full.
     return _sent(link, coding.backward, coding.block, _OPPOSITE[way], grad, traffic), None
 
 
-_coded.defvjp(_coded_forward, _coded_backward)
+_coded.defvjp(lambda *args: (_coded(*args), args[-1]), _coded_backward)
 
 
 def _sent(
@@ -118,9 +112,7 @@ def _sent(
     return decoded(message, rows.shape[-1], dtype, block, rows.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows on the wire
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Rows on the wire ------------------------------------------------------------------------------------------------
 
 
 def _on_wire(link: RowLink, way: str, rows: jax.Array, traffic: RowCounts | None) -> jax.Array:

@@ -168,11 +168,6 @@ def _activated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _default_block(num_rows: int, num_groups: int) -> int:
-    wanted = max(num_rows // (_BLOCKS_A_GROUP * num_groups), 1)
-    return min(max(1 << (wanted.bit_length() - 1), 8), 512)
-
-
 def _has_tokamax() -> bool:
     return importlib.util.find_spec("tokamax") is not None
 
@@ -214,9 +209,7 @@ def _batched(rows: jax.Array, weights: jax.Array) -> jax.Array:
     return products.astype(rows.dtype).reshape(rows.shape[0], weights.shape[2])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The blocked form
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The blocked form ------------------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
@@ -233,7 +226,8 @@ class _Plan(NamedTuple):
     @staticmethod
     def of(num_rows: int, num_groups: int, block: int | None, typical_rows: int | None) -> _Plan:
         typical = min(typical_rows or num_rows, num_rows)
-        size = min(block or _default_block(typical, num_groups), num_rows)
+        wanted = max(typical // (_BLOCKS_A_GROUP * num_groups), 1)
+        size = min(block or min(max(1 << (wanted.bit_length() - 1), 8), 512), num_rows)
         most, taken = (cost.grouped_rows(rows, num_groups, size) // size for rows in (num_rows, typical))
         known = 0 if typical_rows is None else min(taken, most)
         return _Plan(size, most, known, known or most)
@@ -339,10 +333,6 @@ def _blocked(plan: _Plan, rows: jax.Array, weights: jax.Array, sizes: jax.Array)
     return _products(plan, rows, weights, sizes, 1)
 
 
-def _blocked_forward(plan: _Plan, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple:
-    return _blocked(plan, rows, weights, sizes), (rows, weights, sizes)
-
-
 def _blocked_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
     rows, weights, sizes = saved
     with jax.named_scope(KERNEL):
@@ -350,12 +340,10 @@ def _blocked_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
         return _products(plan, grad, weights, sizes, 2), d_weights, None
 
 
-_blocked.defvjp(_blocked_forward, _blocked_backward)
+_blocked.defvjp(lambda *args: (_blocked(*args), args[1:]), _blocked_backward)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# SwiGLU, block by block
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- SwiGLU, block by block ------------------------------------------------------------------------------------------
 
 _Weights: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 """Gate, up and down."""
@@ -428,9 +416,7 @@ def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tupl
 _blocked_swiglu.defvjp(_blocked_swiglu_forward, _blocked_swiglu_backward)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tokamax's kernels
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- tokamax's kernels -----------------------------------------------------------------------------------------------
 
 
 def _ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -460,6 +446,4 @@ def _only_owned(x: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None], x, jnp.zeros_like(x))
 
 
-_tokamax.defvjp(
-    lambda rows, weights, sizes: (_tokamax(rows, weights, sizes), (rows, weights, sizes)), _tokamax_backward
-)
+_tokamax.defvjp(lambda *args: (_tokamax(*args), args), _tokamax_backward)

@@ -61,9 +61,7 @@ def in_buffers(experts: jax.Array, num_experts: int, room: int) -> Order:
     return Order(jnp.where(has_room, places, -1), choices)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Rows ------------------------------------------------------------------------------------------------------------
 
 
 def taken(rows: jax.Array, at: jax.Array) -> jax.Array:
@@ -105,9 +103,7 @@ def _weighted_sum_backward(saved: tuple[jax.Array, jax.Array, Order], grad: jax.
     return (weight * grads).astype(rows.dtype), d_weights.astype(weights.dtype), None
 
 
-_weighted_sum.defvjp(
-    lambda rows, weights, order: (_weighted_sum(rows, weights, order), (rows, weights, order)), _weighted_sum_backward
-)
+_weighted_sum.defvjp(lambda *args: (_weighted_sum(*args), args), _weighted_sum_backward)
 
 
 def _sum_of_choices(rows: jax.Array, weights: jax.Array | None, order: Order) -> jax.Array:
@@ -131,9 +127,7 @@ def _wide(*arrays: jax.Array) -> jnp.dtype:
     return jnp.result_type(jnp.float32, *(x.dtype for x in arrays))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs of rows
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Runs of rows ----------------------------------------------------------------------------------------------------
 
 _BLOCK = 64
 """Rows that a loop moves at once."""

@@ -39,6 +39,7 @@ from meshpar.sharding.types import (
     PyTree,
     axis_sizes,
     near_or,
+    owner_of,
     path_str,
     problem,
     spec_axes,
@@ -211,9 +212,7 @@ def permute(
     return _permuted_tree(params, order, {path: named for path, (named, _) in known.items() if _below(path, scope)})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What belongs to the experts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What belongs to the experts -------------------------------------------------------------------------------------
 
 _Known: TypeAlias = dict[str, tuple[Names, str]]
 """Leaves with a dim named `expert`, by path: names, and the path in the model by which a scope finds them."""
@@ -232,13 +231,8 @@ def _known(state: TrainState, names: Mapping[str, Names]) -> dict[str, _Known]:
     for decision in state.table.optimizer:
         path = decision.path.removeprefix("opt_state/")
         if decision.leaf.names is not None and "expert" in decision.leaf.names:
-            slots[path] = (decision.leaf.names, _owner(path, params))
+            slots[path] = (decision.leaf.names, owner_of(path, params))
     return {"params": params, "opt_state": slots, "extra": _vectors(state.extra, state.params, params, names)}
-
-
-def _owner(path: str, params: _Known) -> str:
-    """The parameter that optimizer state belongs to: its path ends with that one's."""
-    return max((one for one in params if f"/{path}".endswith(f"/{one}")), key=len, default=path)
 
 
 def _vectors(extra: PyTree, params: PyTree, known: _Known, names: Mapping[str, Names]) -> _Known:
@@ -265,7 +259,6 @@ def _home(path: str, router: str) -> str | None:
 
 
 def _ranks_of_experts(state: TrainState) -> int:
-    """Over how many ranks the rules split the experts."""
     sizes, ranks = axis_sizes(state.setup.mesh), 1
     for decision in state.table.params:
         for name, entry in zip(decision.leaf.names or (), decision.spec, strict=False):
@@ -281,9 +274,7 @@ def _ranks_of_experts(state: TrainState) -> int:
     return ranks
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What would not be the same to the bit
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What would not be the same to the bit ---------------------------------------------------------------------------
 
 
 def _configs(model: Any) -> list[MoEConfig]:
@@ -361,9 +352,7 @@ def _permuted(x: Any, order: np.ndarray, names: Names) -> Any:
     return jax.jit(lambda x: jnp.take_along_axis(x, index, axis=dim), out_shardings=x.sharding)(x)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sharing out
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Sharing out -----------------------------------------------------------------------------------------------------
 
 _Shares = list[list[int]]
 """The items of each rank."""
@@ -452,9 +441,7 @@ def _few_moves(shares: _Shares, room: int) -> np.ndarray:
     return order
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_given(loads: Any) -> None:

@@ -53,15 +53,7 @@ def alike(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return varying(x, axes)
 
 
-def _alike_forward(axes: tuple[str, ...], x: jax.Array) -> tuple[jax.Array, None]:
-    return varying(x, axes), None
-
-
-def _alike_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (total(g, axes),)
-
-
-alike.defvjp(_alike_forward, _alike_backward)
+alike.defvjp(lambda axes, x: (varying(x, axes), None), lambda axes, _, g: (total(g, axes),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -82,10 +74,6 @@ def _gathered(dims: Dims, x: jax.Array) -> jax.Array:
     return x
 
 
-def _whole_forward(dims: Dims, dtype: Any, shard: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _gathered(dims, shard.astype(dtype)), jnp.zeros((), shard.dtype)
-
-
 def _whole_backward(dims: Dims, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     g = g.astype(like.dtype)
     for dim, axes in enumerate(dims):
@@ -93,4 +81,4 @@ def _whole_backward(dims: Dims, dtype: Any, like: jax.Array, g: jax.Array) -> tu
     return (g,)
 
 
-whole.defvjp(_whole_forward, _whole_backward)
+whole.defvjp(lambda dims, dtype, x: (_gathered(dims, x.astype(dtype)), jnp.zeros((), x.dtype)), _whole_backward)

@@ -69,7 +69,9 @@ class Routing:
                 raise problem(f"Routing({field}=...)", asked, "it is True or False", f"write {field}=True, or False")
         self._check_top_k()
         self._check_groups()
-        self._check_numbers()
+        check_positive("Routing", "scale", self.scale, "1.0")
+        if self.capacity_factor is not None:
+            check_positive("Routing", "capacity_factor", self.capacity_factor, "1.25, or None to drop nothing")
         if self.choice == "expert":
             self._check_expert_choice()
 
@@ -99,11 +101,6 @@ class Routing:
                 "groups are equal, and there are no more to visit than there are",
                 f"use a divisor of {self.num_experts}, and top_groups up to it",
             )
-
-    def _check_numbers(self) -> None:
-        check_positive("Routing", "scale", self.scale, "1.0")
-        if self.capacity_factor is not None:
-            check_positive("Routing", "capacity_factor", self.capacity_factor, "1.25, or None to drop nothing")
 
     def _check_expert_choice(self) -> None:
         if self.causal and not self.force:
@@ -243,9 +240,7 @@ def or_unassigned(experts: Int[Array, "*dims"], num_experts: int) -> Int32[Array
     return jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Choosing
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Choosing --------------------------------------------------------------------------------------------------------
 
 
 def _chosen_by_tokens(logits: jax.Array, scores: jax.Array, routing: Routing, bias: jax.Array | None) -> jax.Array:
@@ -323,9 +318,7 @@ def _chosen_by_experts(scores: jax.Array, routing: Routing) -> tuple[jax.Array, 
     return experts, jnp.where(takes, scores, 0.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_arrays(logits: jax.Array, routing: Routing, bias: jax.Array | None) -> None:

@@ -93,16 +93,13 @@ class Part:
         return {field.name: getattr(value, "literal", value) for field, value in fields if value != field.default}
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, which `strategy.from_json` reads."""
         return {"part": self.name, **self.arguments()}
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.arguments().items())})"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What parts are made of
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What parts are made of ------------------------------------------------------------------------------------------
 
 
 def activations(origin: str, by_name: Mapping[str, DimRule] | None = None) -> Rules:

@@ -97,16 +97,13 @@ class Strategy:
     @property
     def quantize(self) -> Quantize | None:
         """How split parameters and their gradients travel; None: as XLA sends them."""
-        return self._last("quantize")
+        values = (getattr(part, "quantize", None) for part in reversed(self.parts))
+        return next((value for value in values if value is not None), None)
 
     @property
     def pipeline(self) -> Pipeline | None:
         """How the layers are run stage by stage; None: one after the other, by all devices."""
         return next((part for part in reversed(self.parts) if part.name == "pipeline_parallel"), None)  # type: ignore[return-value]
-
-    def _last(self, field: str) -> Any:
-        values = (getattr(part, field, None) for part in reversed(self.parts))
-        return next((value for value in values if value is not None), None)
 
     def promise(self, facts: Facts) -> tuple[Promised, ...]:
         """The collectives that XLA puts in because of all parts' rules.
@@ -152,7 +149,6 @@ class Strategy:
         return as_strategy(other) | self if isinstance(other, Rules) else NotImplemented
 
     def replace(self, *, big_leaf_bytes: int) -> Strategy:
-        """The same strategy, with another limit for leaves that are replicated by accident."""
         return dataclasses.replace(self, big_leaf_bytes=big_leaf_bytes)
 
     def to_json(self) -> dict[str, Any]:
@@ -201,9 +197,7 @@ class Strategy:
                 )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rules by hand
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Rules by hand ---------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -317,9 +311,7 @@ def _advice(given: object) -> str:
     return "write mp.fsdp() or mp.Rules(...)"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Read back
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Read back -------------------------------------------------------------------------------------------------------
 
 
 def from_json(data: Mapping[str, Any]) -> Strategy:

@@ -286,7 +286,9 @@ class _Trace:
             return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), self.executor.grad_dtype(x.dtype)), like)
 
         grads = Params(*self.executor.pin(sums(self.part_params, self.chunks), sums(self.ends)))
-        aux = {k: jnp.zeros((self.chunks, *x.shape), _aux_dtype(x.dtype)) for k, x in self.aux.items()}
+        wide = {k: jnp.float32 if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.int32 for k, x in self.aux.items()}
+        dtypes = {k: jnp.promote_types(x.dtype, wide[k]) for k, x in self.aux.items()}
+        aux = {k: jnp.zeros((self.chunks, *x.shape), dtypes[k]) for k, x in self.aux.items()}
         return _Carry(
             stash=room(self.split.stash, counts["stash"]),
             backlog=room(self._handed, counts["backlog"]),
@@ -505,8 +507,3 @@ def _sum(totals: PyTree, grads: PyTree, at: jax.Array | None = None) -> PyTree:
         return total.at[at].add(grad.astype(total.dtype))
 
     return jax.tree.map(add, totals, grads)
-
-
-def _aux_dtype(dtype: Any) -> Any:
-    """In which the parts' metrics are summed."""
-    return jnp.promote_types(dtype, jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) else jnp.int32)

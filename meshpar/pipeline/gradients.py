@@ -151,7 +151,7 @@ class _Share:
         self.manual = (run.axis, *self.batch_axes)
         self.own = _each(lambda _: P(), specs.parts) if run.own is None else run.own
         self.at_entry = self._entering(specs)
-        self.sharded = _each(self._only_manual, self.at_entry)
+        self.sharded = _each(lambda spec: without_axes(spec, {*axes_of_spec(spec)} - {*self.manual}), self.at_entry)
         auto = _each(lambda spec: without_axes(spec, self.manual), specs)
         self.executor = Executor(
             plan=Plan.of(run.schedule),
@@ -209,9 +209,6 @@ class _Share:
         parts = specs.parts if self.run.gather == "microbatch" else _each(whole, specs.parts, self.own)
         return Params(parts, _each(lambda spec: without_axes(spec, self.batch_axes), specs.ends))
 
-    def _only_manual(self, spec: P) -> P:
-        return without_axes(spec, set(axes_of_spec(spec)) - set(self.manual))
-
     def _gatherer(self, sharded: PyTree, auto: PyTree) -> Callable[[PyTree], PyTree]:
         """Of a part's shards its weights, whole over the axes that split the batch and split as ever over others."""
         if self.run.gather == "step" or not self.batch_axes:
@@ -258,9 +255,7 @@ def _summed(x: jax.Array, dim: int) -> jax.Array:
     return lax.reduce(x, np.zeros((), x.dtype), lax.add, (dim,))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# For any stage function
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- For any stage function ------------------------------------------------------------------------------------------
 
 Stage: TypeAlias = Callable[[PyTree, PyTree, Micro], Any]
 """(parameters of one part, x, micro) -> y, or (y, Aux)."""

@@ -25,9 +25,7 @@ DEAR = frozenset(
 """What is never computed a second time to spare a message."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tracing, and running what was traced
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Tracing, and running what was traced ----------------------------------------------------------------------------
 
 
 def flat_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
@@ -140,9 +138,7 @@ def _lead(outside: Sequence[Variable], inside: Sequence[Variable]) -> int:
     return same.index(False) if False in same else len(same)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What depends on what
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What depends on what --------------------------------------------------------------------------------------------
 
 
 def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
@@ -179,9 +175,7 @@ def _kept(atoms: Sequence[Any], mask: Sequence[bool]) -> set[Variable]:
     return {atom for atom, keep in zip(atoms, mask, strict=True) if keep and not isinstance(atom, Literal)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The cut
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The cut ---------------------------------------------------------------------------------------------------------
 
 
 class Cut:

@@ -75,7 +75,6 @@ class SplitVjp:
     _backward: Cut
 
     def forward(self, params: PyTree, x: PyTree) -> tuple[PyTree, Values]:
-        """F: `(y, stash)`."""
         out, _ = self._forward.run_first(jax.tree.leaves((params, x)))
         y, residuals = out[: self._ends.y.count], out[self._ends.y.count :]
         return jax.tree.unflatten(self._ends.y.structure, y), tuple(residuals[at] for at in self._kept.stashed)

@@ -21,7 +21,7 @@ from meshpar.planner import cost
 from meshpar.planner.cost import Cost
 from meshpar.planner.hardware import Cluster, Link, Links, Profile
 from meshpar.planner.units import si
-from meshpar.sharding.printing import Printed, table
+from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import MeshLike, axis_sizes, near, problem
 
 
@@ -152,7 +152,6 @@ class Account(Printed):
 
     @property
     def name(self) -> str:
-        """Of the algorithm."""
         return self.algorithm.name
 
     @property
@@ -206,7 +205,6 @@ class Account(Printed):
         return ()
 
     def to_json(self) -> dict[str, Any]:
-        """The account as plain data."""
         figures = (
             "steps", "bytes_sent", "latency_s", "bandwidth_s", "time_s", "algorithm_bytes_per_s", "bus_bytes_per_s",
             "lower_bound_bytes", "crossover_bytes",
@@ -268,14 +266,10 @@ class Account(Printed):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accounts(Printed):
+class Accounts(Printed, Plain):
     """The same collective by several algorithms, the quickest first."""
 
     accounts: tuple[Account, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The accounts as plain data."""
-        return {"accounts": [one.to_json() for one in self.accounts]}
 
     def __rich__(self) -> Any:
         first = self.accounts[0]
@@ -363,9 +357,7 @@ def compare(names: Sequence[str], payload_bytes: float, num_ranks: int, over: Li
     return Accounts(accounts=tuple(sorted(found, key=lambda one: one.time_s)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
 def _named(algorithm: str) -> Algorithm:

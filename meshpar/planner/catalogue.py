@@ -49,11 +49,6 @@ class Gpu:
     sources: tuple[tuple[str, str, str], ...] = ()
     """(figures, source, date) for every figure above."""
 
-    def source_of(self, figure: str) -> str:
-        """Where a figure is from, with its date; empty when it is not said."""
-        found = (f"{source} ({date})" for figures, source, date in self.sources if figure in figures.split())
-        return "; ".join(found)
-
 
 def gpu_from(data: Mapping[str, Any]) -> Gpu:
     """The GPU that plain data describe, as an entry of `gpus.toml` or of a profile does."""

@@ -16,8 +16,8 @@ import jax
 from meshpar.planner.accounts import Account, Accounts, account
 from meshpar.planner.hardware import HOST_DEVICES, Link, Profile, cluster_of, gpu_of_kind, parse_profile
 from meshpar.planner.units import si
-from meshpar.sharding.printing import Printed
-from meshpar.sharding.types import MeshLike, near, problem
+from meshpar.sharding.printing import Plain, Printed
+from meshpar.sharding.types import MeshLike, is_whole, near, problem
 
 VARIABLE = "MESHPAR_CLUSTER"
 """The environment variable that names a cluster, or a profile's file."""
@@ -39,7 +39,7 @@ POWERS_OF_TWO = ("doubling-all-gather", "halving-reduce-scatter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice(Printed):
+class Choice(Printed, Plain):
     """The quickest algorithm for a message, and what the others would take. Prints as a table."""
 
     kernel: str
@@ -49,16 +49,6 @@ class Choice(Printed):
     alternatives: Mapping[str, Account]
     """Every algorithm that was looked at, the quickest first."""
     why: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The choice as plain data."""
-        return {
-            "kernel": self.kernel,
-            "algorithm": self.algorithm,
-            "time_s": self.time_s,
-            "why": self.why,
-            "alternatives": {name: one.to_json() for name, one in self.alternatives.items()},
-        }
 
     def __rich__(self) -> Any:
         table = Accounts(accounts=tuple(self.alternatives.values())).__rich__()
@@ -97,7 +87,7 @@ def choose(
     if kernel not in KERNELS:
         exists = "no algorithm is chosen for it"
         raise problem(f"kernel `{kernel}`", "choose an algorithm", exists, near(kernel, KERNELS))
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
+    if not is_whole(num_ranks):
         raise problem(f"kernel `{kernel}`", f"run on {num_ranks!r} ranks", "it is a whole number", "give 1 or more")
     over = links_here(kernel) if cluster is None else cluster if isinstance(cluster, Link) else parse_profile(cluster)
     names = dict(KERNELS[kernel])

@@ -1,7 +1,7 @@
 """The alpha-beta model: steps, bytes and time of every collective algorithm, in closed form.
 
-n is the payload in bytes, N the ranks of a group. A message of n bytes takes `alpha + n beta`; a reduced byte may cost
-`gamma` on top. Every rank sends and receives at once, over one link.
+n is the payload in bytes, N the ranks of a group. A message of n bytes takes `alpha + n beta`. Every rank sends and
+receives at once, over one link.
 
     algorithm                                steps            bytes sent per rank
     ring all-reduce                          2(N-1)           2(N-1)/N n
@@ -39,20 +39,16 @@ class Cost:
     """By one rank; by the busiest one where ranks differ."""
     bytes_in_turn: float
     """Through one link, one after the other, counted along the longest way: what beta is paid for."""
-    bytes_reduced: float = 0.0
-    """Summed by one rank: what gamma is paid for."""
 
-    def time_s(self, link: Link, *, gamma_s_per_byte: float = 0.0) -> float:
-        """Time over a link; `gamma_s_per_byte` is what summing a byte takes."""
-        moving_s = self.steps * link.alpha_s + self.bytes_in_turn * link.beta_s_per_byte
-        return moving_s + self.bytes_reduced * gamma_s_per_byte
+    def time_s(self, link: Link) -> float:
+        """Time over a link."""
+        return self.steps * link.alpha_s + self.bytes_in_turn * link.beta_s_per_byte
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             steps=self.steps + other.steps,
             bytes_sent=self.bytes_sent + other.bytes_sent,
             bytes_in_turn=self.bytes_in_turn + other.bytes_in_turn,
-            bytes_reduced=self.bytes_reduced + other.bytes_reduced,
         )
 
 
@@ -65,16 +61,12 @@ class HierarchicalCost:
     across: Cost
     """Between the groups: every rank of a group with its counterparts, all K at the same time."""
 
-    def time_s(self, inside: Link, across: Link, *, gamma_s_per_byte: float = 0.0) -> float:
+    def time_s(self, inside: Link, across: Link) -> float:
         """Time over a link inside the groups and one between them."""
-        return self.inside.time_s(inside, gamma_s_per_byte=gamma_s_per_byte) + self.across.time_s(
-            across, gamma_s_per_byte=gamma_s_per_byte
-        )
+        return self.inside.time_s(inside) + self.across.time_s(across)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Point to point
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Point to point --------------------------------------------------------------------------------------------------
 
 
 def message(payload_bytes: float) -> Cost:
@@ -83,9 +75,7 @@ def message(payload_bytes: float) -> Cost:
     return Cost(steps=1, bytes_sent=float(payload_bytes), bytes_in_turn=float(payload_bytes))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Gather, scatter, exchange
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Gather, scatter, exchange ---------------------------------------------------------------------------------------
 
 
 def ring_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
@@ -96,9 +86,7 @@ def ring_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
 
 def ring_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
     """As the all-gather, each part summed on its way. The payload is the array before scattering."""
-    return dataclasses.replace(
-        ring_all_gather(payload_bytes, num_ranks), bytes_reduced=_all_but_own(payload_bytes, num_ranks)
-    )
+    return ring_all_gather(payload_bytes, num_ranks)
 
 
 def doubling_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
@@ -117,15 +105,12 @@ def doubling_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
 
 def halving_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
     """The all-gather by doubling backwards, what arrives summed: `log2 N` steps, for a power of two of ranks."""
-    return dataclasses.replace(
-        doubling_all_gather(payload_bytes, num_ranks), bytes_reduced=_all_but_own(payload_bytes, num_ranks)
-    )
+    return doubling_all_gather(payload_bytes, num_ranks)
 
 
 def all_to_all(payload_bytes: float, num_ranks: int) -> Cost:
     """One part to each other rank, `n / N` each. The payload is what one rank holds."""
-    sent = _all_but_own(payload_bytes, num_ranks)
-    return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
+    return ring_all_gather(payload_bytes, num_ranks)
 
 
 def ring_broadcast(payload_bytes: float, num_ranks: int) -> Cost:
@@ -146,24 +131,21 @@ def all_gather_matmul(payload_bytes: float, num_ranks: int, *, backward: bool = 
     return dataclasses.replace(gather + ring_reduce_scatter(payload_bytes, num_ranks), steps=gather.steps)
 
 
-def matmul_reduce_scatter(payload_bytes: float, num_ranks: int, *, backward: bool = False) -> Cost:
+def matmul_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
     """What the overlapped matmul sends: a ring reduce-scatter, half of it each way. The payload is the whole sum.
 
-    Backward it gathers the gradient.
+    Backward it gathers the gradient, which takes as much.
     """
-    return ring_all_gather(payload_bytes, num_ranks) if backward else ring_reduce_scatter(payload_bytes, num_ranks)
+    return ring_reduce_scatter(payload_bytes, num_ranks)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All-reduce
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- All-reduce ------------------------------------------------------------------------------------------------------
 
 
 def ring_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     """A ring reduce-scatter, then a ring all-gather: `2(N-1) alpha + 2(N-1)/N n beta`. Bandwidth-optimal."""
     sent = all_reduce_lower_bound_bytes(payload_bytes, num_ranks)
-    reduced = _all_but_own(payload_bytes, num_ranks)
-    return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=sent, bytes_reduced=reduced)
+    return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=sent)
 
 
 def tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
@@ -177,8 +159,7 @@ def tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     moved = float((rounds + rest) * payload_bytes)
     # Of the two messages more, a rank sends one and receives the other.
     sent = moved - rest // 2 * payload_bytes
-    reduced = float((rounds + rest // 2) * payload_bytes)
-    return Cost(steps=rounds + rest, bytes_sent=sent, bytes_in_turn=moved, bytes_reduced=reduced)
+    return Cost(steps=rounds + rest, bytes_sent=sent, bytes_in_turn=moved)
 
 
 def halving_doubling_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
@@ -190,8 +171,7 @@ def halving_doubling_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     rounds, rest = _doublings(num_ranks)
     moved = all_reduce_lower_bound_bytes(payload_bytes, 2**rounds) + rest * payload_bytes
     sent = moved - rest // 2 * payload_bytes  # as in the tree
-    reduced = _all_but_own(payload_bytes, 2**rounds) + rest // 2 * payload_bytes
-    return Cost(steps=2 * rounds + rest, bytes_sent=sent, bytes_in_turn=moved, bytes_reduced=reduced)
+    return Cost(steps=2 * rounds + rest, bytes_sent=sent, bytes_in_turn=moved)
 
 
 def binomial_tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
@@ -199,7 +179,7 @@ def binomial_tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     _check(payload_bytes, num_ranks)
     levels = (num_ranks - 1).bit_length()
     whole = float(levels * payload_bytes)
-    return Cost(steps=2 * levels, bytes_sent=whole, bytes_in_turn=2 * whole, bytes_reduced=whole)
+    return Cost(steps=2 * levels, bytes_sent=whole, bytes_in_turn=2 * whole)
 
 
 def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int) -> HierarchicalCost:
@@ -234,9 +214,7 @@ def parameter_server_all_reduce(payload_bytes: float, num_ranks: int, *, num_ser
     part = payload_bytes / num_servers
     one_way = (num_ranks - 1) * part
     as_worker = (num_servers - 1) * part
-    return Cost(
-        steps=2 * (num_ranks - 1), bytes_sent=one_way + as_worker, bytes_in_turn=2 * one_way, bytes_reduced=one_way
-    )
+    return Cost(steps=2 * (num_ranks - 1), bytes_sent=one_way + as_worker, bytes_in_turn=2 * one_way)
 
 
 def naive_root_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
@@ -273,9 +251,7 @@ def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | N
     return max(ahead_s, 0.0) / behind_s_per_byte
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Quantized
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Quantized -------------------------------------------------------------------------------------------------------
 
 
 def quantized_bytes(num_elements: int, *, block: int = 256) -> int:
@@ -314,11 +290,7 @@ def quantized_reduce_scatter(
     """
     nodes, inner = _nodes("quantized reduce-scatter", num_ranks, inner)
     part = quantized_bytes(-(-num_elements // num_ranks), block=block)
-    inside, across = all_to_all(num_ranks * part, inner), all_to_all(nodes * part, nodes)
-    return HierarchicalCost(
-        inside=dataclasses.replace(inside, bytes_reduced=inside.bytes_sent),
-        across=dataclasses.replace(across, bytes_reduced=across.bytes_sent),
-    )
+    return HierarchicalCost(inside=all_to_all(num_ranks * part, inner), across=all_to_all(nodes * part, nodes))
 
 
 def quantized_all_reduce(
@@ -343,9 +315,7 @@ def _nodes(what: str, num_ranks: int, inner: int | None) -> tuple[int, int]:
     return num_ranks // inner, inner
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention over a split sequence
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Attention over a split sequence ---------------------------------------------------------------------------------
 
 
 def ring_attention(kv_bytes: float, num_ranks: int) -> Cost:
@@ -363,9 +333,7 @@ def ring_attention_backward(kv_bytes: float, gradient_bytes: float, num_ranks: i
       gradient_bytes: their gradients in the dtype they are summed in, float32 for bfloat16.
       num_ranks: N.
     """
-    gradients = ring_attention(gradient_bytes, num_ranks)
-    summed = dataclasses.replace(gradients, bytes_reduced=gradients.bytes_sent)
-    return ring_attention(kv_bytes, num_ranks) + summed
+    return ring_attention(kv_bytes, num_ranks) + ring_attention(gradient_bytes, num_ranks)
 
 
 def ring_attention_flops(
@@ -391,9 +359,7 @@ def zigzag_order(payload_bytes: float, num_ranks: int) -> Cost:
     return Cost(steps=steps, bytes_sent=sent, bytes_in_turn=sent)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mixture of experts: T tokens a rank (b s / N), k choices each, E experts over N ranks, rows of d numbers
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Mixture of experts: T tokens a rank (b s / N), k choices each, E experts over N ranks, rows of d numbers --------
 
 
 def dropless_rows(num_tokens: int, k: int, num_experts: int, num_ranks: int, bound_factor: float | None = None) -> int:
@@ -483,9 +449,7 @@ def _check_routed(num_tokens: int, k: int, num_experts: int, num_ranks: int) -> 
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Collectives as the compiler names them
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Collectives as the compiler names them --------------------------------------------------------------------------
 
 _AS_SENT: Mapping[str, Callable[[float, int], Cost]] = {
     "all-reduce": ring_all_reduce,
@@ -520,9 +484,7 @@ def bytes_sent(kind: str, payload_bytes: float, group_size: int) -> float:
     return _cost(kind, payload_bytes, group_size).bytes_sent
 
 
-def collective_time_s(
-    kind: str, payload_bytes: float, group_size: int, link: Link, *, gamma_s_per_byte: float = 0.0
-) -> float:
+def collective_time_s(kind: str, payload_bytes: float, group_size: int, link: Link) -> float:
     """Time of one collective over a link: rings, but for an all-reduce the quicker of ring and tree.
 
     Args:
@@ -530,15 +492,12 @@ def collective_time_s(
       payload_bytes: as for `bytes_sent`.
       group_size: devices that take part together.
       link: between them.
-      gamma_s_per_byte: what summing a byte takes.
 
     Raises:
       ValueError: no such kind, or a size that cannot be.
     """
-    time_s = _cost(kind, payload_bytes, group_size).time_s(link, gamma_s_per_byte=gamma_s_per_byte)
-    if kind != "all-reduce":
-        return time_s
-    return min(time_s, tree_all_reduce(payload_bytes, group_size).time_s(link, gamma_s_per_byte=gamma_s_per_byte))
+    time_s = _cost(kind, payload_bytes, group_size).time_s(link)
+    return time_s if kind != "all-reduce" else min(time_s, tree_all_reduce(payload_bytes, group_size).time_s(link))
 
 
 def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: int, axes: Sequence[str] = ()) -> Link:
@@ -570,9 +529,7 @@ def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: in
     return Link(alpha_s=alpha_s, bytes_per_s=ports_bytes_per_s)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 
 def matmul_flops(rows: int, inner: int, columns: int) -> int:
@@ -595,9 +552,7 @@ def roofline_s(flops: float, moved_bytes: float, *, flops_per_s: float, bytes_pe
     return max(flops / flops_per_s, moved_bytes / bytes_per_s)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
 def _cost(kind: str, payload_bytes: float, group_size: int) -> Cost:

@@ -90,7 +90,6 @@ class _Measured:
         return found | ({"source": self.source} if self.source else {})
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile to a JSON file."""
         try:
             Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.mesh import check_mesh
 from meshpar.sharding.rules import Rules, resolve
-from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, problem, spec_axes
+from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, problem, without_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,16 +144,8 @@ def _activation_spec(leaf: Leaf, here: Ambient) -> PartitionSpec:
     if not manual:
         return resolve(leaf, here.rules, here.mesh).spec
     auto = {axis: 1 if axis in manual else size for axis, size in axis_sizes(here.mesh).items()}
-    spec = resolve(leaf, here.rules, auto).spec
-    kept = (tuple(a for a in spec_axes(entry) if a not in manual) for entry in spec)
-    return PartitionSpec(*((axes if len(axes) != 1 else axes[0]) or None for axes in kept))
+    return without_axes(resolve(leaf, here.rules, auto).spec, manual)
 
 
 def _manual_axes(here: Ambient) -> frozenset[str]:
-    axes = zip(*_context_axes(), strict=True)
-    return frozenset(axis for axis, kind in axes if kind == AxisType.Manual and axis in here.mesh.axis_names)
-
-
-def _context_axes() -> tuple[tuple[str, ...], tuple[AxisType, ...]]:
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.axis_names, mesh.axis_types
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes) & set(here.mesh.axis_names)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
+import numbers
 from collections.abc import Iterable
+from typing import Any
 
 
 class MeshparError(ValueError):
@@ -25,6 +28,17 @@ def problem(where: str, asked: str, exists: str, fix: str) -> MeshparError:
     Reads as "`where`: asked to `asked`, but `exists`. To fix it: `fix`."
     """
     return MeshparError(where, asked, exists, fix)
+
+
+def is_whole(value: Any, least: float = -math.inf) -> bool:
+    """Whether it is a whole number from `least` on; a truth value is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least  # type: ignore[operator]
+
+
+def check_count(where: str, asked: str, value: Any, fix: str = "use 1 or more") -> None:
+    """Raises `ValueError` for what is no whole number from 1 on."""
+    if not is_whole(value, 1):
+        raise problem(where, asked, "it is a positive integer", fix)
 
 
 def near(word: str, options: Iterable[str], *, most: int = 3) -> str:

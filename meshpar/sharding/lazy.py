@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 
-def lazy(
-    package: str, homes: Mapping[str, Sequence[str]], modules: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package, which has an `__all__`.
 
     Args:
-      package: its `__name__`.
-      homes: modules below the package, and the names that each gives.
-      modules: names of modules themselves, and where they are below the package.
+      package: its `__name__`. What its source imports under `if TYPE_CHECKING:` are the names.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
-    known = sorted([*home_of, *(modules or {})])
+    module = sys.modules[package]
+    blocks = (block for block in ast.parse(inspect.getsource(module)).body if isinstance(block, ast.If))
+    imports = (line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom))
+    home_of = {one.name: str(line.module) for line in imports for one in line.names}
 
     def get(name: str) -> Any:
-        if name not in known:
-            raise AttributeError(f"{package} has no {name!r}; it has {', '.join(known)}")
-        module = importlib.import_module(f"{package}.{home_of[name] if name in home_of else (modules or {})[name]}")
-        value = getattr(module, name) if name in home_of else module
-        setattr(sys.modules[package], name, value)
+        if name not in home_of:
+            raise AttributeError(f"{package} has no {name!r}; it has {', '.join(sorted(home_of))}")
+        home = importlib.import_module(home_of[name])
+        is_module = home is module or not hasattr(home, name)
+        value = importlib.import_module(f"{home.__name__}.{name}") if is_module else getattr(home, name)
+        setattr(module, name, value)
         return value
 
-    return get, lambda: sorted({*known, *sys.modules[package].__all__})
+    return get, lambda: sorted({*home_of, *module.__all__})

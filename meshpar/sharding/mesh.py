@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshpar.sharding.types import near, problem
+from meshpar.sharding.types import is_whole, near, problem
 
 AXES = ("data", "stage", "fsdp", "expert", "tensor")
 """The standard mesh axes, slowest network first. Axes a user adds stand just outside `tensor`."""
@@ -239,7 +239,7 @@ def _checked_inside(inside_node: Sequence[str]) -> tuple[str, ...]:
 
 
 def _checked_size(name: str, size: int) -> int:
-    if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
+    if not is_whole(size, -1) or size == 0:
         raise problem(
             f"MeshSpec axis `{name}`",
             f"have size {size!r}",

@@ -1,9 +1,48 @@
-"""Reports as rich tables, and as plain text where they become strings."""
+"""Reports as rich tables, as plain text where they become strings, and as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+Of = TypeVar("Of")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: what has `to_json` as that says, records and mappings as dicts, sequences as lists."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def flat(nested: Mapping[str, Mapping[str, Of]]) -> dict[tuple[str, str], Of]:
+    """What is known by one name and then another, by both at once."""
+    return {(outer, inner): value for outer, named in nested.items() for inner, value in named.items()}
+
+
+def human_mesh(mesh: Mapping[str, int]) -> str:
+    """The axes that split something: `fsdp=4, tensor=2`."""
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "one device"
+
+
+class Plain:
+    """A dataclass that becomes plain data: its fields, but for those not printed, and what is derived from them."""
+
+    __slots__ = ()
+    derived: ClassVar[tuple[str, ...]] = ()
+    """Properties that the data hold, too."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain data."""
+        fields = (field.name for field in dataclasses.fields(self) if field.repr)  # type: ignore[arg-type]
+        return {name: plain(getattr(self, name)) for name in (*fields, *self.derived)}
 
 
 class Printed:

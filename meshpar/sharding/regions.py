@@ -6,14 +6,13 @@ stages, or the axes of the batch. A kernel's region takes the others that it nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from meshpar.sharding.context import ambient
-from meshpar.sharding.types import axis_sizes, is_spec, problem, spec_axes
+from meshpar.sharding.types import axis_sizes, is_spec, problem, spec_axes, without_axes
 
 
 def outer_axes() -> tuple[str, ...]:
@@ -39,7 +38,9 @@ def per_device(kernel: Callable[..., Any], specs: Any, out: Any, *, check_vma: b
     here = ambient()
     assert here is not None
     sizes = axis_sizes(here.mesh)
-    specs, out = jax.tree.map(lambda spec: _of_several(spec, sizes), (specs, out), is_leaf=is_spec)
+    # Naming axes of one rank changes nothing, but their place among the manual ones counts.
+    alone = [axis for axis, size in sizes.items() if size == 1]
+    specs, out = jax.tree.map(lambda spec: without_axes(spec, alone), (specs, out), is_leaf=is_spec)
     axes = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for entry in spec for axis in spec_axes(entry)}
     outer = outer_axes()
     _check_order(outer, axes, list(sizes))
@@ -48,11 +49,6 @@ def per_device(kernel: Callable[..., Any], specs: Any, out: Any, *, check_vma: b
     # Inside another shard_map the mesh is that of the context, some of whose axes are manual already.
     mesh = None if outer else here.mesh
     return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=out, axis_names=axes, check_vma=check_vma)
-
-
-def _of_several(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
-    """The spec without axes of one rank: naming them changes nothing, but their place among the manual ones counts."""
-    return PartitionSpec(*(tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) or None for entry in spec))
 
 
 def _check_order(outer: Sequence[str], inner: Collection[str], mesh_axes: Sequence[str]) -> None:

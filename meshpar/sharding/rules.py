@@ -259,12 +259,10 @@ class Rules:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Every mesh axis that a rule names."""
         largest = self.largest.axes if self.largest else ()
         return frozenset(largest).union(*(_axes_in(rule.value) for rule in (*self._by_name.values(), *self._by_path)))
 
     def without_paths(self) -> Rules:
-        """The same rules, but for those about paths."""
         return self._with(_by_path=())
 
     def path_rule(self, path: str) -> _Rule | None:
@@ -354,9 +352,7 @@ def _checked_path_rule(pattern: str, value: Any) -> PathRule:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From a leaf and rules to a decision
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- From a leaf and rules to a decision -----------------------------------------------------------------------------
 
 
 def resolve(leaf: Leaf, rules: Rules, mesh: MeshLike) -> Decision:

@@ -18,7 +18,7 @@ from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.sharding.adapters import Model, Variables
 from meshpar.sharding.context import use
 from meshpar.sharding.mesh import check_mesh
-from meshpar.sharding.printing import Printed
+from meshpar.sharding.printing import Printed, human_mesh
 from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve
 from meshpar.sharding.types import (
     AnyMesh,
@@ -80,7 +80,6 @@ class ShardingTable(Printed):
         )
 
     def __getitem__(self, path: str) -> Decision:
-        """The decision about the parameter at a path."""
         found = next((d for d in self.params if d.path == path), None)
         if found is None:
             raise problem(
@@ -90,21 +89,16 @@ class ShardingTable(Printed):
 
     def to_json(self) -> dict[str, Any]:
         """The table as plain data: `mesh, strategy, leaves, totals`."""
-        return {
-            "mesh": self.mesh,
-            "strategy": self.strategy,
-            "leaves": [_decision_json(d) for d in self.params],
-            "totals": self.totals._asdict(),
-        }
+        leaves = [_decision_json(decision) for decision in self.params]
+        return {"mesh": self.mesh, "strategy": self.strategy, "leaves": leaves, "totals": self.totals._asdict()}
 
     def __rich__(self) -> Any:
         from rich.table import Table
         from rich.text import Text
 
-        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
         totals = self.totals
         table = Table(
-            title=f"mesh {axes} · {self.strategy}",
+            title=f"mesh {human_mesh(self.mesh)} · {self.strategy}",
             caption=f"{totals.num_params:,} parameters · per device: params {human_bytes(totals.params_bytes)}, "
             f"grads {human_bytes(totals.grads_bytes)}, optimizer {human_bytes(totals.optimizer_bytes)}, "
             f"state {human_bytes(totals.state_bytes)}" + "".join(map(self._idle_line, self.idle)),
@@ -173,9 +167,7 @@ def shardings(
     return lay_out(model, mesh, as_strategy(strategy), tx, precision or Precision()).table
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Laying out a whole state
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Laying out a whole state ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,9 +207,13 @@ def lay_out(
     _check_rules_used(leaves, extra_leaves, [*params, *grads, *updates], strategy)
     opt_state = None if tx is None else jax.eval_shape(tx.init, variables.params)
     optimizer = [] if tx is None else _optimizer_decisions(tx, opt_state, updates, mesh)
-    extra = [_extra_decision(leaf, strategy.params, mesh) for leaf in extra_leaves]
+    # Extras have no names: a path rule may place them, else they are replicated.
+    rules = strategy.params
+    extra = [resolve(leaf, rules if rules.path_rule(leaf.path) else Rules(), mesh) for leaf in extra_leaves]
     for decision in (*params, *grads, *updates, *optimizer, *extra):
         _check_not_replicated_by_accident(decision, strategy, mesh)
+
+    named = frozenset().union(*(rules.axes for rules in strategy.rules))
 
     def specs(decisions: Sequence[Decision], like: PyTree) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(like), [d.spec for d in decisions])
@@ -230,7 +226,7 @@ def lay_out(
             grads=tuple(grads),
             optimizer=tuple(optimizer),
             extra=tuple(extra),
-            idle=tuple(_idle_axes(strategy, mesh)),
+            idle=tuple(axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in named),
         ),
         params=specs(params, variables.params),
         grads=specs(grads, variables.params),
@@ -296,11 +292,6 @@ def _leaves(tree: PyTree, names: Mapping[str, Names]) -> list[Leaf]:
     return [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(tree)]
 
 
-def _extra_decision(leaf: Leaf, rules: Rules, mesh: AnyMesh) -> Decision:
-    """Extras have no names: a path rule may place them, else they are replicated."""
-    return resolve(leaf, rules if rules.path_rule(leaf.path) else Rules(), mesh)
-
-
 def _optimizer_decisions(
     tx: optax.GradientTransformation, opt_state: PyTree, updates: Sequence[Decision], mesh: AnyMesh
 ) -> list[Decision]:
@@ -357,9 +348,7 @@ def _kept_dims(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None,
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks over the whole
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Checks over the whole -------------------------------------------------------------------------------------------
 
 
 def _check_kinds(model: Any, mesh: Any, tx: Any) -> None:
@@ -379,12 +368,6 @@ def _check_kinds(model: Any, mesh: Any, tx: Any) -> None:
             "it has no init and update, as an optax optimizer does",
             "write optax.adamw(3e-4)",
         )
-
-
-def _idle_axes(strategy: Strategy, mesh: AnyMesh) -> list[str]:
-    """Axes above 1 that no rule names."""
-    named = frozenset().union(*(rules.axes for rules in strategy.rules))
-    return [axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in named]
 
 
 def _check_rules_used(
@@ -446,7 +429,7 @@ def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, me
     if decision.meant or decision.shards > 1 or mesh.size == 1:
         return
     leaf = decision.leaf
-    if leaf.nbytes // max(leaf.num_layers, 1) < strategy.big_leaf_bytes:
+    if leaf.layer_nbytes < strategy.big_leaf_bytes:
         return
     idle = sorted({axis for axis, size in axis_sizes(mesh).items() if size == 1} & set(axes_of_spec(decision.spec)))
     why = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"the rule was: {decision.rule}"

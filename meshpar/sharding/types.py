@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.sharding.errors import MeshparError as MeshparError
+from meshpar.sharding.errors import check_count as check_count
+from meshpar.sharding.errors import is_whole as is_whole
 from meshpar.sharding.errors import near as near
 from meshpar.sharding.errors import near_or as near_or
 from meshpar.sharding.errors import problem as problem
@@ -46,7 +48,6 @@ class Leaf:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -68,6 +69,11 @@ class Leaf:
     def nbytes(self) -> int:
         """Bytes of the global array."""
         return self.size * self.dtype.itemsize
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer of it."""
+        return self.nbytes // max(self.num_layers, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +153,12 @@ def num_shards(spec: Iterable[Any], mesh: MeshLike) -> int:
     """Into how many different pieces a spec cuts an array on this mesh."""
     sizes = axis_sizes(mesh)
     return math.prod(sizes[axis] for entry in spec for axis in spec_axes(entry))
+
+
+def owner_of(path: str, params: Collection[str]) -> str:
+    """The parameter that a leaf of the state is or belongs to: the longest end of its path that is one's."""
+    parts = path.split("/")
+    return next((end for at in range(len(parts)) if (end := "/".join(parts[at:])) in params), path)
 
 
 def tree_leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:

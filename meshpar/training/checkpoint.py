@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.sharding.types import PyTree, path_str, problem
+from meshpar.sharding.types import PyTree, check_count, path_str, problem
 from meshpar.training.state import Setup, TrainState
 
 FORMAT = 2
@@ -74,8 +74,7 @@ class Checkpoints:
     def __init__(self, folder: Any, *, keep: int = 3) -> None:
         from etils import epath
 
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise problem(f"Checkpoints(keep={keep!r})", "keep that many", "it is a positive integer", "use 1 or more")
+        check_count(f"Checkpoints(keep={keep!r})", "keep that many", keep)
         _quiet_orbax()
         path = epath.Path(folder)
         self.folder = path if "://" in str(folder) else path.absolute()
@@ -224,7 +223,7 @@ class Checkpoints:
                     break
             for folder in self.folder.glob(f"*{_HALF_WRITTEN}*"):
                 folder.rmtree(missing_ok=True)
-        _barrier("meshpar: a failed save cleared")
+        barrier("meshpar: a failed save cleared")
         self._failed = False
 
     def _opened(self) -> Any:
@@ -297,7 +296,7 @@ class Checkpoints:
             for step in steps:
                 number = sum(1 for old in aside.iterdir() if old.name.split(".")[0] == str(step))
                 (self.folder / str(step)).rename(aside / (f"{step}.{number}" if number else str(step)))
-        _barrier("meshpar: checkpoints set aside")
+        barrier("meshpar: checkpoints set aside")
         if self._manager is not None:
             self._manager.reload()
 
@@ -319,9 +318,7 @@ class _DamagedError(Exception):
     """A checkpoint is not what was written."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is stored
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What is stored --------------------------------------------------------------------------------------------------
 
 
 def _leaves(state: TrainState) -> dict[str, Any]:
@@ -395,9 +392,7 @@ def _unsealed(sealed: Mapping[str, Any]) -> dict[str, Any]:
     return document
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Fingerprints
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Fingerprints ----------------------------------------------------------------------------------------------------
 
 
 def _fingerprints(leaves: Mapping[str, jax.Array], setup: Setup) -> list[int]:
@@ -436,9 +431,7 @@ def _words(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_format(run: Mapping[str, Any], where: str) -> None:
@@ -495,9 +488,7 @@ def _concrete(setup: Setup) -> Mesh:
     return setup.mesh
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several processes, and orbax's talk
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Several processes, and orbax's talk -----------------------------------------------------------------------------
 
 
 def _agreed(read: Any) -> Any:
@@ -530,7 +521,8 @@ def _as_process_0_sees(steps: list[int], most: int = 256) -> list[int]:
     return [step for step in multihost_utils.broadcast_one_to_all(padded).tolist() if step >= 0]
 
 
-def _barrier(name: str) -> None:
+def barrier(name: str) -> None:
+    """Waits until every process has come to the place of this name."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 

@@ -9,7 +9,6 @@ One step's load is mostly chance. What is judged is the load of all steps since 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 
 from meshpar.moe.metrics import Advice, Loads, advice, loads, scalars
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import check_count
 from meshpar.training.loop import Hook, Record, Run
 
 LAYERS = "moe/layers"
@@ -41,9 +40,7 @@ class ExpertLoad(Hook):
     order = -1  # before the hook that writes lines asks for one
 
     def __init__(self, *, every: int, stream: IO[str] | None = None) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            where, exists = f"ExpertLoad(every={every!r})", "it is a positive integer"
-            raise problem(where, "look every so many steps", exists, "use 1 or more")
+        check_count(f"ExpertLoad(every={every!r})", "look every so many steps", every)
         self._every, self._stream = every, stream
         self._sums: dict[str, np.ndarray] = {}
         self._num_steps = 0
@@ -101,7 +98,7 @@ def layer_numbers(loads: Loads) -> dict[str, Any]:
     named: dict[str, Any] = {"drop_rate": loads.drop_rate, "router_entropy": loads.router_entropy}
     for of, load in (("expert", loads.experts), ("rank", loads.ranks)):
         named |= {f"{of}_{field}": value for field, value in load._asdict().items()}
-    return {name: _finite(np.asarray(value).tolist()) for name, value in named.items()}
+    return {name: np.where(np.isfinite(value), value, np.array(None)).tolist() for name, value in named.items()}
 
 
 def loads_of(numbers: Mapping[str, Any]) -> Loads:
@@ -118,9 +115,3 @@ def worst_layer(loads: Loads) -> dict[str, float]:
     """Of each number that of the layer where it is worst; of the entropy the lowest."""
     worst = scalars(loads, prefix="")
     return {name: float(value) for name, value in worst.items()}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return value if math.isfinite(value) else None

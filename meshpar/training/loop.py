@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import datetime
 import json
 import math
 import os
@@ -21,14 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.sharding.types import PyTree, problem
+from meshpar.sharding.types import PyTree, check_count, problem
 from meshpar.training import interrupts
 from meshpar.training.checkpoint import Checkpoints
 from meshpar.training.state import Setup, TrainState
@@ -114,45 +115,35 @@ class Hook:
         """After the last record, however the run ends: "error" after an exception, "nonfinite" after bad numbers."""
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Run:
     """A run under way, as hooks see it."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        batches: Iterable[PyTree],
-        *,
-        steps: int,
-        hooks: Sequence[Hook],
-        tokens_per_step: float | None,
-        flops_per_step: float | None,
-        peak_flops_per_s: float | None,
-        raise_nonfinite: bool,
-    ) -> None:
-        self.state = state
-        """After the step dispatched last."""
-        self.step = int(state.step)
-        """Steps dispatched since step 0."""
-        self.first_step = self.step
-        """Where this run started."""
-        self.steps = steps
-        """Where it is to end."""
-        self.iterator = iter(batches)
-        self.batches = self.iterator if hasattr(self.iterator, "get_state") else batches
-        """What has `get_state`, where anything has."""
-        self.skipped = int(state.skipped)
+    state: TrainState
+    """After the step dispatched last."""
+    batches: Any
+    """What has `get_state`, where anything has."""
+    steps: int
+    """Where it is to end."""
+    hooks: Sequence[Hook]
+    tokens_per_step: float | None
+    flops_per_step: float | None
+    peak_flops_per_s: float | None
+    raise_nonfinite: bool
+    last: Record | None = None
+    validation: Validation | None = None
+    training_s: float = 0.0
+    """Time of all recorded steps but the first."""
+    reason: str | None = None
+    """Why the run is to stop; None while it goes on."""
+
+    def __post_init__(self) -> None:
+        self.step = self.first_step = int(self.state.step)
+        """Steps dispatched since step 0, and where this run started."""
+        self.skipped = int(self.state.skipped)
         """Skipped updates, as far as records have come."""
-        self.last: Record | None = None
-        self.validation: Validation | None = None
-        self.training_s = 0.0
-        """Time of all recorded steps but the first."""
-        self.reason: str | None = None
-        """Why the run is to stop; None while it goes on."""
-        self.tokens_per_step = tokens_per_step
-        self._hooks = hooks
-        self._flops_per_step = flops_per_step
-        self._peak_flops_per_s = peak_flops_per_s
-        self._raise_nonfinite = raise_nonfinite
+        self.iterator = iter(self.batches)
+        self.batches = self.iterator if hasattr(self.iterator, "get_state") else self.batches
         self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._read_at = self._began_at = time.perf_counter()
 
@@ -196,9 +187,8 @@ class Run:
         )
 
     def publish(self, validation: Validation) -> None:
-        """Give all hooks the numbers of a validation."""
         self.validation = validation
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.on_validation(self, validation)
 
     def data_state(self) -> dict[str, Any] | None:
@@ -220,27 +210,27 @@ class Run:
         if self.step == self.first_step + 1:
             _check_names(metrics)
         self._in_flight.append((self.step, metrics))
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.on_dispatched(self)
         self._read(leave=STEPS_IN_FLIGHT)
 
     def _read(self, *, leave: int) -> None:
         while len(self._in_flight) > leave:
             step, metrics = self._in_flight.popleft()
-            self._tell(self._record(step, _on_host(metrics)))
+            self._tell(self._record(step, *_on_host(metrics)))
 
-    def _record(self, step: int, found: _OnHost) -> Record:
+    def _record(self, step: int, scalars: dict[str, float], arrays: dict[str, np.ndarray]) -> Record:
         now = time.perf_counter()
         seconds, self._read_at = max(now - self._read_at, 1e-9), now
-        tokens, flops, peak = self.tokens_per_step, self._flops_per_step, self._peak_flops_per_s
+        tokens, flops, peak = self.tokens_per_step, self.flops_per_step, self.peak_flops_per_s
         return Record(
             step=step,
-            loss=found.metrics.pop("loss"),
+            loss=scalars.pop("loss"),
             seconds=seconds,
             tokens_per_s=None if tokens is None else tokens / seconds,
             mfu=None if flops is None or not peak else flops / (seconds * peak),
-            metrics=found.metrics,
-            arrays=found.arrays,
+            metrics=scalars,
+            arrays=arrays,
         )
 
     def _tell(self, record: Record) -> None:
@@ -248,9 +238,9 @@ class Run:
         self.training_s += 0.0 if self.last is None else record.seconds
         self.last = record
         self.skipped += not finite
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.on_record(self, record)
-        if not finite and self._raise_nonfinite:
+        if not finite and self.raise_nonfinite:
             self.reason = "nonfinite"
             raise problem(
                 f"step {record.step}",
@@ -290,8 +280,8 @@ def fit(
     """
     options = getattr(step, "options", None)
     run = Run(
-        state,
-        batches,
+        state=state,
+        batches=batches,
         steps=steps,
         hooks=sorted(_CtrlC.unless_minded(hooks), key=lambda hook: hook.order),
         tokens_per_step=tokens_per_step,
@@ -313,7 +303,7 @@ def _hooks_called(run: Run) -> Iterator[None]:
     """Start the hooks, and end each that was started however the block ends."""
     started: list[Hook] = []
     try:
-        for hook in run._hooks:
+        for hook in run.hooks:
             started.append(hook)
             hook.on_start(run)
         yield
@@ -383,24 +373,14 @@ def _check_names(metrics: Mapping[str, Any]) -> None:
             )
 
 
-class _OnHost(NamedTuple):
-    """A step's metrics, read back."""
-
-    metrics: dict[str, float]
-    """Scalars, as Python numbers."""
-    arrays: dict[str, np.ndarray]
-
-
-def _on_host(metrics: Mapping[str, Any]) -> _OnHost:
-    """Metrics off their devices; waits for them."""
+def _on_host(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Metrics off their devices, as (scalars, arrays); waits for them."""
     read = {name: np.asarray(value) for name, value in metrics.items()}
     scalars = {name: value.item() for name, value in read.items() if value.ndim == 0}
-    return _OnHost(scalars, {name: value for name, value in read.items() if value.ndim})
+    return scalars, {name: value for name, value in read.items() if value.ndim}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints and validation
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Checkpoints and validation --------------------------------------------------------------------------------------
 
 
 class Checkpointer(Hook):
@@ -464,24 +444,20 @@ class Validator(Hook):
         for batch in self._batches:
             in_flight.append(self._step(state, batch))
             if len(in_flight) > STEPS_IN_FLIGHT:
-                found.append(_on_host(in_flight.popleft()).metrics)
-        found += [_on_host(metrics).metrics for metrics in in_flight]
+                found.append(_on_host(in_flight.popleft())[0])
+        found += [_on_host(metrics)[0] for metrics in in_flight]
         if not found:
             raise problem("Validator", "take the mean over batches", "there are none", "give at least one batch")
         return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
 
 
 def _positive(what: str, every: int | None) -> int | None:
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise problem(
-            f"{what}(every={every!r})", "act every so many steps", "it is a positive integer, or None", "use 1 or more"
-        )
+    if every is not None:
+        check_count(f"{what}(every={every!r})", "act every so many steps", every, "use 1 or more, or None")
     return every
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# metrics.jsonl
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- metrics.jsonl ---------------------------------------------------------------------------------------------------
 
 
 class JsonlWriter(Hook):
@@ -564,9 +540,7 @@ def _is_up_to(line: str, last_step: int) -> bool:
         return False
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Progress
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Progress --------------------------------------------------------------------------------------------------------
 
 
 class ProgressBar(Hook):
@@ -645,7 +619,7 @@ class ProgressBar(Hook):
         if run.skipped:
             parts.append(f"{run.skipped} skipped")
         left = self._left_s(run, last)
-        return "  ".join([*parts, *([] if left is None else [f"{_clock(left)} left"])])
+        return "  ".join([*parts, *([] if left is None else [f"{datetime.timedelta(seconds=round(left))} left"])])
 
     def _left_s(self, run: Run, last: Record) -> float | None:
         """From the wall clock since the first step, so that validations and saves are counted, and compiling is not."""
@@ -680,16 +654,7 @@ def _short(count: float) -> str:
     return f"{count:.3g}"
 
 
-def _clock(seconds: float) -> str:
-    """Seconds as 1:02:03 or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Preemption
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Preemption ------------------------------------------------------------------------------------------------------
 
 
 class Preemption(Hook):

@@ -38,7 +38,6 @@ class Precision:
                 )
 
     def reduce_dtype(self, compute: Any) -> jnp.dtype:
-        """The dtype in which a gradient of dtype `compute` is summed."""
         return jnp.dtype(self.reduce) if self.reduce else jnp.promote_types(compute, jnp.float32)
 
 
@@ -110,10 +109,6 @@ def _dot(plain: Any, contracting: Any, batch: Any, reduce: Any, lhs: jax.Array, 
     return plain(lhs, rhs)
 
 
-def _dot_forward(plain: Any, contracting: Any, batch: Any, reduce: Any, lhs: jax.Array, rhs: jax.Array) -> Any:
-    return plain(lhs, rhs), (lhs, rhs)
-
-
 def _dot_backward(plain: Any, contracting: Any, batch: Any, reduce: Any, saved: Any, g: jax.Array) -> Any:
     lhs, rhs = saved
     (d_lhs,) = jax.vjp(lambda x: plain(x, rhs), lhs)[1](g)
@@ -131,4 +126,4 @@ def _dot_backward(plain: Any, contracting: Any, batch: Any, reduce: Any, saved: 
     return d_lhs, d_rhs.astype(rhs.dtype)
 
 
-_dot.defvjp(_dot_forward, _dot_backward)
+_dot.defvjp(lambda plain, _, __, ___, lhs, rhs: (plain(lhs, rhs), (lhs, rhs)), _dot_backward)

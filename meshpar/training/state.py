@@ -35,7 +35,6 @@ class Setup:
 
     @property
     def table(self) -> ShardingTable:
-        """Every leaf's decision."""
         return self.layout.table
 
     @functools.cached_property
@@ -131,17 +130,14 @@ class TrainState:
     """What it was made of."""
 
     def replace(self, **changes: Any) -> TrainState:
-        """The same state with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     @property
     def table(self) -> ShardingTable:
-        """Every leaf's decision."""
         return self.setup.table
 
     @property
     def num_params(self) -> int:
-        """Parameters of the whole model."""
         return self.table.totals.num_params
 
     def bound(self) -> Any:

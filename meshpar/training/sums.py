@@ -36,7 +36,6 @@ class Sums:
     """What the model keeps beside parameters, after them."""
 
     def replace(self, **changes: Any) -> Sums:
-        """The same sums with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 

@@ -203,7 +203,7 @@ def test_what_is_sent_is_what_the_closed_forms_say(ranks, count):
         (lambda x, w: gather(x, (w, w)), gathering, cost.all_gather_matmul(rows_bytes, count)),
         (pulled(gather), gathering, cost.all_gather_matmul(rows_bytes, count, backward=True)),
         (scatter, scattering, cost.matmul_reduce_scatter(rows_bytes, count)),
-        (pulled(scatter), scattering, cost.matmul_reduce_scatter(rows_bytes, count, backward=True)),
+        (pulled(scatter), scattering, cost.matmul_reduce_scatter(rows_bytes, count)),
     ):
         kinds, per_way = sent_by(row, kernel, *shapes)
         steps, sent = expected.steps, expected.bytes_sent
@@ -325,7 +325,7 @@ def test_layers_send_rows_round_the_ring_and_nothing_else(step_sends, framework)
     forward = 2 * cost.all_gather_matmul(rows_bytes, 4).bytes_sent
     forward += 2 * cost.matmul_reduce_scatter(rows_bytes, 4).bytes_sent
     backward = 2 * cost.all_gather_matmul(rows_bytes, 4, backward=True).bytes_sent
-    backward += 2 * cost.matmul_reduce_scatter(rows_bytes, 4, backward=True).bytes_sent
+    backward += 2 * cost.matmul_reduce_scatter(rows_bytes, 4).bytes_sent
     sent = layers_send(step_sends(framework), "tensor")
     assert sent.pop(("collective-permute", False)) == forward
     assert sent.pop(("collective-permute", True)) == backward

@@ -112,7 +112,7 @@ def test_without_a_name_all_stand_side_by_side(schedule):
         (["--csv"], "--csv takes one schedule"),
         (["no/such.csv"], "there is no such file"),
         (["no/such.json"], "there is no such file"),
-        (["gpipe", "--png", "no/such/folder.png"], "write the picture"),
+        (["gpipe", "--png", "no/such/folder.png"], "write to it"),
         (["gpipe", "--png", "zb.pdf"], "a file that ends in .pdf. To fix it: name it zb.png"),
         (["gpipe", "--stages", 0], "0 is not in the range"),
         (["file.csv", "--stages", 4], "a file says that itself"),

@@ -179,7 +179,7 @@ def test_memory_that_does_not_fit_says_what_would(report):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(11.13, "11.1 s"), (0.0381, "38.1 ms"), (2.5e-6, "2.5 µs"), (0.0, "0 µs"), (250.0, "250 s")]
+    ("seconds", "said"), [(11.13, "11.1 s"), (0.0381, "38.1 ms"), (2.5e-6, "2.5 µs"), (0.0, "0 s"), (250.0, "250 s")]
 )
 def test_times_in_words(seconds, said):
     assert render.human_time(seconds) == said

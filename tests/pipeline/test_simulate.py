@@ -81,8 +81,8 @@ def test_lockstep_never_gains(name):
         f, b, w = rng.uniform(0.5, 1.5, 3)
         one = schedule.simulate(f=f, b=b, w=w, comm=rng.uniform(0, 0.3))
         assert one.lockstep.makespan >= one.free.makespan - 1e-9
-        assert one.price_of_lockstep == pytest.approx(one.lockstep.makespan / one.free.makespan - 1)
-    assert schedule.simulate().price_of_lockstep == pytest.approx(0)
+    unit = schedule.simulate()
+    assert unit.lockstep.makespan == pytest.approx(unit.free.makespan)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -159,7 +159,7 @@ def test_costs_that_cannot_be(given):
 
 def test_a_step_that_takes_no_time_has_no_bubble():
     times = make("zb-h1", 4, 8).simulate(f=0, b=0, w=0)
-    assert (times.free.bubble_fraction, times.free.span_bubble_fraction, times.price_of_lockstep) == (0, 0, 0)
+    assert (times.free.bubble_fraction, times.free.span_bubble_fraction) == (0, 0)
 
 
 def test_the_picture_shows_every_op_where_it_is():

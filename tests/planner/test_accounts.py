@@ -143,7 +143,7 @@ def test_a_bus_needs_a_kind():
         (12, "B", "12 B"),
         (4.5e11, "B/s", "450 GB/s"),
         (float("inf"), "B/s", "inf B/s"),
-        (12345e12, "B", "12340 TB"),
+        (12345e12, "B", "12.35 PB"),
     ],
 )
 def test_figures(value, unit, text):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, W, is_count, problem
+from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, W
+from meshpar.sharding.errors import is_whole, problem
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.schedule import Schedule
@@ -92,7 +93,7 @@ def _check_numbers(schedule: Schedule) -> None:
                 "give each chunk of a stage a part of its own",
             )
     # Of a number that no table of this size can hold, nothing is counted up.
-    if not is_count(schedule.microbatches) or schedule.microbatches > max(schedule.table.size, 1):
+    if not is_whole(schedule.microbatches, 1) or schedule.microbatches > max(schedule.table.size, 1):
         raise problem(
             f"schedule `{schedule.name}`",
             f"train on {schedule.microbatches!r} microbatches",

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import Block, StageOp, problem, unreadable
+from meshpar.pipeline.schedules.ops import Block, StageOp, unreadable
 from meshpar.pipeline.schedules.schedule import Schedule
+from meshpar.sharding.errors import problem
 
 _KINDS = {"F": "F", "B": "BW", "I": "B", "W": "W"}
 """Letters of the format, and the ops that each stands for: its B is the whole backward."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import Block, StageOp, is_count, problem
+from meshpar.pipeline.schedules.ops import Block, StageOp
 from meshpar.pipeline.schedules.order import filled
 from meshpar.pipeline.schedules.schedule import Schedule
+from meshpar.sharding.errors import is_whole, near, problem
 
 # Below, p is the number of stages, m of microbatches, v of chunks; F, B and W the time of one stage's forward, gradient
 # of the input and gradient of the weights; M a microbatch's activations on one stage. Bubbles are span bubbles, exact
@@ -83,7 +84,7 @@ def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedu
         The form above is for p or more; with fewer, stages wait for memory.
     """
     _check("zb-h2", stages, microbatches)
-    if limit is not None and not is_count(limit):
+    if limit is not None and not is_whole(limit, 1):
         raise problem(
             "schedule `zb-h2`", f"hold {limit!r} microbatches' activations", "it is a whole number, at least 1",
             f"give a limit of 1 to {2 * stages - 1}",
@@ -164,8 +165,6 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
       ValueError: no schedule has this name, or it cannot be made for these numbers or options.
     """
     if name not in SCHEDULES:
-        from meshpar.sharding.types import near
-
         raise problem(f"schedule `{name}`", "make it", "there is none of this name", near(str(name), SCHEDULES))
     maker = SCHEDULES[name]
     known = set((maker.__kwdefaults__ or {}).keys())
@@ -185,7 +184,7 @@ MOST_CELLS = 10**6
 
 def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
     for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if not is_count(count):
+        if not is_whole(count, 1):
             exists = "it takes a whole number of them, at least 1"
             raise problem(f"schedule `{name}`", f"run with {count!r} {what}", exists, f"give {what} such as 4")
     if (size := stages * (stages + microbatches) * chunks) > MOST_CELLS:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
-if TYPE_CHECKING:
-    from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError, problem
 
 KINDS = "FBW"
 """Forward, backward to the input, backward to the weights; a kind's place in this string is its number in tables."""
@@ -42,21 +39,9 @@ Block: TypeAlias = tuple[StageOp, ...]
 """
 
 
-def is_count(value: object) -> bool:
-    """Whether it is a whole number, one or more."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
-
-
 def unreadable(path: str, error: Exception, fix: str) -> MeshparError:
     """Of a file that holds no schedule, or is not there."""
     if isinstance(error, FileNotFoundError):
         return problem(path, "read a schedule", "there is no such file", "give the path of one")
     why = error.strerror if isinstance(error, OSError) else f"it is none: {error}"
     return problem(path, "read a schedule", why or str(error), fix)
-
-
-def problem(where: str, asked: str, exists: str, fix: str) -> MeshparError:
-    """The four-part error. Its module brings jax along, which schedules do without until something is wrong."""
-    from meshpar.sharding.types import problem
-
-    return problem(where, asked, exists, fix)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, StageOp, problem
+from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, StageOp
+from meshpar.sharding.errors import problem
 
 Event = tuple[str, int, int]
 """(kind, microbatch, part of the model): done once in a step, wherever that is."""

@@ -14,7 +14,8 @@ import numpy as np
 
 from meshpar.pipeline.schedules import order
 from meshpar.pipeline.schedules.check import check, check_rows
-from meshpar.pipeline.schedules.ops import KINDS, Block, F, StageOp, W, problem
+from meshpar.pipeline.schedules.ops import KINDS, Block, F, StageOp, W
+from meshpar.sharding.errors import problem
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.simulate import Costs, Simulation
@@ -190,7 +191,6 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Parts of the model on one stage."""
         return self.parts.shape[1]
 
     @cached_property

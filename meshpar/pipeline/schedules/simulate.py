@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshpar.pipeline.schedules.ops import B, F, problem
+from meshpar.pipeline.schedules.ops import B, F
 from meshpar.pipeline.schedules.order import starts
+from meshpar.sharding.errors import problem
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.schedule import Schedule
@@ -64,11 +65,6 @@ class Simulation:
     """Each stage begins a block as soon as it can."""
     lockstep: ScheduleTimeline
     """All stages begin a tick together: each pays the tick's longest cell, and the messages after it."""
-
-    @property
-    def price_of_lockstep(self) -> float:
-        """How much longer the step takes in lockstep: 0.1 is a tenth."""
-        return float(_share(self.lockstep.makespan - self.free.makespan, self.free.makespan))
 
 
 def simulate(schedule: Schedule, *, f: Costs, b: Costs, w: Costs, comm: Costs, pair: Costs | None) -> Simulation:

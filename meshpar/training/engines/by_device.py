@@ -9,6 +9,7 @@ The step is manual over the axes that split the batch. Two ways, by what enters:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,8 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     params = constrained(params, setup.named(whole))
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        sums = _local_sums(_whole_step(loss, options, params), options, setup, axes, extra, rows, key)
+        step = functools.partial(micro_step, loss, options, params)
+        sums = _local_sums(step, options, setup, axes, extra, rows, key)
         if options.weight is not None:
             sums = _evened(sums, axes, options, params)
         if not axes:
@@ -93,17 +95,16 @@ def _quantized(
     are gathered before the micro-steps and all gradients scattered behind them.
     """
     setup, axes = state.setup, unshard.batch_axes
-    once = options.accumulate > 1 and options.accumulate_mode == "once"
     noise = jax.random.fold_in(key, options.accumulate)  # micro-steps fold in the numbers below
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> Sums:
-        if once:
+        if options.is_once:
             whole = unshard.whole(params, noise)
-            step = _whole_step(loss, options, whole)
+            step: MicroStep = functools.partial(micro_step, loss, options, whole)
         else:
             step = _sharded_step(loss, options, setup, unshard, params, noise)
         sums = _local_sums(step, options, setup, axes, extra, rows, key)
-        if once:
+        if options.is_once:
             sums = sums if options.weight is None else _evened(sums, axes, options, whole)
             sums = sums.replace(grads=unshard.scattered(sums.grads, noise))
         return _reduce_all_but_gradients(sums, axes)
@@ -142,13 +143,6 @@ def _by_device(
         )(held, extra, rows, *map(jax.random.key_data, keys))
 
     return run
-
-
-def _whole_step(loss: Loss, options: StepOptions, params: PyTree) -> MicroStep:
-    def step(extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        return micro_step(loss, options, params, extra, rows, key)
-
-    return step
 
 
 def _sharded_step(

@@ -44,11 +44,6 @@ from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
 
 
-def schedule_of(pipelined: PipelinePart) -> Schedule:
-    """The table that a strategy names."""
-    return pipelined.table()
-
-
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
     """Loss, metrics and gradients over a batch, means of microbatches, which take the place of micro-steps.
 
@@ -68,7 +63,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     batch_axes, weight = state.setup.batch_axes, options.weight
     setup, pipelined = state.setup, state.setup.strategy.pipeline
     assert pipelined is not None
-    schedule = schedule_of(pipelined)
+    schedule = pipelined.table()
     _check(setup, schedule, pipelined, batch_axes)
     sizes = axis_sizes(setup.mesh)
     check_rows(batch, {axis: sizes[axis] for axis in batch_axes}, schedule.microbatches, "microbatches")
@@ -110,7 +105,7 @@ def reads_of_layers(
     """
     pipelined = setup.strategy.pipeline
     assert pipelined is not None
-    cut = _Cut.of(setup, schedule_of(pipelined), pipelined)
+    cut = _Cut.of(setup, pipelined.table(), pipelined)
 
     def traced(params: PyTree, extra: PyTree, rows: PyTree, data: jax.Array) -> tuple[()]:
         key = jax.random.wrap_key_data(data)
@@ -204,8 +199,7 @@ class _Cut:
     def own(self, specs: PyTree, batch_axes: tuple[str, ...]) -> list[PartitionSpec]:
         """Of the stacks, over which axes of the batch a rank has experts of its own: tokens travel to them.
 
-        A router is no expert's: every rank scores all of them, so it is gathered and its
-        gradient summed as other weights' are.
+        A router is no expert's: every rank scores all of them, so it is gathered and its gradient summed.
         """
 
         def experts(spec: PartitionSpec, names: Names) -> PartitionSpec:
@@ -313,9 +307,7 @@ class _Cut:
         return Functions(first=first, stage=stage, last=last, weight=weight, inside=inside)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Behind the loop
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Behind the loop -------------------------------------------------------------------------------------------------
 
 _LOSS = "aux.loss"
 """Name of the layers' auxiliary loss among their metrics; no name that a layer would take."""
@@ -475,9 +467,7 @@ def _share(traced: Callable[..., Any], given: tuple[PyTree, Any, PyTree], where:
     return Cut(closed, first=[True]).run_first([None] * len(closed.jaxpr.invars))[0][0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What can be run
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What can be run -------------------------------------------------------------------------------------------------
 
 
 def _zeros(like: list[Any]) -> list[Any]:

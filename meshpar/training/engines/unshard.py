@@ -133,9 +133,7 @@ class Unshard:
             near_or(wanted[1:], self.leaves, "give the path of the stacked layers as `at`"),
         )
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # One leaf
-    # -----------------------------------------------------------------------------------------------------------------
+    # -- One leaf -----------------------------------------------------------------------------------------------------
 
     def _unsharded(self, leaf: _Leaf, x: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
         """The whole weight, by way of a message; its gradient comes back as the shard of the sum."""
@@ -165,7 +163,10 @@ class Unshard:
         def local(x: jax.Array, key: jax.Array, weight: None) -> jax.Array:
             flat = x.astype(leaf.compute).reshape(-1)
             own = self._noise(leaf, key, flat, leaf.split)
-            message = _as_bytes(flat) if dtype is None else encoded(flat, dtype, self.quantize.block, own)
+            if dtype is None:
+                message = lax.bitcast_convert_type(flat, jnp.uint8).reshape(-1)
+            else:
+                message = encoded(flat, dtype, self.quantize.block, own)
             return (gathered_bytes(message, outer) if outer else message[None])[None]
 
         return self._manual(local, self._other_spec(leaf), PartitionSpec(self.other_axes or None), "quantize")(
@@ -184,7 +185,8 @@ class Unshard:
         def local(message: jax.Array, key: None, weight: None) -> jax.Array:
             messages = gathered_bytes(message[0], inner) if inner else message
             if dtype is None:
-                parts = _from_bytes(messages, leaf.compute)
+                each = messages.reshape(*messages.shape[:-1], -1, leaf.compute.itemsize)
+                parts = lax.bitcast_convert_type(each, leaf.compute)
             else:
                 parts = decoded(messages, num_elements, dtype, self.quantize.block, leaf.compute)
             return _joined(parts.reshape(self._counts((*inner, *outer)) + local_shape), (*inner, *outer), leaf.batch)
@@ -320,9 +322,7 @@ def _leaf(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arrays
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Arrays ----------------------------------------------------------------------------------------------------------
 
 
 def _joined(parts: jax.Array, axes: tuple[str, ...], by_dim: tuple[tuple[str, ...], ...]) -> jax.Array:
@@ -348,11 +348,3 @@ def _parted(
     places = [name for dim, names in enumerate(by_dim) for name in (*names, dim)]
     order = [places.index(name) for name in (*axes, *range(len(shard)))]
     return cut.transpose(order).reshape(math.prod(counts), math.prod(shard)), shard
-
-
-def _as_bytes(flat: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(flat, jnp.uint8).reshape(-1)
-
-
-def _from_bytes(messages: jax.Array, dtype: Any) -> jax.Array:
-    return lax.bitcast_convert_type(messages.reshape(*messages.shape[:-1], -1, dtype.itemsize), dtype)
