@@ -41,6 +41,13 @@ def _with_defaults(flags: str) -> str:
     return " ".join([flags, *(f"{name}={value}" for name, value in XLA_FLAGS.items() if name not in given)]).strip()
 
 
+ROOT = Path(__file__).parents[1]
+LEFT = ROOT / ".pytest_cache"
+"""What one run leaves for the next: bytecode, compiled programs."""
+if sys.dont_write_bytecode:  # 8 s of processor for each process that imports jax and flax; kept, it is 3 s
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(LEFT / "bytecode")
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": sys.pycache_prefix}
 os.environ["XLA_FLAGS"] = _with_defaults(os.environ.get("XLA_FLAGS", ""))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "agg"
@@ -86,7 +93,6 @@ def strict():
         yield
 
 
-ROOT = Path(__file__).parents[1]
 KEPT_SOURCES = 3
 """Of so many states of the source compiled programs are kept."""
 MOST_BYTES = 2_000_000_000
@@ -168,7 +174,7 @@ def _read_programs_back(config: pytest.Config) -> None:
     content = [file.read_bytes() for file in sorted((ROOT / "meshpar").rglob("*.py"))]
     words = [sys.version, jax.__version__, os.environ["XLA_FLAGS"]]
     key = hashlib.sha256(b"".join([*content, *(word.encode() for word in words)])).hexdigest()[:16]
-    folder = config.rootpath / ".pytest_cache" / "compiled" / key
+    folder = LEFT / "compiled" / key
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -189,11 +195,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONG_FILES = ("test_notebooks.py", "test_recipes.py", "test_readme.py", "test_commands.py")
-"""Few tests that take minutes: begun last, one of them would keep one worker busy while the other has nothing left."""
+"""Few tests that take minutes, in what `make test` leaves out."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    """The dearest files first: a long one begun last keeps one worker busy while the other has nothing left."""
+    cpu_s = dict.fromkeys(LONG_FILES, 1000.0)
+    for test, row in json.loads((ROOT / "tests" / "durations.json").read_text()).items():
+        if "::" in test:
+            file = test.partition("::")[0]
+            cpu_s[file] = cpu_s.get(file, 0) + row[0]
+    items.sort(key=lambda item: -cpu_s.get(item.path.name, cpu_s.get(item.nodeid.partition("::")[0], 0)))
 
 
 @pytest.fixture
