@@ -101,6 +101,17 @@ KEPT_BYTES = 1_000_000_000
 """From here on a worker lets go of compiled programs between two files."""
 
 
+WITHOUT_STACKS = ("bench", "collectives", "data", "models", "moe", "parallel", "pipeline", "sharding", "training")
+"""Folders whose tests do not read which calls made an operation."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _call_stacks_where_they_are_read(request: pytest.FixtureRequest):
+    """An eighth of a compilation goes to call stacks, and with them no two tests' programs are the same to the cache."""
+    folder = request.path.relative_to(ROOT / "tests").parts[0]
+    jax.config.update("jax_include_full_tracebacks_in_locations", folder not in WITHOUT_STACKS)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _programs_of_a_file_go_with_it(request: pytest.FixtureRequest):
     yield
@@ -182,7 +193,7 @@ def _read_programs_back(config: pytest.Config) -> None:
             shutil.rmtree(old, ignore_errors=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
