@@ -23,6 +23,7 @@ from meshpar.planner import cost
 from tests.grid import cases
 
 WIDTH, HIDDEN = 6, 4
+CALL_STACKS = True
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 
 
