@@ -101,15 +101,13 @@ KEPT_BYTES = 1_000_000_000
 """From here on a worker lets go of compiled programs between two files."""
 
 
-WITHOUT_STACKS = ("bench", "collectives", "data", "models", "moe", "parallel", "pipeline", "sharding", "training")
-"""Folders whose tests do not read which calls made an operation; a file there that does has `CALL_STACKS`."""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _call_stacks_where_they_are_read(request: pytest.FixtureRequest):
-    """An eighth of a compilation goes to call stacks, and with them no two programs are the same to the cache."""
-    folder = request.path.relative_to(ROOT / "tests").parts[0]
-    are_read = getattr(request.module, "CALL_STACKS", folder not in WITHOUT_STACKS)
+    """An eighth of a compilation goes to call stacks, and with them no two programs are the same to the cache.
+
+    Files that read which calls made an operation have `CALL_STACKS`; those of `compiled` all do.
+    """
+    are_read = getattr(request.module, "CALL_STACKS", ROOT / "tests" / "compiled" in request.path.parents)
     jax.config.update("jax_include_full_tracebacks_in_locations", are_read)
 
 
