@@ -1,6 +1,6 @@
 """What every test stands on: eight XLA host devices, set up before jax is imported anywhere.
 
-Fixtures, for whoever names them: `mesh8`, `strict`, `child_env`, `meshpar`. `Costs` reports at the end what tests cost.
+Fixtures, for whoever names them: `mesh8`, `strict`, `pod`, `child_env`, `meshpar`. `Costs` reports what tests cost.
 """
 
 from __future__ import annotations
@@ -81,6 +81,18 @@ def child_env() -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
+
+
+@pytest.fixture(scope="session")
+def pod():
+    """A process that compiles for GPUs; tests that use it are skipped where the `aot` extra is not installed."""
+    from meshpar.compiled.pod import PodProcess
+    from meshpar.compiled.target import missing_aot
+
+    if missing_aot():
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
+    with PodProcess() as process:
+        yield process
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ import meshpar as mp
 from meshpar.compiled import hlo
 from meshpar.compiled.census import census
 from meshpar.compiled.clock.timeline import timeline
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import missing_aot
 from meshpar.models import TransformerConfig, context, generate, next_token_loss
 from meshpar.parallel import parse_strategy
 from meshpar.planner import cost
@@ -144,17 +142,14 @@ def test_the_sequence_is_gathered_nowhere_and_put_in_order_once(sent):
 
 
 @pytest.mark.pod
-def test_every_message_of_the_ring_is_hidden_behind_matmuls_on_gpus():
+def test_every_message_of_the_ring_is_hidden_behind_matmuls_on_gpus(pod):
     """The step compiled for eight H100s, in bfloat16, with layers recomputed: the ring runs twice forward."""
-    if missing_aot():
-        pytest.skip(missing_aot())
     mesh = mp.MeshSpec(fsdp=2, context=4).abstract()
     cfg = config(vocab_size=512, embed_dim=256, num_heads=8, head_dim=64, mlp_dim=512)
     state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=mp.fsdp(axis=BOTH) | CP)
     batch = {name: jax.ShapeDtypeStruct((ROWS, 8192), np.int32) for name in ("inputs", "targets")}
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
-    with PodProcess() as pod:
-        program = pod.compile(step.trace(state, batch), "h100:1x8")
+    program = pod.compile(step.trace(state, batch), "h100:1x8")
     times = timeline(program.module, census(program.module, mesh), parse_cluster("h100:1x8"))
     ring = [timed for timed in times.collectives if "ring_attention" in timed.collective.op_name]
     kv_bytes = 2 * 2 * (ROWS // 2) * (8192 // 4) * 2 * 64

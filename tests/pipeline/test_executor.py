@@ -19,8 +19,6 @@ import meshpar as mp
 from meshpar.compiled import hlo
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.census import census
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import missing_aot
 from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, split_vjp, value_and_grad
 from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.traffic import gathers_in_cells
@@ -510,14 +508,6 @@ def test_late_numbers_are_summed_on_their_way(sync):
     late = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (4, 3)), jnp.float32)
     result, _ = jax.jit(function(case))(*case.data, jax.random.key(7), late)
     np.testing.assert_array_equal(result.late, late.sum(0) if sync else jnp.tile(late.sum(0), (4, 1)))
-
-
-@pytest.fixture(scope="module")
-def pod():
-    if missing_aot():
-        pytest.skip(missing_aot())
-    with PodProcess() as process:
-        yield process
 
 
 class Cluster(Case):
