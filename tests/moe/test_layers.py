@@ -376,34 +376,37 @@ BIASED = MoEConfig(
 
 @pytest.fixture(scope="module")
 def modules():
-    """The NNX module, and its parameters as Linen's."""
-    module = moe.MoE(WIDTH, BIASED, rngs=nnx.Rngs(0))
+    """The NNX module, its parameters as Linen's, tokens, and what the module makes of them."""
+    module = nnx.jit(lambda: moe.MoE(WIDTH, BIASED, rngs=nnx.Rngs(0)))()
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    return module, moe.LinenMoE(WIDTH, BIASED), params
+    x = np.asarray(arrays()[0], np.float32)
+    return module, params, x, nnx.jit(lambda module, x: module(x))(nnx.clone(module), x)
 
 
 def test_both_modules_are_the_same_layer(modules):
-    module, linen, params = modules
-    x = arrays()[0].astype(jnp.float32)
+    module, params, x, (y, told) = modules
+    linen = moe.LinenMoE(WIDTH, BIASED)
     made = jax.eval_shape(linen.init, jax.random.key(1), x)
     assert jax.tree.map(jnp.shape, dict(nnx.to_pure_dict(nnx.state(module, nnx.Param)))) == {
         name: box.value.shape for name, box in made["params"].items()
     }
-    y, told = nnx.clone(module)(x)
     balance = {"bias": jnp.zeros(EXPERTS), "load": jnp.zeros(EXPERTS, jnp.int32)}
     run = jax.jit(functools.partial(linen.apply, mutable=["balance"]))
     (other, other_told), after = run({"params": params, "balance": balance}, x)
-    np.testing.assert_allclose(y, other, rtol=1e-5, atol=1e-6)  # one is a program, the other is run op by op
+    np.testing.assert_allclose(y, other, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(told.load, after["balance"]["load"])
     np.testing.assert_array_equal(told.load, other_told.load)
 
 
 def test_shared_experts_are_for_every_token(modules):
-    module, _, params = modules
-    x = arrays()[0].astype(jnp.float32)
-    y, _ = nnx.clone(module)(x)
-    routed, _ = moe_layer(x, Weights(*(params[name] for name in Weights._fields)), BIASED, bias=jnp.zeros(EXPERTS))
-    shared = swiglu([params[f"shared_{name}"] for name in ("gate", "up", "down")], x)
+    _, params, x, (y, _) = modules
+
+    @jax.jit
+    def parts(params, x):
+        routed, _ = moe_layer(x, Weights(*(params[name] for name in Weights._fields)), BIASED, bias=jnp.zeros(EXPERTS))
+        return routed, swiglu([params[f"shared_{name}"] for name in ("gate", "up", "down")], x)
+
+    routed, shared = parts(params, x)
     assert np.abs(shared).max() > 0.1
     np.testing.assert_allclose(y, routed + shared, rtol=1e-5, atol=1e-6)
 
