@@ -432,7 +432,7 @@ def test_experts_are_drawn_each_by_itself(modules):
     gate = np.asarray(modules[0].gate[...])
     assert np.unique(gate).size == gate.size
     # By the width that one expert sees, not by that of all together.
-    wide = moe.MoE(64, dataclasses.replace(BIASED, mlp_dim=64), rngs=nnx.Rngs(0))
+    wide = nnx.jit(lambda: moe.MoE(64, dataclasses.replace(BIASED, mlp_dim=64), rngs=nnx.Rngs(0)))()
     assert np.std(np.asarray(wide.gate[...])) == pytest.approx(1 / 8, rel=0.05)
 
 
