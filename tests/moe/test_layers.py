@@ -58,11 +58,12 @@ def config(**changes: Any) -> MoEConfig:
     return MoEConfig(routing=routing, mlp_dim=HIDDEN, **{"auxiliary_weight": 0.1, "z_weight": 0.01, **changes})
 
 
-def draw(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+def draw(seed: int, *shape: int) -> np.ndarray:
+    """In jax's own width: float64 where that is on."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.result_type(float))
 
 
-def arrays() -> tuple[jax.Array, Weights, jax.Array, jax.Array]:
+def arrays() -> tuple[np.ndarray, Weights, np.ndarray, np.ndarray]:
     """Tokens, weights, a bias, and the cotangent of y."""
     inward, outward = (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
     weights = Weights(draw(1, WIDTH, EXPERTS), draw(2, *inward), draw(3, *inward), draw(4, *outward))
@@ -315,7 +316,7 @@ def test_bfloat16_with_the_hidden_width_split(within):
     """Sums over `tensor` are made inside the layer, which XLA for CPUs cannot do in bfloat16: it would abort."""
     cfg, strategy = config(auxiliary_weight=0.0, z_weight=0.0), mp.fsdp() | EXPERT | mp.tensor_parallel()
     mesh = mesh_of({"fsdp": 2, "expert": 2, "tensor": 2} if within == "alone" else {"expert": 2, "tensor": 2})
-    single = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), arrays())
+    single = arrays()
     x, weights, _, cotangent = jax.tree.map(lambda a: a.astype(jnp.bfloat16), single)
 
     def gradients(x, weights, cotangent):
@@ -379,7 +380,7 @@ def modules():
     """The NNX module, its parameters as Linen's, tokens, and what the module makes of them."""
     module = nnx.jit(lambda: moe.MoE(WIDTH, BIASED, rngs=nnx.Rngs(0)))()
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    x = np.asarray(arrays()[0], np.float32)
+    x = arrays()[0]
     return module, params, x, nnx.jit(lambda module, x: module(x))(nnx.clone(module), x)
 
 
@@ -449,7 +450,7 @@ def test_the_bias_moves_after_a_step_and_by_all_that_was_counted(kind):
         return bound(rows)[1].load, model.collect(bound)
 
     params, extra = jax.jit(model.init)(jax.random.key_data(jax.random.key(0)))
-    x, loads = arrays()[0].astype(jnp.float32), []
+    x, loads = arrays()[0], []
     for rows in (x[:4], x[4:]):
         load, extra = run(params, extra, rows)
         loads.append(load)
