@@ -108,12 +108,12 @@ class Case:
     # Its data
 
     @functools.cached_property
-    def data(self) -> tuple[Params, dict[str, jax.Array]]:
+    def data(self) -> tuple[Params, dict[str, np.ndarray]]:
         seeds, parts = itertools.count(), self.table.num_parts
         rows = self.rows * self.table.microbatches * self.shards
 
         def normal(*shape, scale=1.0):
-            return jnp.asarray(np.random.default_rng(next(seeds)).normal(size=shape) * scale, self.dtype)
+            return (np.random.default_rng(next(seeds)).normal(size=shape) * scale).astype(jnp.dtype(self.dtype))
 
         params = Params(
             {
@@ -124,9 +124,9 @@ class Case:
         )
         batch = {"x": normal(rows, IN), "t": normal(rows, IN)}
         if self.weighted:
-            batch["weight"] = jnp.abs(normal(rows)) + 0.5
+            batch["weight"] = np.abs(normal(rows)) + 0.5
         if self.same:
-            batch = {name: jnp.tile(x[: self.rows], (rows // self.rows, 1)) for name, x in batch.items()}
+            batch = {name: np.tile(x[: self.rows], (rows // self.rows, 1)) for name, x in batch.items()}
         return params, batch
 
     # The same in one piece
@@ -572,7 +572,7 @@ def test_parts_go_out_and_their_gradients_come_back(name):
     schedule = make(name, 4, 8)
     placement = WeightPlacement.of(schedule, "stage")
     mesh = mp.MeshSpec(stage=4).build(jax.devices()[:4])
-    x = jnp.arange(schedule.num_parts * 3.0).reshape(-1, 3)
+    x = np.arange(schedule.num_parts * 3, dtype=np.float32).reshape(-1, 3)
 
     def there_and_back(x):
         there = placement.spread(x)
@@ -748,23 +748,33 @@ def test_one_stage_is_a_pipeline_too(name):
         lambda w, x, micro: jnp.tanh(x * w), lambda ends, y, micro: ((y**2).mean(), {}), schedule=make(name, 1, 4),
         mesh=mesh,
     )  # fmt: skip
-    w, x = jnp.full((1, 3), 0.5), jnp.arange(12.0).reshape(4, 3)
-    result, grads = run(Params(w), {"inputs": x})
-    loss, wanted = jax.value_and_grad(lambda w: (jnp.tanh(x * w) ** 2).mean())(w)
+    w, x = np.full((1, 3), 0.5, np.float32), np.arange(12, dtype=np.float32).reshape(4, 3)
+    result, grads = jax.jit(run)(Params(w), {"inputs": x})
+    loss, wanted = jax.jit(jax.value_and_grad(lambda w: (jnp.tanh(x * w) ** 2).mean()))(w)
     np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
     np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5)
+
+
+TWO = np.float32([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]])
 
 
 def of_two(stage, last, first, rows, **options):
     """A pipeline of two stages with two microbatches, whose parts have three numbers each."""
     mesh = mp.MeshSpec(stage=2).build(jax.devices()[:2])
     run = value_and_grad(stage, last, first_fn=first, schedule=make("zb-h1", 2, 2), mesh=mesh, **options)
-    return jax.jit(run)(Params(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]])), rows)
+    return jax.jit(run)(Params(TWO), rows)
+
+
+def assert_as(whole, result, grads):
+    """Loss and gradients are those of the whole model."""
+    loss, wanted = jax.jit(jax.value_and_grad(whole))(TWO)
+    np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_whole_numbers_go_from_part_to_part():
     """They have no gradient; and numbers of Python's own are results as any."""
-    rows = {"x": jnp.arange(12.0).reshape(4, 3), "id": jnp.asarray([0, 2, 1, 1])}
+    rows = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "id": np.int32([0, 2, 1, 1])}
 
     def stage(w, given, micro):
         x, ids, even = given
@@ -784,9 +794,7 @@ def test_whole_numbers_go_from_part_to_part():
     result, grads = of_two(
         stage, last, lambda ends, micro: (micro.rows["x"], micro.rows["id"], micro.rows["id"] % 2 == 0), rows,
     )  # fmt: skip
-    loss, wanted = jax.value_and_grad(whole)(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]]))
-    np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
-    np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5)
+    assert_as(whole, result, grads)
     assert result.aux["count"].tolist() == [6, 6]
     # Counts are summed over microbatches and not averaged, and truths are shares of them.
     assert jax.tree.map(float, result.metrics) == {"one": 1.0, "even": 2.0, "small": 2.0, "any": 0.5}
@@ -794,7 +802,7 @@ def test_whole_numbers_go_from_part_to_part():
 
 
 def test_a_microbatch_of_no_weight_has_no_part_in_the_mean():
-    rows = {"inputs": jnp.arange(12.0).reshape(4, 3), "weight": jnp.asarray([0.0, 0.0, 1.0, 3.0])}
+    rows = {"inputs": np.arange(12, dtype=np.float32).reshape(4, 3), "weight": np.float32([0, 0, 1, 3])}
 
     def last(ends, y, micro):
         weight = micro.rows["weight"].sum()
@@ -805,14 +813,12 @@ def test_a_microbatch_of_no_weight_has_no_part_in_the_mean():
         return last(None, y, Micro(rows, None, 0))[0]
 
     result, grads = of_two(lambda w, x, micro: jnp.tanh(x * w), last, None, rows, weight="weight")
-    loss, wanted = jax.value_and_grad(whole)(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]]))
-    np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
-    np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5, atol=1e-6)
+    assert_as(whole, result, grads)
 
 
 @pytest.mark.parametrize("dtype", cases(bool, grid=[bool, "int8"]))
 def test_what_has_no_gradient_goes_along_under_a_weight(dtype):
-    rows = {"x": jnp.arange(12.0).reshape(4, 3), "weight": jnp.asarray([0.0, 0.0, 1.0, 3.0])}
+    rows = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "weight": np.float32([0, 0, 1, 3])}
 
     def first(ends, micro):
         return micro.rows["x"], (micro.rows["x"] > 4).astype(dtype)
@@ -830,9 +836,7 @@ def test_what_has_no_gradient_goes_along_under_a_weight(dtype):
         return last(None, stage(w[1], stage(w[0], first(None, micro), micro), micro), micro)[0]
 
     result, grads = of_two(stage, last, first, rows, weight="weight")
-    loss, wanted = jax.value_and_grad(whole)(jnp.asarray([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]]))
-    np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
-    np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5, atol=1e-6)
+    assert_as(whole, result, grads)
 
 
 def test_the_axes_of_the_batch():
