@@ -113,14 +113,14 @@ KEPT_BYTES = 1_000_000_000
 """From here on a worker lets go of compiled programs between two files."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _call_stacks_where_they_are_read(request: pytest.FixtureRequest):
-    """An eighth of a compilation goes to call stacks, and with them no two programs are the same to the cache.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Call stacks in programs, and with them the names of scopes, only where a test reads them.
 
-    Files that read which calls made an operation have `CALL_STACKS`; those of `compiled` all do.
+    An eighth of a compilation goes to them, and programs of two tests that are the same otherwise are not to the cache.
     """
-    are_read = getattr(request.module, "CALL_STACKS", ROOT / "tests" / "compiled" in request.path.parents)
-    jax.config.update("jax_include_full_tracebacks_in_locations", are_read)
+    read_here = item.path.is_relative_to(ROOT / "tests" / "compiled") or item.get_closest_marker("call_stacks")
+    jax.config.update("jax_include_full_tracebacks_in_locations", bool(read_here) or "pod" in item.fixturenames)
 
 
 @pytest.fixture(scope="module", autouse=True)

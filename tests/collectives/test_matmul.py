@@ -319,6 +319,7 @@ def layers_send(found, axis):
     return sent
 
 
+@pytest.mark.call_stacks
 @pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_layers_send_rows_round_the_ring_and_nothing_else(step_sends, framework):
     rows_bytes = 4 * (ROWS // 2) * SEQ * 8  # float32, rows split over fsdp, embed_dim 8
@@ -334,6 +335,7 @@ def test_layers_send_rows_round_the_ring_and_nothing_else(step_sends, framework)
     assert sum(sent.values()) <= 2 * 4 * 8
 
 
+@pytest.mark.call_stacks
 def test_weights_are_gathered_as_ever(step_sends):
     """What fsdp sends is what it sends around plain matmuls: each weight once a direction, each gradient once."""
     found = [one for one in step_sends("nnx") if one.in_loop and one.axes == ("fsdp",)]

@@ -268,6 +268,7 @@ def collectives_of_a_step(spec, strategy, cfg, framework="nnx"):
     return census(parse(compiled.as_text()), mesh)
 
 
+@pytest.mark.call_stacks
 @pytest.mark.matrix
 @pytest.mark.parametrize("tied", [False, True])
 def test_fsdp_gathers_weights_and_moves_nothing_about(tied):

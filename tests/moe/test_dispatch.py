@@ -23,7 +23,7 @@ from meshpar.planner import cost
 from tests.grid import cases
 
 WIDTH, HIDDEN = 6, 4
-CALL_STACKS = True
+pytestmark = pytest.mark.call_stacks
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 
 

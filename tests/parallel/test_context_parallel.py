@@ -22,7 +22,7 @@ from meshpar.sharding.context import spec_of
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
 
 ROWS, SEQ, LAYERS = 4, 16, 2
-CALL_STACKS = True
+pytestmark = pytest.mark.call_stacks
 BOTH = ("fsdp", "context")
 matrix = pytest.mark.matrix
 

@@ -455,6 +455,7 @@ def test_gradients_are_reduced_once_behind_the_loop(run, case):
         assert all(c.in_loop and c.in_branch for c in gathers)
 
 
+@pytest.mark.call_stacks
 def test_a_cell_gathers_the_weights_of_a_part_once(run):
     """Where a stage holds one part, F and B of one cell share them."""
     cells = [
