@@ -41,9 +41,9 @@ def model_of(framework: str, cfg: TransformerConfig, rows: int, seq: int) -> mp.
     return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((rows, seq), np.int32))
 
 
-def token_batches(rows: int, seq: int, steps: int) -> list[dict[str, np.ndarray]]:
+def token_batches(rows: int, seq: int, steps: int, vocab: int = VOCAB) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
-    tokens = [rng.integers(0, VOCAB, (rows, seq + 1), dtype=np.int32) for _ in range(steps)]
+    tokens = [rng.integers(0, vocab, (rows, seq + 1), dtype=np.int32) for _ in range(steps)]
     return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
 
 
