@@ -33,7 +33,7 @@ scatter = functools.partial(mc.matmul_reduce_scatter, axis="x")
 
 def whole_numbers(*shape, dtype="float32", seed=0):
     """All sums of products of which float32 holds exactly."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-5, 5, shape), dtype)
+    return np.random.default_rng(seed).integers(-5, 5, shape).astype(jnp.dtype(dtype))
 
 
 def gathers(n):
@@ -101,7 +101,7 @@ def test_integers_and_bfloat16_stay_what_they_are(ranks, cases):
     pairs = [(kernel, plain, operands) for _, operands, kernel, plain in cases(3)]
     ints, halves = (
         [(k, plain, tuple(x.astype(dtype) for x in operands)) for k, plain, operands in pairs]
-        for dtype in ("int32", "bfloat16")
+        for dtype in (jnp.int32, jnp.bfloat16)
     )
     found = jax.jit(lambda: [on(ranks(3), kernel)(operands) for kernel, _, operands in ints + halves])()
     expected = jax.jit(lambda: [plain(*operands) for _, plain, operands in ints + halves])()
@@ -109,7 +109,8 @@ def test_integers_and_bfloat16_stay_what_they_are(ranks, cases):
         assert y.dtype == exact.dtype
         # Whole numbers up to 256 are exact in bfloat16, those up to 512 are rounded to even ones, twice on the way.
         atol = 0 if y.dtype == "int32" else 4
-        np.testing.assert_allclose(y.astype("float32"), exact.astype("float32"), rtol=0, atol=atol)
+        y, exact = (np.asarray(z, np.float32) for z in (y, exact))
+        np.testing.assert_allclose(y, exact, rtol=0, atol=atol)
 
 
 def test_bfloat16_is_summed_in_float32_and_rounded_once_a_message(ranks):

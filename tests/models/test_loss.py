@@ -25,7 +25,7 @@ def logits_and_targets():
     rng = np.random.default_rng(0)
     logits = 4 * rng.normal(size=(8, 6, 16)).astype(np.float32)
     # Every third is the likeliest.
-    return logits, np.where(np.arange(6) % 3, rng.integers(0, 16, (8, 6)), logits.argmax(-1))
+    return logits, np.where(np.arange(6) % 3, rng.integers(0, 16, (8, 6)), logits.argmax(-1)).astype(np.int32)
 
 
 def slope_by_hand(logits, targets):
@@ -60,7 +60,7 @@ def test_the_loss_of_narrow_logits_is_float32(logits_and_targets, dtype):
 
 
 def test_large_logits_stay_finite():
-    logits, targets = np.float32([[[1e30, 0.0, -1e30]]]), np.array([[1]])
+    logits, targets = np.float32([[[1e30, 0.0, -1e30]]]), np.int32([[1]])
     nats, slope = jax.jit(jax.value_and_grad(lambda x: cross_entropy(x, targets)[0].sum()))(logits)
     np.testing.assert_allclose(nats, 1e30)
     assert np.isfinite(slope).all()

@@ -219,7 +219,7 @@ def test_a_tied_model_has_no_head(one_device, framework):
 
 def test_layers_are_drawn_apart(one_device):
     for model in (CONFIG().build(), linen(CONFIG())):
-        params, extra = jax.jit(model.init)(jax.random.key(0))
+        params, extra = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
         up = params["layers"]["mlp"]["up"]["kernel"]
         assert np.abs(up[0] - up[1]).max() > 0.1
         # Fan-in of one layer's matrix, not of the stack.
