@@ -1,6 +1,6 @@
 """What every test stands on: eight XLA host devices, set up before jax is imported anywhere.
 
-Fixtures, for whoever names them: `mesh8`, `strict`, `child_env`, `meshpar`. `Costs` reports at the end what tests cost.
+Fixtures, for whoever names them: `mesh8`, `strict`, `pod`, `child_env`, `meshpar`. `Costs` reports what tests cost.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ def _with_defaults(flags: str) -> str:
     return " ".join([flags, *(f"{name}={value}" for name, value in XLA_FLAGS.items() if name not in given)]).strip()
 
 
+ROOT = Path(__file__).parents[1]
+LEFT = ROOT / ".pytest_cache"
+"""What one run leaves for the next: bytecode, compiled programs."""
+if sys.dont_write_bytecode:  # 8 s of processor for each process that imports jax and flax; kept, it is 3 s
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(LEFT / "bytecode")
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": sys.pycache_prefix}
 os.environ["XLA_FLAGS"] = _with_defaults(os.environ.get("XLA_FLAGS", ""))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "agg"
@@ -76,6 +83,18 @@ def child_env() -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="session")
+def pod():
+    """A process that compiles for GPUs; tests that use it are skipped where the `aot` extra is not installed."""
+    from meshpar.compiled.pod import PodProcess
+    from meshpar.compiled.target import missing_aot
+
+    if missing_aot():
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
+    with PodProcess() as process:
+        yield process
+
+
 @pytest.fixture
 def strict():
     """No silent broadcasting across ranks, no silent dtype promotion, inside one test.
@@ -86,13 +105,22 @@ def strict():
         yield
 
 
-ROOT = Path(__file__).parents[1]
 KEPT_SOURCES = 3
 """Of so many states of the source compiled programs are kept."""
 MOST_BYTES = 2_000_000_000
 """What a worker is to hold at its peak; the summary tells when one holds more."""
 KEPT_BYTES = 1_000_000_000
 """From here on a worker lets go of compiled programs between two files."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Call stacks in programs, and with them the names of scopes, only where a test reads them.
+
+    An eighth of a compilation goes to them, and programs of two tests that are the same otherwise are not to the cache.
+    """
+    read_here = item.path.is_relative_to(ROOT / "tests" / "compiled") or item.get_closest_marker("call_stacks")
+    jax.config.update("jax_include_full_tracebacks_in_locations", bool(read_here) or "pod" in item.fixturenames)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -168,7 +196,7 @@ def _read_programs_back(config: pytest.Config) -> None:
     content = [file.read_bytes() for file in sorted((ROOT / "meshpar").rglob("*.py"))]
     words = [sys.version, jax.__version__, os.environ["XLA_FLAGS"]]
     key = hashlib.sha256(b"".join([*content, *(word.encode() for word in words)])).hexdigest()[:16]
-    folder = config.rootpath / ".pytest_cache" / "compiled" / key
+    folder = LEFT / "compiled" / key
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -176,7 +204,7 @@ def _read_programs_back(config: pytest.Config) -> None:
             shutil.rmtree(old, ignore_errors=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -189,11 +217,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONG_FILES = ("test_notebooks.py", "test_recipes.py", "test_readme.py", "test_commands.py")
-"""Few tests that take minutes: begun last, one of them would keep one worker busy while the other has nothing left."""
+"""Few tests that take minutes, in what `make test` leaves out."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    """The dearest files first: a long one begun last keeps one worker busy while the other has nothing left."""
+    cpu_s = dict.fromkeys(LONG_FILES, 1000.0)
+    for test, row in json.loads((ROOT / "tests" / "durations.json").read_text()).items():
+        if "::" in test:
+            file = test.partition("::")[0]
+            cpu_s[file] = cpu_s.get(file, 0) + row[0]
+    items.sort(key=lambda item: -cpu_s.get(item.path.name, cpu_s.get(item.nodeid.partition("::")[0], 0)))
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import pytest
 
 import meshpar as mp
 from meshpar.compiled import census
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import require_aot
 from meshpar.models import TransformerConfig, next_token_loss
 
 pytestmark = pytest.mark.pod
@@ -22,16 +20,6 @@ CONFIG = TransformerConfig(
 MATRICES, TABLES, NORMS = 7, 2, 2
 """Weight matrices of a layer (query, key, value, out, gate, up, down); the embedding and the output layer; the norms of
 a layer, whose stacked scales have two dims."""
-
-
-@pytest.fixture(scope="module")
-def pod():
-    try:
-        require_aot("h100:1x8")
-    except mp.MeshparError as error:
-        pytest.skip(str(error))
-    with PodProcess() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,7 @@ MOST_LINES = 60
 SPINE = ["sharding", "parallel", "training", "data", "commands.recipe"]
 
 
+@cache
 def modules() -> list[str]:
     """Every module below meshpar, dotted; a package goes by its own name."""
     dotted = (path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".") for path in PACKAGE.rglob("*.py"))
@@ -99,8 +100,13 @@ def source_of(module: str) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+@cache
+def imports(tree: ast.Module) -> tuple[tuple[int, str], ...]:
     """(line, absolute name) of every import, wherever in the file it stands; `from a import b` gives `a.b`."""
+    return tuple(_imports(tree))
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -122,45 +128,51 @@ def test_every_module_is_on_the_list() -> None:
     assert not unlisted, f"{unlisted}: add each to HOUSE in {Path(__file__).name}, with what it may import from meshpar"
 
 
-@pytest.mark.parametrize("module", modules())
-def test_imports_run_down_the_list(module: str) -> None:
-    entry = entry_of(module)
-    assert entry is not None
-    for line, name in imports(source_of(module)):
-        if name == "meshpar" or name == "meshpar.__version__" or not name.startswith("meshpar."):
-            continue
-        target = entry_of(name.removeprefix("meshpar."))
-        assert target is not None, f"{module}, line {line}: `{name}` comes from no module; import it from its own one"
-        assert target in allowed(entry), (
-            f"{module}, line {line} imports `{name}`: `{entry}` may import {sorted(allowed(entry) - {entry})} only"
-        )
+def test_imports_run_down_the_list() -> None:
+    wrong = []
+    for module in modules():
+        entry = entry_of(module)
+        assert entry is not None
+        for line, name in imports(source_of(module)):
+            if name == "meshpar" or name == "meshpar.__version__" or not name.startswith("meshpar."):
+                continue
+            target = entry_of(name.removeprefix("meshpar."))
+            assert target is not None, f"{module}, line {line}: `{name}` comes from no module; import it from its own"
+            if target not in allowed(entry):
+                may = sorted(allowed(entry) - {entry})
+                wrong.append(f"{module}, line {line} imports `{name}`: `{entry}` may import {may} only")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", modules())
-def test_the_package_itself_is_asked_for_nothing_but_its_version(module: str) -> None:
-    tree = source_of(module)
-    taken = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "meshpar"
-    }
-    submodules = {name.split(".")[1] for _, name in imports(tree) if name.startswith("meshpar.")}
-    through_the_package = taken - submodules - {"__version__"}
-    assert not through_the_package, (
-        f"{sorted(through_the_package)} of `meshpar` go around the list: import their modules"
-    )
+def test_the_package_itself_is_asked_for_nothing_but_its_version() -> None:
+    wrong = {}
+    for module in modules():
+        tree = source_of(module)
+        taken = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "meshpar"
+        }
+        submodules = {name.split(".")[1] for _, name in imports(tree) if name.startswith("meshpar.")}
+        if through_the_package := taken - submodules - {"__version__"}:
+            wrong[module] = sorted(through_the_package)
+    assert not wrong, f"these of `meshpar` go around the list: import their modules: {wrong}"
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if m.startswith(tuple(SPINE)) and m != "sharding.adapters"])
-def test_flax_enters_the_spine_through_the_adapters(module: str) -> None:
-    lines = [line for line, name in imports(source_of(module)) if name.split(".")[0] == "flax"]
-    assert not lines, f"{module}, line {lines[0]}: only adapters.py and models/ know flax"
+def test_flax_enters_the_spine_through_the_adapters() -> None:
+    spine = [module for module in modules() if module.startswith(tuple(SPINE)) and module != "sharding.adapters"]
+    lines = [(module, line) for module in spine for line, name in imports(source_of(module)) if is_of(name, "flax")]
+    assert not lines, f"{lines}: only adapters.py and models/ know flax"
+
+
+def is_of(name: str, *packages: str) -> bool:
+    return name.split(".")[0] in packages
 
 
 def test_the_tables_of_schedules_need_no_jax() -> None:
     for module in modules():
         if entry_of(module) == "pipeline.schedules":
-            lines = [line for line, name in imports(source_of(module)) if name.split(".")[0] in ("jax", "flax")]
+            lines = [line for line, name in imports(source_of(module)) if is_of(name, "jax", "flax")]
             assert not lines, f"{module}, line {lines[0]}: plain NumPy is enough here"
 
 
@@ -178,14 +190,13 @@ def test_no_module_needs_itself_to_be_imported() -> None:
     assert not needs, f"imports go round in a circle among {sorted(needs)}"
 
 
-@pytest.mark.parametrize("module", modules())
-def test_a_function_fits_on_a_screen(module: str) -> None:
-    functions = [node for node in ast.walk(source_of(module)) if isinstance(node, ast.FunctionDef)]
-    lines = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
-    long = {name: count for name, count in lines.items() if count > MOST_LINES}
-    assert not long, (
-        f"{module}: {long} lines, docstrings included; split what takes more than {MOST_LINES} by its ideas"
-    )
+def test_a_function_fits_on_a_screen() -> None:
+    long = {}
+    for module in modules():
+        for node in ast.walk(source_of(module)):
+            if isinstance(node, ast.FunctionDef) and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES:
+                long[f"{module}.{node.name}"] = lines
+    assert not long, f"{long} lines, docstrings included; split what takes more than {MOST_LINES} by its ideas"
 
 
 HEAVY = ["flax", "optax", "grain", "orbax", "tensorstore", "matplotlib", "rich", "tokenizers", "pyarrow", "sklearn"]

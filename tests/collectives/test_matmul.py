@@ -17,11 +17,11 @@ from meshpar import collectives as mc
 from meshpar.collectives import reference
 from meshpar.compiled import hlo
 from meshpar.compiled.census import census
-from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.planner import cost
-from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.layers import REMAT_POLICIES
 from meshpar.training.precision import Precision, numerics
+from tests.equal import assert_same, model_of, token_batches, train
 from tests.grid import cases
 
 matrix = pytest.mark.matrix
@@ -33,7 +33,7 @@ scatter = functools.partial(mc.matmul_reduce_scatter, axis="x")
 
 def whole_numbers(*shape, dtype="float32", seed=0):
     """All sums of products of which float32 holds exactly."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-5, 5, shape), dtype)
+    return np.random.default_rng(seed).integers(-5, 5, shape).astype(jnp.dtype(dtype))
 
 
 def gathers(n):
@@ -101,7 +101,7 @@ def test_integers_and_bfloat16_stay_what_they_are(ranks, cases):
     pairs = [(kernel, plain, operands) for _, operands, kernel, plain in cases(3)]
     ints, halves = (
         [(k, plain, tuple(x.astype(dtype) for x in operands)) for k, plain, operands in pairs]
-        for dtype in ("int32", "bfloat16")
+        for dtype in (jnp.int32, jnp.bfloat16)
     )
     found = jax.jit(lambda: [on(ranks(3), kernel)(operands) for kernel, _, operands in ints + halves])()
     expected = jax.jit(lambda: [plain(*operands) for _, plain, operands in ints + halves])()
@@ -109,7 +109,8 @@ def test_integers_and_bfloat16_stay_what_they_are(ranks, cases):
         assert y.dtype == exact.dtype
         # Whole numbers up to 256 are exact in bfloat16, those up to 512 are rounded to even ones, twice on the way.
         atol = 0 if y.dtype == "int32" else 4
-        np.testing.assert_allclose(y.astype("float32"), exact.astype("float32"), rtol=0, atol=atol)
+        y, exact = (np.asarray(z, np.float32) for z in (y, exact))
+        np.testing.assert_allclose(y, exact, rtol=0, atol=atol)
 
 
 def test_bfloat16_is_summed_in_float32_and_rounded_once_a_message(ranks):
@@ -242,7 +243,7 @@ def test_bad_input_is_told_in_four_parts(ranks, case):
 # Decoders
 # ---------------------------------------------------------------------------------------------------------------------
 
-ROWS, SEQ, STEPS = 8, 8, 3
+ROWS, SEQ = 8, 8
 BOTH = mp.fsdp() | mp.tensor_parallel(sequence=True)
 SPLIT = mp.MeshSpec(fsdp=2, tensor=4)
 TRAINED = {
@@ -257,27 +258,14 @@ def config(**fields):
     return TransformerConfig(vocab_size=16, **{**sizes, "tensor_matmul": "overlapped", **fields})
 
 
-def model_of(framework, cfg):
-    if framework == "nnx":
-        return cfg.build()
-    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((ROWS, SEQ), np.int32))
-
-
-def trained(framework, cfg, spec, strategy, options):
-    """Losses of three steps, and the parameters after them."""
-    mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
-    state = mp.init_state(model_of(framework, cfg), optax.adam(1e-2, eps=1e-6), mesh=mesh, strategy=strategy, key=0)
-    step, rng, losses = mp.train_step(next_token_loss, **options), np.random.default_rng(0), []
-    for _ in range(STEPS):
-        tokens = rng.integers(0, 16, (ROWS, SEQ + 1), dtype=np.int32)
-        state, metrics = step(state, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
-        losses.append(float(metrics["loss"]))
-    return losses, dict(tree_leaves_with_paths(jax.device_get(state.params)))
+def trained(framework, cfg, spec, strategy, start=None, **options):
+    batches = token_batches(ROWS, SEQ, 3, vocab=16)
+    return train(model_of(framework, cfg, ROWS, SEQ), batches, spec, strategy, start=start, **options)
 
 
 @functools.cache
 def plain(framework, dtype):
-    return trained(framework, config(tensor_matmul="xla", param_dtype=dtype), mp.MeshSpec(), mp.ddp(), {})
+    return trained(framework, config(tensor_matmul="xla", param_dtype=dtype), mp.MeshSpec(), mp.ddp())
 
 
 @matrix
@@ -285,12 +273,10 @@ def plain(framework, dtype):
 def test_decoders_train_as_the_plain_one_on_one_device(framework, case):
     spec, options = TRAINED[case]
     with jax.enable_x64(True):
-        losses, params = trained(framework, config(param_dtype="float64"), spec, BOTH, options)
-        expected_losses, expected = plain(framework, "float64")
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
-    assert params.keys() == expected.keys()
-    for path, x in params.items():
-        np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-9, err_msg=path)
+        expected = plain(framework, "float64")
+        found = trained(framework, config(param_dtype="float64"), spec, BOTH, expected.start, **options)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
+    assert_same(found.params, expected.params, atol=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +286,7 @@ def step_sends():
     @functools.cache
     def found(framework, remat=None):
         mesh = SPLIT.build()
-        state = mp.abstract_state(model_of(framework, config()), optax.adam(1e-3), mesh=mesh, strategy=BOTH)
+        state = mp.abstract_state(model_of(framework, config(), ROWS, SEQ), optax.adam(1e-3), mesh=mesh, strategy=BOTH)
         rows = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
         step = mp.train_step(next_token_loss, remat=remat)
         compiled = step.lower(state, {"inputs": rows, "targets": rows}).compile()
@@ -319,6 +305,7 @@ def layers_send(found, axis):
     return sent
 
 
+@pytest.mark.call_stacks
 @pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_layers_send_rows_round_the_ring_and_nothing_else(step_sends, framework):
     rows_bytes = 4 * (ROWS // 2) * SEQ * 8  # float32, rows split over fsdp, embed_dim 8
@@ -334,6 +321,7 @@ def test_layers_send_rows_round_the_ring_and_nothing_else(step_sends, framework)
     assert sum(sent.values()) <= 2 * 4 * 8
 
 
+@pytest.mark.call_stacks
 def test_weights_are_gathered_as_ever(step_sends):
     """What fsdp sends is what it sends around plain matmuls: each weight once a direction, each gradient once."""
     found = [one for one in step_sends("nnx") if one.in_loop and one.axes == ("fsdp",)]
@@ -349,7 +337,7 @@ def test_weights_are_gathered_as_ever(step_sends):
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_remat_policies_keep_what_a_matmul_gives(framework):
     """Permutes that the backward pass repeats: none where results are kept, all four kernels' but the last's else."""
-    model = model_of(framework, config(num_layers=1))
+    model = model_of(framework, config(num_layers=1), ROWS, SEQ)
     tokens = jnp.zeros((ROWS, SEQ), jnp.int32)
     with mp.use(SPLIT.build(), BOTH):
         params = model.abstract().params

@@ -12,20 +12,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import missing_aot
 
 pytestmark = pytest.mark.pod
 
 CLUSTERS = {"h100:1x8": 8, "h100:2x8": 16}
-
-
-@pytest.fixture(scope="module")
-def pod():
-    if missing_aot():
-        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
-    with PodProcess() as process:
-        yield process
 
 
 def messages(program):

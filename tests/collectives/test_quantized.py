@@ -35,15 +35,19 @@ def there_and_back(x, **options):
 # One array
 # ---------------------------------------------------------------------------------------------------------------------
 
+RNG = np.random.default_rng(0)
 HARD = {
-    "normal": normal(600),
-    "many magnitudes": normal(512) * jnp.exp(8 * normal(512, seed=1)),
-    "zeros": jnp.zeros(300),
-    "one huge": jnp.full(256, 1e-3).at[17].set(-1e30),
-    "largest there is": jnp.full(256, LARGEST).at[::2].multiply(-1.0),
-    "smallest there is": jnp.full(256, 2.0**-140),
-    "halves": jnp.arange(-127.0, 127.5, 0.5),
-    "one element": jnp.asarray([3.0]),
+    name: np.asarray(x, np.float32)
+    for name, x in {
+        "normal": RNG.normal(size=600),
+        "many magnitudes": RNG.normal(size=512) * np.exp(8 * RNG.normal(size=512)),
+        "zeros": np.zeros(300),
+        "one huge": np.where(np.arange(256) == 17, -1e30, 1e-3),
+        "largest there is": LARGEST * (-1.0) ** np.arange(1, 257),
+        "smallest there is": np.full(256, 2.0**-140),
+        "halves": np.arange(-127.0, 127.5, 0.5),
+        "one element": [3.0],
+    }.items()
 }
 
 

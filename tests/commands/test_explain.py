@@ -20,6 +20,7 @@ from meshpar.compiled import reference, target
 from meshpar.data import ArrayData, TextData
 
 ROOT = Path(cli.__file__).parents[2]
+pytestmark = pytest.mark.call_stacks
 
 RECIPE = """
 from __future__ import annotations

@@ -13,7 +13,6 @@ import pytest
 
 from meshpar.compiled import hlo
 from meshpar.compiled.census import census
-from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.program import compile_here
 from meshpar.compiled.target import missing_aot
 from tests.compiled import saved as kept
@@ -43,15 +42,6 @@ def saved(programs):
         for platform in ("cpu", "cuda", "lowered")
         for version, text in programs.saved(name, platform).items()
     }
-
-
-@pytest.fixture(scope="session")
-def pod():
-    """A process that compiles for GPUs; tests that use it are skipped where the `aot` extra is not installed."""
-    if missing_aot():
-        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
-    with PodProcess() as process:
-        yield process
 
 
 @pytest.fixture(scope="session")

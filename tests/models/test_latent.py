@@ -14,7 +14,10 @@ import meshpar as mp
 from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.models.sampling import empty_cache
 from meshpar.sharding.types import tree_leaves_with_paths
+from tests.equal import mesh_of
 from tests.grid import cases
+from tests.models import by_hand
+from tests.models.by_hand import random_params
 
 matrix = pytest.mark.matrix
 LATENT = LatentAttention(q_rank=12, kv_rank=8, nope_dim=6, rope_dim=4, v_dim=14)
@@ -55,14 +58,6 @@ def models(cfg):
     return {"nnx": cfg.build(), "linen": mp.from_linen(LinenTransformer(cfg), shape)}
 
 
-def random_params(cfg, seed=0):
-    """Parameters with no special values in them: norm scales are not one."""
-    leaves, tree = jax.tree.flatten(cfg.build().abstract().params)
-    rng = np.random.default_rng(seed)
-    made = [rng.normal(size=x.shape) * (x.shape[-2] if x.ndim > 1 else 1) ** -0.5 for x in leaves]
-    return jax.tree.unflatten(tree, [jnp.asarray(x, leaf.dtype) for x, leaf in zip(made, leaves, strict=True)])
-
-
 def loss_and_gradient(model, params, mesh, strategy, batch=BATCH):
     """Of parameters and a batch that lie on the mesh as the strategy says."""
     with mp.use(mesh, strategy):
@@ -77,54 +72,24 @@ def loss_and_gradient(model, params, mesh, strategy, batch=BATCH):
     return jax.jit(run)(placed, mp.shard_batch(batch, mesh, strategy))
 
 
-def attention_by_hand(cfg, w, h, theta):
-    """One row of multi-head latent attention in NumPy, one head at a time: equations 37 to 47 of the paper."""
-    latent, num_tokens = cfg.latent, len(h)
-    half = latent.rope_dim // 2
-    turn = np.exp(1j * np.arange(num_tokens)[:, None] * theta ** (-np.arange(half) / half))
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps) * scale
-
-    def rotated(x):
-        z = (x[:, :half] + 1j * x[:, half:]) * turn
-        return np.concatenate([z.real, z.imag], -1)
-
+def attention_by_hand(cfg, w, h):
+    """One row of multi-head latent attention, one head at a time: equations 37 to 47 of the paper."""
+    latent = cfg.latent
     if latent.q_rank is None:
         of_query, queries = h, w["query"]["kernel"]
     else:
-        of_query = norm(h @ w["query_down"]["kernel"], w["query_norm"]["scale"])
+        of_query = by_hand.norm(cfg, h @ w["query_down"]["kernel"], w["query_norm"]["scale"])
         queries = w["query_up"]["kernel"]
-    c = norm(h @ w["latent_down"]["kernel"], w["latent_norm"]["scale"])
-    shared = rotated(h @ w["key_rope"]["kernel"])
+    c = by_hand.norm(cfg, h @ w["latent_down"]["kernel"], w["latent_norm"]["scale"])
+    shared = by_hand.rotated(cfg, h @ w["key_rope"]["kernel"])
     out = 0
     for head in range(cfg.num_heads):
         q = of_query @ queries[:, head]
         content = q[:, : latent.nope_dim] @ (c @ w["key_up"]["kernel"][:, head]).T
-        position = rotated(q[:, latent.nope_dim :]) @ shared.T
-        scores = (content + position) / np.sqrt(latent.nope_dim + latent.rope_dim)
-        scores = np.where(np.tri(num_tokens, dtype=bool), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        position = by_hand.rotated(cfg, q[:, latent.nope_dim :]) @ shared.T
+        weights = by_hand.softmax_of_the_past((content + position) / np.sqrt(latent.nope_dim + latent.rope_dim))
         out = out + weights @ (c @ w["value_up"]["kernel"][:, head]) @ w["out"]["kernel"][head]
     return out
-
-
-def decoder_by_hand(cfg, params, tokens):
-    """The forward pass of one row in NumPy."""
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps) * scale
-
-    x = p["embed"]["embedding"][tokens]
-    for i in range(cfg.num_layers):
-        w = jax.tree.map(lambda x, i=i: x[i], p["layers"])
-        x = x + attention_by_hand(cfg, w["attention"], norm(x, w["attention_norm"]["scale"]), cfg.rope_theta)
-        h, mlp = norm(x, w["mlp_norm"]["scale"]), w["mlp"]
-        gate = h @ mlp["gate"]["kernel"]
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ mlp["up"]["kernel"])) @ mlp["down"]["kernel"]
-    return norm(x, p["final_norm"]["scale"]) @ p["head"]["kernel"]
 
 
 # --- values
@@ -140,7 +105,7 @@ def test_float64_equals_the_formula_by_hand(one_device, framework, q_rank):
         params = random_params(cfg)
         model = models(cfg)[framework]
         logits = jax.jit(lambda params, tokens: model.bind(params, {})(tokens))(params, TOKENS)
-        expected = np.stack([decoder_by_hand(cfg, params, row) for row in TOKENS])
+        expected = np.stack([by_hand.decoder(cfg, params, row, attention_by_hand) for row in TOKENS])
     assert logits.dtype == jnp.float64
     # Anything that passes through float32 on the way is off by 1e-7.
     np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
@@ -182,7 +147,7 @@ def alone():
 def test_split_over_devices_it_is_the_same_to_the_last_digits(alone, framework, spec, strategy):
     params, found = alone
     with jax.enable_x64(True):
-        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+        mesh = mesh_of(spec)
         split = loss_and_gradient(models(CONFIG(param_dtype="float64"))[framework], params, mesh, strategy)
     for (path, a), (_, b) in zip(*map(tree_leaves_with_paths, (split, found(framework))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=path)

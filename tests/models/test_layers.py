@@ -20,7 +20,10 @@ def one_device():
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+causal_attention = jax.jit(layers.causal_attention, static_argnames="implementation")
 
 
 # --- rotary embeddings
@@ -30,7 +33,7 @@ def test_rotate_turns_pairs_like_complex_numbers():
     x = normal(0, 2, 5, 3, 8)
     positions = np.array([[0, 1, 2, 3, 4], [7, 100, 3, 3, 0]])
     frequencies = layers.rope_frequencies(8, 10_000.0)
-    turned = layers.rotate(x, layers.rope(jnp.asarray(positions), frequencies, x.dtype))
+    turned = jax.jit(lambda x, positions: layers.rotate(x, layers.rope(positions, frequencies, x.dtype)))(x, positions)
     pairs = np.asarray(x[..., :4], np.float64) + 1j * np.asarray(x[..., 4:], np.float64)
     angles = positions[..., None] * 10_000.0 ** (-np.arange(4) / 4)
     expected = pairs * np.exp(1j * angles)[:, :, None]
@@ -42,6 +45,7 @@ def test_scores_depend_on_distance_only():
     q, k = normal(0, 1, 1, 1, 16), normal(1, 1, 1, 1, 16)
     frequencies = layers.rope_frequencies(16, 10_000.0)
 
+    @jax.jit
     def score(q_position, k_position):
         turn = [
             layers.rotate(x, layers.rope(jnp.array([[p]]), frequencies, x.dtype))
@@ -101,15 +105,14 @@ def attention_by_hand(q, k, v):
 @pytest.mark.parametrize("num_kv_heads", cases(2, grid=[1, 2, 6]))
 def test_attention_is_softmax_with_repeated_heads(num_kv_heads):
     q, k, v = normal(0, 2, 7, 6, 4), normal(1, 2, 7, num_kv_heads, 4), normal(2, 2, 7, num_kv_heads, 4)
-    np.testing.assert_allclose(layers.causal_attention(q, k, v), attention_by_hand(q, k, v), atol=2e-6)
+    np.testing.assert_allclose(causal_attention(q, k, v), attention_by_hand(q, k, v), atol=2e-6)
 
 
 def test_attention_of_the_last_queries_only():
     q, k, v = normal(0, 2, 3, 4, 4), normal(1, 2, 9, 2, 4), normal(2, 2, 9, 2, 4)
-    room = [jnp.pad(x, ((0, 0), (0, 5), (0, 0), (0, 0)), constant_values=jnp.inf) for x in (k, v)]
-    room[1] = jnp.nan_to_num(room[1], posinf=1e6)  # what is not seen has weight zero, but must be finite
-    room[0] = jnp.nan_to_num(room[0], posinf=1e6)
-    out = layers.cached_attention(q, *room, first_position=jnp.int32(6))
+    # What is not seen has weight zero, but must be finite.
+    room = [np.pad(x, ((0, 0), (0, 5), (0, 0), (0, 0)), constant_values=1e6) for x in (k, v)]
+    out = jax.jit(layers.cached_attention)(q, *room, first_position=6)
     np.testing.assert_allclose(out, attention_by_hand(q, k, v), atol=2e-6)
 
 
@@ -122,18 +125,16 @@ def test_cudnn_is_called_as_asked_and_means_the_same(monkeypatch):
         return jax_attention(*args, implementation="xla", **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_a_gpu)
-    np.testing.assert_allclose(
-        layers.causal_attention(q, k, v, implementation="cudnn"), layers.causal_attention(q, k, v), atol=2e-6
-    )
+    np.testing.assert_allclose(causal_attention(q, k, v, implementation="cudnn"), causal_attention(q, k, v), atol=2e-6)
     assert asked == ["cudnn"]
 
 
 def test_scores_of_bfloat16_are_float32():
     # Two keys whose scores differ by less than bfloat16 can tell at this size.
-    q = jnp.full((1, 2, 1, 64), 4.0, jnp.bfloat16)
-    k = jnp.stack([jnp.full(64, 4.0), jnp.full(64, 4.0).at[0].set(4.125)])[None, :, None].astype(jnp.bfloat16)
-    v = jnp.array([0.0, 1.0], jnp.bfloat16)[None, :, None, None] * jnp.ones(64, jnp.bfloat16)
-    weight = float(layers.causal_attention(q, k, v)[0, 1, 0, 0])
+    q, k, v = (np.full((1, 2, 1, 64), 4.0, jnp.bfloat16) for _ in range(3))
+    k[0, 1, 0, 0] = 4.125
+    v[0, :, 0] = [[0], [1]]
+    weight = float(np.asarray(causal_attention(q, k, v))[0, 1, 0, 0])
     assert weight == pytest.approx(1 / (1 + np.exp(-4 * 0.125 / 8)), abs=2e-3)
     assert weight > 0.505
 
@@ -142,17 +143,26 @@ def test_scores_of_bfloat16_are_float32():
 
 
 def test_embed_and_its_gradient_are_those_of_indexing():
-    table, tokens = normal(0, 11, 6), jax.random.randint(jax.random.key(1), (3, 5), 0, 11)
-    weights = normal(2, 3, 5, 6)
-    out, pull = jax.vjp(lambda table: layers.embed(table, tokens), table)
-    expected, expected_pull = jax.vjp(lambda table: table[tokens], table)
-    np.testing.assert_array_equal(out, expected)
-    np.testing.assert_allclose(pull(weights)[0], expected_pull(weights)[0], rtol=1e-6, atol=1e-6)
+    table, tokens, weights = normal(0, 11, 6), np.random.default_rng(1).integers(0, 11, (3, 5)), normal(2, 3, 5, 6)
+    out, gradient = with_gradient(lambda table: layers.embed(table, tokens), table, weights)
+    np.testing.assert_array_equal(out, table[tokens])
+    expected = np.zeros_like(table)
+    np.add.at(expected, tokens, weights)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-6)
+
+
+def with_gradient(f, x, cotangent):
+    @jax.jit
+    def both(x):
+        y, pull = jax.vjp(f, x)
+        return y, pull(cotangent)[0]
+
+    return both(x)
 
 
 def test_gradient_of_a_frequent_token_is_summed_in_float32():
-    table, tokens = jnp.ones((3, 2), jnp.bfloat16), jnp.zeros((1, 1000), jnp.int32)
-    (gradient,) = jax.vjp(lambda table: layers.embed(table, tokens), table)[1](jnp.ones((1, 1000, 2), jnp.bfloat16))
+    table, tokens = np.ones((3, 2), jnp.bfloat16), np.zeros((1, 1000), np.int32)
+    _, gradient = with_gradient(lambda table: layers.embed(table, tokens), table, np.ones((1, 1000, 2), jnp.bfloat16))
     assert gradient.dtype == jnp.bfloat16
     # A sum kept in bfloat16 stops at 256, where adding one no longer changes it.
     np.testing.assert_array_equal(gradient, [[1000, 1000], [0, 0], [0, 0]])
@@ -167,7 +177,7 @@ def test_a_token_outside_the_table_is_not_a_number():
 
 def test_swiglu():
     gate, up = normal(0, 2, 3, 4), normal(1, 2, 3, 4)
-    np.testing.assert_allclose(layers.swiglu(gate, up), gate / (1 + jnp.exp(-gate)) * up, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(layers.swiglu)(gate, up), gate / (1 + np.exp(-gate)) * up, rtol=1e-6)
 
 
 # --- the cache

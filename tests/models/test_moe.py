@@ -13,12 +13,13 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.models import LinenTransformer, TransformerConfig, generate, next_token_loss
+from meshpar.models import TransformerConfig, generate, next_token_loss
 from meshpar.moe import MoEConfig, Routing
 from meshpar.sharding.types import MeshparError, tree_leaves_with_paths
+from tests.equal import VOCAB, assert_same, model_of, token_batches, train
 from tests.grid import cases
 
-ROWS, SEQ, VOCAB, STEPS = 16, 8, 32, 5
+ROWS, SEQ = 16, 8
 LOSSES = {"auxiliary_weight": 1e-2, "z_weight": 1e-3}
 
 
@@ -47,45 +48,23 @@ STAGES = (
 ONE = (mp.MeshSpec(), mp.ddp())
 
 
-def make_model(cfg, framework):
-    if framework == "nnx":
-        return cfg.build()
-    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((ROWS, SEQ), np.int32))
-
-
-def batches():
-    rng = np.random.default_rng(0)
-    tokens = [rng.integers(0, VOCAB, (ROWS, SEQ + 1), dtype=np.int32) for _ in range(STEPS)]
-    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
-
-
 @functools.cache
-def five_steps(cfg, framework, spec, strategy, **options):
-    """The state behind five Adam steps, and the metrics of each."""
+def five_steps(cfg, framework, spec, strategy, start=None, **options):
     with jax.enable_x64(cfg.param_dtype == "float64"):
-        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
-        tx = optax.adam(1e-2, eps=1e-6)
-        state = mp.init_state(make_model(cfg, framework), tx, mesh=mesh, strategy=strategy, key=0)
-        step = mp.train_step(next_token_loss, **options)
-        found = []
-        for batch in batches():
-            state, metrics = step(state, batch)
-            found.append(jax.tree.map(np.asarray, metrics))
-        return state, found
+        model, batches = model_of(framework, cfg, ROWS, SEQ), token_batches(ROWS, SEQ, 5)
+        return train(model, batches, spec, strategy, start=start, **options)
 
 
 def check_equal(cfg, framework, case, one_options=None, **options):
-    state, found = five_steps(cfg, framework, *case, **options)
-    other, expected = five_steps(cfg, framework, *ONE, **(one_options or {}))
-    for metrics, wanted in zip(found, expected, strict=True):
+    expected = five_steps(cfg, framework, *ONE, **(one_options or {}))
+    found = five_steps.__wrapped__(cfg, framework, *case, start=expected.start, **options)
+    for metrics, wanted in zip(found.metrics, expected.metrics, strict=True):
         np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-9)
         np.testing.assert_allclose(metrics["moe/aux_loss"], wanted["moe/aux_loss"], rtol=1e-9)
         np.testing.assert_array_equal(metrics["moe/load"], wanted["moe/load"])
-    for tree, of_one in ((state.params, other.params), (state.extra, other.extra)):
-        wanted = dict(tree_leaves_with_paths(jax.device_get(of_one)))
-        for path, x in tree_leaves_with_paths(jax.device_get(tree)):
-            np.testing.assert_allclose(x, wanted[path], rtol=0, atol=1e-9, err_msg=path)
-    return found
+    assert_same(found.params, expected.params, atol=1e-9)
+    assert_same(found.extra, expected.extra, atol=1e-9)
+    return found.metrics
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,22 +113,21 @@ def test_accumulated_steps_move_the_bias_once(framework, mode):
     """By the counts of both micro-steps together. Without auxiliary losses, which are those of a micro-step."""
     cfg = deepseek_like(param_dtype="float64", losses={})
     options = {"accumulate": 2, "accumulate_mode": mode}
-    state, found = five_steps(cfg, framework, *SHARDED, **options)
-    other, expected = five_steps(cfg, framework, *ONE)
-    for path, x in tree_leaves_with_paths(jax.device_get(state.extra)):
-        np.testing.assert_array_equal(x, dict(tree_leaves_with_paths(jax.device_get(other.extra)))[path], err_msg=path)
-    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-9)
-    np.testing.assert_array_equal(2 * found[-1]["moe/load"], expected[-1]["moe/load"])
+    expected = five_steps(cfg, framework, *ONE)
+    found = five_steps(cfg, framework, *SHARDED, **options)
+    assert_same(found.extra, expected.extra, atol=0)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
+    np.testing.assert_array_equal(2 * found.metrics[-1]["moe/load"], expected.metrics[-1]["moe/load"])
 
 
 @pytest.mark.matrix
 def test_bfloat16_compute_follows_float32():
     """The first loss, to a percent. Later ones part further: a choice that rounding turns is a jump, not a rounding."""
     precision = mp.Precision(params="float32", compute="bfloat16")
-    found = five_steps(deepseek_like(), "nnx", *SHARDED, precision=precision)[1]
-    expected = five_steps(deepseek_like(), "nnx", *ONE)[1]
-    np.testing.assert_allclose(found[0]["loss"], expected[0]["loss"], rtol=1e-2)
-    assert all(metrics["finite"] for metrics in found)
+    found = five_steps(deepseek_like(), "nnx", *SHARDED, precision=precision)
+    expected = five_steps(deepseek_like(), "nnx", *ONE)
+    np.testing.assert_allclose(found.losses[0], expected.losses[0], rtol=1e-2)
+    assert all(metrics["finite"] for metrics in found.metrics)
 
 
 @pytest.mark.matrix
@@ -176,9 +154,9 @@ def test_losses_of_experts_are_for_training_and_evaluation_changes_nothing():
         mesh = ONE[0].build(jax.devices()[:1])
         state = mp.init_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=ONE[1], key=0)
         before = jax.device_get(state.extra)
-        evaluated = jax.device_get(mp.eval_step(next_token_loss)(state, batches()[0]))
+        evaluated = jax.device_get(mp.eval_step(next_token_loss)(state, token_batches(ROWS, SEQ, 1)[0]))
         copy = jax.tree.map(jnp.copy, state)
-        after, trained = mp.train_step(next_token_loss)(copy, batches()[0])
+        after, trained = mp.train_step(next_token_loss)(copy, token_batches(ROWS, SEQ, 1)[0])
         after, trained = jax.device_get((after.extra, trained))
     assert evaluated["moe/aux_loss"] > 1e-3
     np.testing.assert_allclose(trained["loss"], evaluated["loss"] + evaluated["moe/aux_loss"], rtol=1e-12)
@@ -198,8 +176,8 @@ def test_decoding_step_by_step_is_the_whole_sequence(framework):
         cfg, moe=dataclasses.replace(cfg.moe, routing=dataclasses.replace(full, capacity_factor=None))
     )
     mesh, strategy = mp.MeshSpec(expert=2).build(jax.devices()[:2]), mp.expert_parallel()
-    state = mp.init_state(make_model(cfg, framework), optax.adam(1e-2), mesh=mesh, strategy=strategy, key=0)
-    prompt = jnp.asarray(batches()[0]["inputs"][:1, :3])
+    state = mp.init_state(model_of(framework, cfg, ROWS, SEQ), optax.adam(1e-2), mesh=mesh, strategy=strategy, key=0)
+    prompt = jnp.asarray(token_batches(ROWS, SEQ, 1)[0]["inputs"][:1, :3])
 
     def sample(state, prompt):
         with mp.use(mesh, strategy):
@@ -209,7 +187,7 @@ def test_decoding_step_by_step_is_the_whole_sequence(framework):
     def greedy(params, extra, tokens):
         one = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         with mp.use(one, mp.ddp()):
-            return make_model(free, framework).bind(params, extra)(tokens).argmax(-1)
+            return model_of(framework, free, ROWS, SEQ).bind(params, extra)(tokens).argmax(-1)
 
     tokens = np.asarray(jax.jit(sample)(state, prompt))
     whole = jax.jit(greedy)(*jax.device_get((state.params, state.extra)), tokens)
@@ -227,7 +205,7 @@ def test_num_params_is_the_real_count(make):
     cfg = make()
     assert cfg.num_params == sum(leaf.size for leaf in cfg.build().leaves())
     with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
-        linen = make_model(cfg, "linen").leaves()
+        linen = model_of("linen", cfg, ROWS, SEQ).leaves()
     assert {(leaf.path, leaf.names, leaf.shape) for leaf in linen} == {
         (leaf.path, leaf.names, leaf.shape) for leaf in cfg.build().leaves()
     }

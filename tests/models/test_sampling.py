@@ -26,8 +26,8 @@ PROMPT = np.random.default_rng(0).integers(0, 16, (3, 4), dtype=np.int32)
 @functools.cache
 def params():
     """Parameters large enough for the likeliest token to stand out and change."""
-    made, _ = CONFIG.build().init(jax.random.key(1))
-    return jax.tree.map(lambda x: 3 * x, made)
+    made, _ = jax.jit(CONFIG.build().init)(jax.random.key(1))
+    return jax.tree.map(lambda x: 3 * np.asarray(x), made)
 
 
 def model(framework="nnx"):

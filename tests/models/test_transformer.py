@@ -20,7 +20,10 @@ from meshpar.models import LinenTransformer, RopeScaling, Transformer, Transform
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.layers import REMAT_POLICIES
 from meshpar.training.precision import Precision, numerics
+from tests.equal import mesh_of
 from tests.grid import cases
+from tests.models import by_hand
+from tests.models.by_hand import random_params
 
 CONFIG = functools.partial(
     TransformerConfig, vocab_size=24, num_layers=3, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20
@@ -53,15 +56,6 @@ def linen(cfg):
     return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype))
 
 
-def random_params(cfg, seed=0):
-    """Parameters with no special values in them: norm scales are not one."""
-    shapes = cfg.build().abstract().params
-    leaves, tree = jax.tree.flatten(shapes)
-    rng = np.random.default_rng(seed)
-    made = [rng.normal(size=x.shape) * (x.shape[-2] if x.ndim > 1 else 1) ** -0.5 for x in leaves]
-    return jax.tree.unflatten(tree, [jnp.asarray(x, leaf.dtype) for x, leaf in zip(made, leaves, strict=True)])
-
-
 def forward(model, params, tokens=TOKENS, **kwargs):
     return jax.jit(lambda params, tokens: model.bind(params, {})(tokens, **kwargs))(params, tokens)
 
@@ -73,36 +67,16 @@ def loss_and_gradient(model, params, batch=BATCH):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-def decoder_by_hand(cfg, params, tokens):
-    """The forward pass in NumPy, one row and one head at a time."""
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    num_tokens, half = len(tokens), cfg.head_dim // 2
-    turn = np.exp(1j * np.arange(num_tokens)[:, None] * cfg.rope_theta ** (-np.arange(half) / half))
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps) * scale
-
-    def rotated(x):
-        z = (x[:, :half] + 1j * x[:, half:]) * turn
-        return np.concatenate([z.real, z.imag], -1)
-
-    x = p["embed"]["embedding"][tokens]
-    for i in range(cfg.num_layers):
-        w = jax.tree.map(lambda x, i=i: x[i], p["layers"])
-        h, attention = norm(x, w["attention_norm"]["scale"]), w["attention"]
-        for head in range(cfg.num_heads):
-            shared = head // (cfg.num_heads // cfg.num_kv_heads)
-            q = rotated(h @ attention["query"]["kernel"][:, head])
-            k = rotated(h @ attention["key"]["kernel"][:, shared])
-            scores = np.where(np.tri(num_tokens, dtype=bool), q @ k.T / np.sqrt(cfg.head_dim), -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
-            x = x + weights @ (h @ attention["value"]["kernel"][:, shared]) @ attention["out"]["kernel"][head]
-        h, mlp = norm(x, w["mlp_norm"]["scale"]), w["mlp"]
-        gate = h @ mlp["gate"]["kernel"]
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ mlp["up"]["kernel"])) @ mlp["down"]["kernel"]
-    head = p["embed"]["embedding"].T if cfg.tied_embeddings else p["head"]["kernel"]
-    return norm(x, p["final_norm"]["scale"]) @ head
+def attention_by_hand(cfg, w, h):
+    """One row, one head at a time."""
+    out = 0
+    for head in range(cfg.num_heads):
+        shared = head // (cfg.num_heads // cfg.num_kv_heads)
+        q = by_hand.rotated(cfg, h @ w["query"]["kernel"][:, head])
+        k = by_hand.rotated(cfg, h @ w["key"]["kernel"][:, shared])
+        weights = by_hand.softmax_of_the_past(q @ k.T / np.sqrt(cfg.head_dim))
+        out = out + weights @ (h @ w["value"]["kernel"][:, shared]) @ w["out"]["kernel"][head]
+    return out
 
 
 # --- values
@@ -118,7 +92,7 @@ def test_float64_equals_the_decoder_by_hand(one_device, framework, tied):
         params = random_params(cfg)
         logits = forward(cfg.build() if framework == "nnx" else linen(cfg), params)
         assert logits.dtype == jnp.float64
-        expected = np.stack([decoder_by_hand(cfg, params, row) for row in TOKENS])
+        expected = np.stack([by_hand.decoder(cfg, params, row, attention_by_hand) for row in TOKENS])
     # Anything that passes through float32 on the way is off by 1e-7.
     np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
 
@@ -219,7 +193,7 @@ def test_a_tied_model_has_no_head(one_device, framework):
 
 def test_layers_are_drawn_apart(one_device):
     for model in (CONFIG().build(), linen(CONFIG())):
-        params, extra = jax.jit(model.init)(jax.random.key(0))
+        params, extra = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
         up = params["layers"]["mlp"]["up"]["kernel"]
         assert np.abs(up[0] - up[1]).max() > 0.1
         # Fan-in of one layer's matrix, not of the stack.
@@ -260,7 +234,7 @@ def test_the_trace_does_not_grow_with_depth(one_device, framework):
 
 
 def collectives_of_a_step(spec, strategy, cfg, framework="nnx"):
-    mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+    mesh = mesh_of(spec)
     rows = jax.ShapeDtypeStruct((8, 16), np.int32)
     model = cfg.build() if framework == "nnx" else mp.from_linen(LinenTransformer(cfg), rows)
     state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy)
@@ -268,6 +242,7 @@ def collectives_of_a_step(spec, strategy, cfg, framework="nnx"):
     return census(parse(compiled.as_text()), mesh)
 
 
+@pytest.mark.call_stacks
 @pytest.mark.matrix
 @pytest.mark.parametrize("tied", [False, True])
 def test_fsdp_gathers_weights_and_moves_nothing_about(tied):

@@ -13,8 +13,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar.compiled.census import census
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import missing_aot
 from meshpar.moe import Payload, dispatch, grouped_matmul
 from meshpar.planner import cost
 
@@ -30,14 +28,6 @@ FORMS = {
     "buffers, chunked": {"capacity": ROOM // 2, "chunks": 2},
     "two levels": {"axes": {"outer": 2, "inner": 4}, "capacity": ROOM},
 }
-
-
-@pytest.fixture(scope="module")
-def pod():
-    if missing_aot():
-        pytest.skip(missing_aot())
-    with PodProcess() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

@@ -58,11 +58,12 @@ def config(**changes: Any) -> MoEConfig:
     return MoEConfig(routing=routing, mlp_dim=HIDDEN, **{"auxiliary_weight": 0.1, "z_weight": 0.01, **changes})
 
 
-def draw(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+def draw(seed: int, *shape: int) -> np.ndarray:
+    """In jax's own width: float64 where that is on."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.result_type(float))
 
 
-def arrays() -> tuple[jax.Array, Weights, jax.Array, jax.Array]:
+def arrays() -> tuple[np.ndarray, Weights, np.ndarray, np.ndarray]:
     """Tokens, weights, a bias, and the cotangent of y."""
     inward, outward = (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
     weights = Weights(draw(1, WIDTH, EXPERTS), draw(2, *inward), draw(3, *inward), draw(4, *outward))
@@ -315,7 +316,7 @@ def test_bfloat16_with_the_hidden_width_split(within):
     """Sums over `tensor` are made inside the layer, which XLA for CPUs cannot do in bfloat16: it would abort."""
     cfg, strategy = config(auxiliary_weight=0.0, z_weight=0.0), mp.fsdp() | EXPERT | mp.tensor_parallel()
     mesh = mesh_of({"fsdp": 2, "expert": 2, "tensor": 2} if within == "alone" else {"expert": 2, "tensor": 2})
-    single = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), arrays())
+    single = arrays()
     x, weights, _, cotangent = jax.tree.map(lambda a: a.astype(jnp.bfloat16), single)
 
     def gradients(x, weights, cotangent):
@@ -376,34 +377,37 @@ BIASED = MoEConfig(
 
 @pytest.fixture(scope="module")
 def modules():
-    """The NNX module, and its parameters as Linen's."""
-    module = moe.MoE(WIDTH, BIASED, rngs=nnx.Rngs(0))
+    """The NNX module, its parameters as Linen's, tokens, and what the module makes of them."""
+    module = nnx.jit(lambda: moe.MoE(WIDTH, BIASED, rngs=nnx.Rngs(0)))()
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    return module, moe.LinenMoE(WIDTH, BIASED), params
+    x = arrays()[0]
+    return module, params, x, nnx.jit(lambda module, x: module(x))(nnx.clone(module), x)
 
 
 def test_both_modules_are_the_same_layer(modules):
-    module, linen, params = modules
-    x = arrays()[0].astype(jnp.float32)
+    module, params, x, (y, told) = modules
+    linen = moe.LinenMoE(WIDTH, BIASED)
     made = jax.eval_shape(linen.init, jax.random.key(1), x)
     assert jax.tree.map(jnp.shape, dict(nnx.to_pure_dict(nnx.state(module, nnx.Param)))) == {
         name: box.value.shape for name, box in made["params"].items()
     }
-    y, told = nnx.clone(module)(x)
     balance = {"bias": jnp.zeros(EXPERTS), "load": jnp.zeros(EXPERTS, jnp.int32)}
     run = jax.jit(functools.partial(linen.apply, mutable=["balance"]))
     (other, other_told), after = run({"params": params, "balance": balance}, x)
-    np.testing.assert_allclose(y, other, rtol=1e-5, atol=1e-6)  # one is a program, the other is run op by op
+    np.testing.assert_allclose(y, other, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(told.load, after["balance"]["load"])
     np.testing.assert_array_equal(told.load, other_told.load)
 
 
 def test_shared_experts_are_for_every_token(modules):
-    module, _, params = modules
-    x = arrays()[0].astype(jnp.float32)
-    y, _ = nnx.clone(module)(x)
-    routed, _ = moe_layer(x, Weights(*(params[name] for name in Weights._fields)), BIASED, bias=jnp.zeros(EXPERTS))
-    shared = swiglu([params[f"shared_{name}"] for name in ("gate", "up", "down")], x)
+    _, params, x, (y, _) = modules
+
+    @jax.jit
+    def parts(params, x):
+        routed, _ = moe_layer(x, Weights(*(params[name] for name in Weights._fields)), BIASED, bias=jnp.zeros(EXPERTS))
+        return routed, swiglu([params[f"shared_{name}"] for name in ("gate", "up", "down")], x)
+
+    routed, shared = parts(params, x)
     assert np.abs(shared).max() > 0.1
     np.testing.assert_allclose(y, routed + shared, rtol=1e-5, atol=1e-6)
 
@@ -429,7 +433,7 @@ def test_experts_are_drawn_each_by_itself(modules):
     gate = np.asarray(modules[0].gate[...])
     assert np.unique(gate).size == gate.size
     # By the width that one expert sees, not by that of all together.
-    wide = moe.MoE(64, dataclasses.replace(BIASED, mlp_dim=64), rngs=nnx.Rngs(0))
+    wide = nnx.jit(lambda: moe.MoE(64, dataclasses.replace(BIASED, mlp_dim=64), rngs=nnx.Rngs(0)))()
     assert np.std(np.asarray(wide.gate[...])) == pytest.approx(1 / 8, rel=0.05)
 
 
@@ -446,7 +450,7 @@ def test_the_bias_moves_after_a_step_and_by_all_that_was_counted(kind):
         return bound(rows)[1].load, model.collect(bound)
 
     params, extra = jax.jit(model.init)(jax.random.key_data(jax.random.key(0)))
-    x, loads = arrays()[0].astype(jnp.float32), []
+    x, loads = arrays()[0], []
     for rows in (x[:4], x[4:]):
         load, extra = run(params, extra, rows)
         loads.append(load)

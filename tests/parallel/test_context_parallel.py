@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +14,15 @@ import meshpar as mp
 from meshpar.compiled import hlo
 from meshpar.compiled.census import census
 from meshpar.compiled.clock.timeline import timeline
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import missing_aot
-from meshpar.models import LinenTransformer, TransformerConfig, context, generate, next_token_loss
+from meshpar.models import TransformerConfig, context, generate, next_token_loss
 from meshpar.parallel import parse_strategy
 from meshpar.planner import cost
 from meshpar.planner.hardware import parse_cluster
 from meshpar.sharding.context import spec_of
-from meshpar.sharding.types import tree_leaves_with_paths
+from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
 
-ROWS, SEQ, VOCAB, STEPS, LAYERS = 4, 16, 32, 2, 2
+ROWS, SEQ, LAYERS = 4, 16, 2
+pytestmark = pytest.mark.call_stacks
 BOTH = ("fsdp", "context")
 matrix = pytest.mark.matrix
 
@@ -34,27 +32,9 @@ def config(**changes):
     return TransformerConfig(**{**sizes, "head_dim": 4, "mlp_dim": 32, **changes})
 
 
-def model_of(framework, dtype):
-    cfg = config(param_dtype=dtype)
-    if framework == "nnx":
-        return cfg.build()
-    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((ROWS, SEQ), np.int32))
-
-
-def build(spec):
-    return spec.build(jax.devices()[: math.prod(spec.values())])
-
-
-def run(framework, dtype, spec, strategy, **options):
-    """Losses of a few steps, and the parameters after them, on the host."""
-    tx = optax.adam(1e-2, eps=1e-6)  # a smaller epsilon would divide rounding noise by rounding noise
-    state = mp.init_state(model_of(framework, dtype), tx, mesh=build(spec), strategy=strategy, key=0)
-    step, rng, losses = mp.train_step(next_token_loss, **options), np.random.default_rng(0), []
-    for _ in range(STEPS):
-        tokens = rng.integers(0, VOCAB, (ROWS, SEQ + 1), dtype=np.int32)
-        state, metrics = step(state, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
-        losses.append(float(metrics["loss"]))
-    return losses, dict(tree_leaves_with_paths(jax.device_get(state.params)))
+def run(framework, dtype, spec, strategy, start=None, **options):
+    model, batches = model_of(framework, config(param_dtype=dtype), ROWS, SEQ), token_batches(ROWS, SEQ, 2)
+    return train(model, batches, spec, strategy, start=start, **options)
 
 
 @functools.cache
@@ -105,24 +85,23 @@ QUICK = [("nnx", "by heads, accumulate once")]
 def test_float64_losses_and_parameters_are_those_of_one_device(framework, case):
     spec, strategy, options = CASES[case]
     with jax.enable_x64(True):
-        losses, params = run(framework, "float64", spec, strategy, **options)
-        expected_losses, expected = on_one_device(framework, "float64")
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
-    for path, x in params.items():
-        np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-9, err_msg=path)
+        expected = on_one_device(framework, "float64")
+        found = run(framework, "float64", spec, strategy, start=expected.start, **options)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
+    assert_same(found.params, expected.params, atol=1e-9)
 
 
 @pytest.mark.matrix
 def test_once_with_a_vocabulary_that_is_split_too_is_an_error_where_the_compiler_would_abort():
     spec, strategy = mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp() | CP | TP
     if jax.__version_info__ < (0, 12):
-        losses, _ = run("nnx", "float32", spec, strategy, **ONCE)
-        np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-5)
+        found = run("nnx", "float32", spec, strategy, **ONCE)
+        np.testing.assert_allclose(found.losses, on_one_device("nnx", "float32").losses, rtol=1e-5)
         return
     with pytest.raises(mp.MeshparError, match="accumulate_mode='each'"):
         run("nnx", "float32", spec, strategy, **ONCE)
-    losses, _ = run("nnx", "float32", spec, strategy | mp.Rules(vocab=None, act_vocab=None), **ONCE)
-    np.testing.assert_allclose(losses, on_one_device("nnx", "float32")[0], rtol=1e-5)
+    found = run("nnx", "float32", spec, strategy | mp.Rules(vocab=None, act_vocab=None), **ONCE)
+    np.testing.assert_allclose(found.losses, on_one_device("nnx", "float32").losses, rtol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,7 +112,7 @@ def test_once_with_a_vocabulary_that_is_split_too_is_an_error_where_the_compiler
 @pytest.fixture(scope="module")
 def sent():
     """Collectives of a compiled step on fsdp=2, context=4."""
-    mesh = build(mp.MeshSpec(fsdp=2, context=4))
+    mesh = mesh_of(mp.MeshSpec(fsdp=2, context=4))
     state = mp.abstract_state(config().build(), optax.adam(1e-2), mesh=mesh, strategy=mp.fsdp() | CP)
     batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), np.int32) for name in ("inputs", "targets")}
     compiled = mp.train_step(next_token_loss).lower(state, batch).compile()
@@ -164,17 +143,14 @@ def test_the_sequence_is_gathered_nowhere_and_put_in_order_once(sent):
 
 
 @pytest.mark.pod
-def test_every_message_of_the_ring_is_hidden_behind_matmuls_on_gpus():
+def test_every_message_of_the_ring_is_hidden_behind_matmuls_on_gpus(pod):
     """The step compiled for eight H100s, in bfloat16, with layers recomputed: the ring runs twice forward."""
-    if missing_aot():
-        pytest.skip(missing_aot())
     mesh = mp.MeshSpec(fsdp=2, context=4).abstract()
     cfg = config(vocab_size=512, embed_dim=256, num_heads=8, head_dim=64, mlp_dim=512)
     state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=mp.fsdp(axis=BOTH) | CP)
     batch = {name: jax.ShapeDtypeStruct((ROWS, 8192), np.int32) for name in ("inputs", "targets")}
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
-    with PodProcess() as pod:
-        program = pod.compile(step.trace(state, batch), "h100:1x8")
+    program = pod.compile(step.trace(state, batch), "h100:1x8")
     times = timeline(program.module, census(program.module, mesh), parse_cluster("h100:1x8"))
     ring = [timed for timed in times.collectives if "ring_attention" in timed.collective.op_name]
     kv_bytes = 2 * 2 * (ROWS // 2) * (8192 // 4) * 2 * 64
@@ -191,7 +167,7 @@ def test_every_message_of_the_ring_is_hidden_behind_matmuls_on_gpus():
 def test_a_policy_that_keeps_matmuls_keeps_no_scores():
     """Scores of a layer are 268 MB here, on one of two devices; what all matmuls with weights make is 2 MB."""
     state = mp.abstract_state(
-        config().build(), optax.sgd(0.1), mesh=build(mp.MeshSpec(context=2)), strategy=mp.ddp() | CP
+        config().build(), optax.sgd(0.1), mesh=mesh_of(mp.MeshSpec(context=2)), strategy=mp.ddp() | CP
     )
     batch = {name: jax.ShapeDtypeStruct((1, 8192), np.int32) for name in ("inputs", "targets")}
     compiled = mp.train_step(next_token_loss, remat="all_dots").lower(state, batch).compile()
@@ -264,7 +240,7 @@ def test_by_heads_a_sequence_is_a_multiple_of_its_ranks():
 @pytest.fixture(scope="module", params=[CP, pytest.param(HEADS, marks=matrix)], ids=["ring", "heads"])
 def bound(request):
     """A decoder on context=2, tensor=2: (mesh, strategy, a function of it and arguments, under jit)."""
-    mesh, strategy = build(mp.MeshSpec(context=2, tensor=2)), mp.ddp() | request.param | TP_SEQ
+    mesh, strategy = mesh_of(mp.MeshSpec(context=2, tensor=2)), mp.ddp() | request.param | TP_SEQ
     state = mp.init_state(config().build(), optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
 
     def call(f, *args):
@@ -272,10 +248,10 @@ def bound(request):
             with mp.use(mesh, strategy):
                 return f(state.bound(), *args)
 
-        whole = mp.init_state(config().build(), optax.sgd(0.1), mesh=build(mp.MeshSpec()), strategy=mp.ddp(), key=0)
+        whole = mp.init_state(config().build(), optax.sgd(0.1), mesh=mesh_of(mp.MeshSpec()), strategy=mp.ddp(), key=0)
 
         def on_one(state, *args):
-            with mp.use(build(mp.MeshSpec()), mp.ddp()):
+            with mp.use(mesh_of(mp.MeshSpec()), mp.ddp()):
                 return f(state.bound(), *args)
 
         return jax.jit(run)(state, *args), jax.jit(on_one)(whole, *args)

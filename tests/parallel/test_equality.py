@@ -11,15 +11,14 @@ import itertools
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import meshpar as mp
-from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
-from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.models import TransformerConfig
+from tests.equal import VOCAB, assert_same, model_of, token_batches, train
 from tests.grid import cases
 
-ROWS, SEQ, VOCAB, STEPS = 16, 8, 32, 5
+ROWS, SEQ = 16, 8
 
 CASES = {
     "ddp": (mp.MeshSpec(data=8), mp.ddp(), {}),
@@ -46,35 +45,14 @@ CASES = {
 }
 
 
-def make_model(framework: str, dtype: str) -> mp.Model:
+def five_steps(framework, dtype, spec, strategy, options, start=None):
     cfg = TransformerConfig(
         vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=32,
         param_dtype=dtype,
     )  # fmt: skip
-    if framework == "nnx":
-        return cfg.build()
-    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((ROWS, SEQ), np.int32))
-
-
-def batches() -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    tokens = [rng.integers(0, VOCAB, (ROWS, SEQ + 1), dtype=np.int32) for _ in range(STEPS)]
-    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
-
-
-def five_steps(framework, dtype, spec, strategy, options):
-    """Losses of the steps, and the parameters after them, on the host."""
-    devices = jax.devices()[: int(np.prod(list(spec.values())))]
-    # A tenth of Adam's usual epsilon would let it divide rounding noise by rounding noise where a gradient is zero.
-    tx = optax.adam(1e-2, eps=1e-6)
-    model = make_model(framework, dtype)
-    state = mp.init_state(model, tx, mesh=spec.build(devices), strategy=strategy, key=0)
-    step = mp.train_step(next_token_loss, **options)
-    losses = []
-    for batch in batches():
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return losses, dict(tree_leaves_with_paths(jax.device_get(state.params)))
+    return train(
+        model_of(framework, cfg, ROWS, SEQ), token_batches(ROWS, SEQ, 5), spec, strategy, start=start, **options
+    )
 
 
 @functools.cache
@@ -95,13 +73,11 @@ SPARED = [("linen", case) for case in ("zero2", "tensor", "tensor+sequence", "fs
 )
 def test_float64_losses_and_parameters(framework, case):
     with jax.enable_x64(True):
-        losses, params = five_steps(framework, "float64", *CASES[case])
-        expected_losses, expected = single_device(framework, "float64")
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
-    assert params.keys() == expected.keys()
-    for path, x in params.items():
-        assert x.dtype == np.float64
-        np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-9, err_msg=path)
+        expected = single_device(framework, "float64")
+        found = five_steps(framework, "float64", *CASES[case], start=expected.start)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
+    assert_same(found.params, expected.params, atol=1e-9)
+    assert {x.dtype for x in found.params.values()} == {np.dtype(np.float64)}
 
 
 @pytest.mark.matrix
@@ -110,6 +86,6 @@ def test_bfloat16_compute_follows_float32(framework):
     """The whole run in bfloat16 compute: 8 bits of mantissa, five steps; the losses agree to a percent."""
     precision = mp.Precision(params="float32", compute="bfloat16")
     spec, strategy, _ = CASES["fsdp|tensor+sequence"]
-    losses, params = five_steps(framework, "float32", spec, strategy, {"precision": precision})
-    np.testing.assert_allclose(losses, single_device(framework, "float32")[0], rtol=1e-2)
-    assert {x.dtype for x in params.values()} == {np.dtype(np.float32)}
+    found = five_steps(framework, "float32", spec, strategy, {"precision": precision})
+    np.testing.assert_allclose(found.losses, single_device(framework, "float32").losses, rtol=1e-2)
+    assert {x.dtype for x in found.params.values()} == {np.dtype(np.float32)}

@@ -33,15 +33,14 @@ CLOSED = {
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (6, 12), (8, 24)])
 def test_no_worse_than_the_closed_form_for_any_costs(name, p, m):
     schedule = make(name, p, m)
-    for seed in range(12):
+    for seed in range(8):
         f, b, w = costs(seed)
-        for hidden in (0.0, 0.4):
-            pair = f + b + w - hidden * f
-            span = schedule.simulate(f=f, b=b, w=w, pair=pair).free.span_bubble.max()
-            bound = CLOSED[name](p, f, b, w, pair)
-            assert span <= bound + 1e-9, (seed, span, bound)
-            if not name.startswith("dualpipe"):
-                assert span == pytest.approx(bound)
+        pair = f + b + w - 0.4 * f * (seed % 2)  # nothing hidden, or a part of F
+        span = schedule.simulate(f=f, b=b, w=w, pair=pair).free.span_bubble.max()
+        bound = CLOSED[name](p, f, b, w, pair)
+        assert span <= bound + 1e-9, (seed, span, bound)
+        if not name.startswith("dualpipe"):
+            assert span == pytest.approx(bound)
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])

@@ -341,10 +341,14 @@ def test_an_nnx_module_comes_back_as_itself():
 
 def test_what_a_forward_pass_changes_is_collected():
     for model, x in ((cnn(), jnp.ones((2, 8, 8, 3))), (linen(), jnp.ones((2, 16)))):
-        params, extra = model.init(jax.random.key(0))
-        bound = model.bind(params, extra)
-        bound(x)
-        after = model.collect(bound)
+
+        def run(model=model, x=x):
+            before = model.init(jax.random.key(0))
+            bound = model.bind(*before)
+            bound(x)
+            return before[1], model.collect(bound)
+
+        extra, after = jax.jit(run)()
         assert jax.tree.structure(after) == jax.tree.structure(extra)
         moved = {
             path

@@ -250,7 +250,7 @@ def test_every_dtype_comes_back(tmp_path):
         def init(key):
             return {kind: jnp.arange(24).reshape(8, 3).astype(kind) for kind in kinds}
 
-        setup = make(model=mp.from_functions(init, lambda p, x: x), tx=optax.identity(), strategy=mp.Rules())
+        setup = make(2, model=mp.from_functions(init, lambda p, x: x), tx=optax.identity(), strategy=mp.Rules())
         state = setup.init(0)
         values = on_host(state)
         with Checkpoints(tmp_path) as checkpoints:
@@ -262,7 +262,7 @@ def test_keys_that_orbax_would_write_over_each_other(tmp_path):
     def init(key):
         return {"a.b": jnp.zeros(8), "a": {"b": jnp.ones(8), "c/d": jnp.full(8, 2.0), "c": {"d": jnp.full(8, 3.0)}}}
 
-    setup = make(model=mp.from_functions(init, lambda p, x: x), tx=optax.identity(), strategy=mp.Rules())
+    setup = make(2, model=mp.from_functions(init, lambda p, x: x), tx=optax.identity(), strategy=mp.Rules())
     state = setup.init(0)
     values = on_host(state)
     with Checkpoints(tmp_path) as checkpoints:

@@ -385,7 +385,9 @@ def plain(steps, *, every_s=0.0, **options) -> list[str]:
     return text.splitlines()
 
 
-def test_plain_lines_when_it_is_no_terminal():
+def test_plain_lines_when_it_is_no_terminal(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr("meshpar.training.loop.time.monotonic", lambda: next(clock) / 1000)
     found = plain(4, tokens_per_step=10)
     assert [line.split("  ")[0] for line in found] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
     assert found[1].split("  ")[1] == "loss 0.5"

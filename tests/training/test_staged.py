@@ -12,11 +12,12 @@ import pytest
 from flax import nnx
 
 import meshpar as mp
-from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
+from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
 from tests.grid import cases
 
-SEQ, VOCAB, STEPS = 4, 32, 2
+SEQ, STEPS = 4, 2
 
 
 def config(dtype: str = "float64", *, num_layers: int = 8, tied: bool = False) -> TransformerConfig:
@@ -26,47 +27,19 @@ def config(dtype: str = "float64", *, num_layers: int = 8, tied: bool = False) -
     )  # fmt: skip
 
 
-def batches(rows: int) -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    tokens = [rng.integers(0, VOCAB, (rows, SEQ + 1), dtype=np.int32) for _ in range(STEPS)]
-    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
-
-
-def make_model(framework: str, cfg: TransformerConfig, rows: int) -> mp.Model:
-    if framework == "nnx":
-        return cfg.build()
-    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((rows, SEQ), np.int32))
-
-
-def train(framework, cfg, rows, spec, strategy, **options):
-    devices = jax.devices()[: int(np.prod(list(spec.values())))]
-    tx = optax.adam(1e-2, eps=1e-6)
-    state = mp.init_state(
-        make_model(framework, cfg, rows), tx, mesh=spec.build(devices), strategy=strategy, key=0
-    )  # fmt: skip
-    step = mp.train_step(next_token_loss, **options)
-    told = []
-    for batch in batches(rows):
-        state, metrics = step(state, batch)
-        told.append({name: float(x) for name, x in metrics.items()})
-    return told, dict(tree_leaves_with_paths(jax.device_get(state.params)))
-
-
 @functools.cache
 def alone(framework, cfg, rows):
-    return train(framework, cfg, rows, mp.MeshSpec(), mp.ddp())
+    return train(model_of(framework, cfg, rows, SEQ), token_batches(rows, SEQ, STEPS), mp.MeshSpec(), mp.ddp())
 
 
 def check(framework, cfg, rows, spec, strategy, atol, **options):
-    told, params = train(framework, cfg, rows, spec, strategy, **options)
-    wanted, wanted_params = alone(framework, cfg, rows)
-    for ours, theirs in zip(told, wanted, strict=True):
+    wanted, batches = alone(framework, cfg, rows), token_batches(rows, SEQ, STEPS)
+    found = train(model_of(framework, cfg, rows, SEQ), batches, spec, strategy, start=wanted.start, **options)
+    for ours, theirs in zip(found.metrics, wanted.metrics, strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             assert ours[name] == pytest.approx(value, rel=atol), name
-    assert params.keys() == wanted_params.keys()
-    for path, x in params.items():
-        np.testing.assert_allclose(x, wanted_params[path], rtol=0, atol=atol * 100, err_msg=path)
+    assert_same(found.params, wanted.params, atol=atol * 100)
 
 
 CASES = {
@@ -158,7 +131,7 @@ def test_counts_are_summed_and_all_else_averaged_however_a_batch_is_cut(weight):
     batch = {"x": np.arange(64, dtype=np.float32).reshape(16, 4) / 16, "ids": np.arange(16, dtype=np.int32)}
     told = {}
     for name, (spec, strategy, options) in CUTS.items():
-        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+        mesh = mesh_of(spec)
         state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
         _, metrics = mp.train_step(loss, weight=weight, **options)(state, batch)
         assert metrics["tokens"].dtype == jnp.int32
@@ -182,10 +155,10 @@ def test_a_metric_is_one_number(strategy, metric):
     names = {"layers/w": ("layers", "embed", None)}
     model = mp.from_functions(lambda key: {"layers": {"w": jnp.ones((2, 4, 4))}}, run_layers, names=names)
     mesh = spec.build(jax.devices()[: spec["stage"]])
-    state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy)
     step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {"odd": metric}))
     with pytest.raises(mp.MeshparError, match="metric `odd`: asked to be one number.*(a NoneType|a str|of shape)"):
-        step(state, {"x": np.ones((4, 4), np.float32)})
+        step.lower(state, {"x": np.ones((4, 4), np.float32)})
 
 
 @pytest.mark.parametrize(
@@ -263,7 +236,7 @@ def test_explain_tells_that_it_cannot_count_unequal_parts():
         mesh=mp.MeshSpec(stage=4).build(jax.devices()[:4]),
     )  # fmt: skip
     with pytest.raises(mp.MeshparError, match=r"2\+3\+3\+2 layers .*chosen at run time.*with 8 or 12 layers"):
-        mp.explain(mp.train_step(next_token_loss), state, batches(16)[0])
+        mp.explain(mp.train_step(next_token_loss), state, token_batches(16, SEQ, 1)[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,16 +286,9 @@ def balanced_loss(model, batch, key):
     return error + 0.5 * model.losses[...], told
 
 
-def train_balanced(spec, strategy, loss=balanced_loss, build=Balanced, **options):
-    state = mp.init_state(
-        mp.from_nnx(lambda rngs: build(rngs)), optax.adam(1e-2), strategy=strategy, key=0,
-        mesh=spec.build(jax.devices()[: int(np.prod(list(spec.values())))]),
-    )  # fmt: skip
-    step, rng, told = mp.train_step(loss, **options), np.random.default_rng(0), []
-    for _ in range(STEPS):
-        state, metrics = step(state, {name: rng.normal(size=(16, WIDTH)) for name in "xt"})
-        told.append({name: float(x) for name, x in metrics.items()})
-    return told, dict(tree_leaves_with_paths(jax.device_get((state.params, state.extra))))
+def balanced_batches():
+    rng = np.random.default_rng(0)
+    return [{name: rng.normal(size=(16, WIDTH)) for name in "xt"} for _ in range(STEPS)]
 
 
 @pytest.mark.parametrize(
@@ -337,17 +303,17 @@ def train_balanced(spec, strategy, loss=balanced_loss, build=Balanced, **options
 )
 def test_what_layers_give_beside_their_output(spec, schedule, fewer, x64):
     asked = {"stages": spec["stage"], "microbatches": 4, "schedule": schedule, "fewer_layers": fewer}
-    told, kept = train_balanced(spec, mp.pipeline_parallel(**asked))
-    wanted, wanted_kept = train_balanced(mp.MeshSpec(), mp.ddp())
-    for ours, theirs in zip(told, wanted, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-12)
-    assert kept.keys() == wanted_kept.keys()
-    for path, x in kept.items():
-        assert x.dtype == wanted_kept[path].dtype
-        np.testing.assert_allclose(x, wanted_kept[path], rtol=0, atol=1e-12, err_msg=path)
+    model, batches = mp.from_nnx(lambda rngs: Balanced(rngs)), balanced_batches()
+    wanted = train(model, batches, mp.MeshSpec(), mp.ddp(), loss=balanced_loss)
+    strategy = mp.pipeline_parallel(**asked)
+    found = train(model, batches, spec, strategy, loss=balanced_loss, start=wanted.start)
+    for ours, theirs in zip(found.metrics, wanted.metrics, strict=True):
+        assert jax.tree.map(float, ours) == pytest.approx(jax.tree.map(float, theirs), rel=1e-12)
+    assert_same(found.params, wanted.params, atol=1e-12)
+    assert_same(found.extra, wanted.extra, atol=1e-12)
     # It did move, and differs by layer.
-    assert len(np.unique(kept["1/layers/bias"], axis=0)) > 1
-    assert (kept["1/load"].sum(-1) == 16).all()
+    assert len(np.unique(found.extra["layers/bias"], axis=0)) > 1
+    assert (found.extra["load"].sum(-1) == 16).all()
 
 
 class Drops(Balanced):
@@ -388,9 +354,11 @@ MIXED = {
 @pytest.mark.parametrize("name", cases("a metric of both", "a variable of rows", "weights", grid=MIXED))
 def test_what_no_stage_has_in_time_is_told(name):
     loss, build, options, told = MIXED[name]
-    strategy = mp.pipeline_parallel(stages=2, microbatches=4)
+    model, strategy = mp.from_nnx(lambda rngs: build(rngs)), mp.pipeline_parallel(stages=2, microbatches=4)
+    mesh = mesh_of(mp.MeshSpec(stage=2))
+    state = mp.abstract_state(model, optax.adam(1e-2), mesh=mesh, strategy=strategy)
     with pytest.raises(mp.MeshparError, match=told):
-        train_balanced(mp.MeshSpec(stage=2), strategy, loss, build, **options)
+        mp.train_step(loss, **options).lower(state, balanced_batches()[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -424,12 +392,12 @@ MISTAKES = {
 def test_mistakes_are_told_before_anything_is_traced(name):
     spec, asked, inside, options, told = MISTAKES[name]
     cfg = config("float32", num_layers=3 if name == "layers" else 4)
-    mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+    mesh = mesh_of(spec)
 
     def lowered():
         strategy = mp.pipeline_parallel(**asked) | inside
         state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=strategy)
-        return mp.train_step(next_token_loss, **options).lower(state, batches(16)[0])
+        return mp.train_step(next_token_loss, **options).lower(state, token_batches(16, SEQ, 1)[0])
 
     with pytest.raises(mp.MeshparError, match=told):
         lowered()
@@ -447,11 +415,12 @@ def test_no_such_schedule():
 def test_a_file_of_other_microbatches(tmp_path):
     path = str(tmp_path / "four.csv")
     mp.pipeline.make("1f1b", 2, 4).to_csv(path)
+    state = mp.abstract_state(
+        config("float32", num_layers=4).build(), optax.adam(1e-2), mesh=mesh_of(mp.MeshSpec(stage=2)),
+        strategy=mp.pipeline_parallel(stages=2, microbatches=2, schedule=path),
+    )  # fmt: skip
     with pytest.raises(mp.MeshparError, match="asked to cut the batch into 2 microbatches, but schedule .* runs 4"):
-        train(
-            "nnx", config("float32", num_layers=4), 16, mp.MeshSpec(stage=2),
-            mp.pipeline_parallel(stages=2, microbatches=2, schedule=path),
-        )  # fmt: skip
+        mp.train_step(next_token_loss).lower(state, token_batches(16, SEQ, 1)[0])
 
 
 @pytest.mark.parametrize("change", [lambda x: x.astype(jnp.bfloat16), lambda x: x[:, :2], lambda x: (x, 1)])
@@ -469,13 +438,13 @@ def test_layers_that_use_outer_parameters_are_refused():
         return mp.pipeline.scan_layers(lambda x, one: x @ one["w"] @ params["outer"], x, params["layers"])
 
     model = mp.from_functions(init, apply, names={"layers/w": ("layers", None, None), "outer": (None, None)})
-    state = mp.init_state(
+    state = mp.abstract_state(
         model, optax.sgd(0.1), mesh=mp.MeshSpec(stage=2).build(jax.devices()[:2]),
-        strategy=mp.pipeline_parallel(stages=2, microbatches=2), key=0,
+        strategy=mp.pipeline_parallel(stages=2, microbatches=2),
     )  # fmt: skip
     step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
     with pytest.raises(mp.MeshparError, match="stands outside of the stacked layers"):
-        step(state, {"x": np.ones((4, 4), np.float32)})
+        step.lower(state, {"x": np.ones((4, 4), np.float32)})
 
 
 def test_split_activations_are_to_be_told_before_the_layers():
@@ -486,28 +455,28 @@ def test_split_activations_are_to_be_told_before_the_layers():
         return mp.pipeline.scan_layers(lambda x, one: x @ one["up"] @ one["down"], x, params["layers"])
 
     names = {"layers/up": ("layers", "embed", "mlp"), "layers/down": ("layers", "mlp", "embed")}
-    state = mp.init_state(
-        mp.from_functions(init, apply, names=names), optax.sgd(0.1), key=0,
+    state = mp.abstract_state(
+        mp.from_functions(init, apply, names=names), optax.sgd(0.1),
         mesh=mp.MeshSpec(stage=2, tensor=2).build(jax.devices()[:4]),
         strategy=mp.pipeline_parallel(stages=2, microbatches=2) | mp.tensor_parallel(sequence=True),
     )  # fmt: skip
     step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
     with pytest.raises(mp.MeshparError, match='is no meshpar.constrain(.|\n)*"norm_seq"'):
-        step(state, {"x": np.ones((4, 4, 4), np.float32)})
+        step.lower(state, {"x": np.ones((4, 4, 4), np.float32)})
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_layers", [4, 3])
 def test_a_checkpoint_moves_to_a_mesh_without_stages_and_back(num_layers, tmp_path):
     def state_of(spec, strategy, key):
-        mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+        mesh = mesh_of(spec)
         return mp.init_state(
             config("float32", num_layers=num_layers).build(), optax.adam(1e-2), mesh=mesh, strategy=strategy, key=key
         )
 
     staged = state_of(mp.MeshSpec(stage=2, fsdp=2), mp.pipeline_parallel(stages=2, microbatches=2) | mp.fsdp(), 0)
     step = mp.train_step(next_token_loss)
-    staged, _ = step(staged, batches(8)[0])
+    staged, _ = step(staged, token_batches(8, SEQ, 2)[0])
     wanted = dict(tree_leaves_with_paths(jax.device_get(staged.params)))
     plain = state_of(mp.MeshSpec(fsdp=4), mp.fsdp(), 1)
     with mp.Checkpoints(tmp_path / "a") as there, mp.Checkpoints(tmp_path / "b") as back:
@@ -518,5 +487,5 @@ def test_a_checkpoint_moves_to_a_mesh_without_stages_and_back(num_layers, tmp_pa
     for state in (moved, again):
         for path, x in tree_leaves_with_paths(jax.device_get(state.params)):
             np.testing.assert_array_equal(x, wanted[path], err_msg=path)
-    one, other = (step(state, batches(8)[1])[1] for state in (moved, again))
+    one, other = (step(state, token_batches(8, SEQ, 2)[1])[1] for state in (moved, again))
     assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-5)

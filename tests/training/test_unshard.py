@@ -17,8 +17,6 @@ import meshpar as mp
 from meshpar.collectives.quantized import error_bound
 from meshpar.commands.recipe import load_recipe, override
 from meshpar.compiled import census
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import require_aot
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.parallel import Quantize, parse_strategy
 from meshpar.planner import cost
@@ -341,16 +339,6 @@ MATRICES = {  # elements of a layer's
 TABLES = 2 * 512 * 256
 VECTORS = 4 * 256 * 2 + 256
 """Norm scales of four layers, and the last one."""
-
-
-@pytest.fixture(scope="module")
-def pod():
-    try:
-        require_aot("h100:1x8")
-    except mp.MeshparError as error:
-        pytest.skip(str(error))
-    with PodProcess() as process:
-        yield process
 
 
 def sent_on_pod(pod, cluster, mesh, strategy):

@@ -1,0 +1,72 @@
+"""The same Adam steps on a mesh as on one device, from the same numbers, which are drawn once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+import meshpar as mp
+from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.state import TrainState, make_setup
+
+VOCAB = 32
+
+
+class Trained(NamedTuple):
+    """A run, all of it on the host."""
+
+    start: TrainState
+    metrics: list[dict[str, np.ndarray]]
+    params: dict[str, np.ndarray]
+    extra: dict[str, np.ndarray]
+
+    @property
+    def losses(self) -> list[np.ndarray]:
+        return [one["loss"] for one in self.metrics]
+
+
+def mesh_of(spec: mp.MeshSpec) -> jax.sharding.Mesh:
+    """On the first devices."""
+    return spec.build(jax.devices()[: math.prod(spec.values())])
+
+
+def model_of(framework: str, cfg: TransformerConfig, rows: int, seq: int) -> mp.Model:
+    if framework == "nnx":
+        return cfg.build()
+    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((rows, seq), np.int32))
+
+
+def token_batches(rows: int, seq: int, steps: int, vocab: int = VOCAB) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, vocab, (rows, seq + 1), dtype=np.int32) for _ in range(steps)]
+    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
+
+
+def train(
+    model: mp.Model, batches: list[dict[str, Any]], spec: mp.MeshSpec, strategy: Any,
+    *, start: TrainState | None = None, loss: Any = next_token_loss, **options: Any,
+) -> Trained:  # fmt: skip
+    """A step of Adam for each batch; `start` holds the numbers to begin with, which are drawn where it is left out."""
+    # A tenth of Adam's usual epsilon would let it divide rounding noise by rounding noise where a gradient is zero.
+    tx = optax.adam(1e-2, eps=1e-6)
+    setup = make_setup(model, tx, mesh=mesh_of(spec), strategy=strategy)
+    state = setup.init(0) if start is None else jax.device_put(start.replace(setup=setup), setup.shardings)
+    start, step, metrics = jax.device_get(state), mp.train_step(loss, **options), []
+    for batch in batches:
+        state, found = step(state, batch)
+        metrics.append(jax.tree.map(np.asarray, found))
+    params, extra = (dict(tree_leaves_with_paths(jax.device_get(tree))) for tree in (state.params, state.extra))
+    return Trained(start, metrics, params, extra)
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], *, atol: float) -> None:
+    """The same paths and dtypes, and the same numbers to `atol`."""
+    assert found.keys() == expected.keys()
+    for path, x in found.items():
+        assert x.dtype == expected[path].dtype, path
+        np.testing.assert_allclose(x, expected[path], rtol=0, atol=atol, err_msg=path)
