@@ -20,8 +20,8 @@ from meshpar.models import llama3_405b, next_token_loss
 
 
 def recipe(devices: int = 4096) -> mp.Recipe:
-    # Mesh: tensor inside a node; parameters over 64 nodes; eight such groups hold copies, so gathers stay inside.
-    tensor, groups = 8, 8
+    # Mesh: tensor inside a node; parameters over 64 nodes; each further 64 hold a copy, so gathers stay inside.
+    tensor, groups = 8, max(devices // 512, 1)
     mesh = mp.MeshSpec(data=groups, fsdp=devices // (tensor * groups), tensor=tensor)
 
     # Model: the real sizes.

@@ -14,8 +14,6 @@ import pytest
 
 import meshpar as mp
 from meshpar.compiled.clock import work
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import missing_aot
 from meshpar.models import LatentAttention, TransformerConfig, layers, next_token_loss
 from meshpar.models.layers import cached_attention
 
@@ -94,12 +92,11 @@ def test_what_cudnn_refuses_is_told_with_the_way_round(monkeypatch):
 # Compiled for GPUs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pod():
-    if missing_aot() or importlib.util.find_spec("nvidia.cudnn") is None:
+@pytest.fixture
+def pod_with_cudnn(pod):
+    if importlib.util.find_spec("nvidia.cudnn") is None:
         pytest.skip("compiles cuDNN's attention for GPUs, which needs `pip install meshpar[cudnn]`")
-    with PodProcess() as process:
-        yield process
+    return pod
 
 
 def explained(pod, cfg, spec, strategy, options):
@@ -120,8 +117,8 @@ def explained(pod, cfg, spec, strategy, options):
 
 @pytest.mark.pod
 @pytest.mark.parametrize("case", COMPILED)
-def test_the_program_holds_the_kernel_and_sends_what_was_promised(pod, case):
-    report, program = explained(pod, config("cudnn"), *case)
+def test_the_program_holds_the_kernel_and_sends_what_was_promised(pod_with_cudnn, case):
+    report, program = explained(pod_with_cudnn, config("cudnn"), *case)
     targets = re.findall(r'custom_call_target="__cudnn\$(\w+)"', program.text)
     assert set(targets) == {"fmhaSoftmax", "fmhaSoftmaxBackward"}
     scores = [one.shape for one in work.largest_temporaries(program.module, 1000) if "256,256]" in one.shape]
@@ -132,7 +129,7 @@ def test_the_program_holds_the_kernel_and_sends_what_was_promised(pod, case):
 
 
 @pytest.mark.pod
-def test_latent_heads_are_padded_to_one_width(pod):
-    _, program = explained(pod, config("cudnn", num_kv_heads=8, head_dim=16, latent=LATENT), *FSDP_TP)
+def test_latent_heads_are_padded_to_one_width(pod_with_cudnn):
+    _, program = explained(pod_with_cudnn, config("cudnn", num_kv_heads=8, head_dim=16, latent=LATENT), *FSDP_TP)
     calls = re.findall(r'= \(bf16\[(\d+),(\d+),(\d+),(\d+)\].*__cudnn\$fmhaSoftmax"', program.text)
     assert {call[1:] for call in calls} == {("4", "256", "16")}
