@@ -38,14 +38,15 @@ class PodProcess:
         program = pod.compile(step.trace(state, batch), "h100:8x8")
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, flags: Mapping[str, Any] | None = None) -> None:
+        """Starts the process; `flags` are XLA flags, without their dashes, that it reads from its environment."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the process)
         self._process = subprocess.Popen(
             [sys.executable, "-m", pod_process.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=environment(),
+            env=environment(flags),
         )
 
     def __enter__(self) -> PodProcess:
@@ -190,10 +191,12 @@ def run_in_pod_process(
         return pod.call(target, kwargs=kwargs, timeout_s=timeout_s)
 
 
-def environment() -> dict[str, str]:
+def environment(flags: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Environment of a process that compiles for pods: CUDA's plugin is loaded, and no GPU is used if there is one."""
+    more = [f"--{name}={str(value).lower()}" for name, value in (flags or {}).items()]
     return {
         **os.environ,
+        "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *more]).strip(),
         "JAX_PLATFORMS": "",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         # A GPU at hand would be used to tune kernels: the same program would then differ from machine to machine.

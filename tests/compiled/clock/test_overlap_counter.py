@@ -10,6 +10,7 @@ from meshpar.planner.hardware import parse_cluster
 from tests.compiled import saved
 from tests.compiled.overlap_counter import messages, per_loop
 
+
 def by_clock(program, mesh):
     collectives = census(program.module, mesh)
     timed = timeline(program.module, collectives, parse_cluster(program.target)).collectives
