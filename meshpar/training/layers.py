@@ -115,12 +115,8 @@ def scan_layers(
     run, body = current().run, _in_context(layer, at)
     rows = (params, extra, caches)
     if run is None or not staged:
-        context = current().numerics
-        prefetched = None if context is None or caches is not None else context.prefetch
         with jax.named_scope(at):
-            if prefetched is not None:
-                return prefetched(at, body, x, (params, extra))
-            return scanned(body, x, rows, with_caches=caches is not None)
+            return _one_by_one(body, x, rows, at)
     if caches is not None:
         raise problem(
             "scan_layers(caches=...) under mp.pipeline_parallel",
@@ -151,6 +147,14 @@ def _in_context(layer: Callable[..., Any], at: str) -> Layer:
     policy = _regathering(policy) if regathers else policy
     # Inside a scan nothing outside the loop can be shared with the body, so the barrier against CSE is not needed.
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
+def _one_by_one(layer: Layer, x: Any, rows: tuple[PyTree, PyTree, PyTree], at: str) -> Any:
+    """The layers by a scan, or by the one that the step puts in its place; what keeps caches has no backward pass."""
+    context, with_caches = current().numerics, rows[2] is not None
+    if context is None or context.prefetch is None or with_caches:
+        return scanned(layer, x, rows, with_caches=with_caches)
+    return context.prefetch(at, layer, x, rows[:2])
 
 
 def scanned(layer: Layer, x: Any, rows: PyTree, *, with_caches: bool = False) -> Any:
