@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax.numpy as jnp
 
 from meshpar.compiled.census import census
 from meshpar.compiled.clock.prediction import overlap
@@ -14,16 +17,42 @@ from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.program import Program
 from meshpar.planner.hardware import Cluster
 from meshpar.sharding.printing import Printed, table
-from meshpar.sharding.types import PyTree, axis_sizes, near, problem
+from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, near, problem
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
 
 Options = Mapping[str, Any]
 
+
+def layer_bytes(step: TrainStep, state: TrainState) -> int:
+    """Of a layer's weights, as a device holds them when they are gathered: a threshold that makes them one message."""
+    return _of_a_layer(step, state)[0]
+
+
+def third_of_shards(step: TrainStep, state: TrainState) -> int:
+    """A third of a layer's gradients, as a device keeps them: scatters are combined by what they give, not what they
+    take, and one message of a whole layer has no matmul of the layer left to hide behind."""
+    return _of_a_layer(step, state)[1] // 3
+
+
+def _of_a_layer(step: TrainStep, state: TrainState) -> tuple[int, int]:
+    setup, precision = state.setup, step.options.precision
+    sizes, gathered, kept = axis_sizes(setup.mesh), 0, 0
+    for one in (one for one in setup.table.params if one.leaf.num_layers > 1):
+        axes = axes_of_spec(one.spec)
+        elements = one.leaf.size // one.leaf.num_layers
+        compute = jnp.dtype(precision.compute or one.leaf.dtype)
+        others = math.prod(sizes[axis] for axis in axes if axis not in setup.batch_axes)
+        gathered += elements // others * compute.itemsize
+        kept += elements // math.prod(sizes[axis] for axis in axes) * precision.reduce_dtype(compute).itemsize
+    return gathered, kept
+
+
 _PIPELINED = {f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 _GATHER, _SCATTER, _REDUCE = (
     f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _DOUBLE = {"xla_gpu_enable_while_loop_double_buffering": True}
 
 SETS: Mapping[str, Options] = {
@@ -33,12 +62,16 @@ SETS: Mapping[str, Options] = {
     "double buffering": _DOUBLE,
     "pipelined": {**_PIPELINED, _SCATTER: 1},
     "pipelined, gathers combined": {**_PIPELINED, _GATHER: 2**30, _SCATTER: 1},
+    "pipelined, by layer": {**_PIPELINED, _GATHER: layer_bytes, _SCATTER: third_of_shards},
+    "pipelined, by layer, four at once": {
+        **_PIPELINED, _GATHER: layer_bytes, _SCATTER: third_of_shards, _AT_ONCE: 4,
+    },
     "NVIDIA's": {
         **_PIPELINED, **_DOUBLE, _GATHER: 2**30, _SCATTER: 2**25, _REDUCE: 2**30,
         "xla_disable_hlo_passes": "rematerialization",
     },
 }  # fmt: skip
-"""XLA flags by the name of their set. NVIDIA's: JAX Toolbox, "GPU performance"."""
+"""XLA flags by the name of their set; a function is of (step, state). NVIDIA's: JAX Toolbox, "GPU performance"."""
 
 _FROM_ENVIRONMENT = ("xla_gpu_enable_pipelined_", "xla_gpu_pipeline_")
 """Flags that jax 0.12 refuses as compile options."""
@@ -127,8 +160,9 @@ def rows(
       ValueError, PodError: as `explain` does.
     """
     traced = step.trace(on_cluster(cluster, state), batch)
-    for name, options in sets.items():
+    for name, given in sets.items():
         progress(f"{recipe}: {name}")
+        options = {flag: value(step, state) if callable(value) else value for flag, value in given.items()}
         flags = {flag: value for flag, value in options.items() if flag.startswith(_FROM_ENVIRONMENT)}
         with PodProcess(flags=flags) as pod:
             others = {flag: value for flag, value in options.items() if flag not in flags}

@@ -32,6 +32,13 @@ def test_a_row_counts_the_messages_of_a_layer():
     assert 0 <= row.hidden_fraction < 1
 
 
+def test_thresholds_of_a_layer():
+    plant = _neighbour("planted").reference("fsdp_tensor")  # over fsdp=4 and tensor=2, computed in bfloat16
+    matrices, norms = 4 * 256 * 256 + 3 * 256 * 768, 2 * 256
+    assert bench.layer_bytes(plant.step, plant.state) == 2 * (matrices // 2 + norms)
+    assert bench.third_of_shards(plant.step, plant.state) == 4 * (matrices // 8 + norms // 4) // 3
+
+
 def test_sets_are_picked_by_name_and_one_is_given():
     assert bench.sets_of([], []) == bench.SETS
     picked = bench.sets_of(["default"], ["xla_gpu_async_dot=true", "xla_dump_to=a=b"])
@@ -48,11 +55,11 @@ def test_a_mistake_is_said(names, given, said):
 @pytest.mark.pod
 def test_the_command_prints_a_row_for_each_set():
     apart = "xla_gpu_all_gather_combine_threshold_bytes=1"
-    options = ["--options", "default", "--options", "pipelined", "--xla", apart]
+    options = ["--options", "scatters apart", "--options", "pipelined", "--xla", apart]
     small = ["--set", "model.num_layers=2", "--set", "model.attention=xla", "--mesh", "fsdp=8", "--strategy", "fsdp()"]
     command = [sys.executable, "-m", "meshpar.commands.cli", "bench", "overlap", RECIPE, "--cluster", "h100:1x8"]
     out = subprocess.run([*command, *small, *options, "--json"], capture_output=True, text=True, check=True).stdout
     plain, pipelined, apart = json.loads(out)["rows"]
-    assert (plain["options"], pipelined["options"]) == ("default", "pipelined")
-    assert pipelined["scatters"] != plain["scatters"]
+    assert (plain["options"], pipelined["options"]) == ("scatters apart", "pipelined")
+    assert pipelined["temporary_bytes"] > plain["temporary_bytes"]
     assert apart["forward_gathers"][1] > plain["forward_gathers"][1]
