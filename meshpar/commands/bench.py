@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,16 @@ from typing import Any
 
 import click
 
-from meshpar.commands.cli import check_folder, devices_option, output_options, prepare_devices, print_report, writing
+from meshpar.commands.cli import (
+    check_folder,
+    devices_option,
+    field_options,
+    layout_options,
+    output_options,
+    prepare_devices,
+    print_report,
+    writing,
+)
 from meshpar.sharding.errors import problem
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -172,6 +182,52 @@ def moe(
             progress=progress,
         )
     print_report(found, as_json=as_json)
+
+
+@bench.command("overlap", short_help="What compile options hide of a step's communication.")
+@click.argument("recipes", metavar="RECIPE...", nargs=-1, required=True, type=click.Path())
+@field_options
+@click.option("--cluster", metavar="GPUS", required=True, help="Compile for this pod: h100:8x8 (GPU:NODESxGPUS).")
+@layout_options
+@click.option(
+    "--options", "names", metavar="SET", multiple=True,
+    help="Only this set of options, by the name it has in the table; may be repeated.",
+)  # fmt: skip
+def overlap(
+    recipes: tuple[str, ...],
+    assignments: tuple[str, ...],
+    as_json: bool,
+    cluster: str,
+    mesh: str | None,
+    strategy: str | None,
+    names: tuple[str, ...],
+) -> None:
+    """What sets of compile options hide of the communication of recipes' training steps, compiled for a cluster.
+
+    \b
+    meshpar bench overlap recipes/llama3_8b.py --cluster h100:8x8 --set remat=full
+    meshpar bench overlap recipes/llama3_8b.py --cluster h100:8x8 --options default --xla xla_gpu_async_dot=true
+
+    What --xla sets joins and overrides every set. Columns: bytes of temporaries; gathers and scatters of a layer that
+    have a matmul between start and done, of all; the share of the time of all collectives that compute hides, by the
+    simulated schedule, and what it does not.
+    """  # noqa: D301 (click knows a paragraph that it must not fold by its \b)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed
+    prepare_devices(None)
+    from meshpar.bench import overlap as measured
+    from meshpar.commands.explain import Subject
+    from meshpar.planner.hardware import parse_cluster
+
+    pod = parse_cluster(cluster)
+    sets = measured.sets_of(names)
+    layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
+    found: list[measured.OverlapRow] = []
+    with contextlib.redirect_stdout(sys.stderr), _live() as progress:
+        for path in recipes:
+            subject = Subject.of(path, pod, layout=layout, assignments=assignments, shapes=None)
+            step, state = subject.step_and_state()
+            found += measured.rows(subject.recipe.name, step, state, subject.batch, pod, sets=sets, progress=progress)
+    print_report(measured.Overlaps(pod.name, tuple(found)), as_json=as_json)
 
 
 @contextlib.contextmanager

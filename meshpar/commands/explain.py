@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from meshpar.compiled.report import Report
     from meshpar.planner.hardware import Cluster
     from meshpar.sharding.types import AnyMesh
+    from meshpar.training.state import TrainState
+    from meshpar.training.step import TrainStep
 
 
 @click.command()
@@ -204,16 +206,22 @@ class Subject:
 
         return axis_sizes(self.mesh)
 
-    def explained(self, pod: PodProcess | None) -> Report:
+    def step_and_state(self) -> tuple[TrainStep, TrainState]:
+        """The training step, and the shapes of its state."""
         from meshpar.commands.recipe import build_model, build_optimizer, build_step
-        from meshpar.compiled.explain import explain as report_on
         from meshpar.training.state import abstract_state
 
         recipe = self.recipe
         model = build_model(recipe)
         tx = build_optimizer(recipe, model, self.mesh)
         state = abstract_state(model, tx, mesh=self.mesh, strategy=recipe.strategy, precision=recipe.precision)
-        return report_on(build_step(recipe), state, dict(self.batch), self.cluster, pod=pod)
+        return build_step(recipe), state
+
+    def explained(self, pod: PodProcess | None) -> Report:
+        """The report about it."""
+        from meshpar.compiled.explain import explain as report_on
+
+        return report_on(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod)
 
 
 def _mesh_here(recipe: Recipe) -> AnyMesh:

@@ -76,7 +76,7 @@ def explain(
         return _explain(step, state, batch, compile_here, _cluster_here(state.setup.mesh), advise)
     cluster = parse_cluster(cluster)
     require_aot(cluster.name)
-    state = _on(cluster, state)
+    state = on_cluster(cluster, state)
     with contextlib.ExitStack() as stack:
         process = pod or stack.enter_context(PodProcess())
         stack.enter_context(traced_for(cluster))
@@ -286,7 +286,7 @@ def _cluster_here(mesh: AnyMesh) -> Cluster | None:
     return cluster_of(gpu, nodes=nodes, gpus_per_node=-(-len(devices) // nodes))
 
 
-def _on(cluster: Cluster, state: TrainState) -> TrainState:
+def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
     """The state's shapes on a mesh without devices, as large as the cluster."""
     setup: Setup = state.setup
     if setup.mesh.size != cluster.num_devices:

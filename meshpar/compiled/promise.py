@@ -94,6 +94,7 @@ def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
         compute=options.precision.compute,
         reduce=options.precision.reduce,
         quantize=setup.strategy.quantize,
+        is_prefetched=bool(setup.strategy.prefetched_axes),
         is_tied=sum(has_vocabulary(one.decision) for one in weights) == 1,
         on_cpu=on_cpu,
     )

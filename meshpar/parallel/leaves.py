@@ -67,6 +67,8 @@ def gathered(facts: Facts, weight: Weight) -> Promised | None:
     passes = 1 if facts.is_once else 2
     fewest = (1 if is_router(decision) else passes) * facts.micro_steps * stack if stack > 1 else 1
     most = (passes + (facts.is_remat and stack > 1)) * facts.micro_steps * stack
+    if facts.is_prefetched and stack > 1:  # the last iteration of the backward pass has no layer to gather for
+        most = max(most, fewest + facts.micro_steps)
     return Promised(
         role=WEIGHTS,
         kind="gather",

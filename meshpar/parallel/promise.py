@@ -128,6 +128,8 @@ class Facts:
     """The dtype that gradients are summed in; None: float32 at the least."""
     quantize: Quantize | None = None
     """How kernels send weights and gradients of split parameters; None: as XLA sends them."""
+    is_prefetched: bool = False
+    """Whether the weights of a layer are gathered while the one before it computes."""
     by_stages: bool = False
     """Whether stages run the step."""
     is_tied: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshpar.parallel import leaves
-from meshpar.parallel.part import Need, Part, RuleSets, activations
+from meshpar.parallel.part import Need, Part, RuleSets, activations, axes_of
 from meshpar.parallel.promise import Facts, Promised, merged
 from meshpar.sharding.rules import USER, Rules
 from meshpar.sharding.types import AnyMesh, axis_sizes, near, problem
@@ -99,6 +99,12 @@ class Strategy:
         """How split parameters and their gradients travel; None: as XLA sends them."""
         values = (getattr(part, "quantize", None) for part in reversed(self.parts))
         return next((value for value in values if value is not None), None)
+
+    @property
+    def prefetched_axes(self) -> tuple[str, ...]:
+        """Axes over which a layer's weights are gathered while the one before computes; empty: where they are used."""
+        found = next((part for part in reversed(self.parts) if getattr(part, "prefetch", 0)), None)
+        return () if found is None else axes_of(found.name, found.axis)  # type: ignore[attr-defined]
 
     @property
     def pipeline(self) -> Pipeline | None:

@@ -40,6 +40,7 @@ class Zero(Part):
     axis: Axes = "fsdp"
     min_bytes: int = MIN_SHARDED_BYTES
     quantize: Quantize | None = None
+    prefetch: int = 0
 
     splits_state = True
 
@@ -52,6 +53,13 @@ class Zero(Part):
                 "it is not a number of bytes",
                 "write one, say min_bytes=2**16",
             )
+        if isinstance(self.prefetch, bool) or self.prefetch not in (0, 1):
+            where, exists = f"{self.stage}(prefetch={self.prefetch!r})", "it is 0, where a layer needs them, or 1"
+            raise problem(where, "gather weights so many layers ahead", exists, "write prefetch=1, or leave it out")
+        if self.prefetch and self.quantize is not None:
+            where = f"{self.stage}(prefetch=1, quantize={self.quantize.literal!r})"
+            exists = "kernels gather quantized weights, inside the layer that needs them"
+            raise problem(where, "gather weights a layer ahead", exists, "leave one of the two out")
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -72,6 +80,8 @@ class Zero(Part):
         return (Need(axis="data", strategy="hsdp()", why=why),) if self.stage == "hsdp" else ()
 
     def engine(self) -> str | None:
+        if self.prefetch:
+            return "meshpar.training.engines.prefetch"
         return None if self.quantize is None else ENGINE
 
     def smaller(self, facts: Facts) -> tuple[Part, ...]:
@@ -131,19 +141,20 @@ def zero3(
     axis: Axes = "fsdp",
     min_bytes: int = MIN_SHARDED_BYTES,
     quantize: str | Mapping[str, object] | Quantize | None = None,
+    prefetch: int = 0,
 ) -> Strategy:
     """ZeRO-3: parameters, gradients and optimizer state split over `axis`; weights are gathered where they are used.
 
     Args:
       axis: the mesh axis, or axes, to split over.
       min_bytes: unnamed leaves smaller than this stay whole.
-      quantize: as for `fsdp`.
+      quantize, prefetch: as for `fsdp`.
 
     Example:
       >>> zero3(axis=("data", "fsdp")).params
       Rules(embed=('data', 'fsdp'))
     """
-    return _fully_sharded("zero3", axis, min_bytes, quantize)
+    return _fully_sharded("zero3", axis, min_bytes, quantize, prefetch)
 
 
 @preset
@@ -152,6 +163,7 @@ def fsdp(
     axis: Axes = "fsdp",
     min_bytes: int = MIN_SHARDED_BYTES,
     quantize: str | Mapping[str, object] | Quantize | None = None,
+    prefetch: int = 0,
 ) -> Strategy:
     """Fully sharded data parallel: another name for ZeRO-3 (Zhao et al. 2023, "PyTorch FSDP").
 
@@ -166,12 +178,16 @@ def fsdp(
       axis: the mesh axis, or axes, to split over.
       min_bytes: unnamed leaves smaller than this stay whole.
       quantize: "int8" or "fp8" for weights and gradients; or fields of `Quantize`, as a dict or as such.
+      prefetch: 1 gathers the weights of the next layer that `mp.scan_layers` runs while this one computes, forward and
+        backward, so that the gathers have a layer's matmuls to hide behind; one more layer's weights are held whole.
+        On GPUs it needs gathers that are combined, `xla_gpu_all_gather_combine_threshold_bytes` of a layer's weights:
+        of several, XLA's scheduler starts some late. Experts' weights are gathered by their layer. 0: where needed.
 
     Example:
       >>> fsdp(axis="data", quantize="int8")
       fsdp(axis='data', quantize='int8')
     """
-    return _fully_sharded("fsdp", axis, min_bytes, quantize)
+    return _fully_sharded("fsdp", axis, min_bytes, quantize, prefetch)
 
 
 @preset
@@ -180,6 +196,7 @@ def hsdp(
     axis: Axes = "fsdp",
     min_bytes: int = MIN_SHARDED_BYTES,
     quantize: str | Mapping[str, object] | Quantize | None = None,
+    prefetch: int = 0,
 ) -> Strategy:
     """Hybrid sharding: ZeRO-3 inside a group of `axis`, replicated over `data`.
 
@@ -189,13 +206,15 @@ def hsdp(
       axis: the mesh axis, or axes, to split over.
       min_bytes: unnamed leaves smaller than this stay whole.
       quantize: as for `fsdp`; the all-reduce across groups is quantized too.
+      prefetch: as for `fsdp`.
 
     Example:
       >>> hsdp().params, hsdp().needs[0].axis
       (Rules(embed='fsdp'), 'data')
     """
-    return _fully_sharded("hsdp", axis, min_bytes, quantize)
+    return _fully_sharded("hsdp", axis, min_bytes, quantize, prefetch)
 
 
-def _fully_sharded(stage: Stage, axis: Axes, min_bytes: int, quantize: Any) -> Strategy:
-    return Strategy((Zero(stage, axis, min_bytes, quantize_of(stage, axes_of(stage, axis), quantize)),))
+def _fully_sharded(stage: Stage, axis: Axes, min_bytes: int, quantize: Any, prefetch: int) -> Strategy:
+    wire = quantize_of(stage, axes_of(stage, axis), quantize)
+    return Strategy((Zero(stage, axis, min_bytes, wire, prefetch),))

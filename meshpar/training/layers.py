@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from meshpar.sharding.context import current, within
-from meshpar.sharding.types import PyTree, near, problem
+from meshpar.sharding.types import PyTree, near, near_or, problem
 from meshpar.training.precision import Numerics
+
+_Leaf = TypeVar("_Leaf")
 
 
 class Aux(NamedTuple):
@@ -81,8 +83,9 @@ def scan_layers(
 
     It is a `lax.scan`, in which each layer is recomputed in the backward pass as `train_step(remat=...)` says, and
     gets whole weights where the strategy quantizes what it gathers (`mp.fsdp(quantize=...)`): there the model holds
-    shards, gathered one layer at a time and again in the backward pass. Under `mp.pipeline_parallel` stages run the
-    layers. Outside of a step it is the plain scan.
+    shards, gathered one layer at a time and again in the backward pass. With `mp.fsdp(prefetch=1)` a layer's weights
+    are gathered while the one before it computes. Under `mp.pipeline_parallel` stages run the layers. Outside of a step
+    it is the plain scan.
 
     A layer may give an `Aux` with its output: an auxiliary loss, and metrics. Then so does `scan_layers`: the losses
     summed over layers, the metrics stacked, `[layers, ...]`.
@@ -113,7 +116,7 @@ def scan_layers(
     rows = (params, extra, caches)
     if run is None or not staged:
         with jax.named_scope(at):
-            return scanned(body, x, rows, with_caches=caches is not None)
+            return _one_by_one(body, x, rows, at)
     if caches is not None:
         raise problem(
             "scan_layers(caches=...) under mp.pipeline_parallel",
@@ -137,12 +140,21 @@ def _in_context(layer: Callable[..., Any], at: str) -> Layer:
     if context is None:
         return body
     context.num_scans += 1
-    if context.remat is None and gather is None:
+    regathers = gather is not None or context.prefetch is not None
+    if context.remat is None and not regathers:
         return body
     policy = None if context.remat is None else REMAT_POLICIES[context.remat]
-    policy = policy if gather is None else _regathering(policy)
+    policy = _regathering(policy) if regathers else policy
     # Inside a scan nothing outside the loop can be shared with the body, so the barrier against CSE is not needed.
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
+def _one_by_one(layer: Layer, x: Any, rows: tuple[PyTree, PyTree, PyTree], at: str) -> Any:
+    """The layers by a scan, or by the one that the step puts in its place; what keeps caches has no backward pass."""
+    context, with_caches = current().numerics, rows[2] is not None
+    if context is None or context.prefetch is None or with_caches:
+        return scanned(layer, x, rows, with_caches=with_caches)
+    return context.prefetch(at, layer, x, rows[:2])
 
 
 def scanned(layer: Layer, x: Any, rows: PyTree, *, with_caches: bool = False) -> Any:
@@ -252,6 +264,32 @@ def gathering(gather: Gather) -> Iterator[Numerics]:
         yield context
     finally:
         context.gather = before
+
+
+def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_Leaf], Any]) -> _Leaf:
+    """What is known of a parameter of stacked layers.
+
+    Args:
+      at: as `scan_layers` is given it.
+      path: of the parameter in one layer.
+      leaves: by path in the model.
+      layout: how such a leaf is split: all whose path ends so have to be split alike.
+
+    Raises:
+      ValueError: a path that no parameter has, or several that are split in different ways.
+    """
+    # NNX keeps an array as the `value` of a variable.
+    wanted = f"/{at}/{path.removesuffix('/value')}"
+    found = [leaf for name, leaf in leaves.items() if f"/{name}".endswith(wanted)]
+    if len({layout(leaf) for leaf in found}) == 1:
+        return found[0]
+    raise problem(
+        f"scan_layers(at={at!r}), parameter `{path}`",
+        "gather it for one layer",
+        f"{len(found) or 'no'} parameters have paths that end in `{wanted[1:]}`"
+        + ", and they are not split alike" * bool(found),
+        near_or(wanted[1:], leaves, "give the path of the stacked layers as `at`"),
+    )
 
 
 _LAYOUT_ONLY = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy"})

@@ -60,6 +60,8 @@ class Numerics:
     """A policy of `meshpar.training.layers`."""
     gather: Any = None
     """In force while a model is traced whose layers are shards: `meshpar.training.layers.gathering`."""
+    prefetch: Any = None
+    """(path of the stacked layers, layer, x, rows) -> what a scan gives: `meshpar.training.engines.prefetch`."""
     num_scans: int = 0
     """Times that the model has called `scan_layers`."""
 

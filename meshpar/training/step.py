@@ -92,6 +92,7 @@ class TrainStep(_Program):
 
     def _jit(self, setup: Setup, compile_options: Options) -> Any:
         _check_params_dtype(setup, self.options.precision)
+        _check_prefetch(setup, self.options)
         whole = NamedSharding(setup.mesh, PartitionSpec())
         return jax.jit(
             self._step,
@@ -210,6 +211,18 @@ def _check_remat(options: StepOptions, context: Numerics) -> None:
             "the model marks no layer: it never calls meshpar.scan_layers",
             "run its stacked layers by mp.scan_layers(layer, x, params), or use remat=None and Flax's own",
         )
+
+
+def _check_prefetch(setup: Setup, options: StepOptions) -> None:
+    if not setup.strategy.prefetched_axes:
+        return
+    where, spec = f"{setup.strategy.label}", "gather weights a layer ahead"
+    if setup.strategy.pipeline is not None:
+        exists = "stages gather the weights of all their layers before the first, or in every cell"
+        raise problem(where, spec, exists, "leave prefetch out, or the stages")
+    if options.is_once:
+        exists = 'accumulate_mode="once" gathers all weights before the first micro-step'
+        raise problem(where, spec, exists, 'leave prefetch out, or use accumulate_mode="each"')
 
 
 def _check_params_dtype(setup: Setup, precision: Precision) -> None:

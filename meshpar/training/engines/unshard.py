@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec
 from meshpar.collectives import quantized_all_reduce
 from meshpar.collectives.quantized import decoded, encoded, gathered_bytes, scattered_sum
 from meshpar.parallel import Quantize
-from meshpar.sharding.types import Decision, PyTree, axis_sizes, near_or, path_str, problem, spec_axes
-from meshpar.training.layers import SECOND_SHARD
+from meshpar.sharding.types import Decision, PyTree, axis_sizes, path_str, problem, spec_axes
+from meshpar.training.layers import SECOND_SHARD, leaf_at
 from meshpar.training.precision import Precision
 from meshpar.training.state import Setup
 
@@ -120,18 +120,7 @@ class Unshard:
         return jax.tree_util.tree_map_with_path(lambda path, x: f(self.leaves[path_str(path)], x), tree)
 
     def _found(self, at: str, path: str) -> _Leaf:
-        # NNX keeps an array as the `value` of a variable.
-        wanted = f"/{at}/{path.removesuffix('/value')}"
-        found = [leaf for leaf in self.leaves.values() if f"/{leaf.path}".endswith(wanted)]
-        if len({(leaf.batch, leaf.others, leaf.per_layer) for leaf in found}) == 1:
-            return found[0]
-        raise problem(
-            f"scan_layers(at={at!r}), parameter `{path}`",
-            "gather it for one layer",
-            f"{len(found) or 'no'} parameters have paths that end in `{wanted[1:]}`"
-            + ", and they are not split alike" * bool(found),
-            near_or(wanted[1:], self.leaves, "give the path of the stacked layers as `at`"),
-        )
+        return leaf_at(at, path, self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
 
     # -- One leaf -----------------------------------------------------------------------------------------------------
 

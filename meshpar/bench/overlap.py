@@ -1,0 +1,195 @@
+"""overlap: what sets of compile options hide of a training step's communication, compiled for a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.compiled.census import census
+from meshpar.compiled.clock.prediction import overlap
+from meshpar.compiled.clock.timeline import Timed, timeline
+from meshpar.compiled.explain import on_cluster
+from meshpar.compiled.pod import PodProcess
+from meshpar.compiled.program import Program
+from meshpar.compiled.target import traced_for
+from meshpar.planner.hardware import Cluster
+from meshpar.sharding.printing import Printed, table
+from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, near, problem
+from meshpar.training.state import TrainState
+from meshpar.training.step import TrainStep
+
+Options = Mapping[str, Any]
+
+
+def layer_bytes(step: TrainStep, state: TrainState) -> int:
+    """Of a layer's weights, as a device holds them when they are gathered: a threshold that makes them one message."""
+    return _of_a_layer(step, state)[0]
+
+
+def third_of_shards(step: TrainStep, state: TrainState) -> int:
+    """A third of a layer's gradients, as a device keeps them: scatters are combined by what they give, not what they
+    take, and one message of a whole layer has no matmul of the layer left to hide behind."""
+    return _of_a_layer(step, state)[1] // 3
+
+
+def _of_a_layer(step: TrainStep, state: TrainState) -> tuple[int, int]:
+    setup, precision = state.setup, step.options.precision
+    sizes, gathered, kept = axis_sizes(setup.mesh), 0, 0
+    for one in (one for one in setup.table.params if one.leaf.num_layers > 1):
+        axes = axes_of_spec(one.spec)
+        elements = one.leaf.size // one.leaf.num_layers
+        compute = jnp.dtype(precision.compute or one.leaf.dtype)
+        others = math.prod(sizes[axis] for axis in axes if axis not in setup.batch_axes)
+        gathered += elements // others * compute.itemsize
+        kept += elements // math.prod(sizes[axis] for axis in axes) * precision.reduce_dtype(compute).itemsize
+    return gathered, kept
+
+
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_PIPELINED: Options = (
+    {f"xla_gpu_pipeline_{kind}": 1 for kind in _KINDS}  # the number of "on": as an option the word is refused
+    if jax.__version_info__ >= (0, 12)
+    else {f"xla_gpu_enable_pipelined_{kind}": True for kind in _KINDS}
+)
+_GATHER, _SCATTER, _REDUCE = (
+    f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce")
+)
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_DOUBLE = {"xla_gpu_enable_while_loop_double_buffering": True}
+
+SETS: Mapping[str, Options] = {
+    "default": {},
+    "gathers combined": {_GATHER: 2**30},
+    "scatters apart": {_SCATTER: 1},
+    "double buffering": _DOUBLE,
+    "pipelined": {**_PIPELINED, _SCATTER: 1},
+    "pipelined, gathers combined": {**_PIPELINED, _GATHER: 2**30, _SCATTER: 1},
+    "pipelined, by layer": {**_PIPELINED, _GATHER: layer_bytes, _SCATTER: third_of_shards},
+    "pipelined, by layer, four at once": {
+        **_PIPELINED, _GATHER: layer_bytes, _SCATTER: third_of_shards, _AT_ONCE: 4,
+    },
+    "NVIDIA's": {
+        **_PIPELINED, **_DOUBLE, _GATHER: 2**30, _SCATTER: 2**25, _REDUCE: 2**30,
+        "xla_disable_hlo_passes": "rematerialization",
+    },
+}  # fmt: skip
+"""XLA flags by the name of their set; a function is of (step, state). NVIDIA's: JAX Toolbox, "GPU performance"."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlapRow:
+    """One program. Messages are (with a matmul between start and done, all), of one layer; bytes of one device."""
+
+    recipe: str
+    options: str
+    temporary_bytes: int
+    forward_gathers: tuple[int, int]
+    backward_gathers: tuple[int, int]
+    scatters: tuple[int, int]
+    hidden_fraction: float | None
+    """Of the time of all collectives of a step; None when nothing is sent."""
+    exposed_s: float
+    step_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlaps(Printed):
+    """The rows of `meshpar bench overlap`. Prints as a table."""
+
+    cluster: str
+    rows: tuple[OverlapRow, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return dataclasses.asdict(self)
+
+    def __rich__(self) -> Any:
+        columns = ("recipe", "options", "temporaries GB", "forward gathers", "backward gathers", "scatters", "hidden",
+                   "exposed s", "step s")  # fmt: skip
+        caption = "gathers and scatters of a layer: with a matmul between start and done / all"
+        title = f"What compile options hide, {self.cluster}"
+        return table(title, columns, map(_cells, self.rows), left=("recipe", "options"), caption=caption)
+
+
+def _cells(row: OverlapRow) -> tuple[str, ...]:
+    counts = (row.forward_gathers, row.backward_gathers, row.scatters)
+    hidden = "" if row.hidden_fraction is None else f"{row.hidden_fraction:.1%}"
+    return (
+        row.recipe, row.options, f"{row.temporary_bytes / 1e9:.2f}", *(f"{some}/{every}" for some, every in counts),
+        hidden, f"{row.exposed_s:.3f}", f"{row.step_s:.3f}",
+    )  # fmt: skip
+
+
+def sets_of(names: Sequence[str]) -> dict[str, Options]:
+    """The named sets; all without a name.
+
+    Raises:
+      ValueError: no such set.
+    """
+    for name in names:
+        if name not in SETS:
+            raise problem("bench overlap", f"compile with `{name}`", "there is no such set", near(name, SETS))
+    return {name: SETS[name] for name in names or SETS}
+
+
+def rows(
+    recipe: str,
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree,
+    cluster: Cluster,
+    *,
+    sets: Mapping[str, Options] = SETS,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Iterator[OverlapRow]:
+    """One row for each set of options; the step is traced once.
+
+    Args:
+      recipe: its name.
+      step, state, batch, cluster: as for `explain`.
+      sets: XLA flags without their dashes, by the name of the set.
+      progress: is called with a line that says what is being compiled.
+
+    Raises:
+      ValueError, PodError: as `explain` does.
+    """
+    with traced_for(cluster):
+        lowered = step.trace(on_cluster(cluster, state), batch).lower(lowering_platforms=("cuda",))
+    with PodProcess() as pod:
+        for name, given in sets.items():
+            progress(f"{recipe}: {name}")
+            options = {flag: value(step, state) if callable(value) else value for flag, value in given.items()}
+            program = pod.compile(lowered, cluster, options={**options, **step.options.xla})
+            yield _row(recipe, name, program, axis_sizes(state.setup.mesh), cluster)
+
+
+def _row(recipe: str, name: str, program: Program, mesh: Mapping[str, int], cluster: Cluster) -> OverlapRow:
+    times = timeline(program.module, census(program.module, mesh), cluster)
+    of_layer = _of_layer(times.collectives)
+    gathers = [one for one in of_layer if one.collective.kind == "all-gather"]
+    return OverlapRow(
+        recipe=recipe,
+        options=name,
+        temporary_bytes=program.temporary_bytes,
+        forward_gathers=_covered([one for one in gathers if not one.collective.is_backward]),
+        backward_gathers=_covered([one for one in gathers if one.collective.is_backward]),
+        scatters=_covered([one for one in of_layer if one.collective.kind == "reduce-scatter"]),
+        hidden_fraction=overlap(times).hidden_fraction,
+        exposed_s=sum(times.exposed_s.values()),
+        step_s=times.step_s,
+    )
+
+
+def _of_layer(collectives: Sequence[Timed]) -> list[Timed]:
+    """Those in the innermost loops: in a loop over micro-steps stand the embedding's and the head's, too."""
+    depth = max((len(one.collective.loops) for one in collectives), default=0)
+    return [one for one in collectives if one.collective.loops and len(one.collective.loops) == depth]
+
+
+def _covered(collectives: Sequence[Timed]) -> tuple[int, int]:
+    return sum(one.cover == "matmul" for one in collectives), len(collectives)

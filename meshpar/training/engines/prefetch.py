@@ -1,0 +1,159 @@
+"""FSDP that gathers the weights of the next layer while this one computes, forward and backward.
+
+    forward     carry (x, W_l)    iteration l: gather W_(l+1) ‖ y = layer(x, W_l)
+    backward    carry (g, W_l)    iteration l: gather W_(l-1) ‖ layer l recomputed and differentiated, dW_l scattered
+
+A gather is a sharding constraint: XLA puts it in, and nothing in its iteration waits for it. Without this a layer's
+gathers stand in the iteration that needs them, and the first of them have nothing to hide behind. The forward pass ends
+with the last layer's weights, with which the backward pass begins. Otherwise gradients are XLA's, as in `plain.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.sharding.context import current
+from meshpar.sharding.types import PyTree, path_str, problem, without_axes
+from meshpar.training.engines import plain
+from meshpar.training.layers import Aux, Layer, check_alike, leaf_at, with_aux
+from meshpar.training.options import StepOptions
+from meshpar.training.state import Setup, TrainState
+from meshpar.training.sums import Loss, Sums
+
+
+def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
+    """Loss, metrics and gradients over a batch, summed over micro-steps; arguments as for `plain`.
+
+    Raises:
+      ValueError: a model that never calls `scan_layers`.
+    """
+    context, strategy = current().numerics, state.setup.strategy
+    assert context is not None
+    context.prefetch = functools.partial(_run, state.setup)
+    sums = plain.gradients(loss, options, state, batch, key)
+    if not context.num_scans:
+        raise problem(
+            f"strategy {strategy.label}",
+            "gather weights a layer ahead",
+            "the model says nowhere what a layer is: it never calls meshpar.scan_layers",
+            "run its stacked layers by mp.scan_layers(layer, x, params), or leave prefetch out",
+        )
+    return sums
+
+
+class Layout(NamedTuple):
+    """How the weights of one layer lie."""
+
+    whole: Callable[[PyTree], PyTree]
+    """While the layer computes: over some axes replicated."""
+    shards: Callable[[PyTree], PyTree]
+    """As the parameters lie."""
+
+
+def _run(setup: Setup, at: str, layer: Layer, x: Any, rows: tuple[PyTree, PyTree]) -> Any:
+    """What `scan_layers` gives, its weights gathered a layer ahead."""
+    decisions = {one.path: one for one in setup.table.params}
+
+    def laid(tree: PyTree, without: tuple[str, ...]) -> PyTree:
+        def lay(path: Any, weight: jax.Array) -> jax.Array:
+            found = leaf_at(at, path_str(path), decisions, lambda one: (one.spec, one.leaf.names))
+            if "expert" in (found.leaf.names or ()):
+                # An MoE layer gathers its own, in a region by hand: given them whole, it would reduce gradients whole.
+                return weight
+            spec = without_axes(PartitionSpec(*found.spec[1:]), without)
+            return lax.with_sharding_constraint(weight, NamedSharding(setup.mesh, spec))
+
+        return jax.tree_util.tree_map_with_path(lay, tree)
+
+    whole = functools.partial(laid, without=setup.strategy.prefetched_axes)
+    return prefetched(layer, x, rows, Layout(whole, functools.partial(laid, without=())))
+
+
+def prefetched(layer: Layer, x: Any, rows: tuple[PyTree, PyTree], layout: Layout) -> Any:
+    """Stacked layers, one after the other, each layer's weights laid out `whole` while the one before it computes.
+
+    Values and gradients are those of `layers.scanned`.
+
+    Args:
+      layer: (x, (weights, extra, None)) -> x, or -> (x, Aux); for `jax.checkpoint` to keep no weight for the backward
+        pass, which gathers it again.
+      x: what the first one takes.
+      rows: parameters and extra, stacked.
+      layout: of one layer's weights.
+    """
+    params, extra = rows
+    leaves, structure = jax.tree.flatten(extra)
+    is_smooth = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    smooth, fixed = (
+        [leaf for leaf, one in zip(leaves, is_smooth, strict=True) if one is kind] for kind in (True, False)
+    )
+
+    def body(x: Any, weights: PyTree, smooth: list[jax.Array], fixed: list[jax.Array]) -> Any:
+        rows = {True: iter(smooth), False: iter(fixed)}
+        extra = jax.tree.unflatten(structure, [next(rows[one]) for one in is_smooth])
+        y, aux = with_aux(layer(x, (weights, extra, None)))
+        check_alike("a layer", x, y)
+        return (y, None if aux is None else aux.loss), None if aux is None else aux.metrics
+
+    first = jax.tree.map(lambda leaf: leaf[0], (params, smooth, fixed))
+    pure, consts = jax.closure_convert(body, x, *first)
+    y, losses, metrics = _with_vjp(pure, layout)(x, params, smooth, consts, fixed)
+    return y if losses is None else (y, Aux(losses.sum(0), metrics))
+
+
+def _with_vjp(body: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """(x, parameters, extra with a gradient, constants, extra without) -> (y, losses, metrics)."""
+    kept_tree: dict[str, Any] = {}
+
+    def weights_of(params: PyTree, at: jax.Array | int) -> PyTree:
+        return layout.whole(jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), params))
+
+    def forward(x: Any, params: PyTree, smooth: PyTree, consts: PyTree, fixed: PyTree) -> Any:
+        count = len(jax.tree.leaves(params)[0])
+
+        def step(carry: Any, row: Any) -> Any:
+            (x, weights), (at, smooth, fixed) = carry, row
+            ahead = weights_of(params, jnp.minimum(at + 1, count - 1))
+
+            def layer(x: Any, weights: PyTree, smooth: PyTree, consts: PyTree) -> Any:
+                return body(x, weights, smooth, fixed, *consts)
+
+            (y, loss), vjp, metrics = jax.vjp(layer, x, weights, smooth, consts, has_aux=True)
+            # Residuals that are at hand again in the backward pass, a layer's weights before all, are not stacked.
+            residuals, tree = jax.tree.flatten(vjp)
+            at_hand = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((weights, smooth, fixed, consts)))}
+            places = [at_hand.get(id(leaf)) for leaf in residuals]
+            kept_tree.update(tree=tree, places=places)
+            kept = [leaf for leaf, place in zip(residuals, places, strict=True) if place is None]
+            return (y, ahead), (loss, metrics, kept)
+
+        rows = (jnp.arange(count), smooth, fixed)
+        (y, last), (losses, metrics, kept) = lax.scan(step, (x, weights_of(params, 0)), rows)
+        return (y, losses, metrics), (params, smooth, consts, fixed, kept, last)
+
+    def backward(saved: Any, given: Any) -> Any:
+        (params, smooth, consts, fixed, kept, last), (dy, dlosses, _) = saved, given
+
+        def step(carry: Any, row: Any) -> Any:
+            (dy, weights, dconsts), (at, dloss, smooth, fixed, kept) = carry, row
+            ahead = weights_of(params, jnp.maximum(at - 1, 0))
+            at_hand, left = jax.tree.leaves((weights, smooth, fixed, consts)), iter(kept)
+            residuals = [next(left) if place is None else at_hand[place] for place in kept_tree["places"]]
+            dx, dweights, dsmooth, more = jax.tree.unflatten(kept_tree["tree"], residuals)((dy, dloss))
+            return (dx, ahead, jax.tree.map(jnp.add, dconsts, more)), (layout.shards(dweights), dsmooth)
+
+        rows = (jnp.arange(len(jax.tree.leaves(params)[0])), dlosses, smooth, fixed, kept)
+        none = jax.tree.map(jnp.zeros_like, consts)
+        (dx, _, dconsts), (dparams, dsmooth) = lax.scan(step, (dy, last, none), rows, reverse=True)
+        return dx, dparams, dsmooth, dconsts, None
+
+    run = jax.custom_vjp(lambda *given: forward(*given)[0])
+    run.defvjp(forward, backward)
+    return run

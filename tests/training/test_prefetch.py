@@ -1,0 +1,219 @@
+"""Weights gathered a layer ahead: the plain scan's values and gradients, what is kept and sent, where it cannot be."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.compiled.target import missing_aot
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.parallel import parse_strategy
+from meshpar.sharding.types import MeshparError, tree_leaves_with_paths
+from meshpar.training.engines.prefetch import Layout, prefetched
+from meshpar.training.layers import REMAT_POLICIES, Aux, scanned
+from tests.compiled.overlap_counter import per_loop
+from tests.grid import cases
+from tests.models import test_moe as moe
+from tests.parallel import test_equality as dense
+
+LAYERS, WIDTH = 3, 8
+
+STRATEGIES = {
+    "fsdp": (mp.MeshSpec(fsdp=8), "fsdp({})"),
+    "hsdp": (mp.MeshSpec(data=2, fsdp=4), "hsdp({})"),
+    "two axes": (mp.MeshSpec(data=2, fsdp=4), "zero3(axis=('data', 'fsdp'), {})"),
+    "fsdp|tensor": (mp.MeshSpec(fsdp=4, tensor=2), "fsdp({}) | tensor_parallel(sequence=True)"),
+}
+
+
+def both(name):
+    """(mesh, the strategy, the same a layer ahead)."""
+    spec, text = STRATEGIES[name]
+    return spec, parse_strategy(text.format("")), parse_strategy(text.format("prefetch=1"))
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "remat", "accumulate"),
+    cases(
+        ("nnx", "fsdp|tensor", "full", 2),
+        grid=[*itertools.product(["nnx"], STRATEGIES, [None, "full", "dots"], [1, 2]), ("linen", "fsdp", "dots", 1)],
+    ),
+)
+def test_five_steps_are_those_of_the_plain_scan(framework, name, remat, accumulate):
+    spec, plain, ahead = both(name)
+    options = {"remat": remat, "accumulate": accumulate}
+    with jax.enable_x64(True):
+        expected_losses, expected = dense.five_steps(framework, "float64", spec, plain, options)
+        losses, params = dense.five_steps(framework, "float64", spec, ahead, options)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
+    for path, x in params.items():
+        np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-12, err_msg=path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("cfg", [moe.mixtral_like, moe.deepseek_like])
+def test_five_steps_of_experts_are_those_of_the_plain_scan(cfg, remat):
+    """With losses and router statistics, a bias that has no gradient, and two stacks of layers."""
+    spec = mp.MeshSpec(fsdp=2, expert=2, tensor=2)
+    found = [
+        moe.five_steps(cfg(param_dtype="float64"), "nnx", spec, strategy, remat=remat)
+        for strategy in (
+            mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel(),
+            mp.fsdp(prefetch=1) | mp.expert_parallel() | mp.tensor_parallel(),
+        )
+    ]
+    (plain, wanted), (ahead, metrics) = found
+    for one, other in zip(metrics, wanted, strict=True):
+        np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-12)
+        np.testing.assert_allclose(one["moe/aux_loss"], other["moe/aux_loss"], rtol=1e-12)
+        np.testing.assert_array_equal(one["moe/load"], other["moe/load"])
+    expected = dict(tree_leaves_with_paths(jax.device_get(plain.params)))
+    for path, x in tree_leaves_with_paths(jax.device_get(ahead.params)):
+        np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-12, err_msg=path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The scan itself
+# ---------------------------------------------------------------------------------------------------------------------
+
+HERE = Layout(lambda weights: weights, lambda grads: grads)
+
+
+def layer(x, row, scale=1.0):
+    """Of weights, a shift of its own, a number that has no gradient, and what it closes over."""
+    weights, (shift, number), *_ = row
+    y = jnp.tanh(x @ weights["up"]) @ weights["down"] * scale + shift * number
+    return x + y, Aux(jnp.mean(y**2), {"count": jnp.sum(y > 0)})
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((LAYERS, WIDTH, WIDTH)) for name in ("up", "down")}
+    return rng.standard_normal((4, WIDTH)), weights, (rng.standard_normal((LAYERS, WIDTH)), np.arange(LAYERS))
+
+
+def value(run, x, weights, shift, number, scale):
+    y, aux = run(lambda x, row: layer(x, row, scale), x, (weights, (shift, number)))
+    return jnp.sum(y**2) + aux.loss, aux.metrics
+
+
+def ahead(layer, x, rows):
+    return prefetched(jax.checkpoint(layer, policy=REMAT_POLICIES["full"]), x, rows, HERE)
+
+
+def test_gradients_of_all_that_has_one():
+    with jax.enable_x64(True):
+        x, weights, (shift, number) = arrays()
+        found, expected = (
+            jax.jit(jax.value_and_grad(lambda *given, run=run: value(run, *given), (0, 1, 2, 4), has_aux=True))(
+                x, weights, shift, number, 1.5
+            )
+            for run in (ahead, lambda one, x, rows: scanned(one, x, (*rows, None)))
+        )
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-12), found, expected)
+
+
+def test_no_weight_is_kept_for_the_backward_pass():
+    """The forward scan stacks a layer's input, and no weight that the backward pass has or gathers again."""
+    x, weights, (shift, number) = arrays()
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *given: value(ahead, *given)[0], 1))(x, weights, shift, number, 1.5)
+    forward, backward = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    stacked = [var.aval.shape for var in forward.outvars]
+    assert (LAYERS, *x.shape) in stacked
+    assert (LAYERS, WIDTH, WIDTH) not in stacked
+    assert [var.aval.shape for var in backward.outvars].count((LAYERS, WIDTH, WIDTH)) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sent
+# ---------------------------------------------------------------------------------------------------------------------
+
+CONFIG = TransformerConfig(
+    vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=768
+)
+BATCH = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
+
+
+def explained(name, cluster=None, **options):
+    spec, _, strategy = both(name)
+    mesh = spec.build() if cluster is None else spec.abstract()
+    state = mp.abstract_state(CONFIG.build(), optax.adamw(1e-3), mesh=mesh, strategy=strategy)
+    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), **options)
+    return mp.explain(step, state, BATCH, cluster)
+
+
+@pytest.mark.parametrize(("name", "remat"), cases(("fsdp", None), grid=itertools.product(STRATEGIES, [None, "full"])))
+def test_it_sends_what_is_promised(name, remat):
+    report = explained(name, remat=remat)
+    assert not report.promise.unexpected
+    assert not report.promise.missing
+
+
+@pytest.mark.pod
+def test_gathers_have_a_layer_to_hide_behind():
+    if missing_aot():
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
+    report = explained("fsdp", "h100:1x8", remat="full")
+    assert not report.promise.unexpected
+    spec, _, strategy = both("fsdp")
+    state = mp.abstract_state(CONFIG.build(), optax.adamw(1e-3), mesh=spec.abstract(), strategy=strategy)
+    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
+    from meshpar.compiled.pod import PodProcess
+
+    with PodProcess() as pod:
+        options = {"xla_gpu_all_gather_combine_threshold_bytes": 2**30}
+        program = pod.compile(step.trace(state, BATCH), "h100:1x8", options=options)
+    loops = [kinds for at, kinds in per_loop(program.text).items() if "main" not in at]
+    assert [kinds["all-gather"] for kinds in loops] == [(1, 1), (1, 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it cannot be
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: mp.fsdp(prefetch=2), "0, where a layer needs them, or 1"),
+        (lambda: mp.hsdp(prefetch=True), "0, where a layer needs them, or 1"),
+        (lambda: mp.fsdp(prefetch=1, quantize="int8"), "leave one of the two out"),
+    ],
+)
+def test_a_strategy_that_cannot_be(make, said):
+    with pytest.raises(MeshparError, match=said):
+        make()
+
+
+def traced(model, strategy, spec, batch=BATCH, loss=next_token_loss, **options):
+    state = mp.abstract_state(model, optax.adamw(1e-3), mesh=spec.abstract(), strategy=strategy)
+    mp.train_step(loss, **options).trace(state, batch)
+
+
+def test_steps_that_cannot_be():
+    spec, _, strategy = both("fsdp")
+    with pytest.raises(MeshparError, match='use accumulate_mode="each"'):
+        traced(CONFIG.build(), strategy, spec, accumulate=2, accumulate_mode="once")
+    staged = strategy | mp.pipeline_parallel(stages=2, microbatches=2)
+    with pytest.raises(MeshparError, match="leave prefetch out, or the stages"):
+        traced(CONFIG.build(), staged, mp.MeshSpec(fsdp=4, stage=2))
+
+
+def test_a_model_without_layers():
+    model = mp.from_functions(
+        lambda key: {"w": jnp.zeros((8, 8))}, lambda params, x: x @ params["w"], names={"w": ("embed", "mlp")}
+    )
+
+    def loss(model, batch, key):
+        return jnp.mean(model(batch["x"])), {}
+
+    batch = {"x": jax.ShapeDtypeStruct((8, 8), np.float32)}
+    with pytest.raises(MeshparError, match="never calls meshpar.scan_layers"):
+        traced(model, mp.fsdp(prefetch=1), mp.MeshSpec(fsdp=8), batch, loss)
