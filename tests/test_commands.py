@@ -145,6 +145,7 @@ SMALLER = {
 FEWER = {
     "step": ("--pairs", "2"),
     "collectives": ("--max-bytes", "1kB", "--repeats", "1"),
+    "overlap": ("--options", "default"),
     "moe": ("--experts", "8", "--tokens", "64", "--repeats", "1"),
 }
 """Options of a measurement."""

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from meshpar.compiled.census import census
 from meshpar.compiled.clock.prediction import overlap
@@ -19,43 +15,28 @@ from meshpar.compiled.program import Program
 from meshpar.compiled.target import traced_for
 from meshpar.planner.hardware import Cluster
 from meshpar.sharding.printing import Printed, table
-from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, near, problem
+from meshpar.sharding.types import PyTree, axis_sizes, near, problem
+from meshpar.training.engines.prefetch import bytes_of_a_layer
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
+from meshpar.training.xla import pipelined
 
 Options = Mapping[str, Any]
 
 
 def layer_bytes(step: TrainStep, state: TrainState) -> int:
     """Of a layer's weights, as a device holds them when they are gathered: a threshold that makes them one message."""
-    return _of_a_layer(step, state)[0]
+    return bytes_of_a_layer(state.setup, step.options)[0]
 
 
 def third_of_shards(step: TrainStep, state: TrainState) -> int:
-    """A third of a layer's gradients, as a device keeps them: scatters are combined by what they give, not what they
-    take, and one message of a whole layer has no matmul of the layer left to hide behind."""
-    return _of_a_layer(step, state)[1] // 3
+    """A third of a layer's gradients, as a device keeps them: see `meshpar.training.engines.prefetch`."""
+    return bytes_of_a_layer(state.setup, step.options)[1] // 3
 
 
-def _of_a_layer(step: TrainStep, state: TrainState) -> tuple[int, int]:
-    setup, precision = state.setup, step.options.precision
-    sizes, gathered, kept = axis_sizes(setup.mesh), 0, 0
-    for one in (one for one in setup.table.params if one.leaf.num_layers > 1):
-        axes = axes_of_spec(one.spec)
-        elements = one.leaf.size // one.leaf.num_layers
-        compute = jnp.dtype(precision.compute or one.leaf.dtype)
-        others = math.prod(sizes[axis] for axis in axes if axis not in setup.batch_axes)
-        gathered += elements // others * compute.itemsize
-        kept += elements // math.prod(sizes[axis] for axis in axes) * precision.reduce_dtype(compute).itemsize
-    return gathered, kept
-
-
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-_PIPELINED: Options = (
-    {f"xla_gpu_pipeline_{kind}": 1 for kind in _KINDS}  # the number of "on": as an option the word is refused
-    if jax.__version_info__ >= (0, 12)
-    else {f"xla_gpu_enable_pipelined_{kind}": True for kind in _KINDS}
-)
+_PIPELINED = {
+    name: value for kind in ("all_gather", "reduce_scatter", "all_reduce") for name, value in pipelined(kind).items()
+}
 _GATHER, _SCATTER, _REDUCE = (
     f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )

@@ -119,10 +119,11 @@ def _ragged_dot_flops(equation: Any) -> int:
 
 
 def _attention_flops(equation: Any) -> int:
-    """Scores and their product with the values: `4 B H T S D`, the causal half that may be skipped included."""
+    """Scores and their product with the values: `4 B H T S D`, half of it behind a causal mask, as the kernel runs."""
     query, key = (invar.aval.shape for invar in equation.invars[:2])
     is_BTHD = equation.params["layout"] == 0  # cuDNN's numbering: 0 is [B, T, H, D], 1 is [B, H, T, D]
-    return 4 * math.prod(query) * (key[1] if is_BTHD else key[2])
+    whole = 4 * math.prod(query) * (key[1] if is_BTHD else key[2])
+    return whole // 2 if "CAUSAL" in str(equation.params.get("mask_type")) else whole
 
 
 _PRODUCTS: Mapping[str, Callable[[Any], int]] = {

@@ -86,6 +86,10 @@ class TrainStep(_Program):
         self.loss_fn, self.options = loss_fn, options
         self._num_micro_steps, self._xla = options.accumulate, options.xla
 
+    def compile_options(self, setup: Setup) -> dict[str, Value]:
+        own = getattr(engine_of(setup, self.options), "compile_options", None)
+        return options_for(setup.mesh, self._xla, {} if own is None else own(setup, self.options))
+
     def loss_of(self, setup: Setup) -> Loss:
         """The loss of some rows, with what the model adds to it."""
         return loss_of(self.loss_fn, setup)

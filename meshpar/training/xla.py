@@ -21,13 +21,25 @@ GPU_OPTIONS: Options = MappingProxyType({"xla_gpu_enable_latency_hiding_schedule
 """For GPUs, unless the user says otherwise. Newer XLA has the scheduler on by itself, jax 0.10's has not."""
 
 
-def options_for(mesh: AnyMesh, given: Options) -> dict[str, Value]:
-    """The options for the devices of a mesh: on CPUs the user's, on GPUs those of GPUs, which they join and override.
+def pipelined(kind: str) -> dict[str, Value]:
+    """The option by which XLA lets a collective of a loop (`all_gather`, ...) run into its next iteration."""
+    if jax.__version_info__ >= (0, 12):
+        return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}  # in XLA_FLAGS the word is "on"
+    return {f"xla_gpu_enable_pipelined_{kind}": True}
+
+
+def options_for(mesh: AnyMesh, given: Options, strategys: Options = MappingProxyType({})) -> dict[str, Value]:
+    """The options for the devices of a mesh: on CPUs those given, which on GPUs join and override GPUs' own.
+
+    Args:
+      mesh: of the step.
+      given: the user's.
+      strategys: for GPUs, what the strategy needs.
 
     A mesh without devices stands for a pod's.
     """
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "gpu"
-    return {**({} if platform == "cpu" else GPU_OPTIONS), **given}
+    return {**({} if platform == "cpu" else {**GPU_OPTIONS, **strategys}), **given}
 
 
 def check_options(options: Options) -> Options:

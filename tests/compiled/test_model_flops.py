@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
@@ -183,8 +184,11 @@ def test_cudnns_attention_counts_both_its_products(layout, query, key):
     """The library's primitive can be bound only where cuDNN is, so one of its name and form stands in for it."""
     primitive = core.Primitive("dot_product_attention_fwd_wrapper")
     primitive.def_abstract_eval(lambda q, k, v, **_: q)
-    found = flops(lambda q, k, v: primitive.bind(q, k, v, layout=layout), query, key, key)
-    assert found == 2 * 2 * (2 * 4 * 10 * 12 * 8)
+    for mask, halves in ((MaskType.NO_MASK, 2), (MaskType.CAUSAL, 1), (MaskType.PADDING_CAUSAL, 1)):
+        found = flops(
+            lambda q, k, v, mask=mask: primitive.bind(q, k, v, layout=layout, mask_type=mask), query, key, key
+        )
+        assert found == halves * 2 * (2 * 4 * 10 * 12 * 8)
 
 
 def test_what_cannot_be_seen_into_is_named():

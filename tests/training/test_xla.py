@@ -18,9 +18,10 @@ from meshpar.commands.explain import Subject
 from meshpar.commands.recipe import build_model, build_optimizer, build_step, load_recipe
 from meshpar.commands.train import _program
 from meshpar.compiled.target import missing_aot, topology, traced_for
+from meshpar.models import TransformerConfig
 from meshpar.planner.hardware import parse_cluster
 from meshpar.training.state import make_setup
-from meshpar.training.xla import GPU_OPTIONS, fingerprint, options_for
+from meshpar.training.xla import GPU_OPTIONS, check_options, fingerprint, options_for
 
 PODS = {
     "llama3_8b": "h100:8x8", "llama3_70b": "h100:64x8", "llama3_405b": "h100:512x8", "mixtral_8x7b": "h100:8x8",
@@ -54,6 +55,28 @@ def test_gpus_have_a_set_that_the_user_overrides_and_cpus_have_none(mesh8):
     assert options_for(mesh8, {THRESHOLD: 7}) == {THRESHOLD: 7}
     assert options_for(no_devices, {}) == dict(GPU_OPTIONS)
     assert options_for(no_devices, {SCHEDULER: False, THRESHOLD: 7})[SCHEDULER] is False
+
+
+def test_a_strategy_that_prefetches_brings_what_it_needs():
+    """Three scatters of a layer by their shards' bytes; with an axis that splits layers one, and more in flight."""
+    cfg = TransformerConfig(
+        vocab_size=64, num_layers=4, embed_dim=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_dim=128
+    )
+
+    def options(spec, strategy):
+        state = mp.abstract_state(cfg.build(), optax.sgd(0.1), mesh=spec.abstract(8), strategy=strategy)
+        return mp.train_step(loss).compile_options(state.setup)
+
+    layer_elements = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    alone = options(mp.MeshSpec(fsdp=8), mp.fsdp(prefetch=1))
+    split = options(mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp(prefetch=1) | mp.tensor_parallel())
+    assert alone["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 4 * layer_elements // 8 // 3
+    assert split["xla_gpu_experimental_parallel_collective_overlap_limit"] == 4
+    assert "xla_gpu_reduce_scatter_combine_threshold_bytes" not in split
+    for one in (alone, split):
+        assert one[THRESHOLD] == 2**30
+        assert check_options(one) == one
+    assert options(mp.MeshSpec(fsdp=8), mp.fsdp()) == dict(GPU_OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ with the last layer's weights, with which the backward pass begins. Otherwise gr
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.context import current
-from meshpar.sharding.types import PyTree, path_str, problem, without_axes
+from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
 from meshpar.training.engines import plain
 from meshpar.training.layers import Aux, Layer, check_alike, leaf_at, with_aux
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums
+from meshpar.training.xla import Value, pipelined
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
@@ -46,6 +48,36 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
             "run its stacked layers by mp.scan_layers(layer, x, params), or leave prefetch out",
         )
     return sums
+
+
+def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
+    """What makes XLA hide the messages: a layer's gathers are one, and its scatters run into the next iteration.
+
+    Apart, the first gather would have all that hides behind the layer, and the others wait. Scatters are combined by
+    the bytes they give: as one message a layer's would have no matmul of it left to hide behind, so there are three.
+    With axes that split layers, whose collectives stand between, several are let run at a time, and scatters are one.
+    """
+    gathered, kept = bytes_of_a_layer(setup, options)
+    thresholds: dict[str, Value] = {"xla_gpu_all_gather_combine_threshold_bytes": max(gathered, 2**30)}
+    others = [size for axis, size in axis_sizes(setup.mesh).items() if axis not in setup.batch_axes and size > 1]
+    if others:
+        thresholds["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+    else:
+        thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(kept // 3, 1)
+    return {**thresholds, **pipelined("reduce_scatter"), **pipelined("all_reduce")}
+
+
+def bytes_of_a_layer(setup: Setup, options: StepOptions) -> tuple[int, int]:
+    """Of a layer's weights, as a device holds them when they are gathered, and of its gradients, as it keeps them."""
+    sizes, gathered, kept = axis_sizes(setup.mesh), 0, 0
+    for one in (one for one in setup.table.params if one.leaf.num_layers > 1):
+        axes = axes_of_spec(one.spec)
+        elements = one.leaf.size // one.leaf.num_layers
+        compute = jnp.dtype(options.precision.compute or one.leaf.dtype)
+        others = math.prod(sizes[axis] for axis in axes if axis not in setup.batch_axes)
+        gathered += elements // others * compute.itemsize
+        kept += elements // math.prod(sizes[axis] for axis in axes) * options.precision.reduce_dtype(compute).itemsize
+    return gathered, kept
 
 
 class Layout(NamedTuple):
