@@ -222,7 +222,7 @@ class Recipe:
     """What the layers recompute in the backward pass: "full", "dots", "all_dots"; None recomputes nothing."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """What to do when loss or gradients are not finite."""
-    xla: Mapping[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
+    xla: Mapping[str, int | float | bool | str] = dataclasses.field(default_factory=dict)
     """XLA's compile options, names without dashes; they join and override those for GPUs."""
     seed: int = 0
     """Chooses the initial weights, dropout and the order of the data."""
@@ -529,7 +529,7 @@ def _with(value: Any, tree: _Tree, path: tuple[str, ...]) -> Any:
         return _with_axes(value, tree, path)
     if isinstance(value, Mapping):
         words = {name: text for name, text in tree.items() if isinstance(text, str)}
-        return {**value, **{name: read(text, bool | int | float | str, (*path, name)) for name, text in words.items()}}
+        return {**value, **{name: read(text, int | float | bool | str, (*path, name)) for name, text in words.items()}}
     if not dataclasses.is_dataclass(value) or isinstance(value, type | Strategy):
         name = next(iter(tree))
         raise problem(

@@ -59,7 +59,7 @@ def check_options(options: Options) -> Options:
         try:  # XLA alone knows its options, and looks at them before it compiles
             nothing.lower().compile()
         except jax.errors.JaxRuntimeError as error:
-            said = str(error).partition(": ")[2].partition("\n")[0]
+            said = str(error).partition(": ")[2].partition("\n")[0].rstrip(".")
             near = difflib.get_close_matches(name, GPU_OPTIONS, 1)
             fix = f"did you mean {near[0]}?" if near else "see XLA's flags for this version of jax; some have new names"
             raise problem(where, f"set {name} to {value!r}", said, fix) from error

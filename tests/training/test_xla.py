@@ -29,6 +29,7 @@ PODS = {
     "long_context": "h100:1x8", "moe_stdlib": "h100:1x8", "digits_linen": "h100:1x8",
 }  # fmt: skip
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+ALL = "xla_gpu_all_reduce_combine_threshold_bytes"
 THRESHOLD = "xla_gpu_all_gather_combine_threshold_bytes"
 
 
@@ -113,9 +114,10 @@ def test_options_of_the_command_line_reach_the_compiler(meshpar, monkeypatch):
         raise mp.MeshparError("enough")
 
     monkeypatch.setattr("meshpar.compiled.explain.explain", explained)
-    words = ["--xla", f"{THRESHOLD}=1024", "--set", "seed=9", "--xla", f"--{SCHEDULER}=false"]
+    words = ["--xla", f"{THRESHOLD}=1024", "--set", "seed=9", "--xla", f"--{SCHEDULER}=false", "--set", f"xla.{ALL}=1"]
     assert meshpar("explain", "recipes/gpt_stdlib.py", *words)[0] == 2
-    assert seen == {THRESHOLD: 1024, SCHEDULER: False}
+    assert seen == {THRESHOLD: 1024, SCHEDULER: False, ALL: 1}
+    assert type(seen[ALL]) is int
 
 
 class Compiled(Exception):
