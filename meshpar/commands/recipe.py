@@ -519,7 +519,7 @@ def _both(assignment: str, name: str) -> MeshparError:
         f"override `{assignment}`",
         f"set `{name}` and a field of it",
         "which of the two comes first is not said",
-        "set its fields only, or `mesh=...` only",
+        f"set its fields only, or `{name}=...` only",
     )
 
 
@@ -528,8 +528,12 @@ def _with(value: Any, tree: _Tree, path: tuple[str, ...]) -> Any:
     if isinstance(value, MeshSpec):
         return _with_axes(value, tree, path)
     if isinstance(value, Mapping):
-        words = {name: text for name, text in tree.items() if isinstance(text, str)}
-        return {**value, **{name: read(text, int | float | bool | str, (*path, name)) for name, text in words.items()}}
+        for name, text in tree.items():
+            if not isinstance(text, str):
+                where, asked = f"`{_dotted(path, name)}.{next(iter(text))}`", f"set a field of `{_dotted(path, name)}`"
+                raise problem(where, asked, "it is a value and has no fields", f"write {_dotted(path, name)}=VALUE")
+        found = {name: read(str(text), int | float | bool | str, (*path, name)) for name, text in tree.items()}
+        return {**value, **found}
     if not dataclasses.is_dataclass(value) or isinstance(value, type | Strategy):
         name = next(iter(tree))
         raise problem(

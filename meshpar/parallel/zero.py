@@ -53,7 +53,7 @@ class Zero(Part):
                 "it is not a number of bytes",
                 "write one, say min_bytes=2**16",
             )
-        if isinstance(self.prefetch, bool) or self.prefetch not in (0, 1):
+        if type(self.prefetch) is not int or self.prefetch not in (0, 1):
             where, exists = f"{self.stage}(prefetch={self.prefetch!r})", "it is 0, where a layer needs them, or 1"
             raise problem(where, "gather weights so many layers ahead", exists, "write prefetch=1, or leave it out")
         if self.prefetch and self.quantize is not None:

@@ -8,7 +8,7 @@ from typing import Literal
 from meshpar.sharding.types import problem
 from meshpar.training.layers import check_remat
 from meshpar.training.precision import Precision
-from meshpar.training.xla import Options
+from meshpar.training.xla import Options, check_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class StepOptions:
                     f"{field}={getattr(self, field)!r}", "do that", "there is no such choice", f"use one of {known}"
                 )
         check_remat(self.remat)
+        check_kind(self.xla)
 
     @property
     def is_once(self) -> bool:

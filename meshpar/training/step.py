@@ -27,7 +27,7 @@ from meshpar.training.precision import Numerics, Precision, numerics
 from meshpar.training.reports import check_numbers, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
-from meshpar.training.xla import Options, Value, check_options, options_for
+from meshpar.training.xla import Options, Value, check_kind, check_options, options_for
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 """(model, batch, key) -> (loss, metrics): a scalar mean over the batch, and a dict of scalars.
@@ -168,7 +168,7 @@ def train_step(
         remat=remat,
         nonfinite=nonfinite,
         weight=weight,
-        xla=dict(xla or {}),
+        xla={} if xla is None else xla,
     )
     return TrainStep(loss_fn, options)
 
@@ -204,7 +204,8 @@ def eval_step(loss_fn: LossFn, *, precision: Precision | None = None, xla: Optio
       loss_fn: as for `train_step`. What the forward pass changes in the model is thrown away.
       precision, xla: as for `train_step`.
     """
-    return EvalStep(loss_fn, precision or Precision(), dict(xla or {}))
+    check_kind({} if xla is None else xla)
+    return EvalStep(loss_fn, precision or Precision(), {} if xla is None else xla)
 
 
 def _check_remat(options: StepOptions, context: Numerics) -> None:
@@ -224,6 +225,9 @@ def _check_prefetch(setup: Setup, options: StepOptions) -> None:
     if setup.strategy.pipeline is not None:
         exists = "stages gather the weights of all their layers before the first, or in every cell"
         raise problem(where, spec, exists, "leave prefetch out, or the stages")
+    if setup.strategy.quantize is not None:
+        exists = "weights that are quantized are gathered by a kernel, in the layer that needs them"
+        raise problem(where, spec, exists, "leave out prefetch, or quantize")
     if options.is_once:
         exists = 'accumulate_mode="once" gathers all weights before the first micro-step'
         raise problem(where, spec, exists, 'leave prefetch out, or use accumulate_mode="each"')

@@ -42,6 +42,13 @@ def options_for(mesh: AnyMesh, given: Options, strategys: Options = MappingProxy
     return {**({} if platform == "cpu" else {**GPU_OPTIONS, **strategys}), **given}
 
 
+def check_kind(options: object) -> None:
+    """Raises `ValueError` for what is no dict."""
+    if not isinstance(options, Mapping):
+        exists = "it is a dict of XLA's options by name"
+        raise problem(f"xla={options!r}", "compile by it", exists, "write xla={'xla_...': value}")
+
+
 def check_options(options: Options) -> Options:
     """The options, if XLA takes them.
 
@@ -52,22 +59,24 @@ def check_options(options: Options) -> Options:
     for name, value in options.items():
         if not isinstance(name, str) or not name.startswith("xla_") or not isinstance(value, Value):
             fix = "write it without dashes, as xla_gpu_all_gather_combine_threshold_bytes=1073741824"
-            raise problem(
-                where, f"set {name!r} to {value!r}", "names begin with xla_; values are numbers or words", fix
-            )
-        nothing = jax.jit(_nothing, compiler_options={name: value})
+            exists = f"names begin with xla_, values are Python's numbers, bools or words, no {type(value).__name__}"
+            raise problem(where, f"set {name!r} to {value!r}", exists, fix)
+        # Made anew each time: jax's cache takes 1 for an option that it knows as True.
+        nothing = jax.jit(lambda: 0, compiler_options={name: value})
         try:  # XLA alone knows its options, and looks at them before it compiles
             nothing.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             said = str(error).partition(": ")[2].partition("\n")[0].rstrip(".")
             near = difflib.get_close_matches(name, GPU_OPTIONS, 1)
-            fix = f"did you mean {near[0]}?" if near else "see XLA's flags for this version of jax; some have new names"
+            fix = (
+                f"did you mean {near[0]}?"
+                if near and name not in near
+                else (
+                    "see XLA's flags for this version of jax: some have new names; what is on or off is True or False"
+                )
+            )
             raise problem(where, f"set {name} to {value!r}", said, fix) from error
     return options
-
-
-def _nothing() -> int:
-    return 0
 
 
 def fingerprint(lowered: jax.stages.Lowered, options: Options) -> str:

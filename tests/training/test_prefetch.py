@@ -176,6 +176,7 @@ def test_gathers_have_a_layer_to_hide_behind():
     ("make", "said"),
     [
         (lambda: mp.fsdp(prefetch=2), "0, where a layer needs them, or 1"),
+        (lambda: mp.zero3(prefetch=1.0), "0, where a layer needs them, or 1"),
         (lambda: mp.hsdp(prefetch=True), "0, where a layer needs them, or 1"),
         (lambda: mp.fsdp(prefetch=1, quantize="int8"), "leave one of the two out"),
     ],
@@ -190,10 +191,23 @@ def traced(model, strategy, spec, batch=BATCH, loss=next_token_loss, **options):
     mp.train_step(loss, **options).trace(state, batch)
 
 
+def test_layers_without_weights_are_the_plain_scan():
+    def loss(model, batch, key):
+        w = model()
+        return mp.scan_layers(lambda x, none, s: x @ s, jnp.ones((8, 8)), {}, extra=jnp.stack([w] * 3)).mean(), {}
+
+    model = mp.from_functions(
+        lambda key: {"w": jax.random.normal(key, (8, 8))}, lambda params: params["w"], names={"w": ("embed", "mlp")}
+    )
+    traced(model, both("fsdp")[2], both("fsdp")[0], {"x": jax.ShapeDtypeStruct((8,), jnp.float32)}, loss)
+
+
 def test_steps_that_cannot_be():
     spec, _, strategy = both("fsdp")
     with pytest.raises(MeshparError, match='use accumulate_mode="each"'):
         traced(CONFIG.build(), strategy, spec, accumulate=2, accumulate_mode="once")
+    with pytest.raises(MeshparError, match="leave out prefetch, or quantize"):
+        traced(CONFIG.build(), mp.fsdp(quantize="int8") | strategy, spec)
     staged = strategy | mp.pipeline_parallel(stages=2, microbatches=2)
     with pytest.raises(MeshparError, match="leave prefetch out, or the stages"):
         traced(CONFIG.build(), staged, mp.MeshSpec(fsdp=4, stage=2))

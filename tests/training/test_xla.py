@@ -120,6 +120,26 @@ def test_options_of_the_command_line_reach_the_compiler(meshpar, monkeypatch):
     assert type(seen[ALL]) is int
 
 
+@pytest.mark.parametrize("given", ["text", ["a"], 5])
+def test_options_are_a_dict(given):
+    for make in (mp.train_step, mp.eval_step):
+        with pytest.raises(mp.MeshparError, match="dict of XLA's options"):
+            make(loss, xla=given)
+
+
+def test_a_number_is_no_bool_after_a_bool():
+    assert check_options({SCHEDULER: True})
+    with pytest.raises(mp.MeshparError, match="not a valid bool.*True or False"):
+        check_options({SCHEDULER: 1})
+
+
+def test_an_option_has_no_fields(meshpar):
+    code, _, error = meshpar("explain", "recipes/gpt_stdlib.py", "--xla", "xla_no.such=1")
+    assert code == 2
+    assert "`xla.xla_no.such`" in error
+    assert "has no fields" in error
+
+
 class Compiled(Exception):
     """The lowered program and its options, instead of an hour of compiling."""
 

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.sharding.context import current
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
 from meshpar.training.engines import plain
-from meshpar.training.layers import Aux, Layer, check_alike, leaf_at, with_aux
+from meshpar.training.layers import Aux, Layer, check_alike, leaf_at, scanned, with_aux
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums
@@ -91,6 +91,8 @@ class Layout(NamedTuple):
 
 def _run(setup: Setup, at: str, layer: Layer, x: Any, rows: tuple[PyTree, PyTree]) -> Any:
     """What `scan_layers` gives, its weights gathered a layer ahead."""
+    if len({len(leaf) for leaf in jax.tree.leaves(rows)}) != 1 or not jax.tree.leaves(rows[0]):
+        return scanned(layer, x, (*rows, None))  # nothing to gather; or rows of unequal length, which a scan refuses
     decisions = {one.path: one for one in setup.table.params}
 
     def laid(tree: PyTree, without: tuple[str, ...]) -> PyTree:
