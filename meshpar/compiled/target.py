@@ -56,7 +56,7 @@ def mesh_on(cluster: Cluster, mesh: AnyMesh) -> AnyMesh:
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     try:
         devices = np.array(topology(cluster), dtype=object)
-    except NotImplementedError:
+    except NotImplementedError:  # jax's word for a platform whose plugin it has not loaded
         return abstract
     return Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names, axis_types=abstract.axis_types)
 

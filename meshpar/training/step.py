@@ -204,8 +204,9 @@ def eval_step(loss_fn: LossFn, *, precision: Precision | None = None, xla: Optio
       loss_fn: as for `train_step`. What the forward pass changes in the model is thrown away.
       precision, xla: as for `train_step`.
     """
-    check_kind({} if xla is None else xla)
-    return EvalStep(loss_fn, precision or Precision(), {} if xla is None else xla)
+    options: Options = {} if xla is None else xla
+    check_kind(options)
+    return EvalStep(loss_fn, precision or Precision(), options)
 
 
 def _check_remat(options: StepOptions, context: Numerics) -> None:

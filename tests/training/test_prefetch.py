@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.compiled.target import missing_aot
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import parse_strategy
 from meshpar.sharding.types import MeshparError
@@ -150,19 +149,14 @@ def test_it_sends_what_is_promised(name, remat):
 
 
 @pytest.mark.pod
-def test_gathers_have_a_layer_to_hide_behind():
-    if missing_aot():
-        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
+def test_gathers_have_a_layer_to_hide_behind(pod):
     report = explained("fsdp", "h100:1x8", remat="full")
     assert not report.promise.unexpected
     spec, _, strategy = both("fsdp")
     state = mp.abstract_state(CONFIG.build(), optax.adamw(1e-3), mesh=spec.abstract(), strategy=strategy)
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
-    from meshpar.compiled.pod import PodProcess
-
-    with PodProcess() as pod:
-        options = {"xla_gpu_all_gather_combine_threshold_bytes": 2**30}
-        program = pod.compile(step.trace(state, BATCH), "h100:1x8", options=options)
+    options = {"xla_gpu_all_gather_combine_threshold_bytes": 2**30}
+    program = pod.compile(step.trace(state, BATCH), "h100:1x8", options=options)
     loops = [kinds for at, kinds in per_loop(program.text).items() if "main" not in at]
     assert [kinds["all-gather"] for kinds in loops] == [(1, 1), (1, 1)]
 
