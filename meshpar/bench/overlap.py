@@ -8,7 +8,7 @@ from typing import Any
 
 from meshpar.compiled.census import census
 from meshpar.compiled.clock.prediction import overlap
-from meshpar.compiled.clock.timeline import Timed, timeline
+from meshpar.compiled.clock.timeline import Timed, Timeline, timeline
 from meshpar.compiled.explain import on_cluster
 from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.program import Program
@@ -19,7 +19,7 @@ from meshpar.sharding.types import PyTree, axis_sizes, near, problem
 from meshpar.training.engines.prefetch import bytes_of_a_layer
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
-from meshpar.training.xla import pipelined
+from meshpar.training.xla import OVERLAP_LIMIT, overlap_limit, pipelined
 
 Options = Mapping[str, Any]
 
@@ -40,7 +40,6 @@ _PIPELINED = {
 _GATHER, _SCATTER, _REDUCE = (
     f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
-_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _DOUBLE = {"xla_gpu_enable_while_loop_double_buffering": True}
 
 SETS: Mapping[str, Options] = {
@@ -52,7 +51,7 @@ SETS: Mapping[str, Options] = {
     "pipelined, gathers combined": {**_PIPELINED, _GATHER: 2**30, _SCATTER: 1},
     "pipelined, by layer": {**_PIPELINED, _GATHER: layer_bytes, _SCATTER: third_of_shards},
     "pipelined, by layer, four at once": {
-        **_PIPELINED, _GATHER: layer_bytes, _SCATTER: third_of_shards, _AT_ONCE: 4,
+        **_PIPELINED, _GATHER: layer_bytes, _SCATTER: third_of_shards, OVERLAP_LIMIT: 4,
     },
     "NVIDIA's": {
         **_PIPELINED, **_DOUBLE, _GATHER: 2**30, _SCATTER: 2**25, _REDUCE: 2**30,
@@ -145,12 +144,14 @@ def rows(
         for name, given in sets.items():
             progress(f"{recipe}: {name}")
             options = {flag: value(step, state) if callable(value) else value for flag, value in given.items()}
-            program = pod.compile(lowered, cluster, options={**options, **step.options.xla})
-            yield _row(recipe, name, program, axis_sizes(state.setup.mesh), cluster)
+            options |= step.options.xla
+            program = pod.compile(lowered, cluster, options=options)
+            collectives = census(program.module, axis_sizes(state.setup.mesh))
+            times = timeline(program.module, collectives, cluster, overlap_limit=overlap_limit(options))
+            yield _row(recipe, name, program, times)
 
 
-def _row(recipe: str, name: str, program: Program, mesh: Mapping[str, int], cluster: Cluster) -> OverlapRow:
-    times = timeline(program.module, census(program.module, mesh), cluster)
+def _row(recipe: str, name: str, program: Program, times: Timeline) -> OverlapRow:
     of_layer = _of_layer(times.collectives)
     gathers = [one for one in of_layer if one.collective.kind == "all-gather"]
     return OverlapRow(

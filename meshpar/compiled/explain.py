@@ -30,13 +30,14 @@ from meshpar.compiled.promise import promised, promised_by_stage
 from meshpar.compiled.report import Report, Sent
 from meshpar.compiled.stages import stages
 from meshpar.compiled.target import mesh_on, require_aot, traced_for
-from meshpar.compiled.traced import by_stage, messages
+from meshpar.compiled.traced import by_stage, enters, messages
+from meshpar.models import lookup
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
-from meshpar.training.xla import fingerprint
+from meshpar.training.xla import fingerprint, overlap_limit
 
 Compile = Callable[[jax.stages.Traced | jax.stages.Lowered], Program]
 
@@ -103,7 +104,9 @@ def _explain(
         tried = remedies(step, setup, batch, compiler, account.limit_bytes)
         account = dataclasses.replace(account, remedies=tried)
     reason = why_not_timed(program.target, cluster)
-    times = None if reason or cluster is None else timeline(program.module, collectives, cluster, cells)
+    times = None
+    if not reason and cluster is not None:
+        times = timeline(program.module, collectives, cluster, cells, overlap_limit=overlap_limit(options))
     asked = model_flops(step, state, batch)
     held = held_to(setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu)
     findings = lint(program, collectives, setup, step.options, cluster)
@@ -155,7 +158,8 @@ def held_to(
     }
     if parts is None:
         sent = () if jaxpr is None else messages(jaxpr)
-        promises = promised(setup, options, batch, on_cpu=on_cpu)
+        by_rows = jaxpr is not None and enters(jaxpr, lookup.SCOPE)
+        promises = promised(setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows)
         return hold(promises, collectives, sent, micro_steps=options.accumulate, **limits)
     sent = () if jaxpr is None else messages(jaxpr, Cells(parts.schedule))
     stages = enumerate(promised_by_stage(setup, options, batch, parts, on_cpu=on_cpu))

@@ -48,7 +48,9 @@ from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
 
-def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> tuple[Promised, ...]:
+def promised(
+    setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False, exchanges_rows: bool = False
+) -> tuple[Promised, ...]:
     """What a training step without stages promises to send.
 
     Args:
@@ -57,8 +59,10 @@ def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
       batch: the global batch, or its shapes.
       on_cpu: promise what XLA:CPU makes of it: float32 on the wire, and a sum of several all-reduces instead of one
         all-reduce of the sum.
+      exchanges_rows: whether the traced step looks tokens up by `meshpar.models.lookup`.
     """
-    return setup.strategy.promise(facts_of(setup, options, batch, on_cpu=on_cpu))
+    facts = facts_of(setup, options, batch, on_cpu=on_cpu)
+    return setup.strategy.promise(dataclasses.replace(facts, exchanges_rows=exchanges_rows))
 
 
 def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> Facts:

@@ -32,7 +32,7 @@ from meshpar.training.step import TrainStep, train_step
 CLUSTER = "h100:1x8"
 """Where the table is made for by default."""
 MODEL = TransformerConfig(
-    vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=768
+    vocab_size=80, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=768
 )
 """Seven weight matrices and two norm scales in a layer."""
 BATCH = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}

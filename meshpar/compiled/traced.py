@@ -81,6 +81,16 @@ def messages(jaxpr: Any, cells: Cells | None = None) -> tuple[Message, ...]:
     return tuple(_sent(getattr(jaxpr, "jaxpr", jaxpr), _Place(Visit(None), {}, ""), cells))  # type: ignore[arg-type]
 
 
+def enters(jaxpr: Any, scope: str) -> bool:
+    """Whether a traced function runs a `shard_map` within a named scope."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "shard_map" and scope in str(eqn.source_info.name_stack):
+            return True
+        if any(enters(inner, scope) for inner, _ in inner_jaxprs(eqn)):
+            return True
+    return False
+
+
 def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
     """The messages as one stage of a pipeline sends them."""
     return tuple(

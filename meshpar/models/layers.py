@@ -14,12 +14,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.models import context
 from meshpar.models.config import Attention, RopeScaling
-from meshpar.sharding.context import constrain
-from meshpar.sharding.types import problem
+from meshpar.models.lookup import exchanged_rows, lookup_of
+from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
+from meshpar.sharding.regions import outer_axes
+from meshpar.sharding.types import axes_of_spec, problem, spec_axes
+from meshpar.training.precision import dot_general
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The layout of activations
@@ -49,16 +53,22 @@ def block_input(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def embed(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> Float[Array, "B T E"]:
+def embed(
+    table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"], *, is_tied: bool = False
+) -> Float[Array, "B T E"]:
     """Rows of the table, in the layout of the residual stream.
 
-    The table is gathered over the axes that split its width and stays split over the vocabulary: every device looks up
-    the rows it has and an all-reduce fills in the rest. A bare `take` leaves XLA to move indices and rows about with
-    permutes and all-to-alls, and a one-hot matmul costs as many FLOPs as the output layer. The constraint before
-    `residual`'s is there because a lookup whose positions are split over the same axis as the vocabulary would gather
-    the whole table.
+    Where a device has fewer tokens than rows of a table whose width is split over axes of the batch, the rows travel
+    (`meshpar.models.lookup`), unless the table `is_tied`: then logits gather it anyway. Else it is gathered over the
+    axes that split its width and stays split over the vocabulary: every device looks up the rows it has and an
+    all-reduce fills in the rest. A bare `take` leaves XLA to move indices and rows about with permutes and all-to-alls,
+    and a one-hot matmul costs as many FLOPs as the output layer. The constraint before `residual`'s is there because a
+    lookup whose positions are split over the same axis as the vocabulary would gather the whole table.
     """
     context.check_lookup(table_VE, tokens_BT)
+    how = None if is_tied else lookup_of(table_VE, tokens_BT)
+    if how is not None:
+        return residual(exchanged_rows(how, table_VE, tokens_BT))
     x_BTE = _take(table_VE.shape[0], table_VE, tokens_BT)
     return residual(constrain(x_BTE, "batch", "seq", "act_embed"))
 
@@ -93,6 +103,47 @@ def _take_backward(vocab_size: int, tokens_BT: Array, g_BTE: Array) -> tuple[Arr
 
 
 _take.defvjp(_take_forward, _take_backward)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Head
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def reduced_first(
+    x_BTE: Float[Array, "B T E"], kernel_EV: Float[Array, "E V"]
+) -> tuple[Float[Array, "B T E"], Float[Array, "E V"]]:
+    """The last layer's output and the head's matrix, whose gradient is reduced before the layers' backward pass begins.
+
+    It is the largest message of a step. Left to itself XLA sends it when the loop over layers is through, with nothing
+    to hide it behind; here it has the matmul that makes the other gradient, and the whole gradient is held no longer.
+    """
+    here = ambient()
+    if here is None or outer_axes():
+        return x_BTE, kernel_EV
+    spec = param_spec(kernel_EV, "embed", "vocab")
+    if not set(axes_of_spec(spec)) & set(spec_axes(spec_of(x_BTE, "batch", "norm_seq", "act_embed")[0])):
+        return x_BTE, kernel_EV
+    return _reduced_first(NamedSharding(here.mesh, spec), x_BTE, kernel_EV)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _reduced_first(shards: NamedSharding, x_BTE: Array, kernel_EV: Array) -> tuple[Array, Array]:
+    return x_BTE, kernel_EV
+
+
+def _barrier(shards: NamedSharding, _: None, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+    d_x_BTE, d_kernel_EV = gradients
+    return jax.lax.optimization_barrier((d_x_BTE, jax.lax.with_sharding_constraint(d_kernel_EV, shards)))
+
+
+_reduced_first.defvjp(lambda _, *given: (given, None), _barrier)
+
+
+def logits(h_BTE: Float[Array, "B T E"], kernel_EV: Float[Array, "E V"]) -> Float[Array, "B T V"]:
+    """Of hidden states, by the head's matrix; in the wider of their dtypes, as Flax's layers."""
+    dtype = jnp.promote_types(h_BTE.dtype, kernel_EV.dtype)
+    return dot_general(h_BTE.astype(dtype), kernel_EV.astype(dtype), (((2,), (0,)), ((), ())))
 
 
 def _at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:

@@ -168,13 +168,15 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             if cache is None:
                 tokens, positions = context.entered(tokens, positions)
-            x_BTE = layers.embed(table_VE, tokens)
+            x_BTE = layers.embed(table_VE, tokens, is_tied=self.cfg.tied_embeddings)
         angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
         with jax.named_scope("head"):
+            kernel_EV = None if self.cfg.tied_embeddings else self.head.kernel[...]
+            x_BTE, kernel_EV = (x_BTE, None) if kernel_EV is None else layers.reduced_first(x_BTE, kernel_EV)
             h_BTE = layers.block_input(self.final_norm(x_BTE))
             h_BTE = context.left(h_BTE) if cache is None else h_BTE
-            logits_BTV = tied_logits(table_VE, h_BTE) if self.cfg.tied_embeddings else self.head(h_BTE)
+            logits_BTV = tied_logits(table_VE, h_BTE) if kernel_EV is None else layers.logits(h_BTE, kernel_EV)
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)
 

@@ -132,7 +132,7 @@ class LinenTransformer(nn.Module):
         with jax.named_scope("embed"):
             if cache is None:
                 tokens, positions = context.entered(tokens, positions)
-            x_BTE = layers.embed(table_VE, tokens)
+            x_BTE = layers.embed(table_VE, tokens, is_tied=cfg.tied_embeddings)
         angles = rope_of(cfg, tokens, positions, cache, x_BTE.dtype)
         x_BTE, kv, aux = self._layers(x_BTE, cache, angles)
         if aux is not None and cache is None:
@@ -140,12 +140,13 @@ class LinenTransformer(nn.Module):
             report_layers(aux, cfg.moe)
         cache = advanced(cache, kv, angles)
         with jax.named_scope("head"):
+            kernel_EV = None
+            if not cfg.tied_embeddings:
+                kernel_EV = linen_linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"), dot=linen_kernel)(x_BTE)
+                x_BTE, kernel_EV = layers.reduced_first(x_BTE, kernel_EV)
             h_BTE = layers.block_input(linen_norm(cfg, "final_norm")(x_BTE))
             h_BTE = context.left(h_BTE) if cache is None else h_BTE
-            if cfg.tied_embeddings:
-                logits_BTV = tied_logits(table_VE, h_BTE)
-            else:
-                logits_BTV = linen_linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"))(h_BTE)
+            logits_BTV = tied_logits(table_VE, h_BTE) if kernel_EV is None else layers.logits(h_BTE, kernel_EV)
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)
 

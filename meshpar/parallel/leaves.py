@@ -58,6 +58,8 @@ def _as_layers(weight: Weight) -> Weight | None:
 def gathered(facts: Facts, weight: Weight) -> Promised | None:
     """A parameter that is split over axes on which every device needs it whole."""
     decision = weight.decision
+    if facts.exchanges_rows and is_looked_up(decision):
+        return None
     axes = set(split_axes(facts, decision.spec)) - set(facts.tensor_axes) - set(owned_axes(facts, decision))
     if not axes or (facts.quantize is not None and axes & set(facts.batch_axes)):  # by a kernel of the engine's
         return None
@@ -85,6 +87,8 @@ def gathered(facts: Facts, weight: Weight) -> Promised | None:
 def reduced(facts: Facts, weight: Weight) -> Promised | None:
     """A gradient: scattered over the axes that split its update, summed over the others that split the batch."""
     decision, leaf = weight.decision, weight.decision.leaf
+    if facts.exchanges_rows and is_looked_up(decision):
+        return None
     in_bytes = facts.quantize is not None and facts.quantize.gradients is not None and leaf.layer_ndim > 1
     if in_bytes and set(split_axes(facts, decision.spec)) & set(facts.batch_axes):  # by a kernel of the engine's
         return None

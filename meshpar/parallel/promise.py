@@ -134,6 +134,8 @@ class Facts:
     """Whether stages run the step."""
     is_tied: bool = False
     """Whether one table of the vocabulary is both embedding and head."""
+    exchanges_rows: bool = False
+    """Whether a kernel sends the rows that tokens look up, and all that the table's gradient needs."""
     on_cpu: bool = False
     """Whether XLA:CPU compiles it, which sends float32 for less, and sums before it adds and slices."""
 

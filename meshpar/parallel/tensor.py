@@ -148,6 +148,8 @@ def _of_block(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
     some = (block.rows or block.columns)[0]
     stack, by_sequence = some.leaf.num_layers, block.axis in facts.sequence_axes
     num_rows, num_lookups = len(block.rows), sum(map(has_vocabulary, block.rows))
+    if facts.exchanges_rows:
+        num_rows, num_lookups = num_rows - num_lookups, 0
     is_tied = facts.is_tied and any(map(has_vocabulary, block.rows))
     inputs = num_rows if num_rows and block.columns else 1 if block.columns or is_tied else 0
     recomputed = facts.recomputed(stack)

@@ -21,6 +21,15 @@ GPU_OPTIONS: Options = MappingProxyType({"xla_gpu_enable_latency_hiding_schedule
 """For GPUs, unless the user says otherwise. Newer XLA has the scheduler on by itself, jax 0.10's has not."""
 
 
+OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+"""The option that says how many collectives may run at a time; XLA gives each its stream."""
+
+
+def overlap_limit(options: Options) -> int:
+    """Collectives that run at a time under these options."""
+    return int(options.get(OVERLAP_LIMIT, 1))
+
+
 def pipelined(kind: str) -> dict[str, Value]:
     """The option by which XLA lets a collective of a loop (`all_gather`, ...) run into its next iteration."""
     if jax.__version_info__ >= (0, 12):

@@ -353,7 +353,7 @@ KERNELS = {
 """Those with collectives that are written out in `meshpar.collectives`."""
 
 CONFIG = TransformerConfig(
-    vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=768
+    vocab_size=80, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=768
 )
 
 

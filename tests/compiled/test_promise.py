@@ -20,7 +20,7 @@ from tests.compiled.saved import pods
 from tests.grid import cases
 
 # The reference decoder's sizes; a test sees that they are.
-L, D, F, V = 4, 256, 768, 512
+L, D, F, V = 4, 256, 768, 80
 B, T = 16, 64
 LAYER = 4 * D * D + 3 * D * F + 2 * D
 """Parameters of a layer: query, key, value and out; gate, up and down; two norms."""

@@ -17,7 +17,7 @@ from tests.compiled.saved import pods
 from tests.grid import cases
 
 # The reference decoder's sizes; tests/compiled/test_promise.py sees that they are.
-L, D, F, V = 4, 256, 768, 512
+L, D, F, V = 4, 256, 768, 80
 B, T = 16, 64
 MATRICES = 4 * D * D + 3 * D * F
 """Weights of a layer: query, key, value and out; gate, up and down."""

@@ -92,7 +92,7 @@ class Case:
     def state_and_step(self):
         routing = Routing(num_experts=E, top_k=K, **self.routing)
         layer = MoEConfig(routing=routing, mlp_dim=F, auxiliary_weight=0.01, **self.moe)
-        sizes = {"vocab_size": 128, "num_layers": L, "embed_dim": D, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32}
+        sizes = {"vocab_size": 32, "num_layers": L, "embed_dim": D, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32}
         config = TransformerConfig(**{**sizes, "mlp_dim": F, "moe": layer, **self.model})
         spec = mp.MeshSpec(**self.sizes)
         mesh = spec.build() if self.target == "cpu" else spec.abstract(math.prod(self.sizes.values()))

@@ -2,10 +2,12 @@
 
 A GPU runs one step here as two streams. *Compute* runs the kernels in the order of the schedule, each as long as the
 roofline says (`clock/roofline.py`). *Communication* runs the collectives one after the other in the order they are
-issued, each as long as the alpha-beta model says (`planner/cost.py`) over the link its groups need. A collective is
-issued when compute reaches its start and begins when the stream is free; compute goes on until it meets the done, and
-waits there if the collective is still under way. A synchronous collective is waited for at once. What compute does not
-wait for is hidden: for every moment that a collective runs, compute is either at work (hidden) or waiting (exposed).
+issued, each as long as the alpha-beta model says (`planner/cost.py`) over the link its groups need; where XLA is let
+run several at a time, one inside a node and one between nodes (of one GPU each) do not wait for each other. A
+collective is issued when compute reaches its start and begins when the stream is free; compute goes on until it meets
+the done, and waits there if the collective is still under way. A synchronous collective is waited for at once. What
+compute does not wait for is hidden: for every moment that a collective runs, compute is either at work (hidden) or
+waiting (exposed).
 
 A loop's body is simulated once, on streams that are empty when it begins and again when it ends, and its times are
 multiplied by the trip count. A loop with collectives begins when the communication stream is free: XLA's scheduler does
@@ -16,9 +18,9 @@ who gets a message waits until it is sent. Times are then the mean stage's, and 
 bubble.
 
 Assumed, and so the limits: devices are alike and start together; kernels and collectives do not slow each other down
-(on a GPU they share memory bandwidth and some cores); one collective at a time; asynchronous copies and fusions take
-their time on the compute stream, for they use the same memory; launches cost nothing. The prediction is what the
-schedule can reach at best. It is made from the text alone and comes out the same on every machine.
+(on a GPU they share memory bandwidth and some cores); one collective at a time on a link; asynchronous copies and
+fusions take their time on the compute stream, for they use the same memory; launches cost nothing. The prediction is
+what the schedule can reach at best. It is made from the text alone and comes out the same on every machine.
 """
 
 from __future__ import annotations
@@ -155,7 +157,12 @@ class Timeline:
 
 
 def timeline(
-    module: Module, collectives: Sequence[Collective], cluster: Cluster, cells: Cells | None = None
+    module: Module,
+    collectives: Sequence[Collective],
+    cluster: Cluster,
+    cells: Cells | None = None,
+    *,
+    overlap_limit: int = 1,
 ) -> Timeline:
     """Simulates a scheduled program.
 
@@ -164,12 +171,13 @@ def timeline(
       collectives: its census.
       cluster: the one it was compiled for; device i stands in node `i // gpus_per_node`.
       cells: of a pipelined program, to run its ticks as the table says.
+      overlap_limit: collectives that XLA was let run at a time (`training.xla.overlap_limit`).
 
     Raises:
       ValueError: the program is not scheduled, or has more devices than the cluster.
     """
     _check(module, cluster)
-    simulation = _Simulation(module, collectives, cluster, cells)
+    simulation = _Simulation(module, collectives, cluster, cells, overlap_limit)
     block = simulation.block(module.entry)
     return Timeline(
         cluster=cluster.name,
@@ -207,8 +215,8 @@ class _ComputationRun:
 
     duration_s: float = 0.0
     """Clock of the compute stream."""
-    network_free_s: float = 0.0
-    """When the communication stream is free."""
+    free_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """When a link is free."""
     compute_s: float = 0.0
     memory_s: float = 0.0
     bubble_s: float = 0.0
@@ -245,9 +253,14 @@ class _Run:
 
 class _Simulation:
     def __init__(
-        self, module: Module, collectives: Sequence[Collective], cluster: Cluster, cells: Cells | None
+        self,
+        module: Module,
+        collectives: Sequence[Collective],
+        cluster: Cluster,
+        cells: Cells | None,
+        overlap_limit: int,
     ) -> None:
-        self._module, self._cluster, self.cells = module, cluster, cells
+        self._module, self._cluster, self.cells, self._overlap_limit = module, cluster, cells, overlap_limit
         self._choice: dict[str, int] = {}
         """What conditionals pick in the tick that is simulated; of others the longest branch is taken."""
         self.roofline = Roofline(module, cluster.gpu)
@@ -339,9 +352,11 @@ class _Simulation:
     def _issue(self, block: _ComputationRun, ins: Instruction, collectives: Iterable[Collective]) -> None:
         flights = []
         for one in collectives:
-            start_s = max(block.duration_s, block.network_free_s)
-            block.network_free_s = start_s + self._time_s(one)
-            flights.append(_Flight(collective=one, start_s=start_s, end_s=block.network_free_s))
+            links = self._links(one)
+            start_s = max(block.duration_s, *(block.free_s.get(link, 0.0) for link in links))
+            end_s = start_s + self._time_s(one)
+            block.free_s |= dict.fromkeys(links, end_s)
+            flights.append(_Flight(collective=one, start_s=start_s, end_s=end_s))
         block.flights += flights
         if any(flight.collective.is_async for flight in flights):
             block.pending[ins.name] = flights
@@ -435,7 +450,7 @@ class _Simulation:
     def _repeat(self, block: _ComputationRun, inner: _ComputationRun, times: int) -> float:
         """Runs an inner block so often; gives the time at which its first run began."""
         if inner.network_s:
-            block.wait(block.network_free_s)
+            block.wait(max(block.free_s.values(), default=0.0))
         start_s = block.duration_s
         block.duration_s += times * inner.duration_s
         block.compute_s += times * inner.compute_s
@@ -459,6 +474,14 @@ class _Simulation:
             )
             for nodes, per_node in self._layout(one.groups)
         )
+
+    def _links(self, one: Collective) -> tuple[str, ...]:
+        """What it keeps others from while it runs: a ring through several GPUs of several nodes uses both links."""
+        if self._overlap_limit == 1:
+            return ("inside", "across")
+        layouts = self._layout(one.groups)
+        across = any(nodes > 1 for nodes, _ in layouts)
+        return ("across",) * across + ("inside",) * (any(per_node > 1 for _, per_node in layouts) or not across)
 
     def _layout(self, groups: Groups) -> set[tuple[int, int]]:
         """(nodes, fewest devices in one of them) of every group."""

@@ -27,7 +27,7 @@ from meshpar.training.layers import Aux, Layer, check_alike, leaf_at, scanned, w
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums
-from meshpar.training.xla import Value, pipelined
+from meshpar.training.xla import OVERLAP_LIMIT, Value, pipelined
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
@@ -61,7 +61,7 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     thresholds: dict[str, Value] = {"xla_gpu_all_gather_combine_threshold_bytes": max(gathered, 2**30)}
     others = [size for axis, size in axis_sizes(setup.mesh).items() if axis not in setup.batch_axes and size > 1]
     if others:
-        thresholds["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+        thresholds[OVERLAP_LIMIT] = 4
     else:
         thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(kept // 3, 1)
     return {**thresholds, **pipelined("reduce_scatter"), **pipelined("all_reduce")}
@@ -144,7 +144,8 @@ def prefetched(layer: Layer, x: Any, rows: tuple[PyTree, PyTree], layout: Layout
 
 def _with_vjp(body: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     """(x, parameters, extra with a gradient, constants, extra without) -> (y, losses, metrics)."""
-    kept_tree: dict[str, Any] = {}
+    how: dict[str, Any] = {}
+    """Of the layers in the loop and of the last one: the tree of the backward function, and where residuals are."""
 
     def weights_of(params: PyTree, at: jax.Array | int) -> PyTree:
         return layout.whole(jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), params))
@@ -152,10 +153,7 @@ def _with_vjp(body: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def forward(x: Any, params: PyTree, smooth: PyTree, consts: PyTree, fixed: PyTree) -> Any:
         count = len(jax.tree.leaves(params)[0])
 
-        def step(carry: Any, row: Any) -> Any:
-            (x, weights), (at, smooth, fixed) = carry, row
-            ahead = weights_of(params, jnp.minimum(at + 1, count - 1))
-
+        def run_layer(x: Any, weights: PyTree, smooth: PyTree, fixed: PyTree) -> Any:
             def layer(x: Any, weights: PyTree, smooth: PyTree, consts: PyTree) -> Any:
                 return body(x, weights, smooth, fixed, *consts)
 
@@ -164,30 +162,53 @@ def _with_vjp(body: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
             residuals, tree = jax.tree.flatten(vjp)
             at_hand = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((weights, smooth, fixed, consts)))}
             places = [at_hand.get(id(leaf)) for leaf in residuals]
-            kept_tree.update(tree=tree, places=places)
             kept = [leaf for leaf, place in zip(residuals, places, strict=True) if place is None]
-            return (y, ahead), (loss, metrics, kept)
+            return y, (loss, metrics, kept), (tree, places)
 
-        rows = (jnp.arange(count), smooth, fixed)
-        (y, last), (losses, metrics, kept) = lax.scan(step, (x, weights_of(params, 0)), rows)
-        return (y, losses, metrics), (params, smooth, consts, fixed, kept, last)
+        def step(carry: Any, row: Any) -> Any:
+            (x, weights), (at, smooth, fixed) = carry, row
+            ahead = weights_of(params, at + 1)
+            y, out, how["loop"] = run_layer(x, weights, smooth, fixed)
+            return (y, ahead), out
+
+        rows, end = _but_last((jnp.arange(count), smooth, fixed))
+        (x, last), (losses, metrics, kept) = lax.scan(step, (x, weights_of(params, 0)), rows)
+        y, (loss, metric, kept_last), how["last"] = run_layer(x, last, end[1], end[2])
+        losses, metrics = jax.tree.map(_appended, (losses, metrics), (loss, metric))
+        return (y, losses, metrics), (params, smooth, consts, fixed, kept, kept_last, last)
 
     def backward(saved: Any, given: Any) -> Any:
-        (params, smooth, consts, fixed, kept, last), (dy, dlosses, _) = saved, given
+        (params, smooth, consts, fixed, kept, kept_last, last), (dy, dlosses, _) = saved, given
+        count = len(jax.tree.leaves(params)[0])
+
+        def of_layer(where: str, given: Any, weights: PyTree, smooth: PyTree, fixed: PyTree, kept: list[Any]) -> Any:
+            tree, places = how[where]
+            at_hand, left = jax.tree.leaves((weights, smooth, fixed, consts)), iter(kept)
+            residuals = [next(left) if place is None else at_hand[place] for place in places]
+            dx, dweights, dsmooth, dconsts = jax.tree.unflatten(tree, residuals)(given)
+            return dx, layout.shards(dweights), dsmooth, dconsts
 
         def step(carry: Any, row: Any) -> Any:
             (dy, weights, dconsts), (at, dloss, smooth, fixed, kept) = carry, row
             ahead = weights_of(params, jnp.maximum(at - 1, 0))
-            at_hand, left = jax.tree.leaves((weights, smooth, fixed, consts)), iter(kept)
-            residuals = [next(left) if place is None else at_hand[place] for place in kept_tree["places"]]
-            dx, dweights, dsmooth, more = jax.tree.unflatten(kept_tree["tree"], residuals)((dy, dloss))
-            return (dx, ahead, jax.tree.map(jnp.add, dconsts, more)), (layout.shards(dweights), dsmooth)
+            dx, dweights, dsmooth, more = of_layer("loop", (dy, dloss), weights, smooth, fixed, kept)
+            return (dx, ahead, jax.tree.map(jnp.add, dconsts, more)), (dweights, dsmooth)
 
-        rows = (jnp.arange(len(jax.tree.leaves(params)[0])), dlosses, smooth, fixed, kept)
-        none = jax.tree.map(jnp.zeros_like, consts)
-        (dx, _, dconsts), (dparams, dsmooth) = lax.scan(step, (dy, last, none), rows, reverse=True)
+        rows, (_, *end) = _but_last((jnp.arange(count), dlosses, smooth, fixed))
+        ahead = weights_of(params, max(count - 2, 0))
+        dy, *of_last, dconsts = of_layer("last", (dy, end[0]), last, end[1], end[2], kept_last)
+        (dx, _, dconsts), of_rest = lax.scan(step, (dy, ahead, dconsts), (*rows, kept), reverse=True)
+        dparams, dsmooth = jax.tree.map(_appended, of_rest, tuple(of_last))
         return dx, dparams, dsmooth, dconsts, None
 
     run = jax.custom_vjp(lambda *given: forward(*given)[0])
     run.defvjp(forward, backward)
     return run
+
+
+def _but_last(rows: PyTree) -> tuple[PyTree, PyTree]:
+    return jax.tree.map(lambda x: x[:-1], rows), jax.tree.map(lambda x: x[-1], rows)
+
+
+def _appended(stacked: jax.Array, last: jax.Array) -> jax.Array:
+    return jnp.concatenate([stacked, last[None]])
