@@ -4,12 +4,14 @@
     backward    carry (g, W_l)    iteration l: gather W_(l-1) ‖ layer l recomputed and differentiated, dW_l scattered
 
 A gather is a sharding constraint: XLA puts it in, and nothing in its iteration waits for it. Without this a layer's
-gathers stand in the iteration that needs them, and the first of them have nothing to hide behind. The forward pass ends
-with the last layer's weights, with which the backward pass begins. Otherwise gradients are XLA's, as in `plain.py`.
+gathers stand in the iteration that needs them, and the first of them have nothing to hide behind. The last layer stands
+outside of the loops: it ends the forward pass and begins the backward pass, with the weights that it has. Otherwise
+gradients are XLA's, as in `plain.py`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -138,72 +140,79 @@ def prefetched(layer: Layer, x: Any, rows: tuple[PyTree, PyTree], layout: Layout
 
     first = jax.tree.map(lambda leaf: leaf[0], (params, smooth, fixed))
     pure, consts = jax.closure_convert(body, x, *first)
-    y, losses, metrics = _with_vjp(pure, layout)(x, params, smooth, consts, fixed)
+    stack = _Ahead(pure, layout)
+    run = jax.custom_vjp(lambda *given: stack.forward(*given)[0])
+    run.defvjp(stack.forward, stack.backward)
+    y, losses, metrics = run(x, params, smooth, consts, fixed)
     return y if losses is None else (y, Aux(losses.sum(0), metrics))
 
 
-def _with_vjp(body: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    """(x, parameters, extra with a gradient, constants, extra without) -> (y, losses, metrics)."""
-    how: dict[str, Any] = {}
-    """Of the layers in the loop and of the last one: the tree of the backward function, and where residuals are."""
+@dataclasses.dataclass(eq=False)
+class _Ahead:
+    """A stack of layers, forward and backward; the last stands outside of the loops, which all others run in.
 
-    def weights_of(params: PyTree, at: jax.Array | int) -> PyTree:
-        return layout.whole(jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), params))
+    So what comes behind the layers, the head's gather and its gradient's reduction, has that layer to hide behind.
+    """
 
-    def forward(x: Any, params: PyTree, smooth: PyTree, consts: PyTree, fixed: PyTree) -> Any:
-        count = len(jax.tree.leaves(params)[0])
+    body: Callable[..., Any]
+    """(x, weights, smooth, fixed, *consts) -> ((y, loss), metrics)."""
+    layout: Layout
+    vjps: dict[str, tuple[Any, list[int | None]]] = dataclasses.field(default_factory=dict)
+    """Of the layers in the loop and of the last: the tree of the backward function, and which of its residuals are at
+    hand again in the backward pass, a layer's weights before all: they are not stacked."""
 
-        def run_layer(x: Any, weights: PyTree, smooth: PyTree, fixed: PyTree) -> Any:
-            def layer(x: Any, weights: PyTree, smooth: PyTree, consts: PyTree) -> Any:
-                return body(x, weights, smooth, fixed, *consts)
+    def _weights_of(self, params: PyTree, at: jax.Array | int) -> PyTree:
+        return self.layout.whole(jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), params))
 
-            (y, loss), vjp, metrics = jax.vjp(layer, x, weights, smooth, consts, has_aux=True)
-            # Residuals that are at hand again in the backward pass, a layer's weights before all, are not stacked.
-            residuals, tree = jax.tree.flatten(vjp)
-            at_hand = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((weights, smooth, fixed, consts)))}
-            places = [at_hand.get(id(leaf)) for leaf in residuals]
-            kept = [leaf for leaf, place in zip(residuals, places, strict=True) if place is None]
-            return y, (loss, metrics, kept), (tree, places)
+    def _layer(self, where: str, x: Any, weights: PyTree, smooth: PyTree, fixed: PyTree, consts: PyTree) -> Any:
+        def layer(x: Any, weights: PyTree, smooth: PyTree, consts: PyTree) -> Any:
+            return self.body(x, weights, smooth, fixed, *consts)
 
+        (y, loss), vjp, metrics = jax.vjp(layer, x, weights, smooth, consts, has_aux=True)
+        residuals, tree = jax.tree.flatten(vjp)
+        at_hand = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((weights, smooth, fixed, consts)))}
+        places = [at_hand.get(id(leaf)) for leaf in residuals]
+        self.vjps[where] = tree, places
+        return y, (loss, metrics, [leaf for leaf, place in zip(residuals, places, strict=True) if place is None])
+
+    def _gradients(
+        self, where: str, given: Any, kept: list[Any], weights: PyTree, smooth: PyTree, fixed: PyTree, consts: PyTree
+    ) -> Any:
+        tree, places = self.vjps[where]
+        at_hand, left = jax.tree.leaves((weights, smooth, fixed, consts)), iter(kept)
+        residuals = [next(left) if place is None else at_hand[place] for place in places]
+        dx, dweights, dsmooth, dconsts = jax.tree.unflatten(tree, residuals)(given)
+        return dx, self.layout.shards(dweights), dsmooth, dconsts
+
+    def forward(self, x: Any, params: PyTree, smooth: PyTree, consts: PyTree, fixed: PyTree) -> Any:
         def step(carry: Any, row: Any) -> Any:
             (x, weights), (at, smooth, fixed) = carry, row
-            ahead = weights_of(params, at + 1)
-            y, out, how["loop"] = run_layer(x, weights, smooth, fixed)
+            ahead = self._weights_of(params, at + 1)
+            y, out = self._layer("loop", x, weights, smooth, fixed, consts)
             return (y, ahead), out
 
-        rows, end = _but_last((jnp.arange(count), smooth, fixed))
-        (x, last), (losses, metrics, kept) = lax.scan(step, (x, weights_of(params, 0)), rows)
-        y, (loss, metric, kept_last), how["last"] = run_layer(x, last, end[1], end[2])
+        rows, (_, *of_last) = _but_last((jnp.arange(len(jax.tree.leaves(params)[0])), smooth, fixed))
+        (x, last), (losses, metrics, kept) = lax.scan(step, (x, self._weights_of(params, 0)), rows)
+        y, (loss, metric, kept_last) = self._layer("last", x, last, of_last[0], of_last[1], consts)
         losses, metrics = jax.tree.map(_appended, (losses, metrics), (loss, metric))
         return (y, losses, metrics), (params, smooth, consts, fixed, kept, kept_last, last)
 
-    def backward(saved: Any, given: Any) -> Any:
+    def backward(self, saved: Any, given: Any) -> Any:
         (params, smooth, consts, fixed, kept, kept_last, last), (dy, dlosses, _) = saved, given
         count = len(jax.tree.leaves(params)[0])
 
-        def of_layer(where: str, given: Any, weights: PyTree, smooth: PyTree, fixed: PyTree, kept: list[Any]) -> Any:
-            tree, places = how[where]
-            at_hand, left = jax.tree.leaves((weights, smooth, fixed, consts)), iter(kept)
-            residuals = [next(left) if place is None else at_hand[place] for place in places]
-            dx, dweights, dsmooth, dconsts = jax.tree.unflatten(tree, residuals)(given)
-            return dx, layout.shards(dweights), dsmooth, dconsts
-
         def step(carry: Any, row: Any) -> Any:
             (dy, weights, dconsts), (at, dloss, smooth, fixed, kept) = carry, row
-            ahead = weights_of(params, jnp.maximum(at - 1, 0))
-            dx, dweights, dsmooth, more = of_layer("loop", (dy, dloss), weights, smooth, fixed, kept)
-            return (dx, ahead, jax.tree.map(jnp.add, dconsts, more)), (dweights, dsmooth)
+            ahead = self._weights_of(params, jnp.maximum(at - 1, 0))
+            dx, *out, more = self._gradients("loop", (dy, dloss), kept, weights, smooth, fixed, consts)
+            return (dx, ahead, jax.tree.map(jnp.add, dconsts, more)), tuple(out)
 
-        rows, (_, *end) = _but_last((jnp.arange(count), dlosses, smooth, fixed))
-        ahead = weights_of(params, max(count - 2, 0))
-        dy, *of_last, dconsts = of_layer("last", (dy, end[0]), last, end[1], end[2], kept_last)
+        rows, (_, dloss, *rest) = _but_last((jnp.arange(count), dlosses, smooth, fixed))
+        ahead = self._weights_of(params, max(count - 2, 0))
+        dy, *of_last, dconsts = self._gradients("last", (dy, dloss), kept_last, last, rest[0], rest[1], consts)
         (dx, _, dconsts), of_rest = lax.scan(step, (dy, ahead, dconsts), (*rows, kept), reverse=True)
         dparams, dsmooth = jax.tree.map(_appended, of_rest, tuple(of_last))
         return dx, dparams, dsmooth, dconsts, None
-
-    run = jax.custom_vjp(lambda *given: forward(*given)[0])
-    run.defvjp(forward, backward)
-    return run
 
 
 def _but_last(rows: PyTree) -> tuple[PyTree, PyTree]:
