@@ -30,7 +30,7 @@ from meshpar.compiled.promise import promised, promised_by_stage
 from meshpar.compiled.report import Report, Sent
 from meshpar.compiled.stages import stages
 from meshpar.compiled.target import mesh_on, require_aot, traced_for
-from meshpar.compiled.traced import by_stage, messages
+from meshpar.compiled.traced import by_stage, messages, vocab_chunks
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
 from meshpar.training.options import StepOptions
@@ -155,7 +155,8 @@ def held_to(
     }
     if parts is None:
         sent = () if jaxpr is None else messages(jaxpr)
-        promises = promised(setup, options, batch, on_cpu=on_cpu)
+        chunks = 1 if jaxpr is None else vocab_chunks(jaxpr)
+        promises = promised(setup, options, batch, on_cpu=on_cpu, vocab_chunks=chunks)
         return hold(promises, collectives, sent, micro_steps=options.accumulate, **limits)
     sent = () if jaxpr is None else messages(jaxpr, Cells(parts.schedule))
     stages = enumerate(promised_by_stage(setup, options, batch, parts, on_cpu=on_cpu))

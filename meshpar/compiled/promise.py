@@ -48,7 +48,9 @@ from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
 
-def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> tuple[Promised, ...]:
+def promised(
+    setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False, vocab_chunks: int = 1
+) -> tuple[Promised, ...]:
     """What a training step without stages promises to send.
 
     Args:
@@ -57,11 +59,12 @@ def promised(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
       batch: the global batch, or its shapes.
       on_cpu: promise what XLA:CPU makes of it: float32 on the wire, and a sum of several all-reduces instead of one
         all-reduce of the sum.
+      vocab_chunks: in how many the output layer is used; `traced.vocab_chunks` tells.
     """
-    return setup.strategy.promise(facts_of(setup, options, batch, on_cpu=on_cpu))
+    return setup.strategy.promise(facts_of(setup, options, batch, on_cpu=on_cpu, vocab_chunks=vocab_chunks))
 
 
-def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> Facts:
+def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False, vocab_chunks: int = 1) -> Facts:
     """The facts of a training step; arguments as for `promised`."""
     sizes = axis_sizes(setup.mesh)
     batch_axes = setup.batch_axes
@@ -96,6 +99,7 @@ def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
         quantize=setup.strategy.quantize,
         is_prefetched=bool(setup.strategy.prefetched_axes),
         is_tied=sum(has_vocabulary(one.decision) for one in weights) == 1,
+        vocab_chunks=vocab_chunks,
         on_cpu=on_cpu,
     )
 

@@ -15,6 +15,7 @@ from jax.extend import core
 
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.walk import Branch, Loop, Visit
+from meshpar.models.unembed import SCOPE
 
 _KINDS = {
     "psum": "all-reduce",
@@ -79,6 +80,16 @@ def messages(jaxpr: Any, cells: Cells | None = None) -> tuple[Message, ...]:
         picked.
     """
     return tuple(_sent(getattr(jaxpr, "jaxpr", jaxpr), _Place(Visit(None), {}, ""), cells))  # type: ignore[arg-type]
+
+
+def vocab_chunks(jaxpr: Any) -> int:
+    """In how many chunks the loss uses the output layer's matrix: the longest loop over them (`models.unembed`)."""
+    jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), [1]
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and SCOPE in str(eqn.source_info.name_stack):
+            found.append(int(eqn.params["length"]))
+        found += [vocab_chunks(inner) for inner, _ in inner_jaxprs(eqn)]
+    return max(found)
 
 
 def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:

@@ -122,6 +122,11 @@ class TransformerConfig:
     all-gather before and a reduce-scatter behind; "overlapped" sends blocks of rows while it multiplies others
     (`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`). It is an error where the sequence is not split
     between blocks; with one rank on the axis that splits it, and with a cache, matmuls are plain."""
+    vocab_chunk: int | None = None
+    """Logits for the loss are made of so many tokens of the vocabulary at a time (on each rank that holds a part of
+    it), forward and again backward, so that no array holds those of all (`meshpar.models.unembed`). The model then
+    gives an `Unembedding` where it gave logits; with a cache they are plain. 8192 is a good size on GPUs. None: all at
+    once."""
     latent: LatentAttention | None = None
     """Multi-head latent attention in place of grouped-query attention; every head then has a key and a value of its
     own, and `head_dim` is the width of its query and key."""
@@ -133,6 +138,8 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
             check_whole("TransformerConfig", field, getattr(self, field))
+        if self.vocab_chunk is not None:
+            check_whole("TransformerConfig", "vocab_chunk", self.vocab_chunk)
         self._check_heads()
         self._check_latent()
         self._check_experts()

@@ -18,6 +18,7 @@ from meshpar.models.annotated import Initializer, into_residual, nnx_linear, nnx
 from meshpar.models.config import TransformerConfig
 from meshpar.models.latent import NNXLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
+from meshpar.models.unembed import Unembedding
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.context import constrain
@@ -162,7 +163,8 @@ class Transformer(nnx.Module):
           cache: keys and values of the positions before these, with room for them.
 
         Returns:
-          logits `[B, T, V]`, split over the vocabulary where the strategy says so; with a cache (logits, new cache).
+          logits `[B, T, V]`, split over the vocabulary where the strategy says so; with `vocab_chunk` an `Unembedding`,
+          which makes them in chunks; with a cache (logits, new cache).
         """
         table_VE = self.embed.embedding[...]
         with jax.named_scope("embed"):
@@ -174,6 +176,9 @@ class Transformer(nnx.Module):
         with jax.named_scope("head"):
             h_BTE = layers.block_input(self.final_norm(x_BTE))
             h_BTE = context.left(h_BTE) if cache is None else h_BTE
+            if self.cfg.vocab_chunk is not None and cache is None:
+                matrix = table_VE if self.cfg.tied_embeddings else self.head.kernel[...]
+                return unembedding(self.cfg, h_BTE, matrix)
             logits_BTV = tied_logits(table_VE, h_BTE) if self.cfg.tied_embeddings else self.head(h_BTE)
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)
@@ -269,6 +274,12 @@ def tied_logits(table_VE: Float[Array, "V E"], h_BTE: Float[Array, "B T E"]) -> 
     """Logits by the embedding table, gathered over its width as for the lookup."""
     table_VE = layers.gathered_table(table_VE)
     return dot_general(h_BTE, table_VE.astype(h_BTE.dtype), (((2,), (1,)), ((), ())))
+
+
+def unembedding(cfg: TransformerConfig, h_BTE: Float[Array, "B T E"], matrix: Float[Array, ...]) -> Unembedding:
+    """Logits for a loss to make, by the embedding table or by the head's matrix."""
+    assert cfg.vocab_chunk is not None
+    return Unembedding(h_BTE, matrix, vocab_dim=0 if cfg.tied_embeddings else 1, chunk_size=cfg.vocab_chunk)
 
 
 def embedding_init() -> Initializer:

@@ -25,6 +25,7 @@ from meshpar.models.transformer import (
     run_layers,
     split_cache,
     tied_logits,
+    unembedding,
 )
 from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
@@ -142,10 +143,16 @@ class LinenTransformer(nn.Module):
         with jax.named_scope("head"):
             h_BTE = layers.block_input(linen_norm(cfg, "final_norm")(x_BTE))
             h_BTE = context.left(h_BTE) if cache is None else h_BTE
+            is_chunked = cfg.vocab_chunk is not None and cache is None
+            if cfg.tied_embeddings and is_chunked:
+                return unembedding(cfg, h_BTE, table_VE)
             if cfg.tied_embeddings:
                 logits_BTV = tied_logits(table_VE, h_BTE)
             else:
-                logits_BTV = linen_linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"))(h_BTE)
+                dot = linen_kernel if is_chunked else dot_general
+                logits_BTV = linen_linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"), dot=dot)(h_BTE)
+                if is_chunked:
+                    return unembedding(cfg, h_BTE, logits_BTV)
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)
 

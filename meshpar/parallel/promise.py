@@ -134,6 +134,8 @@ class Facts:
     """Whether stages run the step."""
     is_tied: bool = False
     """Whether one table of the vocabulary is both embedding and head."""
+    vocab_chunks: int = 1
+    """In how many parts, one after the other, the output layer's matrix is used."""
     on_cpu: bool = False
     """Whether XLA:CPU compiles it, which sends float32 for less, and sums before it adds and slices."""
 
