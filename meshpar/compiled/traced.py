@@ -61,7 +61,7 @@ class _Place:
         sizes = dict(eqn.params["mesh"].shape) if eqn.primitive.name == "shard_map" else self.sizes
         visit, name = self.visit, eqn.primitive.name
         if name in ("scan", "while"):
-            trips = eqn.params["length"] if name == "scan" else _trips(eqn)
+            trips = eqn.params["length"] if name == "scan" else num_trips(eqn)
             visit = dataclasses.replace(visit, loops=(*visit.loops, Loop(name, name, trips, scope)))
         for index, (jaxpr, of) in enumerate(inner_jaxprs(eqn)):
             inner = visit
@@ -133,7 +133,7 @@ def _messages(kind: str, eqn: Any, place: _Place, cells: Cells | None) -> Iterat
         )
 
 
-def _trips(loop: Any) -> int | None:
+def num_trips(loop: Any) -> int | None:
     """Runs of a while that counts up by one between two known numbers, as `lax.fori_loop` writes it; else None."""
     condition, consts = loop.params["cond_jaxpr"].jaxpr, loop.params["cond_nconsts"]
     test = condition.eqns[-1] if condition.eqns else None

@@ -22,7 +22,9 @@ def next_token_loss(
 
     Args:
       model: from tokens `[B, T]` to logits `[B, T, V]`, or to an `Unembedding`, whose logits are made in chunks.
-      batch: `inputs` and `targets`, both int32 `[B, T]`; target t is the token behind input t.
+      batch: `inputs` and `targets`, both int32 `[B, T]`; target t is the token behind input t. Where rows hold several
+        sequences, `segments` of the same shape, and `positions` if they are not to begin anew in each: the model is
+        given both by these names.
       key: not used; the decoder draws nothing.
       z_loss: adds so many times the mean of `log(Z)²`, Z the sum of a token's exponentials, which keeps logits near
         zero: 1e-4, in a `functools.partial` (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways").
@@ -32,7 +34,7 @@ def next_token_loss(
       `z_loss` also `nats`, the cross entropy alone.
     """
     del key
-    logits = model(batch["inputs"])
+    logits = model(batch["inputs"], **{name: batch[name] for name in ("positions", "segments") if name in batch})
     with jax.named_scope("loss"):
         whole_or_not = chunked_cross_entropy if isinstance(logits, Unembedding) else cross_entropy
         nats_BT, best_BT, log_z_BT = whole_or_not(logits, batch["targets"])

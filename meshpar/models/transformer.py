@@ -22,7 +22,7 @@ from meshpar.models.unembed import Unembedding
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.context import constrain
-from meshpar.sharding.types import PyTree
+from meshpar.sharding.types import PyTree, problem
 from meshpar.training.layers import Aux, scan_layers, with_aux
 from meshpar.training.precision import dot_general
 from meshpar.training.reports import is_listening
@@ -43,7 +43,7 @@ class Attention(nnx.Module):
             names=("heads", "head_dim", "embed"),
             init=into_residual(cfg),
         )
-        self.implementation = cfg.attention
+        self.cfg = cfg
 
     def __call__(
         self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
@@ -57,7 +57,14 @@ class Attention(nnx.Module):
         else:
             q_BTHD, k_BTKD, v_BTKD = (one(h_BTE) for one in inward)
         o_BTHD, cache = layers.attend(
-            q_BTHD, k_BTKD, v_BTKD, angles, implementation=self.implementation, cache=cache, length=length
+            q_BTHD,
+            k_BTKD,
+            v_BTKD,
+            angles,
+            implementation=self.cfg.attention,
+            cache=cache,
+            length=length,
+            **self.cfg.attention_limits,
         )
         if overlapped:
             return overlap.matmul_scattered(o_BTHD, self.out.kernel[...], "act_heads"), cache
@@ -152,6 +159,7 @@ class Transformer(nnx.Module):
         tokens: Integer[Array, "B T"],
         *,
         positions: Int[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> Any:
         """Logits of the token that follows each position.
@@ -160,6 +168,8 @@ class Transformer(nnx.Module):
           tokens: ids.
           positions: of the tokens, for rotary embeddings; None: one after the other, behind the cache when there is
             one.
+          segments: numbers of the sequences in a row, where there are several: none sees another, and positions begin
+            anew in each. Not with a cache.
           cache: keys and values of the positions before these, with room for them.
 
         Returns:
@@ -171,7 +181,7 @@ class Transformer(nnx.Module):
             if cache is None:
                 tokens, positions = context.entered(tokens, positions)
             x_BTE = layers.embed(table_VE, tokens)
-        angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype)
+        angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
         with jax.named_scope("head"):
             h_BTE = layers.block_input(self.final_norm(x_BTE))
@@ -242,13 +252,24 @@ def rope_of(
     positions_BT: Int[Array, "B T"] | None,
     cache: KVCache | None,
     dtype: jax.typing.DTypeLike,
+    segments_BT: Int[Array, "B T"] | None = None,
 ) -> Rope:
     """Cosines and sines of the tokens' positions, made once for all layers."""
+    if segments_BT is not None and cache is not None:
+        raise problem(
+            "Transformer(segments=..., cache=...)",
+            "go on with several sequences in a row",
+            "a cache holds one sequence a row",
+            "give each a row of its own",
+        )
+    if positions_BT is None and segments_BT is not None:
+        positions_BT = layers.positions_in(segments_BT)
     if positions_BT is None:
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]
     rotated = cfg.head_dim if cfg.latent is None else cfg.latent.rope_dim
-    return layers.rope(positions_BT, layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling), dtype)
+    angles = layers.rope(positions_BT, layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling), dtype)
+    return angles._replace(segments_BT=segments_BT)
 
 
 def split_cache(cache: KVCache | None, dense: int) -> tuple[LayerCache | None, LayerCache | None]:

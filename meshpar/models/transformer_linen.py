@@ -55,7 +55,14 @@ class LinenAttention(nn.Module):
             names = ("act_heads", "act_kv_heads", "act_kv_heads")
             q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, (q_BTHD, k_BTKD, v_BTKD), names)
         o_BTHD, cache = layers.attend(
-            q_BTHD, k_BTKD, v_BTKD, angles, implementation=cfg.attention, cache=cache, length=length
+            q_BTHD,
+            k_BTKD,
+            v_BTKD,
+            angles,
+            implementation=cfg.attention,
+            cache=cache,
+            length=length,
+            **cfg.attention_limits,
         )
         out = ("heads", "head_dim", "embed")
         a_BTE = linen_linear(cfg, "out", cfg.embed_dim, out, axis=(-2, -1), init=into_residual(cfg), dot=dot)(o_BTHD)
@@ -121,6 +128,7 @@ class LinenTransformer(nn.Module):
         tokens: Integer[Array, "B T"],
         *,
         positions: Int[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> Any:
         """Logits of the token that follows each position; see `Transformer.__call__`."""
@@ -134,7 +142,7 @@ class LinenTransformer(nn.Module):
             if cache is None:
                 tokens, positions = context.entered(tokens, positions)
             x_BTE = layers.embed(table_VE, tokens)
-        angles = rope_of(cfg, tokens, positions, cache, x_BTE.dtype)
+        angles = rope_of(cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, kv, aux = self._layers(x_BTE, cache, angles)
         if aux is not None and cache is None:
             assert cfg.moe is not None
