@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_of
@@ -208,7 +209,9 @@ def _forward(ring: _Ring, q: Array, kv: Array, segments: Array | None) -> tuple[
         held = _loop(1, N - 1, step, (coming, softmax))
         _, softmax = step(N - 1, held, is_last=True)
     o = (softmax.sum_nBKGsD / softmax.total_nBKGs[..., None]).astype(q.dtype)
-    return o, (q, kv, o, softmax.top_nBKGs + jnp.log(softmax.total_nBKGs), segments)
+    # Named, so that a policy can keep what the backward pass would run the tiles again for.
+    o, lse = (checkpoint_name(x, "attention") for x in (o, softmax.top_nBKGs + jnp.log(softmax.total_nBKGs)))
+    return o, (q, kv, o, lse, segments)
 
 
 def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Array, None]:

@@ -23,12 +23,14 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshpar.models import layers
 from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, linen_norm, nnx_linear, nnx_norm
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import LayerCache, Rope
+from meshpar.training.layers import ATTENTION
 
 NAMES: dict[str, tuple[str | None, ...]] = {
     "query": ("embed", "heads", "head_dim"),
@@ -145,10 +147,12 @@ def attend(
     k_BTHD = layers.heads_layout(jnp.concatenate([k_BTHN, r_BTHR], axis=-1), "act_kv_heads")
     v_BTHW = layers.heads_layout(v_BTHW, "act_kv_heads")
     q_BTHD = _rotated_end(layers.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
+    marked = zip((q_BTHD, k_BTHD, v_BTHW), ("query", "key", "value"), strict=True)
+    q_BTHD, k_BTHD, v_BTHW = (checkpoint_name(x, name) for x, name in marked)
     o_BTHW = layers.whole_attention(
         q_BTHD, k_BTHD, v_BTHW, angles.segments_BT, implementation=cfg.attention, **cfg.attention_limits
     )
-    return layers.heads_layout(o_BTHW, "act_heads")
+    return checkpoint_name(layers.heads_layout(o_BTHW, "act_heads"), ATTENTION)
 
 
 def attend_to_latents(

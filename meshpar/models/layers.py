@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.collectives import blockwise_attention
@@ -21,6 +22,7 @@ from meshpar.models import context
 from meshpar.models.config import Attention, RopeScaling
 from meshpar.sharding.context import constrain
 from meshpar.sharding.types import problem
+from meshpar.training.layers import ATTENTION
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The layout of activations
@@ -34,6 +36,11 @@ def residual(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     sequence split between blocks a reduce-scatter.
     """
     return constrain(x_BTE, "batch", "norm_seq", "act_embed")
+
+
+def added(y_BTE: Float[Array, "B T E"], name: str) -> Float[Array, "B T E"]:
+    """What a block adds to the residual stream, in its layout, marked for remat policies."""
+    return checkpoint_name(residual(y_BTE), name)
 
 
 def block_input(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -338,9 +345,9 @@ def attend(
     Returns:
       the heads' output, and the cache with the T new positions in it.
     """
-    q_BTHD = rotate(heads_layout(q_BTHD, "act_heads"), angles)
-    k_BTKD = rotate(heads_layout(k_BTKD, "act_kv_heads"), angles)
-    v_BTKD = heads_layout(v_BTKD, "act_kv_heads")
+    q_BTHD = checkpoint_name(rotate(heads_layout(q_BTHD, "act_heads"), angles), "query")
+    k_BTKD = checkpoint_name(rotate(heads_layout(k_BTKD, "act_kv_heads"), angles), "key")
+    v_BTKD = checkpoint_name(heads_layout(v_BTKD, "act_kv_heads"), "value")
     if cache is None:
         o_BTHD = whole_attention(
             q_BTHD, k_BTKD, v_BTKD, angles.segments_BT, implementation=implementation, window=window, cap=cap
@@ -349,7 +356,7 @@ def attend(
         assert length is not None
         cache = extend(cache, length, k_BTKD, v_BTKD)
         o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, window=window, cap=cap)
-    return heads_layout(o_BTHD, "act_heads"), cache
+    return checkpoint_name(heads_layout(o_BTHD, "act_heads"), ATTENTION), cache
 
 
 def whole_attention(
@@ -401,4 +408,5 @@ def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T
 
 def swiglu(gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     """`silu(gate) * up`. Shazeer 2020, "GLU Variants Improve Transformer"."""
+    gate_BTM, up_BTM = checkpoint_name(gate_BTM, "gate"), checkpoint_name(up_BTM, "up")
     return constrain(jax.nn.silu(gate_BTM) * up_BTM, "batch", "seq", "act_mlp")

@@ -112,7 +112,7 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             h_BTE = self.attention_norm(x_BTE)
             a_BTE, cache = self.attention(h_BTE, angles, cache, length, overlapped=overlapped)
-            x_BTE = x_BTE + layers.residual(a_BTE)
+            x_BTE = x_BTE + layers.added(a_BTE, "attention_out")
         aux = None
         with jax.named_scope("mlp"):
             if isinstance(self.mlp, MoE):
@@ -121,7 +121,7 @@ class Block(nnx.Module):
             else:
                 h_BTE = overlap.block_input(self.mlp_norm(x_BTE), overlapped=overlapped)
                 m_BTE = self.mlp(h_BTE, overlapped=overlapped)
-            x_BTE = x_BTE + layers.residual(m_BTE)
+            x_BTE = x_BTE + layers.added(m_BTE, "mlp_out")
         return layers.residual(x_BTE), cache, aux
 
 

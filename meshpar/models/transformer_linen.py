@@ -103,7 +103,7 @@ class LinenBlock(nn.Module):
         h_BTE = linen_norm(self.cfg, "attention_norm")(x_BTE)
         kind = LinenAttention if self.cfg.latent is None else LinenLatentAttention
         a_BTE, cache = kind(self.cfg, name="attention")(h_BTE, angles, cache, length, overlapped=overlapped)
-        x_BTE = x_BTE + layers.residual(a_BTE)
+        x_BTE = x_BTE + layers.added(a_BTE, "attention_out")
         h_BTE, aux = linen_norm(self.cfg, "mlp_norm")(x_BTE), None
         if self.has_experts:
             assert self.cfg.moe is not None
@@ -114,7 +114,7 @@ class LinenBlock(nn.Module):
         else:
             h_BTE = overlap.block_input(h_BTE, overlapped=overlapped)
             m_BTE = LinenMLP(self.cfg, name="mlp")(h_BTE, overlapped=overlapped)
-        return layers.residual(x_BTE + layers.residual(m_BTE)), (cache, aux)
+        return layers.residual(x_BTE + layers.added(m_BTE, "mlp_out")), (cache, aux)
 
 
 class LinenTransformer(nn.Module):
