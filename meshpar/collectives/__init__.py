@@ -10,7 +10,7 @@
            exchange.py        all_to_all ─┐                                         ▼
                                           └─► hierarchical.py       reduction.py  all_reduce ─► bucket.py
            quantized.py       the same with a byte an element: encode ─► XLA's own collective ─► decode, sum
-    attention.py   ring_attention, over sequences in the order of order.py: zigzag, to_zigzag, from_zigzag
+    attention.py   blockwise_attention; ring_attention, over sequences in the order of order.py: zigzag, to_zigzag, ...
 
     reference.py   what each of them computes, in plain global-view jax.numpy
 
@@ -27,7 +27,7 @@ from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
     from meshpar.collectives import reference
-    from meshpar.collectives.attention import ring_attention
+    from meshpar.collectives.attention import blockwise_attention, ring_attention
     from meshpar.collectives.auto import Choice, choose
     from meshpar.collectives.bucket import bucketed_all_reduce
     from meshpar.collectives.exchange import all_to_all
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Choice", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all", "broadcast", "bucketed_all_reduce",
+    "Choice", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all", "blockwise_attention",
+    "broadcast", "bucketed_all_reduce",
     "choose", "dequantize", "from_zigzag", "gather", "hierarchical_all_reduce", "hierarchical_all_to_all",
     "matmul_reduce_scatter", "quantize", "quantized_all_gather", "quantized_all_reduce", "quantized_reduce_scatter",
     "reduce", "reduce_scatter", "reference", "ring_attention", "scatter", "shift", "to_zigzag", "unzigzag", "zigzag",

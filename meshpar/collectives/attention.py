@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over ranks: keys and values go round a ring, queries stay.
+"""Attention tile by tile, over a sequence of one device or split over ranks: keys go round a ring, queries stay.
 
 Work is done tile by tile: a tile is a run of queries against a run of keys, and what a mask rules out is on no list of
 tiles. Softmax is taken online, in float32 at the least. The backward pass makes the tiles again from the saved
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_of
@@ -79,7 +80,7 @@ def ring_attention(
     Sources: Liu et al. 2023, "Ring Attention"; Brandon et al. 2023, "Striped Attention", for the balance.
     """
     num_ranks = ranks_of("ring_attention", axis)
-    _check(q, k, v)
+    _check("ring_attention", q, k, v)
     check_choice("ring_attention", "order", order, ORDERS)
     checked_count("ring_attention", "tile", tile)
     if not isinstance(causal, bool):
@@ -95,8 +96,55 @@ def ring_attention(
     with jax.named_scope("ring_attention"):
         cut = functools.partial(_cut, size=_nearest_divisor(length, tile))
         q_nBKGsD = cut(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
-        o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1))
+        o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1), None)
         return jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape)
+
+
+def blockwise_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    tile: int = 512,
+) -> Float[Array, "B T H D"]:
+    """Causal softmax attention in memory that grows with T and not with its square: the ring's tiles, on one rank.
+
+    Tiles that the causal mask or the window rules out are not worked on: `2 B H D T (T + s)` FLOPs without a window, s
+    positions in a tile, and 2.5 times that backward. Beyond its arguments and results it holds the result in float32
+    and the scores of one tile, as `ring_attention`, whose derivatives it has.
+
+    Args:
+      q, k, v, scale: as for `ring_attention`.
+      window: a position sees itself and the `window - 1` before it; None: all before it.
+      cap: scores s become `cap tanh(s / cap)` before the mask; None: they stay.
+      segments: whole numbers; positions see those of the same number only. Sequences packed into one row, say.
+      tile: positions in a tile; a last tile is filled up.
+
+    Raises:
+      ValueError: shapes that do not go together.
+
+    Sources: Rabe and Staats 2021, "Self-attention Does Not Need O(n²) Memory"; Dao et al. 2022, "FlashAttention";
+    Gemma Team 2024, "Gemma 2", for the cap.
+    """
+    _check("blockwise_attention", q, k, v)
+    size = min(checked_count("blockwise_attention", "tile", tile), q.shape[1])
+    beyond = -q.shape[1] % size
+
+    def cut(x: Array) -> Array:
+        # What fills up stands behind all positions, so none sees it.
+        return _cut(jnp.pad(x, [(0, 0), (0, beyond)] + [(0, 0)] * (x.ndim - 2)), size)
+
+    ring = _Ring((), 1, True, "contiguous", q.shape[-1] ** -0.5 if scale is None else scale, window, cap)
+    with jax.named_scope("blockwise_attention"):
+        q_nBKGsD = cut(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
+        segments_nBs = None if segments is None else cut(segments[..., None])[..., 0]
+        o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1), segments_nBs)
+        o = jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape[0], -1, *q.shape[2:])
+        return o[:, : q.shape[1]]
 
 
 class _Ring(NamedTuple):
@@ -107,6 +155,8 @@ class _Ring(NamedTuple):
     causal: bool
     order: str
     scale: float
+    window: int | None = None
+    cap: float | None = None
 
     def next(self, x: Array) -> Array:
         """Of the rank before: after s steps the block here is that of rank i - s."""
@@ -135,17 +185,17 @@ class _Gradients(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring: _Ring, q: Array, kv: Array) -> Array:
-    return _forward(ring, q, kv)[0]
+def _attention(ring: _Ring, q: Array, kv: Array, segments: Array | None) -> Array:
+    return _forward(ring, q, kv, segments)[0]
 
 
-def _forward(ring: _Ring, q: Array, kv: Array) -> tuple[Array, tuple[Array, ...]]:
+def _forward(ring: _Ring, q: Array, kv: Array, segments: Array | None) -> tuple[Array, tuple[Any, ...]]:
     N, wide = ring.num_ranks, _at_least_float32(q.dtype)
 
     def step(s: Any, held: tuple[Array, _Softmax], *, is_last: bool = False) -> tuple[Array, _Softmax]:
         kv, softmax = held
         coming = kv if is_last else ring.next(kv)
-        return coming, _in_step(ring, s, len(q), functools.partial(_tile_forward, ring, q, kv, False), softmax)
+        return coming, _in_step(ring, s, len(q), functools.partial(_tile_forward, ring, q, kv, None, False), softmax)
 
     coming = ring.next(kv) if N > 1 else kv
     softmax = _Softmax(
@@ -153,23 +203,28 @@ def _forward(ring: _Ring, q: Array, kv: Array) -> tuple[Array, tuple[Array, ...]
         _full_like(q, q.shape[:-1], -np.inf, wide),
         _full_like(q, q.shape[:-1], 0, wide),
     )
-    softmax = _each(_own_tiles(ring, len(q)), functools.partial(_tile_forward, ring, q, kv, ring.causal), softmax)
+    own = functools.partial(_tile_forward, ring, q, kv, segments, ring.causal)
+    softmax = _each(_own_tiles(ring, len(q), q.shape[-2]), own, softmax)
     if N > 1:
         held = _loop(1, N - 1, step, (coming, softmax))
         _, softmax = step(N - 1, held, is_last=True)
     o = (softmax.sum_nBKGsD / softmax.total_nBKGs[..., None]).astype(q.dtype)
-    return o, (q, kv, o, softmax.top_nBKGs + jnp.log(softmax.total_nBKGs))
+    # Named, so that a policy can keep what the backward pass would run the tiles again for.
+    o, lse = (checkpoint_name(x, "attention") for x in (o, softmax.top_nBKGs + jnp.log(softmax.total_nBKGs)))
+    return o, (q, kv, o, lse, segments)
 
 
-def _backward(ring: _Ring, saved: tuple[Array, ...], do: Array) -> tuple[Array, Array]:
+def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Array, None]:
     """The gradients of a block travel one step behind it, and take in those of every rank on their way."""
-    q, kv, o, lse = saved
+    q, kv, o, lse, segments = saved
     N, wide = ring.num_ranks, _at_least_float32(q.dtype)
     rows = (q, do, lse, jnp.sum(do.astype(wide) * o.astype(wide), axis=-1))
     none = _full_like(kv, kv.shape, 0, wide)
 
     def visit(s: Any, kv: Array, gradients: _Gradients, part: _Part) -> _Gradients:
-        return _in_step(ring, s, len(q), functools.partial(_tile_backward, ring, rows, kv, False), gradients, part)
+        return _in_step(
+            ring, s, len(q), functools.partial(_tile_backward, ring, rows, kv, None, False), gradients, part
+        )
 
     def step(s: Any, held: tuple[Array, Array, Array], *, is_last: bool = False) -> tuple[Array, Array, Array]:
         # Gradients arrive during the first half of the work and the next block during the second: XLA has one permute
@@ -183,8 +238,8 @@ def _backward(ring: _Ring, saved: tuple[Array, ...], do: Array) -> tuple[Array, 
         return coming, *visit(s, kv, _Gradients(dq, dkv), "second")
 
     # The rank's own tiles in two parts: one while the first block arrives, one while the last gradients come home.
-    own = functools.partial(_tile_backward, ring, rows, kv, ring.causal)
-    tiles = _own_tiles(ring, len(q))
+    own = functools.partial(_tile_backward, ring, rows, kv, segments, ring.causal)
+    tiles = _own_tiles(ring, len(q), q.shape[-2])
     coming = ring.next(kv) if N > 1 else kv
     dq, mine = _each(_part(tiles, "first"), own, _Gradients(_full_like(q, q.shape, 0, wide), none))
     home = none
@@ -195,7 +250,7 @@ def _backward(ring: _Ring, saved: tuple[Array, ...], do: Array) -> tuple[Array, 
         _, dq, leaving = step(N - 1, held, is_last=True) if N > 2 else held
         home = ring.next(leaving)
     dq, mine = _each(_part(tiles, "second"), own, _Gradients(dq, mine))
-    return dq.astype(q.dtype), (home + mine).astype(kv.dtype)
+    return dq.astype(q.dtype), (home + mine).astype(kv.dtype), None
 
 
 _attention.defvjp(_forward, _backward)
@@ -214,9 +269,11 @@ def _loop(first: int, end: int, step: Callable[[Any, Carry], Carry], carry: Carr
 # ---- Lists of tiles --------------------------------------------------------------------------------------------------
 
 
-def _own_tiles(ring: _Ring, n: int) -> Tiles:
+def _own_tiles(ring: _Ring, n: int, size: int) -> Tiles:
     """Of a rank's queries and its own keys. Its positions rise in either order, so a causal mask is a triangle."""
-    return _pairs((i, j) for i in range(n) for j in range(n) if j <= i or not ring.causal)
+    window = n * size if ring.window is None else ring.window
+    near = (window + size - 2) // size  # the first query of a tile sees so many tiles back
+    return _pairs((i, j) for i in range(n) for j in range(n) if i - near <= j <= i or not ring.causal)
 
 
 def _in_step(
@@ -255,11 +312,14 @@ def _each(tiles: Tiles, tile: Callable[[Carry, Array], Carry], carry: Carry) -> 
 # ---- One tile --------------------------------------------------------------------------------------------------------
 
 
-def _tile_forward(ring: _Ring, q: Array, kv: Array, mask: bool, softmax: _Softmax, at: Array) -> _Softmax:
+def _tile_forward(
+    ring: _Ring, q: Array, kv: Array, segments: Array | None, mask: bool, softmax: _Softmax, at: Array
+) -> _Softmax:
     i, j = at
     k, v = take(kv, j)
     before = _Softmax(*(take(x, i) for x in softmax))
-    scores = _scores(ring, take(q, i), k, i - j if mask else None)
+    # Where a tile shows a query nothing, its weights are those of a top that the next one lowers to nothing.
+    scores, _ = _scores(ring, take(q, i), k, _seen(ring, q.shape[-2], segments, at, mask))
     top = jnp.maximum(before.top_nBKGs, scores.max(-1))
     weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(before.top_nBKGs - top)
     values = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v, top.dtype)
@@ -268,28 +328,50 @@ def _tile_forward(ring: _Ring, q: Array, kv: Array, mask: bool, softmax: _Softma
 
 
 def _tile_backward(
-    ring: _Ring, rows: tuple[Array, ...], kv: Array, mask: bool, gradients: _Gradients, at: Array
+    ring: _Ring,
+    rows: tuple[Array, ...],
+    kv: Array,
+    segments: Array | None,
+    mask: bool,
+    gradients: _Gradients,
+    at: Array,
 ) -> _Gradients:
     i, j = at
     q, do, lse, do_o = (take(x, i) for x in rows)
     k, v = take(kv, j)
-    weights = jnp.exp(_scores(ring, q, k, i - j if mask else None) - lse[..., None])
+    scores, slope = _scores(ring, q, k, _seen(ring, q.shape[-2], segments, at, mask))
+    weights = jnp.exp(scores - lse[..., None])
     d_weights = _einsum("bkgqd,bksd->bkgqs", do, v, lse.dtype)
-    d_scores = (weights * (d_weights - do_o[..., None]) * ring.scale).astype(q.dtype)
+    d_scores = (weights * (d_weights - do_o[..., None]) * slope * ring.scale).astype(q.dtype)
     dq = _einsum("bkgqs,bksd->bkgqd", d_scores, k, lse.dtype)
     dk = _einsum("bkgqs,bkgqd->bksd", d_scores, q, lse.dtype)
     dv = _einsum("bkgqs,bkgqd->bksd", weights.astype(do.dtype), do, lse.dtype)
     return _Gradients(_added(gradients.q_nBKGsD, dq, i), _added(gradients.kv_n2BKsD, jnp.stack([dk, dv]), j))
 
 
-def _scores(ring: _Ring, q: Array, k: Array, tiles_ahead: Array | None) -> Array:
-    """Scaled scores; where a mask runs through, how many tiles the queries are ahead of the keys."""
+def _scores(ring: _Ring, q: Array, k: Array, seen: Array | None) -> tuple[Array, Array | float]:
+    """Scaled scores of what is seen, and by what their gradients are to be multiplied for the cap's sake."""
     scores = _einsum("bkgqd,bksd->bkgqs", q, k, _at_least_float32(q.dtype)) * ring.scale
-    if tiles_ahead is None:
-        return scores
-    size = q.shape[-2]
-    seen = tiles_ahead * size + jnp.arange(size)[:, None] >= jnp.arange(size)
-    return jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
+    slope: Array | float = 1.0
+    if ring.cap is not None:
+        bent = jnp.tanh(scores / ring.cap)
+        scores, slope = ring.cap * bent, 1 - bent**2
+    return scores if seen is None else jnp.where(seen, scores, jnp.finfo(scores.dtype).min), slope
+
+
+def _seen(ring: _Ring, size: int, segments: Array | None, at: Array, mask: bool) -> Array | None:
+    """Which keys of a tile its queries see, where a mask runs through it."""
+    if not mask:
+        return None
+    i, j = at
+    ahead = (i - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)
+    seen = ahead >= 0
+    if ring.window is not None:
+        seen &= ahead < ring.window
+    if segments is None:
+        return seen
+    same_Bss = take(segments, i)[:, :, None] == take(segments, j)[:, None]
+    return seen & same_Bss[:, None, None]
 
 
 def _einsum(formula: str, a: Array, b: Array, wide: jnp.dtype) -> Array:
@@ -323,10 +405,10 @@ def _full_like(x: Array, shape: tuple[int, ...], value: float, dtype: jnp.dtype)
     return varying(jnp.full(shape, value, dtype), tuple(sorted(jax.typeof(x).manual_axis_type.varying)))
 
 
-def _check(q: Array, k: Array, v: Array) -> None:
+def _check(where: str, q: Array, k: Array, v: Array) -> None:
     def bad(exists: str, fix: str) -> Exception:
         shapes = f"q {q.dtype}{list(q.shape)}, k {k.dtype}{list(k.shape)}, v {v.dtype}{list(v.shape)}"
-        return problem("ring_attention", f"attend with {shapes}", exists, fix)
+        return problem(where, f"attend with {shapes}", exists, fix)
 
     if not q.ndim == k.ndim == v.ndim == 4:
         raise bad("each has four dims, [batch, positions, heads, head width]", "reshape them")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num, Shaped
+from jaxtyping import Array, Float, Int, Num, Shaped
 
 from meshpar.collectives.order import unzigzag, zigzag
 
@@ -132,15 +132,36 @@ def ring_attention(
     q, k, v = (_joined(x, 1, tiled=True) for x in (q, k, v))
     if order == "zigzag":
         q, k, v = (unzigzag(x, num_ranks) for x in (q, k, v))
+    o = _attention(q, k, v, jnp.tri(q.shape[1], dtype=bool) | (not causal), scale, None)
+    return jnp.stack(jnp.split(zigzag(o, num_ranks) if order == "zigzag" else o, num_ranks, axis=1))
+
+
+def blockwise_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+    segments: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T H D"]:
+    """Causal softmax attention with one mask for all of it."""
+    ahead = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
+    seen = (ahead >= 0) & (ahead < (len(ahead) if window is None else window))
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None])
+    return _attention(q, k, v, seen, scale, cap)
+
+
+def _attention(q: Array, k: Array, v: Array, seen: Array, scale: float | None, cap: float | None) -> Array:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bshd->bhqs", q, k, preferred_element_type=wide)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        scores = jnp.where(jnp.tri(q.shape[1], dtype=bool), scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    o = jnp.einsum("bhqs,bshd->bqhd", weights, v)
-    return jnp.stack(jnp.split(zigzag(o, num_ranks) if order == "zigzag" else o, num_ranks, axis=1))
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("bhqs,bshd->bqhd", weights, v)
 
 
 def to_zigzag(parts: Shaped[Array, "N ..."], *, dim: int = 1) -> Shaped[Array, "N ..."]:

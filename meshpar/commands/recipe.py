@@ -219,7 +219,8 @@ class Recipe:
     precision: Precision = dataclasses.field(default_factory=Precision)
     """Dtypes of parameters, compute and the reduction of gradients."""
     remat: str | None = None
-    """What the layers recompute in the backward pass: "full", "dots", "all_dots"; None recomputes nothing."""
+    """What the layers recompute in the backward pass, and what they keep: "full", "dots", "minimal", "all_dots",
+    "save:NAMES", "offload:NAMES", as in `train_step`; None recomputes nothing."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """What to do when loss or gradients are not finite."""
     xla: Mapping[str, int | float | bool | str] = dataclasses.field(default_factory=dict)

@@ -30,7 +30,7 @@ from meshpar.compiled.promise import promised, promised_by_stage
 from meshpar.compiled.report import Report, Sent
 from meshpar.compiled.stages import stages
 from meshpar.compiled.target import mesh_on, require_aot, traced_for
-from meshpar.compiled.traced import by_stage, enters, messages
+from meshpar.compiled.traced import by_stage, enters, messages, vocab_chunks
 from meshpar.models import lookup
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
@@ -159,7 +159,8 @@ def held_to(
     if parts is None:
         sent = () if jaxpr is None else messages(jaxpr)
         by_rows = jaxpr is not None and enters(jaxpr, lookup.SCOPE)
-        promises = promised(setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows)
+        chunks = 1 if jaxpr is None else vocab_chunks(jaxpr)
+        promises = promised(setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows, vocab_chunks=chunks)
         return hold(promises, collectives, sent, micro_steps=options.accumulate, **limits)
     sent = () if jaxpr is None else messages(jaxpr, Cells(parts.schedule))
     stages = enumerate(promised_by_stage(setup, options, batch, parts, on_cpu=on_cpu))

@@ -16,7 +16,7 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh
 
-from meshpar.compiled.traced import inner_jaxprs
+from meshpar.compiled.traced import inner_jaxprs, num_trips
 from meshpar.sharding.context import use
 from meshpar.sharding.types import PyTree
 from meshpar.training.precision import cast_floating, numerics
@@ -56,8 +56,8 @@ def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops
 def matmul_flops(jaxpr: core.Jaxpr, notes: dict[str, None] | None = None) -> int:
     """FLOPs of the matrix products and convolutions of a jaxpr, those in loops, branches and calls included.
 
-    A scan counts as often as it is long, a `while` once, of a `cond` the costliest branch, and the body of a
-    `shard_map` on every device it is manual over.
+    A scan counts as often as it is long, and so does a `while` that counts up to a known number, others once; of a
+    `cond` the costliest branch, and the body of a `shard_map` on every device it is manual over.
 
     Args:
       jaxpr: to count.
@@ -77,13 +77,14 @@ def _equation_flops(equation: Any, notes: dict[str, None]) -> int:
     inner = [matmul_flops(one, notes) for one, _ in inner_jaxprs(equation)]
     if name == "cond":
         return max(inner, default=0)
-    if name == "while" and any(inner):
+    runs = num_trips(equation) if name == "while" else _times(name, params)
+    if runs is None and any(inner):
         notes["a `while` with matrix products in it is counted once: nothing tells how often it runs"] = None
     if name == "pallas_call":
         return math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int)) * sum(inner)
     if not inner and name in _OPAQUE:
         notes[f"`{name}` cannot be seen into: its FLOPs are missing"] = None
-    return _times(name, params) * sum(inner)
+    return (1 if runs is None else runs) * sum(inner)
 
 
 def _times(name: str, params: Mapping[str, Any]) -> int:

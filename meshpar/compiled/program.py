@@ -29,6 +29,8 @@ class Program:
     """Outputs that take the place of donated arguments."""
     temporary_bytes: int
     compile_s: float
+    host_temporary_bytes: int = 0
+    """Of what is offloaded to the host; XLA:CPU has one memory only, and says 0."""
     warnings: tuple[str, ...] = ()
     """The compiler's warnings, each once."""
     cost: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -84,10 +86,11 @@ def _compiled_anew() -> Iterator[None]:
 
 
 def memory_of(stats: Any) -> dict[str, Any]:
-    """The four sizes of jaxlib's `CompiledMemoryStats`, under the names of `Program`."""
+    """The five sizes of jaxlib's `CompiledMemoryStats`, under the names of `Program`."""
     return {
         "argument_bytes": int(stats.argument_size_in_bytes),
         "output_bytes": int(stats.output_size_in_bytes),
         "alias_bytes": int(stats.alias_size_in_bytes),
         "temporary_bytes": int(stats.temp_size_in_bytes),
+        "host_temporary_bytes": int(stats.host_temp_size_in_bytes),
     }

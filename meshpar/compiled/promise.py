@@ -49,7 +49,13 @@ from meshpar.training.state import Setup
 
 
 def promised(
-    setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False, exchanges_rows: bool = False
+    setup: Setup,
+    options: StepOptions,
+    batch: Any,
+    *,
+    on_cpu: bool = False,
+    exchanges_rows: bool = False,
+    vocab_chunks: int = 1,
 ) -> tuple[Promised, ...]:
     """What a training step without stages promises to send.
 
@@ -60,9 +66,11 @@ def promised(
       on_cpu: promise what XLA:CPU makes of it: float32 on the wire, and a sum of several all-reduces instead of one
         all-reduce of the sum.
       exchanges_rows: whether the traced step looks tokens up by `meshpar.models.lookup`.
+      vocab_chunks: in how many the output layer is used; `traced.vocab_chunks` tells.
     """
     facts = facts_of(setup, options, batch, on_cpu=on_cpu)
-    return setup.strategy.promise(dataclasses.replace(facts, exchanges_rows=exchanges_rows))
+    facts = dataclasses.replace(facts, exchanges_rows=exchanges_rows, vocab_chunks=vocab_chunks)
+    return setup.strategy.promise(facts)
 
 
 def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> Facts:

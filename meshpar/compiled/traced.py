@@ -15,6 +15,7 @@ from jax.extend import core
 
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.walk import Branch, Loop, Visit
+from meshpar.models.unembed import SCOPE
 
 _KINDS = {
     "psum": "all-reduce",
@@ -60,7 +61,7 @@ class _Place:
         sizes = dict(eqn.params["mesh"].shape) if eqn.primitive.name == "shard_map" else self.sizes
         visit, name = self.visit, eqn.primitive.name
         if name in ("scan", "while"):
-            trips = eqn.params["length"] if name == "scan" else _trips(eqn)
+            trips = eqn.params["length"] if name == "scan" else num_trips(eqn)
             visit = dataclasses.replace(visit, loops=(*visit.loops, Loop(name, name, trips, scope)))
         for index, (jaxpr, of) in enumerate(inner_jaxprs(eqn)):
             inner = visit
@@ -89,6 +90,16 @@ def enters(jaxpr: Any, scope: str) -> bool:
         if any(enters(inner, scope) for inner, _ in inner_jaxprs(eqn)):
             return True
     return False
+
+
+def vocab_chunks(jaxpr: Any) -> int:
+    """In how many chunks the loss uses the output layer's matrix: the longest loop over them (`models.unembed`)."""
+    jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), [1]
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and SCOPE in str(eqn.source_info.name_stack):
+            found.append(int(eqn.params["length"]))
+        found += [vocab_chunks(inner) for inner, _ in inner_jaxprs(eqn)]
+    return max(found)
 
 
 def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
@@ -132,7 +143,7 @@ def _messages(kind: str, eqn: Any, place: _Place, cells: Cells | None) -> Iterat
         )
 
 
-def _trips(loop: Any) -> int | None:
+def num_trips(loop: Any) -> int | None:
     """Runs of a while that counts up by one between two known numbers, as `lax.fori_loop` writes it; else None."""
     condition, consts = loop.params["cond_jaxpr"].jaxpr, loop.params["cond_nconsts"]
     test = condition.eqns[-1] if condition.eqns else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshpar.collectives.check import check_choice
 from meshpar.moe.check import check_positive, check_whole
@@ -13,7 +13,7 @@ from meshpar.sharding.types import problem
 if TYPE_CHECKING:
     from meshpar.sharding.adapters import Model
 
-Attention = Literal["xla", "cudnn"]
+Attention = Literal["xla", "blockwise", "cudnn"]
 TensorMatmul = Literal["xla", "overlapped"]
 PARAM_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -115,13 +115,25 @@ class TransformerConfig:
     param_dtype: str = "float32"
     """Dtype in which parameters are made. Compute follows the dtype of the parameters the model is given."""
     attention: Attention = "xla"
-    """Attention over whole sequences: "xla" runs anywhere; "cudnn" is cuDNN's flash attention (GPUs, bfloat16 or
-    float16 compute), which never falls back to "xla"."""
+    """Attention over whole sequences: "xla" runs anywhere and holds all scores; "blockwise" runs anywhere, too, in
+    memory that grows with the sequence (`meshpar.collectives.blockwise_attention`); "cudnn" is cuDNN's flash attention
+    (GPUs, bfloat16 or float16 compute). None falls back to another."""
+    attention_window: int | None = None
+    """A position sees itself and so many less one before it, in every layer; None: all before it. Not round a ring of
+    ranks."""
+    attention_cap: float | None = None
+    """Scores s of attention become `cap tanh(s / cap)` (Gemma Team 2024, "Gemma 2"); None: they stay. Not by cuDNN, and
+    not round a ring of ranks."""
     tensor_matmul: TensorMatmul = "xla"
     """Matmuls of a block under `tensor_parallel(sequence=True)`: "xla" leaves what they need to the compiler, as an
     all-gather before and a reduce-scatter behind; "overlapped" sends blocks of rows while it multiplies others
     (`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`). It is an error where the sequence is not split
     between blocks; with one rank on the axis that splits it, and with a cache, matmuls are plain."""
+    vocab_chunk: int | None = None
+    """Logits for the loss are made of so many tokens of the vocabulary at a time (on each rank that holds a part of
+    it), forward and again backward, so that no array holds those of all (`meshpar.models.unembed`). The model then
+    gives an `Unembedding` where it gave logits; with a cache they are plain. 8192 is a good size on GPUs. None: all at
+    once."""
     latent: LatentAttention | None = None
     """Multi-head latent attention in place of grouped-query attention; every head then has a key and a value of its
     own, and `head_dim` is the width of its query and key."""
@@ -133,6 +145,11 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
             check_whole("TransformerConfig", field, getattr(self, field))
+        for field in ("vocab_chunk", "attention_window"):
+            if getattr(self, field) is not None:
+                check_whole("TransformerConfig", field, getattr(self, field))
+        if self.attention_cap is not None:
+            check_positive("TransformerConfig", "attention_cap", self.attention_cap, "50.0, or None")
         self._check_heads()
         self._check_latent()
         self._check_experts()
@@ -204,6 +221,11 @@ class TransformerConfig:
                 "there are none: every layer has experts, whose width is moe.mlp_dim",
                 f"use mlp_dim={self.moe.mlp_dim}, or some num_dense_layers",
             )
+
+    @property
+    def attention_limits(self) -> dict[str, Any]:
+        """What every form of attention is given beside its name."""
+        return {"window": self.attention_window, "cap": self.attention_cap}
 
     @property
     def num_moe_layers(self) -> int:

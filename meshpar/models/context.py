@@ -105,7 +105,7 @@ def by_device(
     The compiler cannot split a library's kernel, so nothing is left to it: the region is manual over the whole mesh.
 
     Args:
-      kernel: of queries, keys and values `[B, T, H or K, width]`.
+      kernel: of queries, keys and values `[B, T, H or K, width]`, and of more arrays `[B, T]` where it is given some.
       q_BTHD, k_BTKD: as they are laid out.
       kv_heads: logical name of the heads of keys. Where the rules keep them in fewer parts than those of queries, every
         device has all and takes those of its queries.
@@ -114,20 +114,24 @@ def by_device(
         return kernel
     q = spec_of(q_BTHD, "batch", "attn_seq", "attn_heads", None)
     kv = spec_of(k_BTKD, "batch", "attn_seq", kv_heads, None)
+    rows = PartitionSpec(*q[:2])
+
+    def split(kernel: Callable[..., Array], kv: PartitionSpec) -> Callable[..., Array]:
+        return lambda *given: per_device(kernel, (q, kv, kv, *[rows] * len(given[3:])), q, whole=True)(*given)
+
     if q[2] == kv[2]:
-        return per_device(kernel, (q, q, q), q, whole=True)
+        return split(kernel, q)
     axes = tuple(axis for axis in spec_axes(q[2]) if _size_of(axis) > 1)
     shared = q_BTHD.shape[2] // k_BTKD.shape[2]
 
-    def with_own_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array) -> Array:
+    def with_own_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, *more: Array) -> Array:
         num_heads = q_BTHD.shape[2]
         heads = (jax.lax.axis_index(axes) * num_heads + jnp.arange(num_heads)) // shared
         if num_heads % shared == 0 or shared % num_heads == 0:  # groups are not cut: one key/value head for each
             heads = heads[:: min(shared, num_heads)]
-        return kernel(q_BTHD, *(jnp.take(x, heads, axis=2) for x in (k_BTKD, v_BTKW)))
+        return kernel(q_BTHD, *(jnp.take(x, heads, axis=2) for x in (k_BTKD, v_BTKW)), *more)
 
-    kv = PartitionSpec(*q[:2])
-    return per_device(with_own_heads, (q, kv, kv), q, whole=True)
+    return split(with_own_heads, rows)
 
 
 def shared_heads(

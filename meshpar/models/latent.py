@@ -23,12 +23,14 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshpar.models import layers
 from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, linen_norm, nnx_linear, nnx_norm
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import LayerCache, Rope
+from meshpar.training.layers import ATTENTION
 
 NAMES: dict[str, tuple[str | None, ...]] = {
     "query": ("embed", "heads", "head_dim"),
@@ -83,7 +85,7 @@ class NNXLatentAttention(nnx.Module):
             o_BTHW = attend(self.cfg, q_BTHD, self.key_up(c_BTC), r_BTR, self.value_up(c_BTC), angles)
         else:
             up = (self.key_up.kernel[...], self.value_up.kernel[...])
-            o_BTHW, cache = attend_to_latents(q_BTHD, c_BTC, r_BTR, *up, angles, cache, length)
+            o_BTHW, cache = attend_to_latents(self.cfg, q_BTHD, c_BTC, r_BTR, *up, angles, cache, length)
         return self.out(o_BTHW), cache
 
 
@@ -119,7 +121,7 @@ class LinenLatentAttention(nn.Module):
         if cache is None:
             o_BTHW = attend(cfg, q_BTHD, key, r_BTR, value, angles)
         else:
-            o_BTHW, cache = attend_to_latents(q_BTHD, c_BTC, r_BTR, key, value, angles, cache, length)
+            o_BTHW, cache = attend_to_latents(cfg, q_BTHD, c_BTC, r_BTR, key, value, angles, cache, length)
         return linear("out", cfg.embed_dim, axis=(-2, -1), init=into_residual(cfg))(o_BTHW), cache
 
 
@@ -145,11 +147,16 @@ def attend(
     k_BTHD = layers.heads_layout(jnp.concatenate([k_BTHN, r_BTHR], axis=-1), "act_kv_heads")
     v_BTHW = layers.heads_layout(v_BTHW, "act_kv_heads")
     q_BTHD = _rotated_end(layers.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
-    o_BTHW = layers.whole_attention(q_BTHD, k_BTHD, v_BTHW, implementation=cfg.attention)
-    return layers.heads_layout(o_BTHW, "act_heads")
+    marked = zip((q_BTHD, k_BTHD, v_BTHW), ("query", "key", "value"), strict=True)
+    q_BTHD, k_BTHD, v_BTHW = (checkpoint_name(x, name) for x, name in marked)
+    o_BTHW = layers.whole_attention(
+        q_BTHD, k_BTHD, v_BTHW, angles.segments_BT, implementation=cfg.attention, **cfg.attention_limits
+    )
+    return checkpoint_name(layers.heads_layout(o_BTHW, "act_heads"), ATTENTION)
 
 
 def attend_to_latents(
+    cfg: TransformerConfig,
     q_BTHD: Float[Array, "B T H D"],
     c_BTC: Float[Array, "B T C"],
     r_BTR: Float[Array, "B T R"],
@@ -172,7 +179,10 @@ def attend_to_latents(
     q_BTHC = jnp.einsum("BTHN,CHN->BTHC", q_BTHD[..., :nope_dim], key_up_CHN.astype(q_BTHD.dtype))
     q_BTHCR = jnp.concatenate([q_BTHC, q_BTHD[..., nope_dim:]], axis=-1)
     k_BS1CR = jnp.concatenate([c_BS1C, r_BS1R], axis=-1)
-    o_BTHC = layers.cached_attention(q_BTHCR, k_BS1CR, c_BS1C, first_position=length, scale=q_BTHD.shape[-1] ** -0.5)
+    scale = q_BTHD.shape[-1] ** -0.5
+    o_BTHC = layers.cached_attention(
+        q_BTHCR, k_BS1CR, c_BS1C, first_position=length, scale=scale, **cfg.attention_limits
+    )
     o_BTHW = jnp.einsum("BTHC,CHW->BTHW", o_BTHC, value_up_CHW.astype(o_BTHC.dtype))
     return layers.heads_layout(o_BTHW, "act_heads"), cache
 

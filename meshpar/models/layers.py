@@ -14,15 +14,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, Integer
 
+from meshpar.collectives import blockwise_attention
 from meshpar.models import context
 from meshpar.models.config import Attention, RopeScaling
 from meshpar.models.lookup import exchanged_rows, lookup_of
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
 from meshpar.sharding.regions import outer_axes
 from meshpar.sharding.types import axes_of_spec, problem, spec_axes
+from meshpar.training.layers import ATTENTION
 from meshpar.training.precision import dot_general
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -37,6 +40,11 @@ def residual(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     sequence split between blocks a reduce-scatter.
     """
     return constrain(x_BTE, "batch", "norm_seq", "act_embed")
+
+
+def added(y_BTE: Float[Array, "B T E"], name: str) -> Float[Array, "B T E"]:
+    """What a block adds to the residual stream, in its layout, marked for remat policies."""
+    return checkpoint_name(residual(y_BTE), name)
 
 
 def block_input(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -160,6 +168,8 @@ class Rope(NamedTuple):
 
     cos_BTF: Float[Array, "B T F"]
     sin_BTF: Float[Array, "B T F"]
+    segments_BT: Int[Array, "B T"] | None = None
+    """The sequence, of several in one row, that each position belongs to, which sees no other; None: one a row."""
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Float[np.ndarray, " F"]:
@@ -182,6 +192,13 @@ def rope(positions_BT: Int[Array, "B T"], frequencies_F: Float[np.ndarray, " F"]
     return Rope(jnp.cos(angles_BTF), jnp.sin(angles_BTF))
 
 
+def positions_in(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Positions that begin anew wherever the number of the segment changes along a row."""
+    at_T = jnp.arange(segments_BT.shape[1])
+    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
+    return at_T - jax.lax.cummax(jnp.where(is_first_BT, at_T, 0), axis=1)
+
+
 def rotate(x_BTHD: Float[Array, "B T H D"], angles: Rope) -> Float[Array, "B T H D"]:
     """Turn the pairs (i, i + D/2) of every head by the angles of its position; the dtype stays."""
     cos_BT1F, sin_BT1F = angles.cos_BTF[:, :, None], angles.sin_BTF[:, :, None]
@@ -199,34 +216,64 @@ def causal_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BTKD: Float[Array, "B T K D"],
     v_BTKW: Float[Array, "B T K W"],
+    segments_BT: Int[Array, "B T"] | None = None,
     *,
     implementation: Attention = "xla",
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T H W"]:
     """Softmax attention in which a position sees itself and those before it.
 
     Args:
       q_BTHD, k_BTKD, v_BTKW: H is a multiple of K; query heads `[i G, (i+1) G)` share key/value head i (Ainslie et al.
         2023, "GQA").
-      implementation: "xla", or "cudnn", which raises where cuDNN is missing or does not take these shapes and dtypes.
-        It takes one width only: of keys and values the narrower is padded.
+      segments_BT: positions of one number see each other only.
+      implementation: "xla", "blockwise", or "cudnn", which raises where cuDNN is missing or does not take these shapes
+        and dtypes. The last two take one width only: of keys and values the narrower is padded.
+      window: a position sees itself and the `window - 1` before it.
+      cap: scores s become `cap tanh(s / cap)`.
+
+    Raises:
+      ValueError: what the implementation does not do.
     """
-    if implementation == "cudnn":
-        return _in_one_width(_by_cudnn, q_BTHD, k_BTKD, v_BTKW)
-    return cached_attention(q_BTHD, k_BTKD, v_BTKW, first_position=0)
+    if implementation == "xla":
+        return cached_attention(q_BTHD, k_BTKD, v_BTKW, segments_BT, first_position=0, window=window, cap=cap)
+    if implementation == "blockwise":
+        kernel = functools.partial(blockwise_attention, window=window, cap=cap, segments=segments_BT)
+        return _in_one_width(kernel, q_BTHD, k_BTKD, v_BTKW)
+    _refuse('attention="cudnn"', "be cuDNN's", segments=segments_BT, cap=cap)
+    return _in_one_width(functools.partial(_by_cudnn, window=window), q_BTHD, k_BTKD, v_BTKW)
+
+
+def _refuse(where: str, wanted: str, **given: object) -> None:
+    """Raise for what is given of the things that a form of attention does not do."""
+    named = {"segments": "rows of several sequences", "cap": "attention_cap", "window": "attention_window"}
+    asked = [named[name] for name, value in given.items() if value is not None]
+    if asked:
+        raise problem(
+            f"TransformerConfig({where})",
+            f"attend with {' and '.join(asked)}",
+            f"no attention that can {wanted} does that here",
+            'use attention="blockwise", on sequences that no axis splits inside attention',
+        )
 
 
 def cached_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BSKD: Float[Array, "B S K D"],
     v_BSKW: Float[Array, "B S K W"],
+    segments_BT: Int[Array, "B T"] | None = None,
     *,
     first_position: Int[Array, ""] | int,
     scale: float | None = None,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T H W"]:
     """Causal attention of T queries, the first of which stands at `first_position`, over S keys from position 0 on.
 
     Scores and softmax are kept in float32 at the least, and in float64 for float64 (`jax.nn.dot_product_attention`
-    takes its softmax in float32 whatever it is given). `scale` is that of the scores, `D ** -0.5` by default.
+    takes its softmax in float32 whatever it is given). `scale` is that of the scores, `D ** -0.5` by default. `window`,
+    `cap` and, where S is T, `segments_BT` are as in `causal_attention`.
     """
     batch, num_queries, num_heads, head_dim = q_BTHD.shape
     num_keys, num_kv_heads = k_BSKD.shape[1:3]
@@ -234,15 +281,25 @@ def cached_attention(
     q_BTKGD = q_BTHD.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     wide = _at_least_float32(q_BTHD.dtype)
     scores_BKGTS = jnp.einsum("BTKGD,BSKD->BKGTS", q_BTKGD, k_BSKD, preferred_element_type=wide) * scale
-    seen_TS = first_position + jnp.arange(num_queries)[:, None] >= jnp.arange(num_keys)
+    if cap is not None:
+        scores_BKGTS = cap * jnp.tanh(scores_BKGTS / cap)
+    ahead_TS = first_position + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)
+    seen_TS = ahead_TS >= 0 if window is None else (ahead_TS >= 0) & (ahead_TS < window)
+    if segments_BT is not None:
+        seen_TS = seen_TS & (segments_BT[:, None, None, :, None] == segments_BT[:, None, None, None])
     scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, jnp.finfo(wide).min)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKW.dtype)
     o_BTKGW = jnp.einsum("BKGTS,BSKW->BTKGW", weights_BKGTS, v_BSKW)
     return o_BTKGW.reshape(batch, num_queries, num_heads, v_BSKW.shape[-1])
 
 
-def _by_cudnn(q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, *, scale: float | None = None) -> Array:
-    attention = functools.partial(jax.nn.dot_product_attention, scale=scale, is_causal=True, implementation="cudnn")
+def _by_cudnn(
+    q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, *, scale: float | None = None, window: int | None = None
+) -> Array:
+    near = None if window is None else (window - 1, 0)
+    attention = functools.partial(
+        jax.nn.dot_product_attention, scale=scale, is_causal=True, local_window_size=near, implementation="cudnn"
+    )
     device = jax.sharding.get_abstract_mesh().abstract_device
     try:
         if device is not None and device.platform == "cpu":
@@ -317,6 +374,8 @@ def attend(
     angles: Rope,
     *,
     implementation: Attention,
+    window: int | None = None,
+    cap: float | None = None,
     cache: LayerCache | None = None,
     length: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T H D"], LayerCache | None]:
@@ -330,30 +389,36 @@ def attend(
       q_BTHD, k_BTKD, v_BTKD: as the projections make them.
       angles: of the T positions.
       implementation: for whole sequences; with a cache it is always the plain form, cuDNN's takes none.
+      window, cap: as for `causal_attention`.
       cache: keys and values of this layer so far, or None for a whole sequence.
       length: positions in the cache.
 
     Returns:
       the heads' output, and the cache with the T new positions in it.
     """
-    q_BTHD = rotate(heads_layout(q_BTHD, "act_heads"), angles)
-    k_BTKD = rotate(heads_layout(k_BTKD, "act_kv_heads"), angles)
-    v_BTKD = heads_layout(v_BTKD, "act_kv_heads")
+    q_BTHD = checkpoint_name(rotate(heads_layout(q_BTHD, "act_heads"), angles), "query")
+    k_BTKD = checkpoint_name(rotate(heads_layout(k_BTKD, "act_kv_heads"), angles), "key")
+    v_BTKD = checkpoint_name(heads_layout(v_BTKD, "act_kv_heads"), "value")
     if cache is None:
-        o_BTHD = whole_attention(q_BTHD, k_BTKD, v_BTKD, implementation=implementation)
+        o_BTHD = whole_attention(
+            q_BTHD, k_BTKD, v_BTKD, angles.segments_BT, implementation=implementation, window=window, cap=cap
+        )
     else:
         assert length is not None
         cache = extend(cache, length, k_BTKD, v_BTKD)
-        o_BTHD = cached_attention(q_BTHD, *cache, first_position=length)
-    return heads_layout(o_BTHD, "act_heads"), cache
+        o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, window=window, cap=cap)
+    return checkpoint_name(heads_layout(o_BTHD, "act_heads"), ATTENTION), cache
 
 
 def whole_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BTKD: Float[Array, "B T K D"],
     v_BTKW: Float[Array, "B T K W"],
+    segments_BT: Int[Array, "B T"] | None = None,
     *,
     implementation: Attention,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T H W"]:
     """Causal attention of a whole sequence: where the rules split it inside attention, round a ring, in its order.
 
@@ -363,11 +428,14 @@ def whole_attention(
     if not context.sequence_axes(q_BTHD):
         k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
         q_BTHD, k_BTKD, v_BTKW = _scattered(q_BTHD, "heads"), _scattered(k_BTKD, kv_heads), _scattered(v_BTKW, kv_heads)
-        attention: Callable[..., Array] = functools.partial(causal_attention, implementation=implementation)
+        attention: Callable[..., Array] = functools.partial(
+            causal_attention, implementation=implementation, window=window, cap=cap
+        )
         if implementation != "xla":
             attention = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}")
-        o_BTHW = attention(q_BTHD, k_BTKD, v_BTKW)
+        o_BTHW = attention(q_BTHD, k_BTKD, v_BTKW, *(() if segments_BT is None else (segments_BT,)))
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
+    _refuse(f"attention={implementation!r}", "go round a ring", segments=segments_BT, window=window, cap=cap)
     if implementation != "xla":
         axes = context.sequence_axes(q_BTHD)
         raise problem(
@@ -391,4 +459,5 @@ def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T
 
 def swiglu(gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     """`silu(gate) * up`. Shazeer 2020, "GLU Variants Improve Transformer"."""
+    gate_BTM, up_BTM = checkpoint_name(gate_BTM, "gate"), checkpoint_name(up_BTM, "up")
     return constrain(jax.nn.silu(gate_BTM) * up_BTM, "batch", "seq", "act_mlp")

@@ -18,10 +18,11 @@ from meshpar.models.annotated import Initializer, into_residual, nnx_linear, nnx
 from meshpar.models.config import TransformerConfig
 from meshpar.models.latent import NNXLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
+from meshpar.models.unembed import Unembedding
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.context import constrain
-from meshpar.sharding.types import PyTree
+from meshpar.sharding.types import PyTree, problem
 from meshpar.training.layers import Aux, scan_layers, with_aux
 from meshpar.training.precision import dot_general
 from meshpar.training.reports import is_listening
@@ -42,7 +43,7 @@ class Attention(nnx.Module):
             names=("heads", "head_dim", "embed"),
             init=into_residual(cfg),
         )
-        self.implementation = cfg.attention
+        self.cfg = cfg
 
     def __call__(
         self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
@@ -56,7 +57,14 @@ class Attention(nnx.Module):
         else:
             q_BTHD, k_BTKD, v_BTKD = (one(h_BTE) for one in inward)
         o_BTHD, cache = layers.attend(
-            q_BTHD, k_BTKD, v_BTKD, angles, implementation=self.implementation, cache=cache, length=length
+            q_BTHD,
+            k_BTKD,
+            v_BTKD,
+            angles,
+            implementation=self.cfg.attention,
+            cache=cache,
+            length=length,
+            **self.cfg.attention_limits,
         )
         if overlapped:
             return overlap.matmul_scattered(o_BTHD, self.out.kernel[...], "act_heads"), cache
@@ -104,7 +112,7 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             h_BTE = self.attention_norm(x_BTE)
             a_BTE, cache = self.attention(h_BTE, angles, cache, length, overlapped=overlapped)
-            x_BTE = x_BTE + layers.residual(a_BTE)
+            x_BTE = x_BTE + layers.added(a_BTE, "attention_out")
         aux = None
         with jax.named_scope("mlp"):
             if isinstance(self.mlp, MoE):
@@ -113,7 +121,7 @@ class Block(nnx.Module):
             else:
                 h_BTE = overlap.block_input(self.mlp_norm(x_BTE), overlapped=overlapped)
                 m_BTE = self.mlp(h_BTE, overlapped=overlapped)
-            x_BTE = x_BTE + layers.residual(m_BTE)
+            x_BTE = x_BTE + layers.added(m_BTE, "mlp_out")
         return layers.residual(x_BTE), cache, aux
 
 
@@ -151,6 +159,7 @@ class Transformer(nnx.Module):
         tokens: Integer[Array, "B T"],
         *,
         positions: Int[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> Any:
         """Logits of the token that follows each position.
@@ -159,23 +168,28 @@ class Transformer(nnx.Module):
           tokens: ids.
           positions: of the tokens, for rotary embeddings; None: one after the other, behind the cache when there is
             one.
+          segments: numbers of the sequences in a row, where there are several: none sees another, and positions begin
+            anew in each. Not with a cache.
           cache: keys and values of the positions before these, with room for them.
 
         Returns:
-          logits `[B, T, V]`, split over the vocabulary where the strategy says so; with a cache (logits, new cache).
+          logits `[B, T, V]`, split over the vocabulary where the strategy says so; with `vocab_chunk` an `Unembedding`,
+          which makes them in chunks; with a cache (logits, new cache).
         """
         table_VE = self.embed.embedding[...]
         with jax.named_scope("embed"):
             if cache is None:
                 tokens, positions = context.entered(tokens, positions)
             x_BTE = layers.embed(table_VE, tokens, is_tied=self.cfg.tied_embeddings)
-        angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype)
+        angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
         with jax.named_scope("head"):
             kernel_EV = None if self.cfg.tied_embeddings else self.head.kernel[...]
             x_BTE, kernel_EV = (x_BTE, None) if kernel_EV is None else layers.reduced_first(x_BTE, kernel_EV)
             h_BTE = layers.block_input(self.final_norm(x_BTE))
             h_BTE = context.left(h_BTE) if cache is None else h_BTE
+            if self.cfg.vocab_chunk is not None and cache is None:
+                return unembedding(self.cfg, h_BTE, table_VE if kernel_EV is None else kernel_EV)
             logits_BTV = tied_logits(table_VE, h_BTE) if kernel_EV is None else layers.logits(h_BTE, kernel_EV)
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)
@@ -239,13 +253,24 @@ def rope_of(
     positions_BT: Int[Array, "B T"] | None,
     cache: KVCache | None,
     dtype: jax.typing.DTypeLike,
+    segments_BT: Int[Array, "B T"] | None = None,
 ) -> Rope:
     """Cosines and sines of the tokens' positions, made once for all layers."""
+    if segments_BT is not None and cache is not None:
+        raise problem(
+            "Transformer(segments=..., cache=...)",
+            "go on with several sequences in a row",
+            "a cache holds one sequence a row",
+            "give each a row of its own",
+        )
+    if positions_BT is None and segments_BT is not None:
+        positions_BT = layers.positions_in(segments_BT)
     if positions_BT is None:
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]
     rotated = cfg.head_dim if cfg.latent is None else cfg.latent.rope_dim
-    return layers.rope(positions_BT, layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling), dtype)
+    angles = layers.rope(positions_BT, layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling), dtype)
+    return angles._replace(segments_BT=segments_BT)
 
 
 def split_cache(cache: KVCache | None, dense: int) -> tuple[LayerCache | None, LayerCache | None]:
@@ -271,6 +296,12 @@ def tied_logits(table_VE: Float[Array, "V E"], h_BTE: Float[Array, "B T E"]) -> 
     """Logits by the embedding table, gathered over its width as for the lookup."""
     table_VE = layers.gathered_table(table_VE)
     return dot_general(h_BTE, table_VE.astype(h_BTE.dtype), (((2,), (1,)), ((), ())))
+
+
+def unembedding(cfg: TransformerConfig, h_BTE: Float[Array, "B T E"], matrix: Float[Array, ...]) -> Unembedding:
+    """Logits for a loss to make, by the embedding table or by the head's matrix."""
+    assert cfg.vocab_chunk is not None
+    return Unembedding(h_BTE, matrix, vocab_dim=0 if cfg.tied_embeddings else 1, chunk_size=cfg.vocab_chunk)
 
 
 def embedding_init() -> Initializer:

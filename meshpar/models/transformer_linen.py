@@ -25,6 +25,7 @@ from meshpar.models.transformer import (
     run_layers,
     split_cache,
     tied_logits,
+    unembedding,
 )
 from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
@@ -54,7 +55,14 @@ class LinenAttention(nn.Module):
             names = ("act_heads", "act_kv_heads", "act_kv_heads")
             q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, (q_BTHD, k_BTKD, v_BTKD), names)
         o_BTHD, cache = layers.attend(
-            q_BTHD, k_BTKD, v_BTKD, angles, implementation=cfg.attention, cache=cache, length=length
+            q_BTHD,
+            k_BTKD,
+            v_BTKD,
+            angles,
+            implementation=cfg.attention,
+            cache=cache,
+            length=length,
+            **cfg.attention_limits,
         )
         out = ("heads", "head_dim", "embed")
         a_BTE = linen_linear(cfg, "out", cfg.embed_dim, out, axis=(-2, -1), init=into_residual(cfg), dot=dot)(o_BTHD)
@@ -95,7 +103,7 @@ class LinenBlock(nn.Module):
         h_BTE = linen_norm(self.cfg, "attention_norm")(x_BTE)
         kind = LinenAttention if self.cfg.latent is None else LinenLatentAttention
         a_BTE, cache = kind(self.cfg, name="attention")(h_BTE, angles, cache, length, overlapped=overlapped)
-        x_BTE = x_BTE + layers.residual(a_BTE)
+        x_BTE = x_BTE + layers.added(a_BTE, "attention_out")
         h_BTE, aux = linen_norm(self.cfg, "mlp_norm")(x_BTE), None
         if self.has_experts:
             assert self.cfg.moe is not None
@@ -106,7 +114,7 @@ class LinenBlock(nn.Module):
         else:
             h_BTE = overlap.block_input(h_BTE, overlapped=overlapped)
             m_BTE = LinenMLP(self.cfg, name="mlp")(h_BTE, overlapped=overlapped)
-        return layers.residual(x_BTE + layers.residual(m_BTE)), (cache, aux)
+        return layers.residual(x_BTE + layers.added(m_BTE, "mlp_out")), (cache, aux)
 
 
 class LinenTransformer(nn.Module):
@@ -120,6 +128,7 @@ class LinenTransformer(nn.Module):
         tokens: Integer[Array, "B T"],
         *,
         positions: Int[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> Any:
         """Logits of the token that follows each position; see `Transformer.__call__`."""
@@ -133,7 +142,7 @@ class LinenTransformer(nn.Module):
             if cache is None:
                 tokens, positions = context.entered(tokens, positions)
             x_BTE = layers.embed(table_VE, tokens, is_tied=cfg.tied_embeddings)
-        angles = rope_of(cfg, tokens, positions, cache, x_BTE.dtype)
+        angles = rope_of(cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, kv, aux = self._layers(x_BTE, cache, angles)
         if aux is not None and cache is None:
             assert cfg.moe is not None
@@ -146,6 +155,8 @@ class LinenTransformer(nn.Module):
                 x_BTE, kernel_EV = layers.reduced_first(x_BTE, kernel_EV)
             h_BTE = layers.block_input(linen_norm(cfg, "final_norm")(x_BTE))
             h_BTE = context.left(h_BTE) if cache is None else h_BTE
+            if cfg.vocab_chunk is not None and cache is None:
+                return unembedding(cfg, h_BTE, table_VE if kernel_EV is None else kernel_EV)
             logits_BTV = tied_logits(table_VE, h_BTE) if kernel_EV is None else layers.logits(h_BTE, kernel_EV)
             logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
         return logits_BTV if cache is None else (logits_BTV, cache)

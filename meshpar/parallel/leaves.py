@@ -7,13 +7,15 @@ It follows from how a leaf, its gradient and its update lie, whichever part's ru
                                             all-reduce over the other axes that split the batch
     a parameter not split as its update is  all-gather of the new value
 
-A stacked leaf counts once a layer.
+A stacked leaf counts once a layer, an output layer that is used in chunks of the vocabulary once a chunk.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+
+from jax.sharding import PartitionSpec
 
 from meshpar.parallel.part import MIN_SHARDED_BYTES
 from meshpar.parallel.promise import (
@@ -36,14 +38,41 @@ from meshpar.parallel.promise import (
 def promised(facts: Facts) -> Iterator[Promised]:
     """Of every parameter, its gradient and its new value."""
     for make in (gathered, reduced, renewed):
-        for weight in facts.weights:
-            one = make(facts, weight)
-            if one is not None:
-                layered = _as_layers(weight)
-                stacked = make(facts, layered) if layered is not None else None
-                yield dataclasses.replace(one, stacked=stacked)
+        for whole in facts.weights:
+            for of, weight in _by_use(facts, whole) if make is not renewed else ((facts, whole),):
+                one = make(of, weight)
+                if one is not None:
+                    layered = _as_layers(weight)
+                    stacked = make(of, layered) if layered is not None else None
+                    yield dataclasses.replace(one, stacked=stacked)
     for weight in facts.weights:
         yield from _rows_gathered(facts, weight)
+
+
+def _by_use(facts: Facts, weight: Weight) -> tuple[tuple[Facts, Weight], ...]:
+    """A parameter as the step uses it: an output layer in chunks of the vocabulary is like a stack of layers.
+
+    A table that is looked up, too, is used whole for that, and has a gradient of its own from there.
+    """
+    if facts.vocab_chunks == 1 or not has_vocabulary(weight.decision):
+        return ((facts, weight),)
+    is_head = facts.is_tied or not is_looked_up(weight.decision)
+    facts = dataclasses.replace(facts, is_tied=False)
+    lookup, head = (facts, weight), (facts, _as_chunks(facts, weight))
+    return (lookup, head) if is_looked_up(weight.decision) and is_head else (head,) if is_head else (lookup,)
+
+
+def _as_chunks(facts: Facts, weight: Weight) -> Weight:
+    """A matrix as a stack of chunks of its vocabulary, each of so many rows of every rank's part."""
+    leaf, num = weight.decision.leaf, facts.vocab_chunks
+    assert leaf.names is not None
+    dim = leaf.names.index("vocab")
+    ranks = facts.ways(split_axes(facts, PartitionSpec(*weight.decision.spec[dim : dim + 1])))
+    size = ranks * -(-leaf.shape[dim] // ranks // num)
+    shape = (num, *leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
+    specs = [PartitionSpec(None, *spec) for spec in (weight.decision.spec, weight.grads, weight.update)]
+    leaf = dataclasses.replace(leaf, shape=shape, names=("layers", *leaf.names))
+    return Weight(dataclasses.replace(weight.decision, leaf=leaf, spec=specs[0]), *specs[1:])
 
 
 def _as_layers(weight: Weight) -> Weight | None:

@@ -136,6 +136,8 @@ class Facts:
     """Whether one table of the vocabulary is both embedding and head."""
     exchanges_rows: bool = False
     """Whether a kernel sends the rows that tokens look up, and all that the table's gradient needs."""
+    vocab_chunks: int = 1
+    """In how many parts, one after the other, the output layer's matrix is used."""
     on_cpu: bool = False
     """Whether XLA:CPU compiles it, which sends float32 for less, and sums before it adds and slices."""
 

@@ -30,7 +30,7 @@ from meshpar.pipeline.schedules import Schedule
 from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is_spec, problem, spec_axes, without_axes
 from meshpar.training.batch import check_rows
-from meshpar.training.layers import REMAT_POLICIES, Aux, check_remat, with_aux
+from meshpar.training.layers import Aux, check_remat, remat_policy, with_aux
 from meshpar.training.reports import means
 
 
@@ -374,7 +374,7 @@ def _functions(
         return y, Aux(jnp.zeros((), jnp.float32), {}) if aux is None else aux
 
     if remat is not None:
-        stage = jax.checkpoint(stage, policy=REMAT_POLICIES[remat], prevent_cse=False)
+        stage = jax.checkpoint(stage, policy=remat_policy(remat), prevent_cse=False)
     return Functions(first=first_fn or _inputs, stage=stage, last=loss_fn, weight=weight)
 
 

@@ -143,7 +143,7 @@ def _in_context(layer: Callable[..., Any], at: str) -> Layer:
     regathers = gather is not None or context.prefetch is not None
     if context.remat is None and not regathers:
         return body
-    policy = None if context.remat is None else REMAT_POLICIES[context.remat]
+    policy = None if context.remat is None else remat_policy(context.remat, context.names)
     policy = _regathering(policy) if regathers else policy
     # Inside a scan nothing outside the loop can be shared with the body, so the barrier against CSE is not needed.
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
@@ -234,6 +234,75 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
 }
 """What a rematerialised layer keeps: nothing but its input; results of matmuls with weights; of all matmuls."""
 
+ATTENTION = "attention"
+"""Name, for `jax.checkpoint`, of what attention gives, and of what its kernels keep beside that."""
+
+
+def _minimal(primitive: Any, *operands: Any, **params: Any) -> bool:
+    # cuDNN's attention is one primitive, whose results nobody can name.
+    is_attention = primitive.name == "name" and params["name"] == ATTENTION
+    is_kernel = "dot_product_attention_fwd" in primitive.name
+    return is_attention or is_kernel or REMAT_POLICIES["dots"](primitive, *operands, **params)
+
+
+REMAT_POLICIES["minimal"] = _minimal
+
+
+def remat_policy(remat: str, seen: set[str] | None = None) -> Callable[..., Any]:
+    """The policy for `jax.checkpoint` that a spec names.
+
+    Args:
+      remat: words joined by `+`: one of `REMAT_POLICIES`; `save:NAMES`, which keeps what the model marks by
+        `jax.ad_checkpoint.checkpoint_name` with one of these names, joined by commas; `offload:NAMES`, which keeps it
+        in pinned memory of the host.
+      seen: gets the names that the model marks, while it is differentiated.
+
+    Raises:
+      ValueError: no such word, no names, or a name twice.
+    """
+    words, saved, offloaded = _remat_parts(remat)
+    named = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=saved,
+        names_which_can_be_offloaded=offloaded,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
+        if primitive.name == "name" and seen is not None:
+            seen.add(params["name"])
+        if primitive.name == "name" and params["name"] in (*saved, *offloaded):
+            return named(primitive, *operands, **params)
+        return any(REMAT_POLICIES[word](primitive, *operands, **params) for word in words)
+
+    return policy
+
+
+def named_in(remat: str) -> tuple[str, ...]:
+    """The names that a spec keeps or offloads."""
+    _, saved, offloaded = _remat_parts(remat)
+    return (*saved, *offloaded)
+
+
+def _remat_parts(remat: str) -> tuple[list[str], list[str], list[str]]:
+    """Words of a spec, names it keeps, names it offloads."""
+    found: dict[str, list[str]] = {"": [], "save": [], "offload": []}
+    for part in remat.split("+"):
+        kind, colon, names = part.strip().partition(":")
+        given = [name.strip() for name in names.split(",")] if colon else [kind]
+        if colon and (kind not in ("save", "offload") or not all(given)):
+            exists, fix = "names stand behind `save:` or `offload:`", "write save:attention,mlp_out, say"
+            raise problem(f"remat={remat!r}", f"keep by {part.strip()!r}", exists, fix)
+        if not colon and kind not in REMAT_POLICIES:
+            fix = near(kind, [*REMAT_POLICIES, "save:NAMES", "offload:NAMES"])
+            raise problem(f"remat={remat!r}", "recompute by that policy", "there is no such policy", fix)
+        found[kind if colon else ""] += given
+    both = sorted(name for name in found["save"] if name in found["offload"])
+    if both:
+        exists = "it is kept on the device or on the host"
+        raise problem(f"remat={remat!r}", f"save and offload `{both[0]}`", exists, "name it once")
+    return found[""], found["save"], found["offload"]
+
 
 SECOND_SHARD = "second_shard"
 """Name, for `jax.checkpoint`, of what a quantizing strategy keeps inside the node from forward to backward."""
@@ -248,10 +317,8 @@ def check_remat(remat: str | None) -> None:
     Raises:
       ValueError: it does not.
     """
-    if remat is not None and remat not in REMAT_POLICIES:
-        raise problem(
-            f"remat={remat!r}", "recompute by that policy", "there is no such policy", near(str(remat), REMAT_POLICIES)
-        )
+    if remat is not None:
+        _remat_parts(str(remat))
 
 
 @contextlib.contextmanager

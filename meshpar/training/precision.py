@@ -58,6 +58,8 @@ class Numerics:
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: str | None = None
     """A policy of `meshpar.training.layers`."""
+    names: set[str] = dataclasses.field(default_factory=set)
+    """Marks for `jax.checkpoint` that its layers were seen to have."""
     gather: Any = None
     """In force while a model is traced whose layers are shards: `meshpar.training.layers.gathering`."""
     prefetch: Any = None

@@ -20,8 +20,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.context import use
-from meshpar.sharding.types import PyTree, problem, tree_leaves_with_paths
+from meshpar.sharding.types import PyTree, near_or, problem, tree_leaves_with_paths
 from meshpar.training.batch import check_batch
+from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, numerics
 from meshpar.training.reports import check_numbers, collecting, is_counted
@@ -147,7 +148,12 @@ def train_step(
         reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and gives the
         loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
       precision: dtypes of parameters, compute and gradient reduction.
-      remat: name of a policy for the layers that the model runs by `meshpar.scan_layers`: "full", "dots", "all_dots".
+      remat: what the layers that the model runs by `meshpar.scan_layers` keep for the backward pass, which makes the
+        rest again. "full": their input; "dots": what matmuls with weights give, too; "minimal": and what attention
+        gives; "all_dots": what all matmuls give; "save:NAMES": what the model marks by `checkpoint_name` with one of
+        these names, joined by commas; "offload:NAMES": the same in pinned memory of the host. `+` joins several:
+        "dots+offload:attention". The shipped decoders mark `query`, `key`, `value`, `attention`, `attention_out`,
+        `gate`, `up` and `mlp_out`.
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in
         `state.skipped`; "raise" does the same, and `fit` raises when it sees the metric; "ignore" does not look.
       weight: name of a metric (say the number of real tokens) by which micro-steps are weighed in the mean.
@@ -217,6 +223,15 @@ def _check_remat(options: StepOptions, context: Numerics) -> None:
             "the model marks no layer: it never calls meshpar.scan_layers",
             "run its stacked layers by mp.scan_layers(layer, x, params), or use remat=None and Flax's own",
         )
+    for name in () if options.remat is None else named_in(options.remat):
+        if name not in context.names:
+            marked = context.names - {MATMUL, SECOND_SHARD}
+            raise problem(
+                f"train_step(remat={options.remat!r})",
+                f"keep what the layers mark as `{name}`",
+                f"they mark {', '.join(f'`{one}`' for one in sorted(marked)) or 'nothing'}",
+                near_or(name, marked, f'mark it: jax.ad_checkpoint.checkpoint_name(x, "{name}")'),
+            )
 
 
 def _check_prefetch(setup: Setup, options: StepOptions) -> None:

@@ -59,7 +59,8 @@ def after_a_step(cfg, spec, strategy, options):
 def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
     given = set()
 
-    def attention(q, k, v, *, scale=None):
+    def attention(q, k, v, *, scale=None, window=None):
+        assert window is None
         given.add((q.shape[2], k.shape[2]))
         return cached_attention(q, k, v, first_position=0, scale=scale)
 

@@ -45,10 +45,10 @@ CASES = {
 }
 
 
-def five_steps(framework, dtype, spec, strategy, options, start=None):
+def five_steps(framework, dtype, spec, strategy, options, start=None, **fields):
     cfg = TransformerConfig(
         vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=32,
-        param_dtype=dtype,
+        param_dtype=dtype, **fields,
     )  # fmt: skip
     return train(
         model_of(framework, cfg, ROWS, SEQ), token_batches(ROWS, SEQ, 5), spec, strategy, start=start, **options
@@ -78,6 +78,30 @@ def test_float64_losses_and_parameters(framework, case):
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
     assert_same(found.params, expected.params, atol=1e-9)
     assert {x.dtype for x in found.params.values()} == {np.dtype(np.float64)}
+
+
+STAGES = mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-h1")
+CHUNKED = {
+    **CASES,
+    "context ring": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), {}),
+    "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel() | STAGES, {}),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", CHUNKED)
+@pytest.mark.parametrize(("framework", "tied"), [("nnx", True), ("linen", False)])
+def test_float64_with_logits_in_chunks(framework, tied, case):
+    """Against whole logits on one device. A rank's part is filled up: six of 32, or of 16, are no divisor."""
+    with jax.enable_x64(True):
+        expected = five_steps(framework, "float64", mp.MeshSpec(), mp.ddp(), {}, tied_embeddings=tied)
+        spec, strategy, options = CHUNKED[case]
+        found = five_steps(
+            framework, "float64", spec, strategy, options, expected.start, tied_embeddings=tied, vocab_chunk=6
+        )
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
+    assert_same(found.params, expected.params, atol=1e-9)
+    assert [one["accuracy"] for one in found.metrics] == [one["accuracy"] for one in expected.metrics]
 
 
 @pytest.mark.matrix

@@ -1,0 +1,118 @@
+"""Rows of several sequences, windows and caps in the decoder: the same by every form of attention and strategy."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.models.layers import KVCache
+from meshpar.models.transformer import rope_of
+from tests.equal import mesh_of
+from tests.grid import cases
+
+ROWS, SEQ = 16, 12
+LATENT = LatentAttention(q_rank=None, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=6)
+STAGES = mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-h1")
+KEYS_WHOLE = mp.Rules(kv_heads=None, act_kv_heads=None, attn_kv_heads=None)
+MESHES = {
+    "one": (mp.MeshSpec(), mp.ddp(), {}),
+    "fsdp|tensor": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
+    "keys whole": (mp.MeshSpec(fsdp=2, tensor=4), mp.fsdp() | mp.tensor_parallel() | KEYS_WHOLE, {}),
+    "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel() | STAGES, {}),
+    "once": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(),
+             {"accumulate": 2, "accumulate_mode": "once"}),
+    "by heads": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(kind="all-to-all"), {}),
+    "remat": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(), {"remat": "all_dots"}),
+}  # fmt: skip
+RING = (mp.MeshSpec(context=2), mp.ddp() | mp.context_parallel(), {})
+
+
+def config(**changes):
+    sizes = {"vocab_size": 32, "num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+    return TransformerConfig(**{**sizes, "mlp_dim": 16, "attention_window": 5, "attention_cap": 3.0, **changes})
+
+
+def packed():
+    """Rows of one to three sequences."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 32, (ROWS, SEQ + 1), dtype=np.int32)
+    segments = np.sort(rng.integers(0, 3, (ROWS, SEQ)), axis=1).astype(np.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments}
+
+
+def after_a_step(cfg, case, batch, framework="nnx"):
+    spec, strategy, options = case
+    like = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
+    model = cfg.build() if framework == "nnx" else mp.from_linen(LinenTransformer(cfg), like)
+    state = mp.init_state(model, optax.sgd(1.0), mesh=mesh_of(spec), strategy=strategy, key=0)
+    state, metrics = mp.train_step(next_token_loss, **options)(state, batch)
+    return float(metrics["loss"]), jax.device_get(state.params)
+
+
+def assert_equal(found, expected):
+    """Single precision, sums in another order."""
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), found[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("form", "case"), cases(("blockwise", "keys whole"), grid=itertools.product(("xla", "blockwise"), MESHES))
+)
+def test_a_step_is_the_plain_form_s_on_one_device(form, case):
+    expected = after_a_step(config(), MESHES["one"], packed())
+    assert_equal(after_a_step(config(attention=form), MESHES[case], packed()), expected)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("latent", [None, LATENT])
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_both_frameworks_and_latent_heads(framework, latent):
+    changes = {} if latent is None else {"latent": latent, "num_kv_heads": 4, "head_dim": 8}
+    expected = after_a_step(config(**changes), MESHES["one"], packed(), framework)
+    found = after_a_step(config(attention="blockwise", **changes), MESHES["fsdp|tensor"], packed(), framework)
+    assert_equal(found, expected)
+
+
+def test_packed_sequences_have_the_logits_they_have_alone():
+    """Positions begin anew and nothing is seen across; the window is longer than what a sequence has before it."""
+    cfg = config(attention="blockwise", attention_window=None)
+    with mp.use(mesh_of(mp.MeshSpec()), mp.ddp()):
+        model, tokens = cfg.build(), packed()["inputs"][:1]
+        params = model.init(np.uint32([0, 1])).params
+        decode = jax.jit(lambda tokens, segments=None: model.bind(params, {})(tokens, segments=segments))
+        both = decode(tokens, np.int32([[7] * 5 + [3] * 7]))
+        np.testing.assert_allclose(both[:, :5], decode(tokens)[:, :5], atol=2e-6)
+        behind = np.concatenate([tokens[:, 5:], tokens[:, :5]], axis=1)
+        np.testing.assert_allclose(both[:, 5:], decode(behind)[:, :7], atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "case", "batch", "told"),
+    [
+        ({}, RING, {}, "go round a ring does that here"),
+        ({"attention_window": None, "attention_cap": None}, RING, packed(), "rows of several sequences"),
+        ({"attention": "cudnn"}, MESHES["one"], {}, "attend with attention_cap.*cuDNN.*blockwise"),
+        ({"attention": "blockwise", "attention_window": None, "attention_cap": None}, RING, {}, "context_parallel"),
+    ],
+)
+def test_what_a_form_does_not_do_is_told(changes, case, batch, told):
+    with pytest.raises(mp.MeshparError, match=told):
+        after_a_step(config(**changes), case, {**{n: packed()[n] for n in ("inputs", "targets")}, **batch})
+
+
+def test_a_cache_holds_one_sequence():
+    tokens, none = np.zeros((1, 2), np.int32), np.zeros((1, 1, 1, 1, 1), np.float32)
+    with pytest.raises(mp.MeshparError, match="a cache holds one sequence"):
+        rope_of(config(), tokens, None, KVCache(none, none, np.int32(0)), np.float32, tokens)
+
+
+@pytest.mark.parametrize("field", ["attention_window", "attention_cap"])
+def test_limits_are_positive(field):
+    with pytest.raises(mp.MeshparError, match=field):
+        config(**{field: 0})

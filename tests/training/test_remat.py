@@ -1,0 +1,142 @@
+"""What layers keep for the backward pass: the same step whatever it is, and what each spec costs in a table.
+
+`python -m tests.training.test_remat` compiles for an H100 and writes the table anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.compiled.model_flops import matmul_flops
+from meshpar.compiled.pod import PodProcess
+from meshpar.compiled.target import traced_for
+from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.planner.hardware import parse_cluster
+from meshpar.training.layers import remat_policy
+from meshpar.training.state import abstract_state
+from tests.equal import assert_same, token_batches, train
+from tests.grid import cases
+
+TABLE = Path(__file__).with_name("remat.txt")
+SPECS = (
+    None, "all_dots", "minimal", "dots", "save:query,key,value,attention", "save:attention", "full",
+    "offload:attention", "minimal+offload:gate,up",
+)  # fmt: skip
+NAMES = ("query", "key", "value", "attention", "attention_out", "gate", "up", "mlp_out")
+
+
+def config(**changes):
+    sizes = {"vocab_size": 32, "num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+    return TransformerConfig(**{**sizes, "mlp_dim": 32, "attention": "blockwise", **changes})
+
+
+def steps(remat, framework="nnx", start=None):
+    model = config().build()
+    if framework == "linen":
+        model = mp.from_linen(LinenTransformer(config()), jax.ShapeDtypeStruct((16, 8), np.int32))
+    spec, strategy = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True)
+    return train(model, token_batches(16, 8, 2), spec, strategy, start=start, remat=remat)
+
+
+@pytest.mark.parametrize(
+    ("framework", "remat"),
+    cases(
+        ("nnx", "dots+offload:attention"),
+        grid=[
+            ("nnx", "dots+offload:attention"),
+            ("nnx", "minimal"),
+            ("linen", "save:" + ",".join(NAMES)),
+            ("linen", "offload:" + ",".join(NAMES)),
+        ],
+    ),
+)
+def test_a_step_is_the_same_whatever_is_kept(framework, remat):
+    """Single precision, fused in other ways."""
+    expected = steps(None, framework)
+    found = steps(remat, framework, expected.start)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert_same(found.params, expected.params, atol=1e-4)
+
+
+def test_a_name_that_no_layer_marks_is_told():
+    with pytest.raises(mp.MeshparError, match="keep what the layers mark as `atention`.*`attention_out`.*attention"):
+        steps("dots+save:atention")
+
+
+@pytest.mark.parametrize(
+    ("remat", "told"),
+    [
+        ("dot", "no such policy.*dots"),
+        ("keep:attention", "names stand behind `save:`"),
+        ("save:", "names stand behind"),
+        ("save:a+offload:b,a", "save and offload `a`"),
+    ],
+)
+def test_specs_that_are_none_are_told(remat, told):
+    with pytest.raises(mp.MeshparError, match=told):
+        mp.train_step(next_token_loss, remat=remat)
+
+
+def test_the_kernel_s_results_are_kept_by_their_name():
+    """Blockwise attention is not run a second time where its result and log-sum-exp are kept."""
+    from meshpar.collectives import blockwise_attention
+
+    x = np.ones((1, 8, 2, 4), np.float32)
+
+    def tiles(remat):
+        attention = jax.checkpoint(lambda x: blockwise_attention(x, x, x, tile=4), policy=remat_policy(remat))
+        return matmul_flops(jax.make_jaxpr(jax.grad(lambda x: attention(x).sum()))(x).jaxpr)
+
+    once = tiles("save:attention")
+    assert tiles("full") == once + 2 / 7 * once  # two products forward, five backward
+
+
+def rows(pod):
+    """(spec, bytes on the GPU, bytes on the host, FLOPs over those without remat)."""
+    cfg = config(
+        vocab_size=256, num_layers=8, embed_dim=256, head_dim=64, mlp_dim=768, param_dtype="bfloat16", vocab_chunk=128
+    )
+    cluster, mesh = parse_cluster("h100:1x1"), mp.MeshSpec(data=1).abstract(devices=1)
+    state = abstract_state(cfg.build(), optax.sgd(1.0), mesh=mesh, strategy=mp.ddp())
+    batch = {name: jax.ShapeDtypeStruct((2, 2048), np.int32) for name in ("inputs", "targets")}
+    found = []
+    for remat in SPECS:
+        with traced_for(cluster):
+            traced = mp.train_step(next_token_loss, remat=remat).trace(state, batch)
+            program = pod.compile(traced, cluster)
+        flops = matmul_flops(traced.jaxpr.jaxpr)
+        found.append((str(remat), program.temporary_bytes, program.host_temporary_bytes, flops))
+    plain = found[0][3]
+    return [(remat, device, host, flops / plain) for remat, device, host, flops in found]
+
+
+def written(found):
+    """The table."""
+    lines = [f"{'remat':32}{'on the GPU':>12}{'on the host':>13}{'FLOPs':>8}"]
+    lines += [f"{name:32}{gpu / 1e6:>9.1f} MB{host / 1e6:>10.1f} MB{more:>8.3f}" for name, gpu, host, more in found]
+    return "\n".join([f"A decoder of 8 layers, 2 × 2,048 tokens, one H100, jax {jax.__version__}", "", *lines, ""])
+
+
+@pytest.mark.pod
+def test_the_table_is_what_is_compiled(pod):
+    found = rows(pod)
+    of = {name: (gpu, host, flops) for name, gpu, host, flops in found}
+    order = ("full", "save:attention", "save:query,key,value,attention", "dots", "minimal", "None")
+    assert [of[name][0] for name in order] == sorted(of[name][0] for name in order)
+    assert of["None"][2] == 1 < of["minimal"][2] < of["dots"][2] < of["full"][2]
+    kept = 8 * 2 * 2048 * 4 * 64 * 2  # layers, rows, positions, heads, their width, bytes
+    assert of["offload:attention"][1] >= kept
+    assert of["offload:attention"][0] < of["save:attention"][0]
+    if f"jax {jax.__version__}" in TABLE.read_text():
+        assert written(found) == TABLE.read_text()
+
+
+if __name__ == "__main__":
+    with PodProcess() as process:
+        TABLE.write_text(written(rows(process)))
