@@ -93,11 +93,11 @@ def enters(jaxpr: Any, scope: str) -> bool:
 
 
 def vocab_chunks(jaxpr: Any) -> int:
-    """In how many chunks the loss uses the output layer's matrix: the longest loop over them (`models.unembed`)."""
+    """In how many chunks the loss uses the head's matrix; the last stands outside of `models.unembed`'s loop."""
     jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), [1]
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and SCOPE in str(eqn.source_info.name_stack):
-            found.append(int(eqn.params["length"]))
+            found.append(int(eqn.params["length"]) + 1)
         found += [vocab_chunks(inner) for inner, _ in inner_jaxprs(eqn)]
     return max(found)
 

@@ -6,7 +6,8 @@
 
 A rank that holds a part of the vocabulary runs through its own part, so the chunks of all ranks stand side by side in
 a dim R that the compiler keeps split; what ranks exchange is what plain logits make them exchange, once behind the
-loop. Where the width of the matrix is sharded, each chunk is gathered when its turn comes and its gradient scattered.
+loop. Where the width of the matrix is sharded, each chunk is gathered while the one before it is used, and its gradient
+scattered. The backward pass takes the chunks in reverse, from the last, which is still there.
 
 Shape suffixes: B batch, T positions, E width, V vocabulary, R ranks that hold parts of it, N chunks of a part, C tokens
 of a chunk.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,7 @@ class _Plan:
         parts = lax.slice_in_dim(parts, 0, self.per_rank, axis=self.dim + 1)
         return parts.reshape(*before, self.ranks * self.per_rank, *after)
 
-    def chunk(self, cut: Array, index: Array) -> Array:
+    def chunk(self, cut: Array, index: Array | int) -> Array:
         """`[R, C, E]` or `[E, R, C]`, gathered over the axes that shard its width."""
         one = lax.dynamic_index_in_dim(cut, index, self.dim + 1, keepdims=False)
         return constrain(one, *("act_embed",) * self.dim, "act_vocab", None, *("act_embed",) * (1 - self.dim))
@@ -124,7 +125,7 @@ class _Plan:
         """Of a chunk's dims, for einsum."""
         return "ERC" if self.dim else "RCE"
 
-    def logits(self, h_BTE: Array, chunk: Array, index: Array, targets_BT: Array) -> tuple[Array, Array]:
+    def logits(self, h_BTE: Array, chunk: Array, index: Array | int, targets_BT: Array) -> tuple[Array, Array]:
         """`[B, T, R, C]`: the logits of a chunk, and where they are the target's."""
         wide = jnp.promote_types(h_BTE.dtype, jnp.float32)
         l_BTRC = jnp.einsum(f"BTE,{self.letters}->BTRC", h_BTE, chunk, preferred_element_type=wide)
@@ -144,36 +145,40 @@ def _cross_entropy(plan: _Plan, h_BTE: Array, matrix: Array, targets_BT: Array) 
 def _forward(plan: _Plan, h_BTE: Array, matrix: Array, targets_BT: Array) -> tuple[tuple[Array, Array, Array], tuple]:
     cut = plan.cut(matrix)
 
-    def step(carry: tuple[Array, Array, Array], index: Array) -> tuple[tuple[Array, Array, Array], None]:
-        max_BTR, sum_BTR, target_BTR = carry
-        l_BTRC, is_target_BTRC = plan.logits(h_BTE, plan.chunk(cut, index), index, targets_BT)
+    def used(sums: tuple[Array, Array, Array], chunk: Array, index: Array | int) -> tuple[Array, Array, Array]:
+        max_BTR, sum_BTR, target_BTR = sums
+        l_BTRC, is_target_BTRC = plan.logits(h_BTE, chunk, index, targets_BT)
         above_BTR = jnp.maximum(max_BTR, l_BTRC.max(-1))
         sum_BTR = sum_BTR * jnp.exp(max_BTR - above_BTR) + jnp.exp(l_BTRC - above_BTR[..., None]).sum(-1)
-        return (above_BTR, sum_BTR, target_BTR + jnp.where(is_target_BTRC, l_BTRC, 0).sum(-1)), None
+        return above_BTR, sum_BTR, target_BTR + jnp.where(is_target_BTRC, l_BTRC, 0).sum(-1)
+
+    def step(carry: Any, index: Array) -> tuple[Any, None]:
+        sums, chunk = carry
+        ahead = plan.chunk(cut, index + 1)
+        return (used(sums, chunk, index), ahead), None
 
     wide = jnp.promote_types(h_BTE.dtype, jnp.float32)
     zeros_BTR = constrain(jnp.zeros((*h_BTE.shape[:2], plan.ranks), wide), "batch", "seq", "act_vocab")
     start = (jnp.full_like(zeros_BTR, -jnp.inf), zeros_BTR, zeros_BTR)
     with jax.named_scope(SCOPE):
-        (max_BTR, sum_BTR, target_BTR), _ = lax.scan(step, start, jnp.arange(plan.num))
+        (sums, last), _ = lax.scan(step, (start, plan.chunk(cut, 0)), jnp.arange(plan.num - 1))
+        max_BTR, sum_BTR, target_BTR = used(sums, last, plan.num - 1)
     max_BT = max_BTR.max(-1)
     sum_BT = (sum_BTR * jnp.exp(max_BTR - max_BT[..., None])).sum(-1)
     target_BT = target_BTR.sum(-1)
     log_BT = jnp.log(sum_BT)
     out = log_BT - (target_BT - max_BT), target_BT == max_BT, max_BT + log_BT
-    return out, (h_BTE, matrix, targets_BT, max_BT, sum_BT)
+    return out, (h_BTE, matrix, targets_BT, max_BT, sum_BT, last)
 
 
 def _backward(plan: _Plan, saved: tuple, slopes: tuple[Array, Array, Array]) -> tuple[Array, Array, None]:
-    h_BTE, matrix, targets_BT, max_BT, sum_BT = saved
+    h_BTE, matrix, targets_BT, max_BT, sum_BT, last = saved
     d_nats_BT, _, d_log_z_BT = slopes
     cut, letters = plan.cut(matrix), plan.letters
     odds_BT11 = ((d_nats_BT + d_log_z_BT) / sum_BT)[..., None, None]
     reduce = weight_grad_dtype(matrix.dtype) or jnp.promote_types(matrix.dtype, jnp.float32)
 
-    def step(carry: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], None]:
-        d_h_RBTE, d_cut = carry
-        chunk = plan.chunk(cut, index)
+    def used(d_h_RBTE: Array, chunk: Array, index: Array | int) -> tuple[Array, Array]:
         l_BTRC, is_target_BTRC = plan.logits(h_BTE, chunk, index, targets_BT)
         d_BTRC = jnp.exp(l_BTRC - max_BT[..., None, None]) * odds_BT11
         d_BTRC = (d_BTRC - jnp.where(is_target_BTRC, d_nats_BT[..., None, None], 0)).astype(h_BTE.dtype)
@@ -181,12 +186,19 @@ def _backward(plan: _Plan, saved: tuple, slopes: tuple[Array, Array, Array]) -> 
         share_RBTE = jnp.einsum(f"BTRC,{letters}->RBTE", d_BTRC, chunk, preferred_element_type=d_h_RBTE.dtype)
         d_h_RBTE = constrain(d_h_RBTE + share_RBTE, "act_vocab", "batch", "seq", "act_embed")
         d_chunk = jnp.einsum(f"BTRC,BTE->{letters}", d_BTRC, h_BTE, preferred_element_type=reduce)
-        d_cut = lax.dynamic_update_index_in_dim(d_cut, d_chunk.astype(d_cut.dtype), index, plan.dim + 1)
-        return (d_h_RBTE, d_cut), None
+        return d_h_RBTE, d_chunk.astype(cut.dtype)
 
-    start = jnp.zeros((plan.ranks, *h_BTE.shape), sum_BT.dtype), jnp.zeros_like(cut)
+    def step(carry: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], Array]:
+        d_h_RBTE, chunk = carry
+        ahead = plan.chunk(cut, jnp.maximum(index - 1, 0))
+        d_h_RBTE, d_chunk = used(d_h_RBTE, chunk, index)
+        return (d_h_RBTE, ahead), d_chunk
+
     with jax.named_scope(SCOPE):
-        (d_h_RBTE, d_cut), _ = lax.scan(step, start, jnp.arange(plan.num))
+        ahead = plan.chunk(cut, max(plan.num - 2, 0))
+        d_h_RBTE, d_last = used(jnp.zeros((plan.ranks, *h_BTE.shape), sum_BT.dtype), last, plan.num - 1)
+        (d_h_RBTE, _), d_rest = lax.scan(step, (d_h_RBTE, ahead), jnp.arange(plan.num - 1), reverse=True)
+    d_cut = jnp.moveaxis(jnp.concatenate([d_rest, d_last[None]]), 0, plan.dim + 1)
     # lax.reduce, for jnp.sum would send a narrow dtype as float32.
     d_h_RBTE = d_h_RBTE.astype(h_BTE.dtype)
     d_h_BTE = lax.reduce(d_h_RBTE, jnp.zeros((), h_BTE.dtype), lax.add, (0,))

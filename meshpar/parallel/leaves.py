@@ -54,11 +54,11 @@ def _by_use(facts: Facts, weight: Weight) -> tuple[tuple[Facts, Weight], ...]:
 
     A table that is looked up, too, is used whole for that, and has a gradient of its own from there.
     """
-    if facts.vocab_chunks == 1 or not has_vocabulary(weight.decision):
+    if facts.vocab_chunks == 1 or not has_vocabulary(weight.decision) or facts.is_once:  # gathered whole, before it
         return ((facts, weight),)
     is_head = facts.is_tied or not is_looked_up(weight.decision)
     facts = dataclasses.replace(facts, is_tied=False)
-    lookup, head = (facts, weight), (facts, _as_chunks(facts, weight))
+    lookup, head = (facts, weight), (dataclasses.replace(facts, is_prefetched=True), _as_chunks(facts, weight))
     return (lookup, head) if is_looked_up(weight.decision) and is_head else (head,) if is_head else (lookup,)
 
 
@@ -98,8 +98,9 @@ def gathered(facts: Facts, weight: Weight) -> Promised | None:
     passes = 1 if facts.is_once else 2
     fewest = (1 if is_router(decision) else passes) * facts.micro_steps * stack if stack > 1 else 1
     most = (passes + (facts.is_remat and stack > 1)) * facts.micro_steps * stack
-    if facts.is_prefetched and stack > 1:  # the last iteration of the backward pass has no layer to gather for
-        most = max(most, fewest + facts.micro_steps)
+    if facts.is_prefetched and stack > 1:
+        # The backward pass has the last layer's; the last iteration of its loop has no layer to gather for.
+        fewest, most = max(1, fewest - facts.micro_steps), max(most, fewest)
     return Promised(
         role=WEIGHTS,
         kind="gather",
