@@ -21,6 +21,7 @@ from meshpar.models.transformer import (
     advanced,
     embedding_init,
     joined_caches,
+    laid_logits,
     rope_of,
     run_layers,
     split_cache,
@@ -29,7 +30,6 @@ from meshpar.models.transformer import (
 )
 from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
-from meshpar.sharding.context import constrain
 from meshpar.sharding.types import PyTree
 from meshpar.training.layers import Aux
 from meshpar.training.precision import dot_general
@@ -161,7 +161,7 @@ class LinenTransformer(nn.Module):
                 logits_BTV = linen_linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"), dot=dot)(h_BTE)
                 if is_chunked:
                     return unembedding(cfg, h_BTE, logits_BTV)
-            logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
+            logits_BTV = laid_logits(cfg, logits_BTV)
         return logits_BTV if cache is None else (logits_BTV, cache)
 
     @nn.nowrap
