@@ -98,6 +98,8 @@ class Memory(Plain):
     """The whole memory of the GPU; None when it is not known which."""
     fits: bool | None
     """Whether the peak is within the limit; None without one."""
+    host_bytes: int = 0
+    """Temporaries in the host's memory, what is offloaded there; in none of the others."""
     note: str = ""
     """What stands in the way although it fits."""
     largest: tuple[Contributor, ...] = ()
@@ -133,6 +135,7 @@ def memory(
         peak_bytes=peak,
         limit_bytes=limit,
         fits=None if limit is None else peak <= limit,
+        host_bytes=program.host_temporary_bytes,
         note=_note(peak, limit),
         largest=_largest(program, setup),
     )

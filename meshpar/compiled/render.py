@@ -183,6 +183,8 @@ def _memory(report: Report) -> Section:
         for what, size, style in said
     )
     parts: list[Table | Cell] = [Table(columns=("on one device", "bytes>", head), rows=rows)]
+    if memory.host_bytes:
+        parts.append(Cell(f"{human_bytes(memory.host_bytes)} more in pinned memory of the host"))
     if memory.note:
         parts.append(Cell(memory.note, "warn"))
     if memory.remedies:

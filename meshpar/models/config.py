@@ -134,6 +134,8 @@ class TransformerConfig:
     it), forward and again backward, so that no array holds those of all (`meshpar.models.unembed`). The model then
     gives an `Unembedding` where it gave logits; with a cache they are plain. 8192 is a good size on GPUs. None: all at
     once."""
+    logits_cap: float | None = None
+    """Logits l become `cap tanh(l / cap)`, in float32 at the least; None: they stay."""
     latent: LatentAttention | None = None
     """Multi-head latent attention in place of grouped-query attention; every head then has a key and a value of its
     own, and `head_dim` is the width of its query and key."""
@@ -148,8 +150,9 @@ class TransformerConfig:
         for field in ("vocab_chunk", "attention_window"):
             if getattr(self, field) is not None:
                 check_whole("TransformerConfig", field, getattr(self, field))
-        if self.attention_cap is not None:
-            check_positive("TransformerConfig", "attention_cap", self.attention_cap, "50.0, or None")
+        for field in ("attention_cap", "logits_cap"):
+            if getattr(self, field) is not None:
+                check_positive("TransformerConfig", field, getattr(self, field), "50.0, or None")
         self._check_heads()
         self._check_latent()
         self._check_experts()

@@ -30,7 +30,6 @@ from meshpar.models import layers
 from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, linen_norm, nnx_linear, nnx_norm
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import LayerCache, Rope
-from meshpar.training.layers import ATTENTION
 
 NAMES: dict[str, tuple[str | None, ...]] = {
     "query": ("embed", "heads", "head_dim"),
@@ -152,7 +151,7 @@ def attend(
     o_BTHW = layers.whole_attention(
         q_BTHD, k_BTHD, v_BTHW, angles.segments_BT, implementation=cfg.attention, **cfg.attention_limits
     )
-    return checkpoint_name(layers.heads_layout(o_BTHW, "act_heads"), ATTENTION)
+    return layers.heads_layout(o_BTHW, "act_heads")
 
 
 def attend_to_latents(

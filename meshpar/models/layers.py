@@ -407,7 +407,7 @@ def attend(
         assert length is not None
         cache = extend(cache, length, k_BTKD, v_BTKD)
         o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, window=window, cap=cap)
-    return checkpoint_name(heads_layout(o_BTHD, "act_heads"), ATTENTION), cache
+    return heads_layout(o_BTHD, "act_heads"), cache
 
 
 def whole_attention(
@@ -434,6 +434,8 @@ def whole_attention(
         if implementation != "xla":
             attention = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}")
         o_BTHW = attention(q_BTHD, k_BTKD, v_BTKW, *(() if segments_BT is None else (segments_BT,)))
+        # Kernels mark what they give themselves, with what else their backward pass needs: marked twice, it is kept so.
+        o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if implementation == "xla" else o_BTHW
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
     _refuse(f"attention={implementation!r}", "go round a ring", segments=segments_BT, window=window, cap=cap)
     if implementation != "xla":

@@ -18,7 +18,7 @@ from meshpar.models.annotated import Initializer, into_residual, nnx_linear, nnx
 from meshpar.models.config import TransformerConfig
 from meshpar.models.latent import NNXLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
-from meshpar.models.unembed import Unembedding
+from meshpar.models.unembed import Unembedding, capped
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.context import constrain
@@ -191,7 +191,7 @@ class Transformer(nnx.Module):
             if self.cfg.vocab_chunk is not None and cache is None:
                 return unembedding(self.cfg, h_BTE, table_VE if kernel_EV is None else kernel_EV)
             logits_BTV = tied_logits(table_VE, h_BTE) if kernel_EV is None else layers.logits(h_BTE, kernel_EV)
-            logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
+            logits_BTV = laid_logits(self.cfg, logits_BTV)
         return logits_BTV if cache is None else (logits_BTV, cache)
 
     def _scanned(self, x_BTE: Array, angles: Rope, cache: KVCache | None) -> tuple[Array, KVCache | None]:
@@ -298,10 +298,19 @@ def tied_logits(table_VE: Float[Array, "V E"], h_BTE: Float[Array, "B T E"]) -> 
     return dot_general(h_BTE, table_VE.astype(h_BTE.dtype), (((2,), (1,)), ((), ())))
 
 
+def laid_logits(cfg: TransformerConfig, logits_BTV: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+    """Logits split over the vocabulary, and capped."""
+    logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
+    if cfg.logits_cap is None:
+        return logits_BTV
+    return capped(logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32)), cfg.logits_cap)[0]
+
+
 def unembedding(cfg: TransformerConfig, h_BTE: Float[Array, "B T E"], matrix: Float[Array, ...]) -> Unembedding:
     """Logits for a loss to make, by the embedding table or by the head's matrix."""
     assert cfg.vocab_chunk is not None
-    return Unembedding(h_BTE, matrix, vocab_dim=0 if cfg.tied_embeddings else 1, chunk_size=cfg.vocab_chunk)
+    dim = 0 if cfg.tied_embeddings else 1
+    return Unembedding(h_BTE, matrix, vocab_dim=dim, chunk_size=cfg.vocab_chunk, cap=cfg.logits_cap)
 
 
 def embedding_init() -> Initializer:

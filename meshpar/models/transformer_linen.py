@@ -21,6 +21,7 @@ from meshpar.models.transformer import (
     advanced,
     embedding_init,
     joined_caches,
+    laid_logits,
     rope_of,
     run_layers,
     split_cache,
@@ -29,7 +30,6 @@ from meshpar.models.transformer import (
 )
 from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
-from meshpar.sharding.context import constrain
 from meshpar.sharding.types import PyTree
 from meshpar.training.layers import Aux
 from meshpar.training.precision import dot_general
@@ -158,7 +158,7 @@ class LinenTransformer(nn.Module):
             if cfg.vocab_chunk is not None and cache is None:
                 return unembedding(cfg, h_BTE, table_VE if kernel_EV is None else kernel_EV)
             logits_BTV = tied_logits(table_VE, h_BTE) if kernel_EV is None else layers.logits(h_BTE, kernel_EV)
-            logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
+            logits_BTV = laid_logits(cfg, logits_BTV)
         return logits_BTV if cache is None else (logits_BTV, cache)
 
     @nn.nowrap

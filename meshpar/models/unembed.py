@@ -39,12 +39,14 @@ class Unembedding:
     """Logits that nobody has made: hidden states, and the matrix that would make them."""
 
     h_BTE: Float[Array, "B T E"]
-    matrix: Float[Array, ...]
+    matrix: Array
     """`[V, E]`, a table of embeddings, or `[E, V]`."""
     vocab_dim: int = dataclasses.field(metadata={"static": True})
     """Which of its dims is V."""
     chunk_size: int = dataclasses.field(metadata={"static": True})
     """Tokens of the vocabulary, on one rank, whose logits are made at a time; at the most."""
+    cap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    """Logits l are `cap tanh(l / cap)`; None: as the matrix makes them."""
 
 
 class CrossEntropy(NamedTuple):
@@ -70,7 +72,7 @@ def chunked_cross_entropy(logits: Unembedding, targets_BT: Integer[Array, "B T"]
     """
     dtype = jnp.result_type(logits.h_BTE, logits.matrix)
     h_BTE, matrix = logits.h_BTE.astype(dtype), logits.matrix.astype(dtype)
-    plan = _Plan.of(matrix, logits.vocab_dim, logits.chunk_size)
+    plan = _Plan.of(matrix, logits)
     nats_BT, best_BT, log_z_BT = _cross_entropy(plan, h_BTE, matrix, targets_BT)
     return CrossEntropy(nats_BT, best_BT, log_z_BT)
 
@@ -84,16 +86,16 @@ class _Plan:
     per_rank: int
     """Tokens of a rank's part."""
     num: int
-    """Slices of a part."""
+    """Chunks of a part."""
+    cap: float | None
 
     @staticmethod
-    def of(matrix: Array, dim: int, chunk_size: int) -> _Plan:
-        vocab, here = matrix.shape[dim], ambient()
-        entry = spec_of(jax.ShapeDtypeStruct((vocab,), matrix.dtype), "act_vocab")[0:1]
-        ranks = (
-            1 if here is None else math.prod(axis_sizes(here.mesh)[axis] for one in entry for axis in spec_axes(one))
-        )
-        return _Plan(dim, ranks, vocab // ranks, -(-vocab // ranks // chunk_size))
+    def of(matrix: Array, logits: Unembedding) -> _Plan:
+        vocab, here = matrix.shape[logits.vocab_dim], ambient()
+        spec = spec_of(jax.ShapeDtypeStruct((vocab,), matrix.dtype), "act_vocab")
+        assert here is not None
+        ranks = math.prod(axis_sizes(here.mesh)[axis] for entry in spec for axis in spec_axes(entry))
+        return _Plan(logits.vocab_dim, ranks, vocab // ranks, -(-vocab // ranks // logits.chunk_size), logits.cap)
 
     @property
     def size(self) -> int:
@@ -125,16 +127,28 @@ class _Plan:
         """Of a chunk's dims, for einsum."""
         return "ERC" if self.dim else "RCE"
 
-    def logits(self, h_BTE: Array, chunk: Array, index: Array | int, targets_BT: Array) -> tuple[Array, Array]:
-        """`[B, T, R, C]`: the logits of a chunk, and where they are the target's."""
+    def logits(
+        self, h_BTE: Array, chunk: Array, index: Array | int, targets_BT: Array
+    ) -> tuple[Array, Array, Array | float]:
+        """`[B, T, R, C]`: the logits of a chunk, where they are the target's, and the cap's derivative."""
         wide = jnp.promote_types(h_BTE.dtype, jnp.float32)
         l_BTRC = jnp.einsum(f"BTE,{self.letters}->BTRC", h_BTE, chunk, preferred_element_type=wide)
         l_BTRC = constrain(l_BTRC, "batch", "seq", "act_vocab", None)
+        l_BTRC, slope_BTRC = capped(l_BTRC, self.cap)
         at_C = index * self.size + jnp.arange(self.size)
         if self.num * self.size != self.per_rank:
             l_BTRC = jnp.where(at_C < self.per_rank, l_BTRC, jnp.finfo(wide).min)
         first_R1 = self.per_rank * jnp.arange(self.ranks)[:, None]
-        return l_BTRC, targets_BT[..., None, None] == jnp.where(at_C < self.per_rank, first_R1 + at_C, -1)
+        ids_RC = jnp.where(at_C < self.per_rank, first_R1 + at_C, -1)
+        return l_BTRC, targets_BT[..., None, None] == ids_RC, slope_BTRC
+
+
+def capped(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
+    """`cap tanh(logits / cap)` and its derivative. Gemma Team 2024, "Gemma 2"."""
+    if cap is None:
+        return logits, 1.0
+    bent = jnp.tanh(logits / cap)
+    return cap * bent, 1 - bent**2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -147,7 +161,7 @@ def _forward(plan: _Plan, h_BTE: Array, matrix: Array, targets_BT: Array) -> tup
 
     def used(sums: tuple[Array, Array, Array], chunk: Array, index: Array | int) -> tuple[Array, Array, Array]:
         max_BTR, sum_BTR, target_BTR = sums
-        l_BTRC, is_target_BTRC = plan.logits(h_BTE, chunk, index, targets_BT)
+        l_BTRC, is_target_BTRC, _ = plan.logits(h_BTE, chunk, index, targets_BT)
         above_BTR = jnp.maximum(max_BTR, l_BTRC.max(-1))
         sum_BTR = sum_BTR * jnp.exp(max_BTR - above_BTR) + jnp.exp(l_BTRC - above_BTR[..., None]).sum(-1)
         return above_BTR, sum_BTR, target_BTR + jnp.where(is_target_BTRC, l_BTRC, 0).sum(-1)
@@ -179,9 +193,10 @@ def _backward(plan: _Plan, saved: tuple, slopes: tuple[Array, Array, Array]) -> 
     reduce = weight_grad_dtype(matrix.dtype) or jnp.promote_types(matrix.dtype, jnp.float32)
 
     def used(d_h_RBTE: Array, chunk: Array, index: Array | int) -> tuple[Array, Array]:
-        l_BTRC, is_target_BTRC = plan.logits(h_BTE, chunk, index, targets_BT)
+        l_BTRC, is_target_BTRC, slope_BTRC = plan.logits(h_BTE, chunk, index, targets_BT)
         d_BTRC = jnp.exp(l_BTRC - max_BT[..., None, None]) * odds_BT11
-        d_BTRC = (d_BTRC - jnp.where(is_target_BTRC, d_nats_BT[..., None, None], 0)).astype(h_BTE.dtype)
+        d_BTRC = slope_BTRC * (d_BTRC - jnp.where(is_target_BTRC, d_nats_BT[..., None, None], 0))
+        d_BTRC = d_BTRC.astype(h_BTE.dtype)
         # Ranks keep their shares of the gradient apart until the last chunk: one sum, not one a chunk.
         share_RBTE = jnp.einsum(f"BTRC,{letters}->RBTE", d_BTRC, chunk, preferred_element_type=d_h_RBTE.dtype)
         d_h_RBTE = constrain(d_h_RBTE + share_RBTE, "act_vocab", "batch", "seq", "act_embed")

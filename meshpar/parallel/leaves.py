@@ -52,9 +52,11 @@ def promised(facts: Facts) -> Iterator[Promised]:
 def _by_use(facts: Facts, weight: Weight) -> tuple[tuple[Facts, Weight], ...]:
     """A parameter as the step uses it: an output layer in chunks of the vocabulary is like a stack of layers.
 
-    A table that is looked up, too, is used whole for that, and has a gradient of its own from there.
+    A table that is looked up, too, is used whole for that, and has a gradient of its own from there; gathered once for
+    all micro-steps, it is there for both.
     """
-    if facts.vocab_chunks == 1 or not has_vocabulary(weight.decision) or facts.is_once:  # gathered whole, before it
+    is_shared = facts.is_once and facts.is_tied
+    if facts.vocab_chunks == 1 or is_shared or not has_vocabulary(weight.decision):
         return ((facts, weight),)
     is_head = facts.is_tied or not is_looked_up(weight.decision)
     facts = dataclasses.replace(facts, is_tied=False)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import Offloadable
 
 from meshpar.sharding.context import current, within
 from meshpar.sharding.types import PyTree, near, near_or, problem
@@ -238,11 +239,16 @@ ATTENTION = "attention"
 """Name, for `jax.checkpoint`, of what attention gives, and of what its kernels keep beside that."""
 
 
+def _mark_of(primitive: Any, params: Mapping[str, Any]) -> str | None:
+    """The name that an operation gives its results; cuDNN's attention is one, which nobody can mark from outside."""
+    if primitive.name == "name":
+        return str(params["name"])
+    return ATTENTION if "dot_product_attention_fwd" in primitive.name else None
+
+
 def _minimal(primitive: Any, *operands: Any, **params: Any) -> bool:
-    # cuDNN's attention is one primitive, whose results nobody can name.
-    is_attention = primitive.name == "name" and params["name"] == ATTENTION
-    is_kernel = "dot_product_attention_fwd" in primitive.name
-    return is_attention or is_kernel or REMAT_POLICIES["dots"](primitive, *operands, **params)
+    is_attention = _mark_of(primitive, params) == ATTENTION
+    return is_attention or REMAT_POLICIES["dots"](primitive, *operands, **params)
 
 
 REMAT_POLICIES["minimal"] = _minimal
@@ -261,18 +267,15 @@ def remat_policy(remat: str, seen: set[str] | None = None) -> Callable[..., Any]
       ValueError: no such word, no names, or a name twice.
     """
     words, saved, offloaded = _remat_parts(remat)
-    named = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=saved,
-        names_which_can_be_offloaded=offloaded,
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
 
     def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
-        if primitive.name == "name" and seen is not None:
-            seen.add(params["name"])
-        if primitive.name == "name" and params["name"] in (*saved, *offloaded):
-            return named(primitive, *operands, **params)
+        mark = _mark_of(primitive, params)
+        if mark is not None and seen is not None:
+            seen.add(mark)
+        if mark in saved:
+            return True
+        if mark in offloaded:
+            return Offloadable(src="device", dst="pinned_host")
         return any(REMAT_POLICIES[word](primitive, *operands, **params) for word in words)
 
     return policy

@@ -18,7 +18,7 @@ import pytest
 import meshpar as mp
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.models.loss import cross_entropy
-from meshpar.models.unembed import Unembedding, chunked_cross_entropy
+from meshpar.models.unembed import Unembedding, capped, chunked_cross_entropy
 from meshpar.training.state import abstract_state
 from tests.equal import mesh_of, token_batches
 from tests.grid import cases
@@ -28,12 +28,8 @@ TOKENS, WIDTH, VOCAB = (3, 5), 8, 50
 TIGHT = {"rtol": 1e-6, "atol": 1e-6}
 
 
-def whole(h, matrix, targets, vocab_dim):
-    return cross_entropy(h @ (matrix if vocab_dim else matrix.T), targets)
-
-
-@pytest.mark.parametrize(("vocab_dim", "chunk"), [(0, 16), (1, 25), (1, 1000)])
-def test_values_and_gradients_are_those_of_whole_logits(vocab_dim, chunk):
+@pytest.mark.parametrize(("vocab_dim", "chunk", "cap"), [(0, 16, None), (1, 25, 2.0), (1, 1000, None)])
+def test_values_and_gradients_are_those_of_whole_logits(vocab_dim, chunk, cap):
     """Also where the last chunk is filled up; cotangents of both results, each its own for every token."""
     rng = np.random.default_rng(0)
     h = rng.normal(size=(*TOKENS, WIDTH)).astype(np.float32)
@@ -42,8 +38,11 @@ def test_values_and_gradients_are_those_of_whole_logits(vocab_dim, chunk):
     targets[0] = np.asarray(h @ (matrix if vocab_dim else matrix.T)).argmax(-1)[0]
     slopes = [rng.normal(size=TOKENS).astype(np.float32) for _ in range(2)]
 
+    def whole(h, matrix, targets, vocab_dim):
+        return cross_entropy(capped(h @ (matrix if vocab_dim else matrix.T), cap)[0], targets)
+
     def chunked(h, matrix, targets, vocab_dim):
-        return chunked_cross_entropy(Unembedding(h, matrix, vocab_dim, chunk), targets)
+        return chunked_cross_entropy(Unembedding(h, matrix, vocab_dim, chunk, cap), targets)
 
     def weighed(loss, h, matrix):
         found = loss(h, matrix, targets, vocab_dim)
@@ -74,8 +73,9 @@ def test_logits_far_from_zero_stay_finite():
 
 
 CONFIG = TransformerConfig(
-    vocab_size=120, num_layers=1, embed_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8, tied_embeddings=True
-)
+    vocab_size=120, num_layers=1, embed_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8, tied_embeddings=True,
+    logits_cap=5.0,
+)  # fmt: skip
 ROWS, SEQ, CHUNK = 16, 6, 25
 """A rank of two has 60 of the vocabulary, in three chunks."""
 
