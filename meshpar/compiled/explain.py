@@ -32,6 +32,7 @@ from meshpar.compiled.stages import stages
 from meshpar.compiled.target import mesh_on, require_aot, traced_for
 from meshpar.compiled.traced import by_stage, messages
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
+from meshpar.sharding.context import apart
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
@@ -41,6 +42,7 @@ from meshpar.training.xla import fingerprint
 Compile = Callable[[jax.stages.Traced | jax.stages.Lowered], Program]
 
 
+@apart()
 def explain(
     step: TrainStep,
     state: TrainState,

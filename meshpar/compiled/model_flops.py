@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from meshpar.compiled.traced import inner_jaxprs
-from meshpar.sharding.context import use
+from meshpar.sharding.context import tracing
 from meshpar.sharding.types import PyTree
 from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.state import TrainState
@@ -149,7 +149,7 @@ def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxp
     one = AbstractMesh((1,) * len(setup.mesh.axis_names), setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
 
     def loss(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> jax.Array:
-        with use(one, setup.strategy), numerics(options.precision, None):
+        with tracing(one, setup.strategy), numerics(options.precision, None):
             model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
             return step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
 

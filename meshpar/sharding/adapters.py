@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from meshpar.sharding.types import Leaf, Names, PyTree, leaf_of, near, path_str, problem, tree_leaves_with_paths
+
+Path: TypeAlias = tuple[str, ...]
+"""Of a variable, key by key."""
 
 
 class Variables(NamedTuple):
@@ -115,8 +119,16 @@ class _Nnx:
         """(graph, parameters, what else it keeps), with no arrays."""
         from flax import nnx
 
-        with nnx.use_eager_sharding(False):
-            return nnx.split(nnx.eval_shape(lambda: self._made(0)), nnx.Param, ...)
+        graphs: list[Any] = []
+
+        def states() -> Any:
+            graph, *parts = nnx.split(self._made(0), nnx.Param, ...)
+            graphs.append(graph)
+            return parts
+
+        # Not `nnx.eval_shape`: it looks for the names of the parameters among the axes of the context's mesh.
+        parts = jax.eval_shape(states)
+        return graphs[0], *parts
 
     def init(self, key: jax.Array) -> Variables:
         return _split(self._made(_key(key)))
@@ -199,20 +211,21 @@ def _raw_key(x: Any) -> Any:
 class BoundLinen:
     """A Linen module together with its variables, called like the module.
 
-    Collections other than `params` are mutable and remembered, so that the step can carry them on.
+    Collections other than `params` are mutable and remembered, so that the step can carry them on. What the module sows
+    is that of its last call alone.
     """
 
-    def __init__(self, module: Any, params: PyTree, extra: PyTree) -> None:
-        self.module, self.params, self.extra = module, params, extra
+    def __init__(self, module: Any, sown: frozenset[Path], params: PyTree, extra: PyTree) -> None:
+        self.module, self.sown, self.params, self.extra = module, sown, params, extra
 
     def __call__(self, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
         """`module.apply` on the bound variables; `rngs` as in Linen."""
-        variables = {"params": self.params, **self.extra}
+        variables = {"params": self.params, **_without(self.extra, self.sown)}
         mutable = list(self.extra)
         out = self.module.apply(variables, *args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
         if mutable:
             out, changed = out
-            self.extra = {**self.extra, **changed}
+            self.extra = _joined(self.extra, changed)
         return out
 
 
@@ -221,12 +234,14 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
 
     Args:
       module: the module.
-      *example_args, **example_kwargs: what it is called with, as arrays or `jax.ShapeDtypeStruct`s: only shapes and
-        dtypes matter. The batch must be one that the mesh divides, when the module constrains its activations.
+      *example_args, **example_kwargs: what it is called with, as arrays or `jax.ShapeDtypeStruct`s. An initialisation
+        that depends on data sees the arrays, which are the same on all processes, and zeros where only a shape is
+        given. The batch must be one that the mesh divides, when the module constrains its activations.
 
     Names come from `nn.with_logical_partitioning` (or `nn.with_partitioning`). The loss function is given a callable
-    that applies the module to its variables. A method `after_update(collections) -> collections` of the module is
-    called once a training step, behind all micro-steps, with the collections beside `params`.
+    that applies the module to its variables. Collections beside `params` are carried from step to step, but for what is
+    sown in them (`Module.sow`), which begins anew with every call. A method `after_update(collections) -> collections`
+    of the module is called once a training step, behind all micro-steps, with the collections beside `params`.
     """
     from flax import linen as nn
 
@@ -237,38 +252,104 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
             "it is no flax.linen.Module",
             "use from_nnx or from_functions",
         )
-
-    def boxed(key: jax.Array) -> Any:
-        args, kwargs = jax.tree.map(_zeros, (example_args, example_kwargs))
-        params_key, other_key = jax.random.split(_key(key))
-        return module.init({"params": params_key, "dropout": other_key}, *args, **kwargs)
-
-    def init(key: jax.Array) -> Variables:
-        variables = dict(jax.tree.map(_unboxed, boxed(key), is_leaf=_is_box))
-        if "params" not in variables:
-            raise problem("from_linen", "train the module", "it has no `params` collection", "give it parameters")
-        return Variables(variables.pop("params"), variables)
-
-    def names() -> Mapping[str, Names]:
-        variables = jax.eval_shape(boxed, jax.ShapeDtypeStruct((2,), np.uint32))
-        leaves = jax.tree_util.tree_leaves_with_path(variables["params"], is_leaf=_is_box)
-        return {path_str(path): tuple(leaf.names) for path, leaf in leaves if _is_box(leaf) and hasattr(leaf, "names")}
-
+    linen = _Linen(module, example_args, example_kwargs)
     return Model(
         kind="linen",
-        init=init,
-        bind=functools.partial(BoundLinen, module),
+        init=linen.init,
+        bind=lambda params, extra: BoundLinen(module, linen.about[1], params, extra),
         collect=lambda bound: bound.extra,
-        names=names,
+        names=lambda: linen.about[0],
         after_update=getattr(module, "after_update", lambda extra: extra),
     )
 
 
-def _zeros(x: Any) -> Any:
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+class _Linen:
+    """A Linen module and what it is called with: its variables, and what is known of them."""
+
+    def __init__(self, module: Any, args: Any, kwargs: Any) -> None:
+        self._module = module
+        self._args, self._kwargs = jax.tree.map(_on_host, (args, kwargs))
+
+    def init(self, key: jax.Array) -> Variables:
+        variables = dict(jax.tree.map(_unboxed, self._boxed(key), is_leaf=_is_box))
+        if "params" not in variables:
+            raise problem("from_linen", "train the module", "it has no `params` collection", "give it parameters")
+        return Variables(variables.pop("params"), variables)
+
+    @functools.cached_property
+    def about(self) -> tuple[Mapping[str, Names], frozenset[Path]]:
+        """Names by the path of the parameter, and the paths of what the module sows, collection first."""
+        from flax import linen as nn
+
+        sown: set[Path] = set()
+
+        def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            module = context.module
+            sow = type(module).sow
+
+            def seen(col: str, name: str, *rest: Any, **more: Any) -> bool:
+                sown.add((col, *module.path, name))
+                return sow(module, col, name, *rest, **more)
+
+            object.__setattr__(module, "sow", seen)  # of this one call's copy, which Linen does not let be set
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(watch):
+            variables = jax.eval_shape(self._boxed, jax.ShapeDtypeStruct((2,), np.uint32))
+        leaves = jax.tree_util.tree_leaves_with_path(variables["params"], is_leaf=_is_box)
+        named = ((path_str(path), leaf) for path, leaf in leaves if _is_box(leaf) and hasattr(leaf, "names"))
+        return {path: tuple(leaf.names) for path, leaf in named}, frozenset(sown)
+
+    def _boxed(self, key: jax.Array) -> Any:
+        args, kwargs = jax.tree.map(_array, (self._args, self._kwargs))
+        params_key, other_key = jax.random.split(_key(key))
+        init = functools.partial(self._module.init, {"params": params_key, "dropout": other_key}, *args, **kwargs)
+        try:
+            # In a mesh Linen takes the names of parameters for mesh axes, and lays each out by them as it is made.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return init()
+        except RuntimeError as error:
+            if "requires a non-empty mesh" not in str(error):
+                raise
+        return init()  # the module lays activations out by axes of the mesh
+
+
+def _without(tree: PyTree, paths: Collection[Path]) -> PyTree:
+    """Nested dicts without what stands at these paths."""
+    below = {key: [path[1:] for path in paths if path[0] == key] for key in tree} if paths else {}
+    return {
+        key: _without(x, [path for path in below.get(key, []) if path]) if isinstance(x, Mapping) else x
+        for key, x in tree.items()
+        if () not in below.get(key, [])
+    }
+
+
+def _joined(tree: PyTree, changed: PyTree) -> PyTree:
+    """Nested dicts, the second's entries over the first's."""
+    if not (isinstance(tree, Mapping) and isinstance(changed, Mapping)):
+        return changed
+    return {**tree, **{key: _joined(tree[key], x) if key in tree else x for key, x in changed.items()}}
+
+
+def _on_host(x: Any) -> Any:
+    """An example array as NumPy's, to be part of any program."""
+    if not isinstance(x, jax.Array) or _is_key(x) or isinstance(x, jax.core.Tracer):
         return x
+    if not (x.is_fully_addressable or x.is_fully_replicated):
+        raise problem(
+            f"from_linen, example array of shape {x.shape}",
+            "initialise the module on it",
+            "its shards are on several processes, and each makes the same program",
+            "give jax.ShapeDtypeStruct(x.shape, x.dtype), or a small array that is the same on all processes",
+        )
+    return np.asarray(x)
+
+
+def _array(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.zeros(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
     # As jax would take it: NumPy's float64 and int64 are 32 bits wide unless x64 is on.
-    return jnp.zeros(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def _is_box(x: Any) -> bool:

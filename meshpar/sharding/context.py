@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshpar.sharding.mesh import check_mesh
+from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, problem, without_axes
 
@@ -67,10 +67,39 @@ def use(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
     rules, params = getattr(rules, "activations", rules), getattr(rules, "params", None)
     if not isinstance(rules, Rules):
         raise problem("use(mesh, rules)", f"put {rules!r} in force", "it is no Strategy and no Rules", "use mp.fsdp()")
-    check_mesh("use(mesh, rules)", mesh)
-    ambient = Ambient(mesh, rules, params)
+    ambient = Ambient(with_auto_axes("use(mesh, rules)", mesh), rules, params)
     with within(ambient=ambient):
         yield ambient
+
+
+@contextlib.contextmanager
+def tracing(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
+    """`use`, and the mesh as jax's own, around a model that is traced: a bare PartitionSpec in it finds its axes."""
+    with use(mesh, rules) as here, jax.sharding.use_abstract_mesh(_abstract(here.mesh)):
+        yield here
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Put aside the mesh of jax's own context (`jax.set_mesh`, `jax.sharding.use_abstract_mesh`).
+
+    A mesh is an argument here, so every public function does the same in any context. Around a model `tracing` enters
+    the argument. A trace of the user's own around a function of ours keeps its context.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    try:
+        aside = jax.set_mesh(None)  # type: ignore[arg-type]
+    except ValueError:  # jax lets nothing be set while it traces
+        yield
+        return
+    with aside:
+        yield
+
+
+def _abstract(mesh: AnyMesh) -> AbstractMesh:
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
 
 def ambient() -> Ambient | None:

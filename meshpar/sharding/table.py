@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.sharding.adapters import Model, Variables
-from meshpar.sharding.context import use
-from meshpar.sharding.mesh import check_mesh
+from meshpar.sharding.context import apart, tracing
+from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.printing import Printed, human_mesh
 from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve
 from meshpar.sharding.types import (
@@ -155,7 +155,7 @@ def shardings(
 
     Args:
       model: whose parameters.
-      mesh: a mesh, or an abstract one.
+      mesh: a mesh, or an abstract one. Explicit axes (`jax.make_mesh`) are taken as Auto, here and everywhere.
       strategy: a strategy, or bare `Rules` that serve all its parts.
       tx: the optimizer, to decide about its state too.
       precision: when it names a parameter dtype, leaves are counted in it.
@@ -187,13 +187,15 @@ class Layout:
     """Shapes and dtypes."""
 
 
+@apart()
 def lay_out(
     model: Model, mesh: AnyMesh, strategy: Strategy, tx: optax.GradientTransformation | None, precision: Precision
 ) -> Layout:
     """Resolve every leaf of the state and check the decisions as a whole; errors as in `shardings`."""
-    _check_kinds(model, mesh, tx)
+    mesh = with_auto_axes("mesh", mesh)
+    _check_kinds(model, tx)
     strategy.check_axes(mesh)
-    with use(mesh, strategy):
+    with tracing(mesh, strategy):
         variables = model.abstract()
         names = model.names()
     if precision.params is not None:
@@ -351,8 +353,8 @@ def _kept_dims(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None,
 # ---- Checks over the whole -------------------------------------------------------------------------------------------
 
 
-def _check_kinds(model: Any, mesh: Any, tx: Any) -> None:
-    """The likely mix-ups: the module itself, the sizes of a mesh, an optimizer that was not called."""
+def _check_kinds(model: Any, tx: Any) -> None:
+    """The likely mix-ups: the module itself, an optimizer that was not called."""
     if not isinstance(model, Model):
         raise problem(
             "model",
@@ -360,7 +362,6 @@ def _check_kinds(model: Any, mesh: Any, tx: Any) -> None:
             "meshpar takes a Model, whose arrays do not exist yet",
             "wrap it: mp.from_nnx(lambda rngs: ...), mp.from_linen(module, example_batch) or mp.from_functions(...)",
         )
-    check_mesh("mesh", mesh)
     if tx is not None and not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise problem(
             "optimizer",

@@ -10,19 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
+from meshpar.sharding.context import apart
+from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, problem, tree_leaves_with_paths
 
 
 def batch_sharding(mesh: AnyMesh, strategy: Strategy | Rules) -> NamedSharding:
     """How a batch lies on the mesh: its first dim by the strategy's rule for `batch`."""
+    mesh = with_auto_axes("mesh", mesh)
     leaf = Leaf(path="batch", shape=(mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
     return NamedSharding(mesh, resolve(leaf, as_strategy(strategy).activations, mesh).spec)
 
 
+@apart()
 def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rules) -> PyTree:
     """Lay a host batch on the mesh.
 
@@ -36,7 +40,22 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
     """
     sharding = batch_sharding(mesh, strategy)
     check_batch(batch, sharding, accumulate=1)
-    return jax.device_put(batch, sharding)
+    return jax.device_put(with_auto_types(batch), sharding)
+
+
+def with_auto_types(batch: PyTree) -> PyTree:
+    """The batch; arrays on a mesh with Explicit axes, as `jax.make_mesh` gives it, lie as they lay, on Auto ones."""
+
+    def auto(x: Any) -> Any:
+        laid = getattr(x, "sharding", None)
+        if not (isinstance(laid, NamedSharding) and AxisType.Explicit in laid.mesh.axis_types):
+            return x
+        on = NamedSharding(with_auto_axes("batch", laid.mesh), laid.spec)
+        return (
+            jax.device_put(x, on) if isinstance(x, jax.Array) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
+        )
+
+    return jax.tree.map(auto, batch)
 
 
 def split_by(sharding: NamedSharding) -> tuple[str, ...]:

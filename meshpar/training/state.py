@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.adapters import Model
-from meshpar.sharding.context import use
+from meshpar.sharding.context import apart, tracing
+from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.table import Layout, ShardingTable, lay_out
-from meshpar.sharding.types import AnyMesh, PyTree, is_spec, problem
+from meshpar.sharding.types import AnyMesh, Leaf, PyTree, is_spec, near_or, problem, tree_leaves_with_paths
 from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.precision import Precision, cast_floating
 
@@ -81,10 +82,12 @@ class Setup:
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, self.shardings
         )
 
+    @apart()
     def init(self, key: jax.Array | int) -> TrainState:
         """Make the state; every array is born in its shards."""
         return self._jitted_init(_key_data(key))
 
+    @apart()
     def lower_init(self) -> Any:
         """The lowered program that makes the state, to look at."""
         return self._jitted_init.lower(jax.ShapeDtypeStruct((2,), np.uint32))
@@ -93,7 +96,7 @@ class Setup:
     def _jitted_init(self) -> Any:
         def make(key_data: jax.Array) -> TrainState:
             init_key, step_key = jax.random.split(jax.random.wrap_key_data(key_data))
-            with use(self.mesh, self.strategy):
+            with tracing(self.mesh, self.strategy):
                 params, extra = self.model.init(jax.random.key_data(init_key))
             params = cast_floating(params, self.precision.params)
             return TrainState(
@@ -154,7 +157,7 @@ def make_setup(
     precision: Precision | None = None,
 ) -> Setup:
     """Resolve every leaf of a state without making it; errors as in `shardings`."""
-    strategy, precision = as_strategy(strategy), precision or Precision()
+    strategy, precision, mesh = as_strategy(strategy), precision or Precision(), with_auto_axes("mesh", mesh)
     layout = lay_out(model, mesh, strategy, tx, precision)
     return Setup(model=model, tx=tx, mesh=mesh, strategy=strategy, precision=precision, layout=layout)
 
@@ -201,6 +204,54 @@ def init_state(
             "use MeshSpec.build(), or abstract_state",
         )
     return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision).init(key)
+
+
+@apart()
+def load_params(state: TrainState, params: PyTree) -> TrainState:
+    """Put pretrained weights into a state; go on with the one returned, which shares arrays with it.
+
+    Args:
+      state: from `init_state`. Its optimizer begins anew with the weights; all else stays.
+      params: as `state.params`: nested dicts (or what has their paths, an `nnx.State` too) of arrays, NumPy's or jax's,
+        the same on every process. Each is cast to the dtype of the state's and laid out as that lies.
+
+    Raises:
+      ValueError: a parameter that is missing or unknown, has another shape, or is no number where the state's is one.
+
+    Example:
+      >>> state = load_params(state, {**state.params, "head": new_head})  # the others as they are
+    """
+    setup = state.setup
+    given = dict(tree_leaves_with_paths(params.to_pure_dict() if hasattr(params, "to_pure_dict") else params))
+    known = {decision.path: decision for decision in setup.table.params}
+    for path in sorted(known.keys() ^ given.keys()):
+        is_known = path in known
+        raise problem(
+            f"load_params, `{path}`",
+            "find weights for it" if is_known else "put it in",
+            f"the {len(given)} weights given have no such path" if is_known else "the model has no such parameter",
+            near_or(path, given if is_known else known, "leave it out, or keep the state's: {**state.params, ...}"),
+        )
+    loaded = [
+        jax.device_put(_fitting(path, given[path], decision.leaf), NamedSharding(setup.mesh, decision.spec))
+        for path, decision in known.items()
+    ]
+    new = jax.tree.unflatten(jax.tree.structure(state.params), loaded)
+    begin = jax.jit(setup.tx.init, out_shardings=setup.shardings.opt_state)
+    return state.replace(params=new, opt_state=begin(new))
+
+
+def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    kinds = [jnp.issubdtype(dtype, jnp.floating) for dtype in (x.dtype, leaf.dtype)]
+    if x.shape != leaf.shape or kinds[0] != kinds[1]:
+        raise problem(
+            f"load_params, `{path}`",
+            f"take {x.dtype.name}{list(x.shape)}",
+            f"the model has {leaf.dtype.name}{list(leaf.shape)}",
+            "transpose, reshape or cast it first",
+        )
+    return x.astype(leaf.dtype)
 
 
 def _key_data(key: jax.Array | int) -> np.ndarray:

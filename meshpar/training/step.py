@@ -19,9 +19,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.sharding.context import use
+from meshpar.sharding.context import apart, tracing
 from meshpar.sharding.types import PyTree, problem, tree_leaves_with_paths
-from meshpar.training.batch import check_batch
+from meshpar.training.batch import check_batch, with_auto_types
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, numerics
 from meshpar.training.reports import check_numbers, collecting, is_counted
@@ -66,16 +66,19 @@ class _Program:
     def _jit(self, setup: Setup, compile_options: Options) -> Any:
         raise AssertionError("a program says how it is jitted")
 
+    @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        return self.jitted(state, batch)(state, batch)
+        return self.jitted(state, batch)(state, with_auto_types(batch))
 
+    @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
-        return self.jitted(state, batch).trace(state, batch)
+        return self.jitted(state, batch).trace(state, with_auto_types(batch))
 
+    @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract."""
-        return self.jitted(state, batch).lower(state, batch)
+        return self.jitted(state, batch).lower(state, with_auto_types(batch))
 
 
 class TrainStep(_Program):
@@ -109,10 +112,11 @@ class TrainStep(_Program):
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """What happens in a step, in order."""
         setup, options = state.setup, self.options
+        _check_state(state)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         engine = engine_of(setup, options)
         numbers = numerics(options.precision, options.remat)
-        with use(setup.mesh, setup.strategy), numbers as context, jax.named_scope("gradients"):
+        with tracing(setup.mesh, setup.strategy), numbers as context, jax.named_scope("gradients"):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
         _check_remat(options, context)
         with jax.named_scope("update"):
@@ -190,8 +194,9 @@ class EvalStep(_Program):
 
     def _evaluate(self, state: TrainState, batch: PyTree) -> dict[str, jax.Array]:
         setup = state.setup
+        _check_state(state)
         key = jax.random.wrap_key_data(state.key)
-        with use(setup.mesh, setup.strategy), numerics(self.precision, None):
+        with tracing(setup.mesh, setup.strategy), numerics(self.precision, None):
             params = compute_params(setup, state.params, self.precision.compute)
             loss, (metrics, _) = loss_of(self.loss_fn, setup, trains=False)(params, state.extra, batch, key)
         return {"loss": loss, **metrics}
@@ -232,6 +237,20 @@ def _check_prefetch(setup: Setup, options: StepOptions) -> None:
     if options.is_once:
         exists = 'accumulate_mode="once" gathers all weights before the first micro-step'
         raise problem(where, spec, exists, 'leave prefetch out, or use accumulate_mode="each"')
+
+
+def _check_state(state: TrainState) -> None:
+    """Arrays put in by `state.replace` are of the dtypes and shapes that the state was laid out with."""
+    like = jax.tree.leaves(state.setup.abstract)
+    for (path, x), known in zip(tree_leaves_with_paths(state), like, strict=True):
+        if (x.shape, x.dtype) != (known.shape, known.dtype):
+            raise problem(
+                f"`{path}` of the state",
+                f"train it as {x.dtype.name}{list(x.shape)}",
+                f"the state was laid out with {known.dtype.name}{list(known.shape)}",
+                "put weights in by mp.load_params(state, params), which casts them and lays them out; another dtype of "
+                "parameters is init_state(precision=mp.Precision(params=...))",
+            )
 
 
 def _check_params_dtype(setup: Setup, precision: Precision) -> None:

@@ -373,6 +373,51 @@ def test_init_takes_typed_keys_and_raw_ones():
         jax.tree.map(np.testing.assert_array_equal, typed, raw)
 
 
+class Sows(nn.Module):
+    """Says an auxiliary loss as strangers do: by a sum and, the default, in a tuple."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+        self.sow("losses", "aux", (x**2).mean(), init_fn=lambda: jnp.zeros(()), reduce_fn=lambda a, b: a + b)
+        self.sow("seen", "mean", x.mean())
+        return x
+
+
+def test_what_a_linen_module_sows_is_of_one_step(mesh):
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+    def loss_fn(model, batch, key):
+        y = model(batch)
+        return (y**2).mean() + model.extra["losses"]["aux"], {"aux": model.extra["losses"]["aux"]}
+
+    model = mp.from_linen(Sows(), x)
+    state = mp.init_state(model, optax.sgd(0.0), mesh=mesh, strategy=mp.ddp(), key=0)
+    params, stats = (jax.tree.map(np.asarray, tree) for tree in (state.params, state.extra["batch_stats"]))
+    _, flax = Sows().apply({"params": params, "batch_stats": stats}, x, mutable=["losses", "seen", "batch_stats"])
+    step = mp.train_step(loss_fn)
+    for _ in range(3):
+        state, metrics = step(state, x)
+        np.testing.assert_allclose(metrics["aux"], flax["losses"]["aux"], rtol=1e-5)
+        assert [x.shape for x in state.extra["seen"]["mean"]] == [()]
+    moved = state.extra["batch_stats"]["BatchNorm_0"]["var"]
+    assert not np.allclose(moved, flax["batch_stats"]["BatchNorm_0"]["var"]), "statistics go on from step to step"
+
+
+class FromData(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x - self.param("mean", lambda key: x.mean(0))
+
+
+def test_an_initialisation_from_data_sees_the_arrays_given(mesh):
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    for given, mean in ((x, x.mean(0)), (jax.device_put(x), x.mean(0)), (shape, np.zeros(4))):
+        state = mp.init_state(mp.from_linen(FromData(), given), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
+        np.testing.assert_array_equal(state.params["mean"], mean)
+
+
 def test_a_linen_module_takes_its_methods_and_arguments():
     class Two(nn.Module):
         def setup(self):

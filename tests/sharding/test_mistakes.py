@@ -16,7 +16,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
@@ -181,9 +181,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "one string of names": lambda: model({"up/kernel": "embed"}, **MLP),
     "the sizes of a mesh instead of a mesh": lay_out(TP, mesh=mp.MeshSpec(fsdp=8)),
     "no mesh": lay_out(TP, mesh=None),
-    "a mesh of Explicit axes": lay_out(
-        TP, mesh=jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
-    ),
     "an optimizer that was not called": lay_out(TP, tx=optax.adam),
     "a learning rate instead of an optimizer": lay_out(TP, tx=3e-4),
     "a state on an abstract mesh": lambda: mp.init_state(NAMED, optax.sgd(0.1), mesh=MESH, strategy=TP, key=0),
