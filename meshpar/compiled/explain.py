@@ -35,6 +35,7 @@ from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_clu
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
 from meshpar.training.options import StepOptions
+from meshpar.training.precision import wide_work
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
 from meshpar.training.xla import fingerprint
@@ -121,7 +122,7 @@ def _explain(
         compute=compute(
             program.module, num_devices=setup.mesh.size, model_flops=asked, timeline=times, reason=reason, cells=cells
         ),
-        findings=(*findings, *_other_dtypes(held)),
+        findings=(*findings, *_other_dtypes(held), *_wide_compute(step, traced.jaxpr)),
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options),
@@ -207,6 +208,13 @@ def _other_dtypes(promise: Promise) -> Iterator[Finding]:
                 "are summed as Precision.reduce says; keep constants of a wider dtype out of the layers",
                 nbytes=int(line.found_bytes),
             )
+
+
+def _wide_compute(step: TrainStep, jaxpr: Any) -> Iterator[Finding]:
+    """Matmuls in a wider dtype than the step's precision asks for."""
+    found = wide_work(jaxpr.jaxpr, step.options.precision)
+    if found is not None:
+        yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
 
 
 def _notes(program: Program, collectives: tuple[Collective, ...]) -> list[str]:

@@ -6,6 +6,7 @@ what a loss function calls.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,7 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from meshpar.sharding.types import Leaf, Names, PyTree, leaf_of, near, path_str, problem, tree_leaves_with_paths
+from meshpar.sharding.activations import handed_on
+from meshpar.sharding.context import Ambient, ambient, auto_sizes, current
+from meshpar.sharding.rules import First
+from meshpar.sharding.types import (
+    Leaf,
+    Names,
+    PyTree,
+    leaf_of,
+    near,
+    near_or,
+    path_str,
+    problem,
+    spec_axes,
+    tree_leaves_with_paths,
+)
 
 Path: TypeAlias = tuple[str, ...]
 """Of a variable, key by key."""
@@ -137,7 +152,7 @@ class _Nnx:
         from flax import nnx
 
         graph, params_like, extra_like = self._structure
-        return nnx.merge(graph, _filled(params_like, params), _filled(extra_like, extra))
+        return _nnx_modules(nnx.merge(graph, _filled(params_like, params), _filled(extra_like, extra)))
 
     def names(self) -> Mapping[str, Names]:
         given = {path: x.get_metadata().get("out_sharding") for path, x in _by_path(self._structure[1])}
@@ -158,6 +173,34 @@ class _Nnx:
             if update is not None:
                 update()
         return _split(module).extra
+
+
+_METHODS = ("__call__", "attend")
+"""By which modules hand on."""
+
+
+def _nnx_modules(module: Any) -> Any:
+    """An NNX module, fresh from `nnx.merge`: it, and the modules in it, hold what they give."""
+    from flax import nnx
+
+    if current().boundaries is not None:
+        for path, part in nnx.iter_modules(module):
+            # Only this merged copy changes: its class is one derived from its own.
+            object.__setattr__(part, "__class__", _holding(type(part), "/".join(map(str, path))))
+    return module
+
+
+@functools.lru_cache(maxsize=4096)
+def _holding(cls: Any, path: str) -> Any:
+    def holding(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def held(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return handed_on(path, method(self, *args, **kwargs))
+
+        return held
+
+    methods = {name: holding(getattr(cls, name)) for name in _METHODS if hasattr(cls, name)}
+    return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods})
 
 
 def _split(module: Any) -> Variables:
@@ -222,7 +265,8 @@ class BoundLinen:
         """`module.apply` on the bound variables; `rngs` as in Linen."""
         variables = {"params": self.params, **_without(self.extra, self.sown)}
         mutable = list(self.extra)
-        out = self.module.apply(variables, *args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
+        with _linen_modules():
+            out = self.module.apply(variables, *args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
         if mutable:
             out, changed = out
             self.extra = _joined(self.extra, changed)
@@ -312,6 +356,72 @@ class _Linen:
             if "requires a non-empty mesh" not in str(error):
                 raise
         return init()  # the module lays activations out by axes of the mesh
+
+
+@contextlib.contextmanager
+def _linen_modules() -> Iterator[None]:
+    """Around a Linen module that is applied: what its modules give is held, and `nn.with_logical_constraint` honoured.
+
+    A name of the latter goes by `nn.logical_axis_rules`, where the user has put it in force, else by activation rules.
+
+    Raises:
+      ValueError: from the model, where it uses a name that neither knows; Flax would replicate that dim.
+    """
+    from flax import linen as nn
+
+    here = ambient()
+    if here is None or current().boundaries is None:
+        yield
+        return
+
+    def hold(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        out = call(*args, **kwargs)
+        return out if context.method_name == "setup" else handed_on("/".join(context.module.path), out)
+
+    theirs = tuple(nn.get_logical_axis_rules())
+    known = {name for name, _ in theirs}
+    ours = [(name, axes) for name, axes in _axes_by_name(here) if name not in known]
+    strict = (_Strict({*known, *here.rules.names}), None)
+    with nn.logical_axis_rules([*theirs, *ours, strict]), nn.intercept_methods(hold):
+        yield
+
+
+def _axes_by_name(here: Ambient) -> Iterator[tuple[str, Any]]:
+    """As Flax's rules are written: mesh axes by name, and for `first` one line after the other."""
+    sizes = auto_sizes(here)
+    for name in sorted(here.rules.names):
+        rule = here.rules.name_rule(name)
+        value = None if rule is None or not isinstance(rule.value, str | tuple | First) else rule.value
+        for choice in value.alternatives if isinstance(value, First) else (value,):
+            yield name, tuple(axis for axis in spec_axes(choice) if sizes.get(axis, 1) > 1) or None
+
+
+class _Strict(str):
+    """The last of Flax's rules, which is compared with every name of a constraint: the place to see unknown ones."""
+
+    _known: set[str]
+
+    def __new__(cls, known: set[str]) -> _Strict:
+        made = super().__new__(cls, "meshpar")
+        made._known = known
+        return made
+
+    def __eq__(self, name: object) -> bool:
+        if isinstance(name, str) and name not in self._known and not isinstance(name, _Strict):
+            raise problem(
+                f"nn.with_logical_constraint, name `{name}`",
+                "split a dim of an activation by it",
+                "no activation rule of the strategy and no nn.logical_axis_rules in force knows it",
+                near_or(
+                    name,
+                    self._known,
+                    "join mp.Rules.from_logical_axis_rules([...]) to the strategy, or call the step inside "
+                    f"nn.logical_axis_rules([({name!r}, None), ...])",
+                ),
+            )
+        return False
+
+    __hash__ = str.__hash__
 
 
 def _without(tree: PyTree, paths: Collection[Path]) -> PyTree:

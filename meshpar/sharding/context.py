@@ -35,6 +35,8 @@ class InForce:
     """What a step asks of layers: `meshpar.training.precision.Numerics`."""
     reports: Any = None
     """Where what models report is kept: `meshpar.training.reports.Reports`."""
+    boundaries: Any = None
+    """What is held where modules hand arrays on: `meshpar.sharding.activations.Boundaries`."""
     run: Any = None
     """What runs stacked layers instead of a scan: `meshpar.training.layers.running`."""
 
@@ -125,6 +127,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     spec = _activation_spec(leaf, here)  # on one device too: a mistyped name is an error there as well
     if here.mesh.size == 1:
         return x
+    if current().boundaries is not None:
+        current().boundaries.num_held += 1
     # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
     sharding = spec if _manual_axes(here) else NamedSharding(here.mesh, spec)
     return jax.lax.with_sharding_constraint(x, sharding)
@@ -172,8 +176,13 @@ def _activation_spec(leaf: Leaf, here: Ambient) -> PartitionSpec:
     manual = _manual_axes(here)
     if not manual:
         return resolve(leaf, here.rules, here.mesh).spec
-    auto = {axis: 1 if axis in manual else size for axis, size in axis_sizes(here.mesh).items()}
-    return without_axes(resolve(leaf, here.rules, auto).spec, manual)
+    return without_axes(resolve(leaf, here.rules, auto_sizes(here)).spec, manual)
+
+
+def auto_sizes(here: Ambient) -> dict[str, int]:
+    """Sizes of the mesh axes that are XLA's to split here; 1 where a `shard_map` is manual over one."""
+    manual = _manual_axes(here)
+    return {axis: 1 if axis in manual else size for axis, size in axis_sizes(here.mesh).items()}
 
 
 def _manual_axes(here: Ambient) -> frozenset[str]:

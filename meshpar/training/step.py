@@ -7,9 +7,11 @@ gradients, replicated, and one reduction follows the loop: least traffic. `engin
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
@@ -19,11 +21,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.sharding.context import apart, tracing
-from meshpar.sharding.types import PyTree, problem, tree_leaves_with_paths
+from meshpar.sharding.activations import Boundaries, check_seen, held_between_modules
+from meshpar.sharding.context import ambient, apart, tracing
+from meshpar.sharding.types import PyTree, axes_of_spec, problem, tree_leaves_with_paths
 from meshpar.training.batch import check_batch, with_auto_types
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Numerics, Precision, numerics
+from meshpar.training.precision import Numerics, Precision, numerics, wide_work
 from meshpar.training.reports import check_numbers, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
@@ -41,6 +44,7 @@ class _Program:
     def __init__(self) -> None:
         self._jitted: weakref.WeakKeyDictionary[Setup, Any] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakKeyDictionary[Setup, set[Any]] = weakref.WeakKeyDictionary()
+        self._told: weakref.WeakSet[Setup] = weakref.WeakSet()
 
     def jitted(self, state: TrainState, batch: PyTree) -> Any:
         """The jitted function for this state's setup; the batch is checked when its shapes or dtypes are new."""
@@ -68,7 +72,14 @@ class _Program:
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        return self.jitted(state, batch)(state, with_auto_types(batch))
+        program, batch = self.jitted(state, batch), with_auto_types(batch)
+        if state.setup not in self._told:
+            self._told.add(state.setup)
+            self._tell(program.trace(state, batch))
+        return program(state, batch)
+
+    def _tell(self, traced: Any) -> None:
+        """Before the first step, what its trace shows to be unlike what was asked. The call uses the same trace."""
 
     @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
@@ -92,6 +103,11 @@ class TrainStep(_Program):
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         own = getattr(engine_of(setup, self.options), "compile_options", None)
         return options_for(setup.mesh, self._xla, {} if own is None else own(setup, self.options))
+
+    def _tell(self, traced: Any) -> None:
+        wide = wide_work(traced.jaxpr.jaxpr, self.options.precision)
+        if wide is not None:
+            warnings.warn(f"{wide}. To change it, {wide.fix}.", stacklevel=4)
 
     def loss_of(self, setup: Setup) -> Loss:
         """The loss of some rows, with what the model adds to it."""
@@ -277,8 +293,8 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
     def loss(
         params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]:
-        model = setup.model.bind(params, extra)
-        with collecting() as reports:
+        with _held(setup, rows, trains), collecting() as reports:
+            model = setup.model.bind(params, extra)
             out = loss_fn(model, rows, key)
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
             raise problem(
@@ -296,6 +312,33 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
         return value, ({name: jnp.asarray(value) for name, value in {**reports.metrics, **metrics}.items()}, after)
 
     return loss
+
+
+@contextlib.contextmanager
+def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
+    """What modules hand on is held: by rules for activations, and in models without names along the batch."""
+    here = ambient()
+    assert here is not None
+    num_rows = max((np.shape(x)[0] for x in jax.tree.leaves(rows) if np.ndim(x)), default=0)
+    with held_between_modules(num_rows, by_rows=not setup.model.names()) as boundaries:
+        yield
+    if trains:
+        check_seen(boundaries, here)
+        _warn_of_free_activations(setup, boundaries)
+
+
+def _warn_of_free_activations(setup: Setup, boundaries: Boundaries) -> None:
+    """Tell it where nothing says how activations lie, and parameters are split over the axes of the batch."""
+    split = [d.path for d in setup.table.params if set(axes_of_spec(d.spec)) & set(setup.batch_axes) and d.shards > 1]
+    if boundaries.num_held or not boundaries.by_rows or not split:
+        return
+    axes = ", ".join(f"`{axis}`" for axis in setup.batch_axes)
+    warnings.warn(
+        f"nothing says how activations of this model lie, and {len(split)} parameters (`{split[0]}`, ...) are split "
+        f"over {axes}, as the batch is: the compiler may gather and scatter activations in their place. Lay them out "
+        'with mp.constrain(x, "batch", ...) between layers; mp.explain(step, state, batch) shows what is sent.',
+        stacklevel=2,
+    )
 
 
 def _check_extra(before: PyTree, after: PyTree) -> None:
