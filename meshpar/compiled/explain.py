@@ -34,6 +34,7 @@ from meshpar.compiled.traced import by_stage, messages
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
+from meshpar.training.batch import as_rows
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import wide_work
 from meshpar.training.state import Setup, TrainState, abstract_state
@@ -73,7 +74,7 @@ def explain(
     """
     _check_kinds(step, state)
     _check_equal_parts(state)
-    batch = jax.tree.map(_shape_of, batch)
+    batch = as_rows(jax.tree.map(_shape_of, batch))
     if cluster is None:
         state = _here(state)
         return _explain(step, state, batch, compile_here, _cluster_here(state.setup.mesh), advise)
@@ -272,7 +273,8 @@ def _check_kinds(step: Any, state: Any) -> None:
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(getattr(x, "dtype", np.asarray(x).dtype)))
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
 
 def _here(state: TrainState) -> TrainState:

@@ -28,7 +28,17 @@ from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.planner.hardware import Cluster, gpu_of_kind
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.table import human_bytes
-from meshpar.sharding.types import Decision, MeshparError, PyTree, axis_sizes, is_spec, num_shards, owner_of
+from meshpar.sharding.types import (
+    Decision,
+    MeshparError,
+    PyTree,
+    axis_sizes,
+    is_spec,
+    leaf_of,
+    num_shards,
+    owner_of,
+    tree_leaves_with_paths,
+)
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
@@ -169,8 +179,11 @@ def _state_bytes(setup: Setup) -> tuple[int, int, int]:
 def _batch_bytes(setup: Setup, batch: PyTree) -> int:
     shards = num_shards(setup.batch_sharding.spec, setup.mesh)
     # As jax takes it: NumPy's float64 and int64 are 32 bits wide unless x64 is on.
-    widths = ((jax.dtypes.canonicalize_dtype(x.dtype).itemsize, math.prod(np.shape(x))) for x in jax.tree.leaves(batch))
-    return sum(width * size for width, size in widths) // shards
+    taken = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)),
+        batch,
+    )
+    return sum(leaf_of(path, x).nbytes for path, x in tree_leaves_with_paths(taken)) // shards
 
 
 def _gradients_bytes(setup: Setup, options: StepOptions) -> int:

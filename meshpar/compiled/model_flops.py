@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 from meshpar.compiled.traced import inner_jaxprs
 from meshpar.sharding.context import tracing
 from meshpar.sharding.types import PyTree
+from meshpar.training.batch import as_given
 from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
@@ -151,7 +152,7 @@ def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxp
     def loss(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> jax.Array:
         with tracing(one, setup.strategy), numerics(options.precision, None):
             model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
-            return step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
+            return step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0]
 
     micro = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype), batch

@@ -19,6 +19,7 @@ from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
 from meshpar.sharding.context import tracing
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
+from meshpar.training.batch import as_given
 from meshpar.training.engines.staged import reads_of_layers
 from meshpar.training.layers import Layer, running, scanned, with_aux
 from meshpar.training.precision import cast_floating, numerics
@@ -73,7 +74,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
     def ends(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> tuple[Any, Any]:
         with tracing(one, setup.strategy), numerics(step.options.precision, None), running(without_layers):
             model = setup.model.bind(cast_floating(params, step.options.precision.compute), extra)
-            loss = step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
+            loss = step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0]
         return (found[0], loss), ()
 
     params, extra, key = jax.eval_shape(lambda *arrays: arrays, state.params, state.extra, state.key)

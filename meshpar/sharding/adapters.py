@@ -66,13 +66,18 @@ class Model:
 
     def abstract(self) -> Variables:
         """Shapes and dtypes of the arrays; nothing is computed."""
-        return jax.eval_shape(self.init, jax.ShapeDtypeStruct((2,), np.uint32))
+        return jax.eval_shape(self.init, key_data_like())
 
     def leaves(self) -> list[Leaf]:
         """Every parameter, with its names."""
         params = self.abstract().params
         names = self.names()
         return [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(params)]
+
+
+def key_data_like() -> jax.ShapeDtypeStruct:
+    """Raw data of a random key, by jax's default implementation (`jax_default_prng_impl`)."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
 
 
 def _key(data: jax.Array) -> jax.Array:
@@ -155,11 +160,15 @@ class _Nnx:
         return _nnx_modules(nnx.merge(graph, _filled(params_like, params), _filled(extra_like, extra)))
 
     def names(self) -> Mapping[str, Names]:
-        given = {path: x.get_metadata().get("out_sharding") for path, x in _by_path(self._structure[1])}
-        return {path: tuple(names) for path, names in given.items() if names is not None}
+        given = {path: (x, x.get_metadata().get("out_sharding")) for path, x in _by_path(self._structure[1])}
+        return {
+            path: _for_each_dim(names, _value_of(x).ndim)
+            for path, (x, names) in given.items()
+            if names and hasattr(_value_of(x), "ndim")
+        }
 
     def random_keys(self) -> frozenset[str]:
-        return frozenset(path for path, variable in _by_path(self._structure[2]) if _is_key(variable.get_value()))
+        return frozenset(path for path, x in _by_path(self._structure[2]) if _is_key(_value_of(x)))
 
     def after_update(self, extra: PyTree) -> PyTree:
         from flax import nnx
@@ -207,7 +216,7 @@ def _split(module: Any) -> Variables:
     from flax import nnx
 
     parts: Any = nnx.split(module, nnx.Param, ...)
-    return Variables(_plain(parts[1]), jax.tree.map(_raw_key, _plain(parts[2])))
+    return Variables(*(jax.tree.map(_raw, _plain(part)) for part in parts[1:]))
 
 
 def _by_path(state: Any) -> Iterator[tuple[str, Any]]:
@@ -234,18 +243,35 @@ def _filled(like: Any, values: PyTree) -> Any:
     from flax import nnx
 
     filled = []
-    for path, variable in nnx.to_flat_state(like):
+    for path, one in nnx.to_flat_state(like):
         value = functools.reduce(lambda node, part: node[str(part)], path, values)
-        filled.append((path, variable.replace(_key(value) if _is_key(variable.get_value()) else value)))
+        # A variable holds an array, or a tree of them, or nothing; what stands outside of variables is bare.
+        value = jax.tree.map(lambda like, x: _key(x) if _is_key(like) else x, _value_of(one), value)
+        filled.append((path, one.replace(value) if isinstance(one, nnx.Variable) else value))
     return nnx.from_flat_state(filled)
 
 
+def _value_of(x: Any) -> Any:
+    """What a leaf of NNX's state holds: a variable's value, or the bare array itself."""
+    from flax import nnx
+
+    return x.get_value() if isinstance(x, nnx.Variable) else x
+
+
 def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _raw_key(x: Any) -> Any:
-    return jax.random.key_data(x) if _is_key(x) else x
+def _raw(x: Any) -> Any:
+    """An array of the state: random keys as their words, Python's numbers as arrays of jax's width."""
+    if _is_key(x):
+        return jax.random.key_data(x)
+    return x if hasattr(x, "dtype") else jnp.asarray(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
+
+
+def _for_each_dim(names: Any, ndim: int) -> Names:
+    """Names as a PartitionSpec has them: dims behind the last one carry none."""
+    return (*names, *[None] * (ndim - len(names)))
 
 
 # ---- Linen -----------------------------------------------------------------------------------------------------------
@@ -339,10 +365,10 @@ class _Linen:
             return call(*args, **kwargs)
 
         with nn.intercept_methods(watch):
-            variables = jax.eval_shape(self._boxed, jax.ShapeDtypeStruct((2,), np.uint32))
+            variables = jax.eval_shape(self._boxed, key_data_like())
         leaves = jax.tree_util.tree_leaves_with_path(variables["params"], is_leaf=_is_box)
-        named = ((path_str(path), leaf) for path, leaf in leaves if _is_box(leaf) and hasattr(leaf, "names"))
-        return {path: tuple(leaf.names) for path, leaf in named}, frozenset(sown)
+        named = ((path_str(path), leaf) for path, leaf in leaves if _is_box(leaf) and getattr(leaf, "names", None))
+        return {path: _for_each_dim(leaf.names, leaf.value.ndim) for path, leaf in named}, frozenset(sown)
 
     def _boxed(self, key: jax.Array) -> Any:
         args, kwargs = jax.tree.map(_array, (self._args, self._kwargs))
@@ -481,6 +507,7 @@ def from_functions(
     apply: Callable[..., Any],
     *,
     names: Mapping[str, Names] | None = None,
+    keeps_state: bool = False,
 ) -> Model:
     """See two plain functions as a `Model`.
 
@@ -488,6 +515,9 @@ def from_functions(
       init: from a key to the parameters, any pytree of arrays.
       apply: from (params, *inputs) to outputs. The loss function is given `apply` with the parameters filled in.
       names: logical names by path, say {"up/kernel": ("embed", "mlp")}.
+      keeps_state: whether the model keeps more than parameters, that no optimizer updates: then `init` gives
+        (params, state), and `apply` takes (params, state, *inputs) and gives (outputs, state), whose state it is given
+        at the next call, in the next step, too.
 
     Raises:
       ValueError: a path in `names` that the parameters do not have.
@@ -495,20 +525,45 @@ def from_functions(
     given = {path: _names_of(path, dims) for path, dims in (names or {}).items()}
 
     def make(key: jax.Array) -> Variables:
-        params = init(_key(key))
+        made = init(_key(key))
+        params, extra = _two(made, "init", "(params, state)") if keeps_state else (made, {})
         paths = {path for path, _ in tree_leaves_with_paths(params)}
         for path in (path for path in given if path not in paths):
             raise problem(
                 f"from_functions(names={{{path!r}: ...}})", "name that leaf", "no leaf has this path", near(path, paths)
             )
-        return Variables(params, {})
+        return Variables(params, extra)
 
     return Model(
         kind="functions",
         init=make,
-        bind=lambda params, extra: functools.partial(apply, params),
-        collect=lambda bound: {},
+        bind=functools.partial(_WithState, apply)
+        if keeps_state
+        else lambda params, _: functools.partial(apply, params),
+        collect=lambda bound: bound.extra if keeps_state else {},
         names=lambda: given,
+    )
+
+
+class _WithState:
+    """`apply` with parameters, and the state that its calls hand on."""
+
+    def __init__(self, apply: Callable[..., Any], params: PyTree, extra: PyTree) -> None:
+        self.apply, self.params, self.extra = apply, params, extra
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out, self.extra = _two(self.apply(self.params, self.extra, *args, **kwargs), "apply", "(outputs, state)")
+        return out
+
+
+def _two(given: Any, function: str, what: str) -> tuple[Any, Any]:
+    if isinstance(given, tuple) and len(given) == 2:
+        return given
+    raise problem(
+        f"from_functions(keeps_state=True), `{function}`",
+        f"give {what}",
+        f"it gives {type(given).__name__}",
+        f"return {what}, or leave out keeps_state",
     )
 
 

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.sharding.adapters import Model
+from meshpar.sharding.adapters import Model, key_data_like
 from meshpar.sharding.context import apart, tracing
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
@@ -74,7 +74,7 @@ class Setup:
             params=self.layout.variables.params,
             opt_state=self.layout.opt_state,
             extra=self.layout.variables.extra,
-            key=jax.ShapeDtypeStruct((2,), np.uint32),
+            key=key_data_like(),
             skipped=jax.ShapeDtypeStruct((), np.int32),
             setup=self,
         )
@@ -90,7 +90,7 @@ class Setup:
     @apart()
     def lower_init(self) -> Any:
         """The lowered program that makes the state, to look at."""
-        return self._jitted_init.lower(jax.ShapeDtypeStruct((2,), np.uint32))
+        return self._jitted_init.lower(key_data_like())
 
     @functools.cached_property
     def _jitted_init(self) -> Any:
@@ -126,7 +126,7 @@ class TrainState:
     extra: PyTree
     """What the model keeps beside parameters."""
     key: Any
-    """Raw data of the random key, uint32[2]; every step folds its number in."""
+    """Raw data of the random key, uint32[2] by jax's default implementation; every step folds its number in."""
     skipped: Any
     """Skipped updates: loss or gradients were not finite; int32."""
     setup: Setup = dataclasses.field(metadata={"static": True})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.sharding.activations import Boundaries, check_seen, held_between_modules
 from meshpar.sharding.context import ambient, apart, tracing
 from meshpar.sharding.types import PyTree, axes_of_spec, problem, tree_leaves_with_paths
-from meshpar.training.batch import check_batch, with_auto_types
+from meshpar.training.batch import as_given, as_rows, check_batch, with_auto_types
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, numerics, wide_work
 from meshpar.training.reports import check_numbers, collecting, is_counted
@@ -72,7 +73,8 @@ class _Program:
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        program, batch = self.jitted(state, batch), with_auto_types(batch)
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
+        program = self.jitted(state, batch)
         if state.setup not in self._told:
             self._told.add(state.setup)
             self._tell(program.trace(state, batch))
@@ -84,12 +86,14 @@ class _Program:
     @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
-        return self.jitted(state, batch).trace(state, with_auto_types(batch))
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
+        return self.jitted(state, batch).trace(state, batch)
 
     @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract."""
-        return self.jitted(state, batch).lower(state, with_auto_types(batch))
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
+        return self.jitted(state, batch).lower(state, batch)
 
 
 class TrainStep(_Program):
@@ -295,7 +299,10 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]:
         with _held(setup, rows, trains), collecting() as reports:
             model = setup.model.bind(params, extra)
-            out = loss_fn(model, rows, key)
+            try:
+                out = loss_fn(model, as_given(rows), key)
+            except NameError as error:
+                raise _explained(error) from error
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
             raise problem(
                 f"loss function `{getattr(loss_fn, '__name__', loss_fn)}`",
@@ -312,6 +319,18 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
         return value, ({name: jnp.asarray(value) for name, value in {**reports.metrics, **metrics}.items()}, after)
 
     return loss
+
+
+def _explained(error: NameError) -> Exception:
+    axis = re.search(r"unbound axis name: (\w+)", str(error))
+    if axis is None:
+        return error
+    return problem(
+        f"axis name `{axis[1]}` in the model",
+        "reduce over it, as BatchNorm(axis_name=...) does",
+        "a step sees the global batch: its means and sums are over all rows already",
+        f"leave out axis_name={axis[1]!r}",
+    )
 
 
 @contextlib.contextmanager

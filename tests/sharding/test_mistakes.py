@@ -62,9 +62,9 @@ class TypoLinen(nn.Module):
         return nn.Dense(16, kernel_init=init, name="up")(x)
 
 
-class Short(nnx.Module):
+class Long(nnx.Module):
     def __init__(self, rngs):
-        init = nnx.with_partitioning(nnx.initializers.zeros, ("mlp",))
+        init = nnx.with_partitioning(nnx.initializers.zeros, ("embed", "mlp", None))
         self.up = nnx.Linear(8, 16, kernel_init=init, rngs=rngs)
 
 
@@ -75,7 +75,7 @@ class Short(nnx.Module):
 RULES: dict[str, Callable[[], Any]] = {
     "a typo in an NNX annotation": lay_out(TP, mp.from_nnx(lambda rngs: TypoNNX(rngs))),
     "a typo in a Linen annotation": lay_out(TP, mp.from_linen(TypoLinen(), np.zeros((2, 8)))),
-    "an annotation with too few names": lay_out(TP, mp.from_nnx(lambda rngs: Short(rngs))),
+    "an annotation with too many names": lay_out(TP, mp.from_nnx(lambda rngs: Long(rngs))),
     "a name that nothing maps": lay_out(mp.Rules(embed="fsdp")),
     "a rule for a name that no leaf has": lay_out(TP | mp.Rules(mpl="tensor")),
     "a typo in the mesh axis of a rule": lay_out(TP | mp.Rules(mlp="tensr")),
@@ -236,7 +236,6 @@ STEPS: dict[str, Callable[[], Any]] = {
     "a batch that does not divide": batches({"tokens": np.zeros((6, 3))}),
     "a batch that does not divide into micro-steps": stepped({"tokens": np.zeros((12, 3))}, accumulate=2),
     "rows that differ": batches({"tokens": np.zeros((8, 3)), "weights": np.zeros(4)}),
-    "a number in the batch": stepped({"tokens": np.zeros((8, 3)), "z_loss": np.float32(1)}),
     "an empty batch": stepped({}),
     "words in the batch": stepped({"tokens": np.zeros((8, 3)), "text": np.array(["a"] * 8)}),
     "objects in the batch": stepped({"tokens": np.zeros((8, 3)), "any": np.array([None] * 8)}),

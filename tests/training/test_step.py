@@ -402,3 +402,25 @@ def test_eval_step_gives_the_loss_and_keeps_the_state():
     _, trained = mp.train_step(loss_fn)(state, make_batch(0))
     assert float(metrics["loss"]) == pytest.approx(float(trained["loss"]), rel=1e-6)
     assert float(again["loss"]) == float(metrics["loss"])
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"accumulate": 2, "accumulate_mode": "once"}], ids=str)
+def test_scalars_and_keys_of_a_batch_are_for_all_rows(options):
+    mesh = mp.MeshSpec(data=8).build()
+    model = mp.from_functions(lambda key: {"w": jnp.ones((4, 4))}, lambda params, x: x @ params["w"])
+
+    def loss_fn(model, batch, key):
+        assert batch["scale"].shape == batch["key"].shape == ()
+        noise = jax.random.normal(batch["key"], (4,))
+        return (model(batch["x"] + noise) ** 2).mean() * batch["scale"], {}
+
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+    batch = {"x": x, "scale": np.float32(3), "key": jax.random.key(5)}
+    step = mp.train_step(loss_fn, **options)
+    found = []
+    for given in (batch, mp.shard_batch(batch, mesh, mp.ddp())):
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
+        found.append(float(step(state, given)[1]["loss"]))
+    want = 3 * (((x + jax.random.normal(jax.random.key(5), (4,))) @ np.ones((4, 4))) ** 2).mean()
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    assert mp.explain(step, state.setup.abstract, batch).devices == 8
