@@ -310,4 +310,5 @@ def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
             f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster",
         )
     mesh = mesh_on(cluster, setup.mesh)
-    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, precision=setup.precision)
+    kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
+    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **kept)

@@ -205,7 +205,8 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
         return int(whole) // num_shards(spec, sizes)
 
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-    return sum(held(*one) for one in zip(setup.table.params, leaves, strict=True))
+    pairs = zip(setup.table.params, leaves, strict=True)
+    return sum(held(decision, spec) for decision, spec in pairs if decision.leaf.is_trained)
 
 
 # ---- The largest contributors ----------------------------------------------------------------------------------------
@@ -392,7 +393,8 @@ def _unmade(change: _Change, reason: str) -> Remedy:
 def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
     if strategy is setup.strategy:
         return setup.abstract
-    return abstract_state(setup.model, setup.tx, mesh=setup.mesh, strategy=strategy, precision=setup.precision)
+    kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
+    return abstract_state(setup.model, setup.tx, mesh=setup.mesh, strategy=strategy, **kept)
 
 
 def _batch_rows(setup: Setup, batch: PyTree) -> int:

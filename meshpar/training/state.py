@@ -17,7 +17,7 @@ from meshpar.sharding.adapters import Model, key_data_like
 from meshpar.sharding.context import apart, tracing
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.table import Layout, ShardingTable, lay_out
+from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, is_spec, near_or, problem, tree_leaves_with_paths
 from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.precision import Precision, cast_floating
@@ -33,6 +33,7 @@ class Setup:
     strategy: Strategy
     precision: Precision
     layout: Layout
+    trainable: Trainable = None
 
     @property
     def table(self) -> ShardingTable:
@@ -47,6 +48,19 @@ class Setup:
     def batch_axes(self) -> tuple[str, ...]:
         """Mesh axes of more than one rank that split the batch."""
         return split_by(self.batch_sharding)
+
+    @property
+    def is_frozen(self) -> tuple[bool, ...]:
+        """Of each parameter, in the order of the table."""
+        return tuple(not decision.leaf.is_trained for decision in self.table.params)
+
+    def trained(self, tree: PyTree) -> PyTree:
+        """Of a tree like the parameters what the optimizer updates; None stands for the others."""
+        return only([not frozen for frozen in self.is_frozen], tree, self.layout.variables.params)
+
+    def with_frozen(self, trained: PyTree, tree: PyTree) -> PyTree:
+        """A tree like the parameters: what `trained` has, and what it has not of `tree`."""
+        return jax.tree.map(lambda x, y: y if x is None else x, trained, tree, is_leaf=lambda x: x is None)
 
     def named(self, specs: PyTree) -> PyTree:
         """A tree of PartitionSpecs as NamedShardings on this mesh."""
@@ -102,7 +116,7 @@ class Setup:
             return TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=params,
-                opt_state=self.tx.init(params),
+                opt_state=self.tx.init(self.trained(params)),
                 extra=extra,
                 key=jax.random.key_data(step_key),
                 skipped=jnp.zeros((), jnp.int32),
@@ -155,11 +169,14 @@ def make_setup(
     mesh: AnyMesh,
     strategy: Strategy | Rules,
     precision: Precision | None = None,
+    trainable: Trainable = None,
 ) -> Setup:
     """Resolve every leaf of a state without making it; errors as in `shardings`."""
     strategy, precision, mesh = as_strategy(strategy), precision or Precision(), with_auto_axes("mesh", mesh)
-    layout = lay_out(model, mesh, strategy, tx, precision)
-    return Setup(model=model, tx=tx, mesh=mesh, strategy=strategy, precision=precision, layout=layout)
+    layout = lay_out(model, mesh, strategy, tx, precision, trainable)
+    return Setup(
+        model=model, tx=tx, mesh=mesh, strategy=strategy, precision=precision, layout=layout, trainable=trainable
+    )
 
 
 def abstract_state(
@@ -169,9 +186,10 @@ def abstract_state(
     mesh: AnyMesh,
     strategy: Strategy | Rules,
     precision: Precision | None = None,
+    trainable: Trainable = None,
 ) -> TrainState:
     """The state's shapes, dtypes and shardings, with no arrays behind them: to lower, plan and restore with."""
-    return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision).abstract
+    return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision, trainable=trainable).abstract
 
 
 def init_state(
@@ -182,6 +200,7 @@ def init_state(
     strategy: Strategy | Rules,
     key: jax.Array | int,
     precision: Precision | None = None,
+    trainable: Trainable = None,
 ) -> TrainState:
     """Make a training state, every array born in its shards: no device ever holds a whole copy of a split array.
 
@@ -192,6 +211,8 @@ def init_state(
       strategy: a strategy, or bare `Rules`.
       key: a jax random key, or a seed.
       precision: when it names a parameter dtype, parameters are made in it.
+      trainable: which parameters are trained, by a pattern for their whole paths, or a function from a path to a truth.
+        The others are frozen: no gradient, no reduction, no optimizer state, and no part of `grad_norm`. None: all.
 
     Raises:
       ValueError: as in `shardings`; or an abstract mesh.
@@ -203,7 +224,8 @@ def init_state(
             "the mesh is abstract: it has no devices",
             "use MeshSpec.build(), or abstract_state",
         )
-    return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision).init(key)
+    setup = make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision, trainable=trainable)
+    return setup.init(key)
 
 
 @apart()
@@ -238,7 +260,7 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
     ]
     new = jax.tree.unflatten(jax.tree.structure(state.params), loaded)
     begin = jax.jit(setup.tx.init, out_shardings=setup.shardings.opt_state)
-    return state.replace(params=new, opt_state=begin(new))
+    return state.replace(params=new, opt_state=begin(setup.trained(new)))
 
 
 def _fitting(path: str, x: Any, leaf: Leaf) -> Any:

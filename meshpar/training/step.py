@@ -120,6 +120,7 @@ class TrainStep(_Program):
     def _jit(self, setup: Setup, compile_options: Options) -> Any:
         _check_params_dtype(setup, self.options.precision)
         _check_prefetch(setup, self.options)
+        _check_frozen(setup, self.options)
         whole = NamedSharding(setup.mesh, PartitionSpec())
         return jax.jit(
             self._step,
@@ -259,6 +260,17 @@ def _check_prefetch(setup: Setup, options: StepOptions) -> None:
         raise problem(where, spec, exists, 'leave prefetch out, or use accumulate_mode="each"')
 
 
+def _check_frozen(setup: Setup, options: StepOptions) -> None:
+    engine = engine_of(setup, options).__name__.rpartition(".")[2]
+    if any(setup.is_frozen) and engine != "plain":
+        raise problem(
+            f"trainable= and {setup.strategy.label}" + ', accumulate_mode="once"' * options.is_once,
+            "leave frozen parameters out of the gradients",
+            "stages, kernels that quantize, and one reduction behind all micro-steps make gradients of all parameters",
+            'use accumulate_mode="each", a strategy without stages and quantize, or train all parameters',
+        )
+
+
 def _check_state(state: TrainState) -> None:
     """Arrays put in by `state.replace` are of the dtypes and shapes that the state was laid out with."""
     like = jax.tree.leaves(state.setup.abstract)
@@ -379,7 +391,7 @@ def _check_extra(before: PyTree, after: PyTree) -> None:
 
 def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainState, dict[str, jax.Array]]:
     setup = state.setup
-    shards = setup.named(setup.layout.updates)
+    shards = setup.named(setup.trained(setup.layout.updates))
 
     def mean(x: jax.Array) -> jax.Array:
         return x if options.accumulate == 1 and options.weight is None else x / sums.weight.astype(x.dtype)
@@ -388,7 +400,7 @@ def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainS
     metrics = {name: x if is_counted(x) else mean(x) for name, x in sums.metrics.items()}
     # Where parameters are whole and optimizer state is not (ZeRO-1 and 2), each device updates its shard, and pinning
     # the new parameters makes one gather each.
-    old = constrained(state.params, shards)
+    old = constrained(setup.trained(state.params), shards)
     grads = jax.tree.map(lambda g, p: mean(g).astype(p.dtype), constrained(sums.grads, shards), old)
     updates, opt_state = setup.tx.update(grads, state.opt_state, old)
     params = optax.apply_updates(old, updates)
@@ -404,6 +416,7 @@ def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainS
         )
         skipped = skipped + jnp.where(finite, 0, 1)
         metrics |= {"grad_norm": norm, "finite": finite}
+    params = setup.with_frozen(params, state.params)
     new = state.replace(
         step=state.step + 1, params=params, opt_state=opt_state, extra=extra, skipped=skipped.astype(jnp.int32)
     )
