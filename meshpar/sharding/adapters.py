@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh
 
 from meshpar.sharding.activations import handed_on
 from meshpar.sharding.context import Ambient, ambient, auto_sizes, current
-from meshpar.sharding.rules import First
+from meshpar.sharding.rules import First, InTurn
 from meshpar.sharding.types import (
     Leaf,
     Names,
@@ -415,11 +415,15 @@ def _linen_modules() -> Iterator[None]:
 def _axes_by_name(here: Ambient) -> Iterator[tuple[str, Any]]:
     """As Flax's rules are written: mesh axes by name, and for `first` one line after the other."""
     sizes = auto_sizes(here)
+    lines: list[tuple[int, str, Any]] = []
     for name in sorted(here.rules.names):
         rule = here.rules.name_rule(name)
         value = None if rule is None or not isinstance(rule.value, str | tuple | First) else rule.value
-        for choice in value.alternatives if isinstance(value, First) else (value,):
-            yield name, tuple(axis for axis in spec_axes(choice) if sizes.get(axis, 1) > 1) or None
+        choices = value.alternatives if isinstance(value, First) else (value,)
+        numbers = value.lines if isinstance(value, InTurn) else (0,) * len(choices)
+        lines += zip(numbers, (name,) * len(choices), choices, strict=True)
+    for _, name, choice in sorted(lines, key=lambda line: line[0]):
+        yield name, tuple(axis for axis in spec_axes(choice) if sizes.get(axis, 1) > 1) or None
 
 
 class _Strict(str):

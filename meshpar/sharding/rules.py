@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
@@ -19,6 +19,7 @@ from meshpar.sharding.types import (
     Leaf,
     MeshLike,
     axis_sizes,
+    near,
     near_or,
     num_shards,
     problem,
@@ -82,6 +83,21 @@ def first(*alternatives: str | tuple[str, ...] | None) -> First:
             'write first("tensor", None)',
         )
     return First(choices)
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn(First):
+    """Alternatives as Flax's lists of rules have them. Made by `Rules.from_logical_axis_rules`.
+
+    The lines of a list take their turn, whatever dim they are about: a dim gets the axes of the first line for its name
+    whose axes no line before has taken, and is not split where there is none.
+    """
+
+    lines: tuple[int, ...] = ()
+    """The line of each alternative."""
+
+    def __repr__(self) -> str:
+        return f"in_turn({', '.join(f'{n}: {x!r}' for n, x in zip(self.lines, self.alternatives, strict=True))})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +234,47 @@ class Rules:
             optional_axes=frozenset(optional_axes),
         )
 
+    @classmethod
+    def from_logical_axis_rules(
+        cls,
+        rules: Iterable[Any],
+        *,
+        axes: Mapping[str, str | None] | None = None,
+        batch: str | None = None,
+    ) -> Rules:
+        """Rules as Flax (`nn.logical_axis_rules`), T5X and MaxText (`logical_axis_rules` of its YAML) write them.
+
+        Args:
+          rules: pairs of a logical name and a mesh axis, several or None. A name may stand in several; the first one
+            whose axes are free in an array counts, line by line.
+          axes: their mesh axes by other names of yours ({"model": "tensor"}), or None to leave one out.
+          batch: the logical name of the batch's rows; by default `batch`, or else `activation_batch`.
+
+        Raises:
+          ValueError: an entry that is no such pair, or a name for the batch that the list lacks.
+
+        Example:
+          >>> Rules.from_logical_axis_rules([("batch", "data"), ("mlp", "model")], axes={"model": "tensor"}).axes
+          frozenset({'data', 'tensor'})
+        """
+        lines: dict[str, list[tuple[int, Any]]] = {}
+        for number, line in enumerate(rules):
+            name, choice = _checked_line(line)
+            named = tuple((axes or {}).get(axis, axis) for axis in spec_axes(choice))
+            kept = tuple(axis for axis in named if axis is not None)
+            lines.setdefault(name, []).append((number, kept or None))
+        rows = batch or next((name for name in ("batch", "activation_batch") if name in lines), None)
+        if rows is not None and rows not in lines:
+            where = f"from_logical_axis_rules(batch={batch!r})"
+            raise problem(where, "split the batch by its rule", "the list has no such name", near(rows, lines))
+        if rows is not None:
+            lines["batch"] = lines[rows]
+        values = {
+            name: InTurn(tuple(choice for _, choice in found), tuple(number for number, _ in found))
+            for name, found in lines.items()
+        }
+        return cls()._with(_by_name={name: _Rule(name, value, "logical_axis_rules") for name, value in values.items()})
+
     def __or__(self, other: Rules) -> Rules:
         if not isinstance(other, Rules):
             return NotImplemented
@@ -308,6 +365,8 @@ def _axes_in(value: Any) -> set[str]:
 
 
 def _to_plain(value: Any) -> Any:
+    if isinstance(value, InTurn):
+        return {"in_turn": [[n, _to_plain(one)] for n, one in zip(value.lines, value.alternatives, strict=True)]}
     if isinstance(value, First):
         return {"first": [_to_plain(one) for one in value.alternatives]}
     if isinstance(value, NamesOf):
@@ -322,8 +381,24 @@ def _from_plain(value: Any) -> Any:
         ((kind, given),) = value.items()
         if kind == "replicated":
             return replicated
+        if kind == "in_turn":
+            lines, choices = zip(*given, strict=True)
+            return InTurn(tuple(map(_from_plain, choices)), tuple(lines))
         return first(*map(_from_plain, given)) if kind == "first" else names(*given)
     return tuple(map(_from_plain, value)) if isinstance(value, list) else value
+
+
+def _checked_line(line: Any) -> tuple[str, DimRule]:
+    if isinstance(line, tuple | list) and len(line) == 2 and isinstance(line[0], str):
+        choice = tuple(line[1]) if isinstance(line[1], list) else line[1]
+        if choice in (None, ()) or isinstance(choice, str) or _is_axes(choice):
+            return line[0], choice or None
+    raise problem(
+        f"from_logical_axis_rules, entry {line!r}",
+        "read it",
+        "an entry is a logical name and a mesh axis, several different ones, or None",
+        'write ("mlp", "tensor")',
+    )
 
 
 def _checked_dim_rule(key: str, value: Any, where: str = "rule for") -> DimRule:
@@ -534,8 +609,20 @@ def _fit(
     for dim, value in enumerate(wanted):
         if isinstance(value, str | tuple):
             entries[dim] = _place(leaf, dim, value, labels[dim], rules, sizes, taken)
+    turns = [
+        (line, dim, choice)
+        for dim, value in enumerate(wanted)
+        if isinstance(value, InTurn)
+        for line, choice in zip(value.lines, value.alternatives, strict=True)
+    ]
+    settled: set[int] = set()
+    for _, dim, choice in sorted(turns, key=lambda turn: turn[:2]):
+        if dim not in settled and not any(axis in taken for axis in spec_axes(choice)):
+            settled.add(dim)
+            entries[dim] = None if choice is None else _place(leaf, dim, choice, labels[dim], rules, sizes, taken)
+            meant = meant or choice is None
     for dim, value in enumerate(wanted):
-        if isinstance(value, First):
+        if isinstance(value, First) and not isinstance(value, InTurn):
             entries[dim] = _first_that_fits(leaf, dim, value, labels[dim], rules, sizes, taken)
             meant = meant or (None in value.alternatives and num_shards([entries[dim]], sizes) == 1)
     return entries, meant

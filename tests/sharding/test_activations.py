@@ -211,3 +211,27 @@ def test_bare_specs_in_a_model_find_the_mesh(kind):
     assert _specs(state).count(P("fsdp", None, None)) >= 3
     state, metrics = mp.train_step(_loss)(state, X)
     assert np.isfinite(metrics["loss"])
+
+
+def test_a_list_of_flaxs_rules_lays_out_parameters_and_activations():
+    listed = [
+        ("rows", "data"),
+        ("rows", "fsdp"),
+        ("mlp", "model"),
+        ("wide", "model"),
+        ("embed", "fsdp"),
+        ("seq2", None),
+    ]
+    rules = mp.Rules.from_logical_axis_rules(listed, axes={"model": "tensor"}, batch="rows")
+    model = mp.from_linen(Says(("rows", "seq2", "wide")), jax.ShapeDtypeStruct(X.shape, X.dtype))
+    losses = []
+    for mesh in (mp.MeshSpec(data=2, fsdp=2, tensor=2).build(), mp.MeshSpec().build(jax.devices()[:1])):
+        state = _state(model, rules, mesh)
+        assert state.table["Dense_0/kernel"].spec == P("fsdp", "tensor")
+        if mesh.size > 1:
+            assert P("data", None, "tensor") in _specs(state)
+        step = mp.train_step(_loss)
+        for _ in range(2):
+            state, metrics = step(state, X)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
