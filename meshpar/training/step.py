@@ -23,7 +23,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.activations import Boundaries, check_seen, held_between_modules
-from meshpar.sharding.context import ambient, apart, tracing
+from meshpar.sharding.context import Ambient, ambient, apart, auto_sizes, tracing
 from meshpar.sharding.types import PyTree, axes_of_spec, problem, tree_leaves_with_paths
 from meshpar.training.batch import as_given, as_rows, check_batch, with_auto_types
 from meshpar.training.options import StepOptions
@@ -355,13 +355,15 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
         yield
     if trains:
         check_seen(boundaries, here)
-        _warn_of_free_activations(setup, boundaries)
+        _warn_of_free_activations(setup, boundaries, here)
 
 
-def _warn_of_free_activations(setup: Setup, boundaries: Boundaries) -> None:
+def _warn_of_free_activations(setup: Setup, boundaries: Boundaries, here: Ambient) -> None:
     """Tell it where nothing says how activations lie, and parameters are split over the axes of the batch."""
     split = [d.path for d in setup.table.params if set(axes_of_spec(d.spec)) & set(setup.batch_axes) and d.shards > 1]
-    if boundaries.num_held or not boundaries.by_rows or not split:
+    # An engine that gives each device its own rows leaves nothing of them to the compiler.
+    is_local = all(auto_sizes(here)[axis] == 1 for axis in setup.batch_axes)
+    if boundaries.num_held or not boundaries.by_rows or not split or is_local:
         return
     axes = ", ".join(f"`{axis}`" for axis in setup.batch_axes)
     warnings.warn(

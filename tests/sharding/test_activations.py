@@ -148,6 +148,8 @@ def test_a_model_of_functions_without_names_is_told():
     with pytest.warns(UserWarning, match=r"1 parameters .`up`, .* split over `fsdp`.*mp.constrain"):
         mp.train_step(_loss).trace(_state(mp.from_functions(init, free)), X)
     mp.train_step(_loss).trace(_state(mp.from_functions(init, held)), X)
+    once = mp.train_step(_loss, accumulate=2, accumulate_mode="once")
+    once.trace(_state(mp.from_functions(init, free)), X)
     mp.train_step(_loss).trace(_state(mp.from_functions(init, free), mp.ddp(), mp.MeshSpec(data=-1).build()), X)
 
 
