@@ -95,7 +95,8 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
       build: makes the module from an `nnx.Rngs`: `lambda rngs: Transformer(cfg, rngs=rngs)`. It is called while
         tracing, so nothing is allocated before the shardings are known.
 
-    Names come from `nnx.with_partitioning`. The loss function is given the module itself; what the forward pass
+    Names come from `nnx.with_partitioning`; in a model without any, what modules give with the batch's rows is split as
+    the batch is, unless `Rules(activations=...)` says otherwise. The loss function is given the module itself; what the forward pass
     changes beside parameters (batch statistics, random counts) is carried in the state. Modules with a method
     `after_update()` get it called once a training step, behind all micro-steps, and may change such variables there.
     """
@@ -308,7 +309,8 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
         that depends on data sees the arrays, which are the same on all processes, and zeros where only a shape is
         given. The batch must be one that the mesh divides, when the module constrains its activations.
 
-    Names come from `nn.with_logical_partitioning` (or `nn.with_partitioning`). The loss function is given a callable
+    Names come from `nn.with_logical_partitioning` (or `nn.with_partitioning`); a model without any has its activations
+    held as in `from_nnx`. The loss function is given a callable
     that applies the module to its variables. Collections beside `params` are carried from step to step, but for what is
     sown in them (`Module.sow`), which begins anew with every call. A method `after_update(collections) -> collections`
     of the module is called once a training step, behind all micro-steps, with the collections beside `params`.
