@@ -98,7 +98,8 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
     Names come from `nnx.with_partitioning`; in a model without any, what modules give with the batch's rows is split as
     the batch is, unless `Rules(activations=...)` says otherwise. The loss function is given the module itself; what the
     forward pass changes beside parameters (batch statistics, random counts) is carried in the state. Modules with a
-    method `after_update()` get it called once a training step, behind all micro-steps, and may change such variables there.
+    method `after_update()` get it called once a training step, behind all micro-steps, and may change such variables
+    there.
     """
     from flax import nnx
 
