@@ -33,8 +33,11 @@ from meshpar.compiled.target import mesh_on, require_aot, traced_for
 from meshpar.compiled.traced import by_stage, enters, messages, vocab_chunks
 from meshpar.models import lookup
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
+from meshpar.sharding.context import apart
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
+from meshpar.training.batch import as_rows
 from meshpar.training.options import StepOptions
+from meshpar.training.precision import wide_work
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
 from meshpar.training.xla import fingerprint, overlap_limit
@@ -42,6 +45,7 @@ from meshpar.training.xla import fingerprint, overlap_limit
 Compile = Callable[[jax.stages.Traced | jax.stages.Lowered], Program]
 
 
+@apart()
 def explain(
     step: TrainStep,
     state: TrainState,
@@ -71,7 +75,7 @@ def explain(
     """
     _check_kinds(step, state)
     _check_equal_parts(state)
-    batch = jax.tree.map(_shape_of, batch)
+    batch = as_rows(jax.tree.map(_shape_of, batch))
     if cluster is None:
         state = _here(state)
         return _explain(step, state, batch, compile_here, _cluster_here(state.setup.mesh), advise)
@@ -122,7 +126,7 @@ def _explain(
         compute=compute(
             program.module, num_devices=setup.mesh.size, model_flops=asked, timeline=times, reason=reason, cells=cells
         ),
-        findings=(*findings, *_other_dtypes(held)),
+        findings=(*findings, *_other_dtypes(held), *_wide_compute(step, traced.jaxpr)),
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options),
@@ -212,6 +216,13 @@ def _other_dtypes(promise: Promise) -> Iterator[Finding]:
             )
 
 
+def _wide_compute(step: TrainStep, jaxpr: Any) -> Iterator[Finding]:
+    """Matmuls in a wider dtype than the step's precision asks for."""
+    found = wide_work(jaxpr.jaxpr, step.options.precision)
+    if found is not None:
+        yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
+
+
 def _notes(program: Program, collectives: tuple[Collective, ...]) -> list[str]:
     notes = []
     if program.target == "cpu":
@@ -267,7 +278,8 @@ def _check_kinds(step: Any, state: Any) -> None:
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(getattr(x, "dtype", np.asarray(x).dtype)))
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
 
 def _here(state: TrainState) -> TrainState:
@@ -303,4 +315,5 @@ def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
             f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster",
         )
     mesh = mesh_on(cluster, setup.mesh)
-    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, precision=setup.precision)
+    kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
+    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **kept)

@@ -58,7 +58,8 @@ class Finding(Plain):
     """One costly mistake."""
 
     rule: str
-    """As in the table at the head of this module; `other-dtype` is `explain`'s own, from what the promise held."""
+    """As in the table at the head of this module; `explain`'s own are `other-dtype`, from what the promise held, and
+    `wide-compute`, from the traced step."""
     module: str
     """Module path: named scopes, or a parameter's path."""
     source: str
@@ -342,8 +343,14 @@ def _float32_on_the_wire(look: _Look) -> Iterator[Finding]:
             some,
             rule="float32-on-the-wire",
             what="float32 although compute is in 16 bits, so twice the bytes",
-            fix='cast before the layout changes: Precision(compute="bfloat16") casts weights before they are gathered, '
-            "and .astype(...) of an activation belongs in front of constrain",
+            fix=(
+                "something in the model casts back what Precision.compute has cast: a module with dtype=float32, or "
+                "float32 inputs; "
+                if look.options.precision.compute is not None
+                else 'cast before the layout changes: Precision(compute="bfloat16") casts weights before they are '
+                "gathered, and "
+            )
+            + ".astype(...) of an activation belongs in front of constrain",
         )
 
 

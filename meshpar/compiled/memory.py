@@ -28,7 +28,17 @@ from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.planner.hardware import Cluster, gpu_of_kind
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.table import human_bytes
-from meshpar.sharding.types import Decision, MeshparError, PyTree, axis_sizes, is_spec, num_shards, owner_of
+from meshpar.sharding.types import (
+    Decision,
+    MeshparError,
+    PyTree,
+    axis_sizes,
+    is_spec,
+    leaf_of,
+    num_shards,
+    owner_of,
+    tree_leaves_with_paths,
+)
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
@@ -172,8 +182,11 @@ def _state_bytes(setup: Setup) -> tuple[int, int, int]:
 def _batch_bytes(setup: Setup, batch: PyTree) -> int:
     shards = num_shards(setup.batch_sharding.spec, setup.mesh)
     # As jax takes it: NumPy's float64 and int64 are 32 bits wide unless x64 is on.
-    widths = ((jax.dtypes.canonicalize_dtype(x.dtype).itemsize, math.prod(np.shape(x))) for x in jax.tree.leaves(batch))
-    return sum(width * size for width, size in widths) // shards
+    taken = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)),
+        batch,
+    )
+    return sum(leaf_of(path, x).nbytes for path, x in tree_leaves_with_paths(taken)) // shards
 
 
 def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
@@ -195,7 +208,8 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
         return int(whole) // num_shards(spec, sizes)
 
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-    return sum(held(*one) for one in zip(setup.table.params, leaves, strict=True))
+    pairs = zip(setup.table.params, leaves, strict=True)
+    return sum(held(decision, spec) for decision, spec in pairs if decision.leaf.is_trained)
 
 
 # ---- The largest contributors ----------------------------------------------------------------------------------------
@@ -382,7 +396,8 @@ def _unmade(change: _Change, reason: str) -> Remedy:
 def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
     if strategy is setup.strategy:
         return setup.abstract
-    return abstract_state(setup.model, setup.tx, mesh=setup.mesh, strategy=strategy, precision=setup.precision)
+    kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
+    return abstract_state(setup.model, setup.tx, mesh=setup.mesh, strategy=strategy, **kept)
 
 
 def _batch_rows(setup: Setup, batch: PyTree) -> int:

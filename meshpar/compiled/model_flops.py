@@ -17,8 +17,9 @@ from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from meshpar.compiled.traced import inner_jaxprs, num_trips
-from meshpar.sharding.context import use
+from meshpar.sharding.context import tracing
 from meshpar.sharding.types import PyTree
+from meshpar.training.batch import as_given
 from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
@@ -150,9 +151,9 @@ def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxp
     one = AbstractMesh((1,) * len(setup.mesh.axis_names), setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
 
     def loss(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> jax.Array:
-        with use(one, setup.strategy), numerics(options.precision, None):
+        with tracing(one, setup.strategy), numerics(options.precision, None):
             model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
-            return step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
+            return step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0]
 
     micro = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype), batch

@@ -17,8 +17,9 @@ from jax.sharding import AbstractMesh
 
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
-from meshpar.sharding.context import use
+from meshpar.sharding.context import tracing
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
+from meshpar.training.batch import as_given
 from meshpar.training.engines.staged import reads_of_layers
 from meshpar.training.layers import Layer, running, scanned, with_aux
 from meshpar.training.precision import cast_floating, numerics
@@ -71,9 +72,9 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), y if aux is None else (y, aux))
 
     def ends(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> tuple[Any, Any]:
-        with use(one, setup.strategy), numerics(step.options.precision, None), running(without_layers):
+        with tracing(one, setup.strategy), numerics(step.options.precision, None), running(without_layers):
             model = setup.model.bind(cast_floating(params, step.options.precision.compute), extra)
-            loss = step.loss_fn(model, micro, jax.random.wrap_key_data(key_data))[0]
+            loss = step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0]
         return (found[0], loss), ()
 
     params, extra, key = jax.eval_shape(lambda *arrays: arrays, state.params, state.extra, state.key)
@@ -88,7 +89,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
     reads: dict[str, tuple[bool, bool, bool]] = {}
     if any(over & set(axes_of_spec(decision.spec)) for decision in setup.table.params):
         compute = jax.eval_shape(lambda params: cast_floating(params, step.options.precision.compute), params)
-        with use(one, setup.strategy), numerics(step.options.precision, step.options.remat):
+        with tracing(one, setup.strategy), numerics(step.options.precision, step.options.remat):
             reads = reads_of_layers(step.loss_of(setup), setup, compute, extra, like, key, step.options.weight)
     return Parts(
         schedule=schedule,

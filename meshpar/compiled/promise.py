@@ -117,7 +117,7 @@ def _rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
     shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(batch)]
     rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
     # Rows of whole numbers are tokens where nothing else is in the batch; bytes are pixels.
-    has_floats = any(dtype.kind not in "iub" and len(shape) > 1 for shape, dtype in shapes)
+    has_floats = any(len(shape) > 1 and dtype.kind not in "iub" for shape, dtype in shapes)
     has_images = any(len(shape) > 2 for shape, _ in shapes)
     ids = [shape for shape, dtype in shapes if len(shape) == 2 and dtype.kind in "iu" and dtype.itemsize > 1]
     tokens = [] if has_floats or has_images else [math.prod(shape) // split for shape in ids]

@@ -119,7 +119,7 @@ def gathered(facts: Facts, weight: Weight) -> Promised | None:
 def reduced(facts: Facts, weight: Weight) -> Promised | None:
     """A gradient: scattered over the axes that split its update, summed over the others that split the batch."""
     decision, leaf = weight.decision, weight.decision.leaf
-    if facts.exchanges_rows and is_looked_up(decision):
+    if not leaf.is_trained or (facts.exchanges_rows and is_looked_up(decision)):
         return None
     in_bytes = facts.quantize is not None and facts.quantize.gradients is not None and leaf.layer_ndim > 1
     if in_bytes and set(split_axes(facts, decision.spec)) & set(facts.batch_axes):  # by a kernel of the engine's
@@ -210,7 +210,7 @@ def renewed(facts: Facts, weight: Weight) -> Promised | None:
     """A parameter whose update is split more than itself: the new value is gathered."""
     decision = weight.decision
     axes = facts.ordered(set(split_axes(facts, weight.update)) - set(split_axes(facts, decision.spec)))
-    if not axes:
+    if not axes or not decision.leaf.is_trained:
         return None
     stack = decision.leaf.num_layers
     return Promised(

@@ -6,16 +6,35 @@ what a loss function calls.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
-from meshpar.sharding.types import Leaf, Names, PyTree, leaf_of, near, path_str, problem, tree_leaves_with_paths
+from meshpar.sharding.activations import handed_on
+from meshpar.sharding.context import Ambient, ambient, auto_sizes, current
+from meshpar.sharding.rules import First, InTurn
+from meshpar.sharding.types import (
+    Leaf,
+    Names,
+    PyTree,
+    leaf_of,
+    near,
+    near_or,
+    path_str,
+    problem,
+    spec_axes,
+    tree_leaves_with_paths,
+)
+
+Path: TypeAlias = tuple[str, ...]
+"""Of a variable, key by key."""
 
 
 class Variables(NamedTuple):
@@ -47,13 +66,18 @@ class Model:
 
     def abstract(self) -> Variables:
         """Shapes and dtypes of the arrays; nothing is computed."""
-        return jax.eval_shape(self.init, jax.ShapeDtypeStruct((2,), np.uint32))
+        return jax.eval_shape(self.init, key_data_like())
 
     def leaves(self) -> list[Leaf]:
         """Every parameter, with its names."""
         params = self.abstract().params
         names = self.names()
         return [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(params)]
+
+
+def key_data_like() -> jax.ShapeDtypeStruct:
+    """Raw data of a random key, by jax's default implementation (`jax_default_prng_impl`)."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
 
 
 def _key(data: jax.Array) -> jax.Array:
@@ -71,9 +95,11 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
       build: makes the module from an `nnx.Rngs`: `lambda rngs: Transformer(cfg, rngs=rngs)`. It is called while
         tracing, so nothing is allocated before the shardings are known.
 
-    Names come from `nnx.with_partitioning`. The loss function is given the module itself; what the forward pass
-    changes beside parameters (batch statistics, random counts) is carried in the state. Modules with a method
-    `after_update()` get it called once a training step, behind all micro-steps, and may change such variables there.
+    Names come from `nnx.with_partitioning`; in a model without any, what modules give with the batch's rows is split as
+    the batch is, unless `Rules(activations=...)` says otherwise. The loss function is given the module itself; what the
+    forward pass changes beside parameters (batch statistics, random counts) is carried in the state. Modules with a
+    method `after_update()` get it called once a training step, behind all micro-steps, and may change such variables
+    there.
     """
     from flax import nnx
 
@@ -115,8 +141,16 @@ class _Nnx:
         """(graph, parameters, what else it keeps), with no arrays."""
         from flax import nnx
 
-        with nnx.use_eager_sharding(False):
-            return nnx.split(nnx.eval_shape(lambda: self._made(0)), nnx.Param, ...)
+        graphs: list[Any] = []
+
+        def states() -> Any:
+            graph, *parts = nnx.split(self._made(0), nnx.Param, ...)
+            graphs.append(graph)
+            return parts
+
+        # Not `nnx.eval_shape`: it looks for the names of the parameters among the axes of the context's mesh.
+        parts = jax.eval_shape(states)
+        return graphs[0], *parts
 
     def init(self, key: jax.Array) -> Variables:
         return _split(self._made(_key(key)))
@@ -125,14 +159,18 @@ class _Nnx:
         from flax import nnx
 
         graph, params_like, extra_like = self._structure
-        return nnx.merge(graph, _filled(params_like, params), _filled(extra_like, extra))
+        return _nnx_modules(nnx.merge(graph, _filled(params_like, params), _filled(extra_like, extra)))
 
     def names(self) -> Mapping[str, Names]:
-        given = {path: x.get_metadata().get("out_sharding") for path, x in _by_path(self._structure[1])}
-        return {path: tuple(names) for path, names in given.items() if names is not None}
+        given = {path: (x, x.get_metadata().get("out_sharding")) for path, x in _by_path(self._structure[1])}
+        return {
+            path: _for_each_dim(names, _value_of(x).ndim)
+            for path, (x, names) in given.items()
+            if names and hasattr(_value_of(x), "ndim")
+        }
 
     def random_keys(self) -> frozenset[str]:
-        return frozenset(path for path, variable in _by_path(self._structure[2]) if _is_key(variable.get_value()))
+        return frozenset(path for path, x in _by_path(self._structure[2]) if _is_key(_value_of(x)))
 
     def after_update(self, extra: PyTree) -> PyTree:
         from flax import nnx
@@ -148,11 +186,39 @@ class _Nnx:
         return _split(module).extra
 
 
+_METHODS = ("__call__", "attend")
+"""By which modules hand on."""
+
+
+def _nnx_modules(module: Any) -> Any:
+    """An NNX module, fresh from `nnx.merge`: it, and the modules in it, hold what they give."""
+    from flax import nnx
+
+    if current().boundaries is not None:
+        for path, part in nnx.iter_modules(module):
+            # Only this merged copy changes: its class is one derived from its own.
+            object.__setattr__(part, "__class__", _holding(type(part), "/".join(map(str, path))))
+    return module
+
+
+@functools.lru_cache(maxsize=4096)
+def _holding(cls: Any, path: str) -> Any:
+    def holding(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def held(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return handed_on(path, method(self, *args, **kwargs))
+
+        return held
+
+    methods = {name: holding(getattr(cls, name)) for name in _METHODS if hasattr(cls, name)}
+    return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods})
+
+
 def _split(module: Any) -> Variables:
     from flax import nnx
 
     parts: Any = nnx.split(module, nnx.Param, ...)
-    return Variables(_plain(parts[1]), jax.tree.map(_raw_key, _plain(parts[2])))
+    return Variables(*(jax.tree.map(_raw, _plain(part)) for part in parts[1:]))
 
 
 def _by_path(state: Any) -> Iterator[tuple[str, Any]]:
@@ -179,18 +245,35 @@ def _filled(like: Any, values: PyTree) -> Any:
     from flax import nnx
 
     filled = []
-    for path, variable in nnx.to_flat_state(like):
+    for path, one in nnx.to_flat_state(like):
         value = functools.reduce(lambda node, part: node[str(part)], path, values)
-        filled.append((path, variable.replace(_key(value) if _is_key(variable.get_value()) else value)))
+        # A variable holds an array, or a tree of them, or nothing; what stands outside of variables is bare.
+        value = jax.tree.map(lambda like, x: _key(x) if _is_key(like) else x, _value_of(one), value)
+        filled.append((path, one.replace(value) if isinstance(one, nnx.Variable) else value))
     return nnx.from_flat_state(filled)
 
 
+def _value_of(x: Any) -> Any:
+    """What a leaf of NNX's state holds: a variable's value, or the bare array itself."""
+    from flax import nnx
+
+    return x.get_value() if isinstance(x, nnx.Variable) else x
+
+
 def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _raw_key(x: Any) -> Any:
-    return jax.random.key_data(x) if _is_key(x) else x
+def _raw(x: Any) -> Any:
+    """An array of the state: random keys as their words, Python's numbers as arrays of jax's width."""
+    if _is_key(x):
+        return jax.random.key_data(x)
+    return x if hasattr(x, "dtype") else jnp.asarray(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
+
+
+def _for_each_dim(names: Any, ndim: int) -> Names:
+    """Names as a PartitionSpec has them: dims behind the last one carry none."""
+    return (*names, *[None] * (ndim - len(names)))
 
 
 # ---- Linen -----------------------------------------------------------------------------------------------------------
@@ -199,20 +282,22 @@ def _raw_key(x: Any) -> Any:
 class BoundLinen:
     """A Linen module together with its variables, called like the module.
 
-    Collections other than `params` are mutable and remembered, so that the step can carry them on.
+    Collections other than `params` are mutable and remembered, so that the step can carry them on. What the module sows
+    is that of its last call alone.
     """
 
-    def __init__(self, module: Any, params: PyTree, extra: PyTree) -> None:
-        self.module, self.params, self.extra = module, params, extra
+    def __init__(self, module: Any, sown: frozenset[Path], params: PyTree, extra: PyTree) -> None:
+        self.module, self.sown, self.params, self.extra = module, sown, params, extra
 
     def __call__(self, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
         """`module.apply` on the bound variables; `rngs` as in Linen."""
-        variables = {"params": self.params, **self.extra}
+        variables = {"params": self.params, **_without(self.extra, self.sown)}
         mutable = list(self.extra)
-        out = self.module.apply(variables, *args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
+        with _linen_modules():
+            out = self.module.apply(variables, *args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
         if mutable:
             out, changed = out
-            self.extra = {**self.extra, **changed}
+            self.extra = _joined(self.extra, changed)
         return out
 
 
@@ -221,12 +306,15 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
 
     Args:
       module: the module.
-      *example_args, **example_kwargs: what it is called with, as arrays or `jax.ShapeDtypeStruct`s: only shapes and
-        dtypes matter. The batch must be one that the mesh divides, when the module constrains its activations.
+      *example_args, **example_kwargs: what it is called with, as arrays or `jax.ShapeDtypeStruct`s. An initialisation
+        that depends on data sees the arrays, which are the same on all processes, and zeros where only a shape is
+        given. The batch must be one that the mesh divides, when the module constrains its activations.
 
-    Names come from `nn.with_logical_partitioning` (or `nn.with_partitioning`). The loss function is given a callable
-    that applies the module to its variables. A method `after_update(collections) -> collections` of the module is
-    called once a training step, behind all micro-steps, with the collections beside `params`.
+    Names come from `nn.with_logical_partitioning` (or `nn.with_partitioning`); a model without any has its activations
+    held as in `from_nnx`. The loss function is given a callable
+    that applies the module to its variables. Collections beside `params` are carried from step to step, but for what is
+    sown in them (`Module.sow`), which begins anew with every call. A method `after_update(collections) -> collections`
+    of the module is called once a training step, behind all micro-steps, with the collections beside `params`.
     """
     from flax import linen as nn
 
@@ -237,38 +325,174 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
             "it is no flax.linen.Module",
             "use from_nnx or from_functions",
         )
-
-    def boxed(key: jax.Array) -> Any:
-        args, kwargs = jax.tree.map(_zeros, (example_args, example_kwargs))
-        params_key, other_key = jax.random.split(_key(key))
-        return module.init({"params": params_key, "dropout": other_key}, *args, **kwargs)
-
-    def init(key: jax.Array) -> Variables:
-        variables = dict(jax.tree.map(_unboxed, boxed(key), is_leaf=_is_box))
-        if "params" not in variables:
-            raise problem("from_linen", "train the module", "it has no `params` collection", "give it parameters")
-        return Variables(variables.pop("params"), variables)
-
-    def names() -> Mapping[str, Names]:
-        variables = jax.eval_shape(boxed, jax.ShapeDtypeStruct((2,), np.uint32))
-        leaves = jax.tree_util.tree_leaves_with_path(variables["params"], is_leaf=_is_box)
-        return {path_str(path): tuple(leaf.names) for path, leaf in leaves if _is_box(leaf) and hasattr(leaf, "names")}
-
+    linen = _Linen(module, example_args, example_kwargs)
     return Model(
         kind="linen",
-        init=init,
-        bind=functools.partial(BoundLinen, module),
+        init=linen.init,
+        bind=lambda params, extra: BoundLinen(module, linen.about[1], params, extra),
         collect=lambda bound: bound.extra,
-        names=names,
+        names=lambda: linen.about[0],
         after_update=getattr(module, "after_update", lambda extra: extra),
     )
 
 
-def _zeros(x: Any) -> Any:
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+class _Linen:
+    """A Linen module and what it is called with: its variables, and what is known of them."""
+
+    def __init__(self, module: Any, args: Any, kwargs: Any) -> None:
+        self._module = module
+        self._args, self._kwargs = jax.tree.map(_on_host, (args, kwargs))
+
+    def init(self, key: jax.Array) -> Variables:
+        variables = dict(jax.tree.map(_unboxed, self._boxed(key), is_leaf=_is_box))
+        if "params" not in variables:
+            raise problem("from_linen", "train the module", "it has no `params` collection", "give it parameters")
+        return Variables(variables.pop("params"), variables)
+
+    @functools.cached_property
+    def about(self) -> tuple[Mapping[str, Names], frozenset[Path]]:
+        """Names by the path of the parameter, and the paths of what the module sows, collection first."""
+        from flax import linen as nn
+
+        sown: set[Path] = set()
+
+        def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            module = context.module
+            sow = type(module).sow
+
+            def seen(col: str, name: str, *rest: Any, **more: Any) -> bool:
+                sown.add((col, *module.path, name))
+                return sow(module, col, name, *rest, **more)
+
+            object.__setattr__(module, "sow", seen)  # of this one call's copy, which Linen does not let be set
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(watch):
+            variables = jax.eval_shape(self._boxed, key_data_like())
+        leaves = jax.tree_util.tree_leaves_with_path(variables["params"], is_leaf=_is_box)
+        named = ((path_str(path), leaf) for path, leaf in leaves if _is_box(leaf) and getattr(leaf, "names", None))
+        return {path: _for_each_dim(leaf.names, leaf.value.ndim) for path, leaf in named}, frozenset(sown)
+
+    def _boxed(self, key: jax.Array) -> Any:
+        args, kwargs = jax.tree.map(_array, (self._args, self._kwargs))
+        params_key, other_key = jax.random.split(_key(key))
+        init = functools.partial(self._module.init, {"params": params_key, "dropout": other_key}, *args, **kwargs)
+        try:
+            # In a mesh Linen takes the names of parameters for mesh axes, and lays each out by them as it is made.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return init()
+        except RuntimeError as error:
+            if "requires a non-empty mesh" not in str(error):
+                raise
+        return init()  # the module lays activations out by axes of the mesh
+
+
+@contextlib.contextmanager
+def _linen_modules() -> Iterator[None]:
+    """Around a Linen module that is applied: what its modules give is held, and `nn.with_logical_constraint` honoured.
+
+    A name of the latter goes by `nn.logical_axis_rules`, where the user has put it in force, else by activation rules.
+
+    Raises:
+      ValueError: from the model, where it uses a name that neither knows; Flax would replicate that dim.
+    """
+    from flax import linen as nn
+
+    here = ambient()
+    if here is None or current().boundaries is None:
+        yield
+        return
+
+    def hold(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        out = call(*args, **kwargs)
+        return out if context.method_name == "setup" else handed_on("/".join(context.module.path), out)
+
+    theirs = tuple(nn.get_logical_axis_rules())
+    known = {name for name, _ in theirs}
+    ours = [(name, axes) for name, axes in _axes_by_name(here) if name not in known]
+    strict = (_Strict({*known, *here.rules.names}), None)
+    with nn.logical_axis_rules([*theirs, *ours, strict]), nn.intercept_methods(hold):
+        yield
+
+
+def _axes_by_name(here: Ambient) -> Iterator[tuple[str, Any]]:
+    """As Flax's rules are written: mesh axes by name, and for `first` one line after the other."""
+    sizes = auto_sizes(here)
+    lines: list[tuple[int, str, Any]] = []
+    for name in sorted(here.rules.names):
+        rule = here.rules.name_rule(name)
+        value = None if rule is None or not isinstance(rule.value, str | tuple | First) else rule.value
+        choices = value.alternatives if isinstance(value, First) else (value,)
+        numbers = value.lines if isinstance(value, InTurn) else (0,) * len(choices)
+        lines += zip(numbers, (name,) * len(choices), choices, strict=True)
+    for _, name, choice in sorted(lines, key=lambda line: line[0]):
+        yield name, tuple(axis for axis in spec_axes(choice) if sizes.get(axis, 1) > 1) or None
+
+
+class _Strict(str):
+    """The last of Flax's rules, which is compared with every name of a constraint: the place to see unknown ones."""
+
+    _known: set[str]
+
+    def __new__(cls, known: set[str]) -> _Strict:
+        made = super().__new__(cls, "meshpar")
+        made._known = known
+        return made
+
+    def __eq__(self, name: object) -> bool:
+        if isinstance(name, str) and name not in self._known and not isinstance(name, _Strict):
+            raise problem(
+                f"nn.with_logical_constraint, name `{name}`",
+                "split a dim of an activation by it",
+                "no activation rule of the strategy and no nn.logical_axis_rules in force knows it",
+                near_or(
+                    name,
+                    self._known,
+                    "join mp.Rules.from_logical_axis_rules([...]) to the strategy, or call the step inside "
+                    f"nn.logical_axis_rules([({name!r}, None), ...])",
+                ),
+            )
+        return False
+
+    __hash__ = str.__hash__
+
+
+def _without(tree: PyTree, paths: Collection[Path]) -> PyTree:
+    """Nested dicts without what stands at these paths."""
+    below = {key: [path[1:] for path in paths if path[0] == key] for key in tree} if paths else {}
+    return {
+        key: _without(x, [path for path in below.get(key, []) if path]) if isinstance(x, Mapping) else x
+        for key, x in tree.items()
+        if () not in below.get(key, [])
+    }
+
+
+def _joined(tree: PyTree, changed: PyTree) -> PyTree:
+    """Nested dicts, the second's entries over the first's."""
+    if not (isinstance(tree, Mapping) and isinstance(changed, Mapping)):
+        return changed
+    return {**tree, **{key: _joined(tree[key], x) if key in tree else x for key, x in changed.items()}}
+
+
+def _on_host(x: Any) -> Any:
+    """An example array as NumPy's, to be part of any program."""
+    if not isinstance(x, jax.Array) or _is_key(x) or isinstance(x, jax.core.Tracer):
         return x
+    if not (x.is_fully_addressable or x.is_fully_replicated):
+        raise problem(
+            f"from_linen, example array of shape {x.shape}",
+            "initialise the module on it",
+            "its shards are on several processes, and each makes the same program",
+            "give jax.ShapeDtypeStruct(x.shape, x.dtype), or a small array that is the same on all processes",
+        )
+    return np.asarray(x)
+
+
+def _array(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.zeros(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
     # As jax would take it: NumPy's float64 and int64 are 32 bits wide unless x64 is on.
-    return jnp.zeros(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def _is_box(x: Any) -> bool:
@@ -290,6 +514,7 @@ def from_functions(
     apply: Callable[..., Any],
     *,
     names: Mapping[str, Names] | None = None,
+    keeps_state: bool = False,
 ) -> Model:
     """See two plain functions as a `Model`.
 
@@ -297,6 +522,9 @@ def from_functions(
       init: from a key to the parameters, any pytree of arrays.
       apply: from (params, *inputs) to outputs. The loss function is given `apply` with the parameters filled in.
       names: logical names by path, say {"up/kernel": ("embed", "mlp")}.
+      keeps_state: whether the model keeps more than parameters, that no optimizer updates: then `init` gives
+        (params, state), and `apply` takes (params, state, *inputs) and gives (outputs, state), whose state it is given
+        at the next call, in the next step, too.
 
     Raises:
       ValueError: a path in `names` that the parameters do not have.
@@ -304,20 +532,45 @@ def from_functions(
     given = {path: _names_of(path, dims) for path, dims in (names or {}).items()}
 
     def make(key: jax.Array) -> Variables:
-        params = init(_key(key))
+        made = init(_key(key))
+        params, extra = _two(made, "init", "(params, state)") if keeps_state else (made, {})
         paths = {path for path, _ in tree_leaves_with_paths(params)}
         for path in (path for path in given if path not in paths):
             raise problem(
                 f"from_functions(names={{{path!r}: ...}})", "name that leaf", "no leaf has this path", near(path, paths)
             )
-        return Variables(params, {})
+        return Variables(params, extra)
 
     return Model(
         kind="functions",
         init=make,
-        bind=lambda params, extra: functools.partial(apply, params),
-        collect=lambda bound: {},
+        bind=functools.partial(_WithState, apply)
+        if keeps_state
+        else lambda params, _: functools.partial(apply, params),
+        collect=lambda bound: bound.extra if keeps_state else {},
         names=lambda: given,
+    )
+
+
+class _WithState:
+    """`apply` with parameters, and the state that its calls hand on."""
+
+    def __init__(self, apply: Callable[..., Any], params: PyTree, extra: PyTree) -> None:
+        self.apply, self.params, self.extra = apply, params, extra
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out, self.extra = _two(self.apply(self.params, self.extra, *args, **kwargs), "apply", "(outputs, state)")
+        return out
+
+
+def _two(given: Any, function: str, what: str) -> tuple[Any, Any]:
+    if isinstance(given, tuple) and len(given) == 2:
+        return given
+    raise problem(
+        f"from_functions(keeps_state=True), `{function}`",
+        f"give {what}",
+        f"it gives {type(given).__name__}",
+        f"return {what}, or leave out keeps_state",
     )
 
 

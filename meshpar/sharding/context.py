@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshpar.sharding.mesh import check_mesh
+from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, problem, without_axes
 
@@ -35,6 +35,8 @@ class InForce:
     """What a step asks of layers: `meshpar.training.precision.Numerics`."""
     reports: Any = None
     """Where what models report is kept: `meshpar.training.reports.Reports`."""
+    boundaries: Any = None
+    """What is held where modules hand arrays on: `meshpar.sharding.activations.Boundaries`."""
     run: Any = None
     """What runs stacked layers instead of a scan: `meshpar.training.layers.running`."""
 
@@ -67,10 +69,39 @@ def use(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
     rules, params = getattr(rules, "activations", rules), getattr(rules, "params", None)
     if not isinstance(rules, Rules):
         raise problem("use(mesh, rules)", f"put {rules!r} in force", "it is no Strategy and no Rules", "use mp.fsdp()")
-    check_mesh("use(mesh, rules)", mesh)
-    ambient = Ambient(mesh, rules, params)
+    ambient = Ambient(with_auto_axes("use(mesh, rules)", mesh), rules, params)
     with within(ambient=ambient):
         yield ambient
+
+
+@contextlib.contextmanager
+def tracing(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
+    """`use`, and the mesh as jax's own, around a model that is traced: a bare PartitionSpec in it finds its axes."""
+    with use(mesh, rules) as here, jax.sharding.use_abstract_mesh(_abstract(here.mesh)):
+        yield here
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Put aside the mesh of jax's own context (`jax.set_mesh`, `jax.sharding.use_abstract_mesh`).
+
+    A mesh is an argument here, so every public function does the same in any context. Around a model `tracing` enters
+    the argument. A trace of the user's own around a function of ours keeps its context.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    try:
+        aside = jax.set_mesh(None)  # type: ignore[arg-type]
+    except ValueError:  # jax lets nothing be set while it traces
+        yield
+        return
+    with aside:
+        yield
+
+
+def _abstract(mesh: AnyMesh) -> AbstractMesh:
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
 
 def ambient() -> Ambient | None:
@@ -96,6 +127,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     spec = _activation_spec(leaf, here)  # on one device too: a mistyped name is an error there as well
     if here.mesh.size == 1:
         return x
+    if current().boundaries is not None:
+        current().boundaries.num_held += 1
     # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
     sharding = spec if _manual_axes(here) else NamedSharding(here.mesh, spec)
     return jax.lax.with_sharding_constraint(x, sharding)
@@ -143,8 +176,13 @@ def _activation_spec(leaf: Leaf, here: Ambient) -> PartitionSpec:
     manual = _manual_axes(here)
     if not manual:
         return resolve(leaf, here.rules, here.mesh).spec
-    auto = {axis: 1 if axis in manual else size for axis, size in axis_sizes(here.mesh).items()}
-    return without_axes(resolve(leaf, here.rules, auto).spec, manual)
+    return without_axes(resolve(leaf, here.rules, auto_sizes(here)).spec, manual)
+
+
+def auto_sizes(here: Ambient) -> dict[str, int]:
+    """Sizes of the mesh axes that are XLA's to split here; 1 where a `shard_map` is manual over one."""
+    manual = _manual_axes(here)
+    return {axis: 1 if axis in manual else size for axis, size in axis_sizes(here.mesh).items()}
 
 
 def _manual_axes(here: Ambient) -> frozenset[str]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshpar.sharding.types import is_whole, near, problem
+from meshpar.sharding.types import AnyMesh, is_whole, near, problem
 
 AXES = ("data", "stage", "fsdp", "expert", "tensor")
 """The standard mesh axes, slowest network first. Axes a user adds stand just outside `tensor`."""
@@ -249,11 +249,14 @@ def _checked_size(name: str, size: int) -> int:
     return int(size)
 
 
-def check_mesh(where: str, mesh: Any) -> None:
-    """See that this is a mesh whose axes are XLA's to split.
+def with_auto_axes(where: str, mesh: Any) -> AnyMesh:
+    """The mesh, its axes XLA's to split: an Explicit one, as `jax.make_mesh` gives it, is taken as Auto.
+
+    Devices and names stay. Where arrays lie follows from the rules, so nothing is lost: an Explicit axis asks that
+    every operation says how its result lies, and here the compiler finds that out.
 
     Raises:
-      ValueError: it is no mesh, or one with Explicit axes.
+      ValueError: it is no mesh.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         spec = isinstance(mesh, MeshSpec)
@@ -263,15 +266,13 @@ def check_mesh(where: str, mesh: Any) -> None:
             "it is only the sizes of one" if spec else f"it is a {type(mesh).__name__}",
             "write .build() behind it, or .abstract() to plan" if spec else "write mp.MeshSpec(fsdp=-1).build()",
         )
-    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
-    if explicit:
-        raise problem(
-            f"{where}, axis {', '.join(f'`{name}`' for name in explicit)}",
-            "let the compiler split arrays over it",
-            "it is an Explicit axis, which asks for a sharding of every operation instead",
-            "build the mesh with mp.MeshSpec(...).build(), or give jax.make_mesh "
-            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}",
-        )
+    if AxisType.Explicit not in mesh.axis_types:
+        return mesh
+    types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    device = mesh.abstract_device
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, abstract_device=device)
 
 
 def node_of(device: jax.Device) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
@@ -19,6 +19,7 @@ from meshpar.sharding.types import (
     Leaf,
     MeshLike,
     axis_sizes,
+    near,
     near_or,
     num_shards,
     problem,
@@ -85,6 +86,21 @@ def first(*alternatives: str | tuple[str, ...] | None) -> First:
 
 
 @dataclasses.dataclass(frozen=True)
+class InTurn(First):
+    """Alternatives as Flax's lists of rules have them. Made by `Rules.from_logical_axis_rules`.
+
+    The lines of a list take their turn, whatever dim they are about: a dim gets the axes of the first line for its name
+    whose axes no line before has taken, and is not split where there is none.
+    """
+
+    lines: tuple[int, ...] = ()
+    """The line of each alternative."""
+
+    def __repr__(self) -> str:
+        return f"in_turn({', '.join(f'{n}: {x!r}' for n, x in zip(self.lines, self.alternatives, strict=True))})"
+
+
+@dataclasses.dataclass(frozen=True)
 class NamesOf:
     """Logical names given to a leaf by its path. Made by `names`."""
 
@@ -111,6 +127,7 @@ def names(*dims: str | None) -> NamesOf:
 
 DimRule: TypeAlias = str | tuple[str, ...] | First | _Replicated | None
 PathRule: TypeAlias = _Replicated | NamesOf | PartitionSpec | tuple[DimRule, ...]
+ModuleRule: TypeAlias = NamesOf | tuple[str | None, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +138,10 @@ class _Rule:
     value: Any
     origin: str = USER
     is_path: bool = False
+
+    def fires(self, path: str) -> bool:
+        """Whether a path, of a leaf or a module, is one of those it is about."""
+        return re.fullmatch(self.key, path) is not None
 
     def __str__(self) -> str:
         text = f"{self.key!r}: {self.value!r}" if self.is_path else f"{self.key}={self.value!r}"
@@ -143,6 +164,9 @@ class Rules:
     Args:
       paths: path pattern (a regular expression that must match the whole path) to `replicated`, to `names(...)`, or to
         one entry per dim as in a PartitionSpec. A pattern that stands later wins over one before it.
+      activations: path pattern of modules to one name or None for each dim of what they give, for models that do not
+        call `constrain`; None leaves it to the compiler. Without a rule, what modules of a model without names give is
+        split along the batch.
       **by_name: logical name to a mesh axis, a tuple of axes, `first(...)`, `replicated` or None (not split).
 
     Example:
@@ -151,22 +175,27 @@ class Rules:
 
     _by_name: dict[str, _Rule] = dataclasses.field(hash=False)
     _by_path: tuple[_Rule, ...] = ()
+    by_module: tuple[_Rule, ...] = ()
     known: frozenset[str] = frozenset()
     everything: str | None = None
     largest: Largest | None = None
     optional_axes: frozenset[str] = frozenset()
 
-    def __init__(self, *, paths: Mapping[str, PathRule] | None = None, **by_name: DimRule) -> None:
-        if not isinstance(paths or {}, Mapping):
-            raise problem(
-                f"Rules(paths={paths!r})",
-                "match paths",
-                f"`paths` is a {type(paths).__name__}, and must map each pattern to a layout",
-                "write paths={r'.*/scale': mp.replicated}",
-            )
+    def __init__(
+        self,
+        *,
+        paths: Mapping[str, PathRule] | None = None,
+        activations: Mapping[str, ModuleRule] | None = None,
+        **by_name: DimRule,
+    ) -> None:
+        _check_mapping("paths", paths, "{r'.*/scale': mp.replicated}")
+        _check_mapping("activations", activations, "{r'.*/mlp': ('batch', None, None)}")
         vars(self).update(
             _by_name={key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()},
             _by_path=tuple(_Rule(key, _checked_path_rule(key, x), is_path=True) for key, x in (paths or {}).items()),
+            by_module=tuple(
+                _Rule(key, _checked_module_rule(key, x), is_path=True) for key, x in (activations or {}).items()
+            ),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -205,13 +234,54 @@ class Rules:
             optional_axes=frozenset(optional_axes),
         )
 
+    @classmethod
+    def from_logical_axis_rules(
+        cls,
+        rules: Iterable[Any],
+        *,
+        axes: Mapping[str, str | None] | None = None,
+        batch: str | None = None,
+    ) -> Rules:
+        """Rules as Flax (`nn.logical_axis_rules`), T5X and MaxText (`logical_axis_rules` of its YAML) write them.
+
+        Args:
+          rules: pairs of a logical name and a mesh axis, several or None. A name may stand in several; the first one
+            whose axes are free in an array counts, line by line.
+          axes: their mesh axes by other names of yours ({"model": "tensor"}), or None to leave one out.
+          batch: the logical name of the batch's rows; by default `batch`, or else `activation_batch`.
+
+        Raises:
+          ValueError: an entry that is no such pair, or a name for the batch that the list lacks.
+
+        Example:
+          >>> Rules.from_logical_axis_rules([("batch", "data"), ("mlp", "model")], axes={"model": "tensor"}).axes
+          frozenset({'data', 'tensor'})
+        """
+        lines: dict[str, list[tuple[int, Any]]] = {}
+        for number, line in enumerate(rules):
+            name, choice = _checked_line(line)
+            named = tuple((axes or {}).get(axis, axis) for axis in spec_axes(choice))
+            kept = tuple(axis for axis in named if axis is not None)
+            lines.setdefault(name, []).append((number, kept or None))
+        rows = batch or next((name for name in ("batch", "activation_batch") if name in lines), None)
+        if rows is not None and rows not in lines:
+            where = f"from_logical_axis_rules(batch={batch!r})"
+            raise problem(where, "split the batch by its rule", "the list has no such name", near(rows, lines))
+        if rows is not None:
+            lines["batch"] = lines[rows]
+        values = {
+            name: InTurn(tuple(choice for _, choice in found), tuple(number for number, _ in found))
+            for name, found in lines.items()
+        }
+        return cls()._with(_by_name={name: _Rule(name, value, "logical_axis_rules") for name, value in values.items()})
+
     def __or__(self, other: Rules) -> Rules:
         if not isinstance(other, Rules):
             return NotImplemented
         return self._with(
             _by_name={**self._by_name, **other._by_name},
-            # A pattern said again takes its new place, so that the later one wins.
-            _by_path=tuple(r for r in self._by_path if r.key not in {o.key for o in other._by_path}) + other._by_path,
+            _by_path=_behind(self._by_path, other._by_path),
+            by_module=_behind(self.by_module, other.by_module),
             known=self.known | other.known,
             everything=other.everything or self.everything,
             largest=other.largest or self.largest,
@@ -222,18 +292,24 @@ class Rules:
         parts = [f"{rule.key}={rule.value!r}" for rule in self._by_name.values()]
         if self._by_path:
             parts.append("paths={" + ", ".join(f"{r.key!r}: {r.value!r}" for r in self._by_path) + "}")
+        if self.by_module:
+            parts.append("activations={" + ", ".join(f"{r.key!r}: {r.value!r}" for r in self.by_module) + "}")
         return f"Rules({', '.join(parts)})"
 
     def to_json(self) -> dict[str, Any]:
         """Names and paths as plain data, which `from_json` reads as rules of a user's."""
         by_name = {rule.key: _to_plain(rule.value) for rule in self._by_name.values()}
-        return {"by_name": by_name, "paths": {rule.key: _to_plain(rule.value) for rule in self._by_path}}
+        by_module = {rule.key: _to_plain(rule.value) for rule in self.by_module}
+        paths = {rule.key: _to_plain(rule.value) for rule in self._by_path}
+        return {"by_name": by_name, "paths": paths} | ({"activations": by_module} if by_module else {})
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Rules:
         """The rules that `to_json` gave."""
-        by_name, paths = ({key: _from_plain(x) for key, x in data[of].items()} for of in ("by_name", "paths"))
-        return Rules(paths=paths, **by_name)
+        by_name, paths, by_module = (
+            {key: _from_plain(x) for key, x in data.get(of, {}).items()} for of in ("by_name", "paths", "activations")
+        )
+        return Rules(paths=paths, activations=by_module, **by_name)
 
     @property
     def names(self) -> frozenset[str]:
@@ -267,11 +343,16 @@ class Rules:
 
     def path_rule(self, path: str) -> _Rule | None:
         """The path rule that fires on a path, None when there is none."""
-        return next((rule for rule in reversed(self._by_path) if re.fullmatch(rule.key, path)), None)
+        return next((rule for rule in reversed(self._by_path) if rule.fires(path)), None)
 
     def name_rule(self, name: str) -> _Rule | None:
         """The rule for a logical name, None when the name is unknown or known and not split."""
         return self._by_name.get(name)
+
+
+def _behind(mine: tuple[_Rule, ...], theirs: tuple[_Rule, ...]) -> tuple[_Rule, ...]:
+    """A pattern said again takes its new place, so that the later one wins."""
+    return (*(rule for rule in mine if rule.key not in {one.key for one in theirs}), *theirs)
 
 
 def _axes_in(value: Any) -> set[str]:
@@ -284,6 +365,8 @@ def _axes_in(value: Any) -> set[str]:
 
 
 def _to_plain(value: Any) -> Any:
+    if isinstance(value, InTurn):
+        return {"in_turn": [[n, _to_plain(one)] for n, one in zip(value.lines, value.alternatives, strict=True)]}
     if isinstance(value, First):
         return {"first": [_to_plain(one) for one in value.alternatives]}
     if isinstance(value, NamesOf):
@@ -298,8 +381,24 @@ def _from_plain(value: Any) -> Any:
         ((kind, given),) = value.items()
         if kind == "replicated":
             return replicated
+        if kind == "in_turn":
+            lines, choices = zip(*given, strict=True)
+            return InTurn(tuple(map(_from_plain, choices)), tuple(lines))
         return first(*map(_from_plain, given)) if kind == "first" else names(*given)
     return tuple(map(_from_plain, value)) if isinstance(value, list) else value
+
+
+def _checked_line(line: Any) -> tuple[str, DimRule]:
+    if isinstance(line, tuple | list) and len(line) == 2 and isinstance(line[0], str):
+        choice = tuple(line[1]) if isinstance(line[1], list) else line[1]
+        if choice in (None, ()) or isinstance(choice, str) or _is_axes(choice):
+            return line[0], choice or None
+    raise problem(
+        f"from_logical_axis_rules, entry {line!r}",
+        "read it",
+        "an entry is a logical name and a mesh axis, several different ones, or None",
+        'write ("mlp", "tensor")',
+    )
 
 
 def _checked_dim_rule(key: str, value: Any, where: str = "rule for") -> DimRule:
@@ -320,7 +419,17 @@ def _is_axes(value: Any) -> bool:
     return named and len(set(value)) == len(value)
 
 
-def _checked_path_rule(pattern: str, value: Any) -> PathRule:
+def _check_mapping(field: str, given: Any, example: str) -> None:
+    if not isinstance(given or {}, Mapping):
+        raise problem(
+            f"Rules({field}={given!r})",
+            "match paths",
+            f"`{field}` is a {type(given).__name__}, and must map each pattern to a layout",
+            f"write {field}={example}",
+        )
+
+
+def _check_pattern(pattern: Any) -> None:
     try:
         re.compile(str(pattern))
     except re.error as error:
@@ -337,6 +446,24 @@ def _checked_path_rule(pattern: str, value: Any) -> PathRule:
             f"a pattern is a string, and this is of type {type(pattern).__name__}",
             "write a regular expression for the whole path, say r'.*/kernel'",
         )
+
+
+def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
+    _check_pattern(pattern)
+    if value is None or isinstance(value, NamesOf):
+        return value
+    if isinstance(value, tuple | list):
+        return names(*value)
+    raise problem(
+        f"activation rule `{pattern}`",
+        f"mean {value!r}",
+        "a module maps to one name or None for each dim of what it gives, or to None: as the compiler likes",
+        'write ("batch", "seq", "act_mlp")',
+    )
+
+
+def _checked_path_rule(pattern: str, value: Any) -> PathRule:
+    _check_pattern(pattern)
     if isinstance(value, _Replicated | NamesOf):
         return value
     if isinstance(value, PartitionSpec | tuple | list):
@@ -482,8 +609,20 @@ def _fit(
     for dim, value in enumerate(wanted):
         if isinstance(value, str | tuple):
             entries[dim] = _place(leaf, dim, value, labels[dim], rules, sizes, taken)
+    turns = [
+        (line, dim, choice)
+        for dim, value in enumerate(wanted)
+        if isinstance(value, InTurn)
+        for line, choice in zip(value.lines, value.alternatives, strict=True)
+    ]
+    settled: set[int] = set()
+    for _, dim, choice in sorted(turns, key=lambda turn: turn[:2]):
+        if dim not in settled and not any(axis in taken for axis in spec_axes(choice)):
+            settled.add(dim)
+            entries[dim] = None if choice is None else _place(leaf, dim, choice, labels[dim], rules, sizes, taken)
+            meant = meant or choice is None
     for dim, value in enumerate(wanted):
-        if isinstance(value, First):
+        if isinstance(value, First) and not isinstance(value, InTurn):
             entries[dim] = _first_that_fits(leaf, dim, value, labels[dim], rules, sizes, taken)
             meant = meant or (None in value.alternatives and num_shards([entries[dim]], sizes) == 1)
     return entries, meant

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.sharding.adapters import Model, Variables
-from meshpar.sharding.context import use
-from meshpar.sharding.mesh import check_mesh
+from meshpar.sharding.context import apart, tracing
+from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.printing import Printed, human_mesh
 from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve
 from meshpar.sharding.types import (
@@ -28,6 +28,7 @@ from meshpar.sharding.types import (
     PyTree,
     axes_of_spec,
     axis_sizes,
+    is_spec,
     leaf_of,
     near,
     near_or,
@@ -38,6 +39,9 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
 )
 from meshpar.training.precision import Precision, cast_floating
+
+Trainable: TypeAlias = str | Callable[[str], bool] | None
+"""A pattern for whole paths of parameters, or a function of a path; None: all of them."""
 
 
 class Totals(NamedTuple):
@@ -109,7 +113,8 @@ class ShardingTable(Printed):
         for d in self.params:
             shape = "×".join(map(str, d.leaf.shape)) or "scalar"
             names = "" if d.leaf.names is None else ", ".join(name or "–" for name in d.leaf.names)
-            cells = (d.path, shape, d.leaf.dtype.name, names, d.rule, spec_text(d.spec))
+            rule = d.rule if d.leaf.is_trained else f"{d.rule}; frozen"
+            cells = (d.path, shape, d.leaf.dtype.name, names, rule, spec_text(d.spec))
             table.add_row(*map(Text, cells), human_bytes(d.bytes_per_device))
         return table
 
@@ -150,21 +155,23 @@ def shardings(
     *,
     tx: optax.GradientTransformation | None = None,
     precision: Precision | None = None,
+    trainable: Trainable = None,
 ) -> ShardingTable:
     """Decide how every leaf lies on the mesh; needs no devices (`MeshSpec.abstract`).
 
     Args:
       model: whose parameters.
-      mesh: a mesh, or an abstract one.
+      mesh: a mesh, or an abstract one. Explicit axes (`jax.make_mesh`) are taken as Auto, here and everywhere.
       strategy: a strategy, or bare `Rules` that serve all its parts.
       tx: the optimizer, to decide about its state too.
       precision: when it names a parameter dtype, leaves are counted in it.
+      trainable: as for `init_state`.
 
     Raises:
       ValueError: a rule that does not fit, a user's rule that matches nothing, a preset none of whose rules match,
         a big leaf that would be replicated by accident.
     """
-    return lay_out(model, mesh, as_strategy(strategy), tx, precision or Precision()).table
+    return lay_out(model, mesh, as_strategy(strategy), tx, precision or Precision(), trainable).table
 
 
 # ---- Laying out a whole state ----------------------------------------------------------------------------------------
@@ -187,25 +194,34 @@ class Layout:
     """Shapes and dtypes."""
 
 
+@apart()
 def lay_out(
-    model: Model, mesh: AnyMesh, strategy: Strategy, tx: optax.GradientTransformation | None, precision: Precision
+    model: Model,
+    mesh: AnyMesh,
+    strategy: Strategy,
+    tx: optax.GradientTransformation | None,
+    precision: Precision,
+    trainable: Trainable = None,
 ) -> Layout:
     """Resolve every leaf of the state and check the decisions as a whole; errors as in `shardings`."""
-    _check_kinds(model, mesh, tx)
+    mesh = with_auto_axes("mesh", mesh)
+    _check_kinds(model, tx)
     strategy.check_axes(mesh)
-    with use(mesh, strategy):
+    with tracing(mesh, strategy):
         variables = model.abstract()
         names = model.names()
     if precision.params is not None:
         cast = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
         variables = variables._replace(params=cast)
     leaves, extra_leaves = _leaves(variables.params, names), _leaves(variables.extra, {})
+    leaves = _with_frozen(leaves, trainable)
+    trained = [leaf.is_trained for leaf in leaves]
     parts = (strategy.params, strategy.grads, strategy.optimizer)
     by_stage = _ByStage.of(strategy, mesh)
     decided = {rules: [by_stage.resolve(leaf, rules) for leaf in leaves] for rules in dict.fromkeys(parts)}
     params, grads, updates = (decided[rules] for rules in parts)
     _check_rules_used(leaves, extra_leaves, [*params, *grads, *updates], strategy)
-    opt_state = None if tx is None else jax.eval_shape(tx.init, variables.params)
+    opt_state = None if tx is None else jax.eval_shape(tx.init, only(trained, variables.params, variables.params))
     optimizer = [] if tx is None else _optimizer_decisions(tx, opt_state, updates, mesh)
     # Extras have no names: a path rule may place them, else they are replicated.
     rules = strategy.params
@@ -223,7 +239,7 @@ def lay_out(
             mesh=axis_sizes(mesh),
             strategy=strategy.label,
             params=tuple(params),
-            grads=tuple(grads),
+            grads=tuple(decision for decision in grads if decision.leaf.is_trained),
             optimizer=tuple(optimizer),
             extra=tuple(extra),
             idle=tuple(axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in named),
@@ -288,6 +304,31 @@ class _ByStage:
         )
 
 
+def only(chosen: Sequence[bool], tree: PyTree, like: PyTree) -> PyTree:
+    """A tree of the structure of `like`, with nothing in the place of what is not chosen."""
+    leaves = zip(jax.tree.leaves(tree, is_leaf=is_spec), chosen, strict=True)
+    return jax.tree.unflatten(jax.tree.structure(like), [x if is_chosen else None for x, is_chosen in leaves])
+
+
+def _with_frozen(leaves: list[Leaf], trainable: Trainable) -> list[Leaf]:
+    if trainable is None:
+        return leaves
+    where, paths = f"trainable={trainable!r}", [leaf.path for leaf in leaves]
+    if not (isinstance(trainable, str) or callable(trainable)):
+        exists = f"it is a {type(trainable).__name__}, and must be a pattern or a function of a path"
+        raise problem(where, "choose parameters by it", exists, "write trainable=r'.*/(lora_a|lora_b)'")
+    try:
+        chosen = re.compile(trainable).fullmatch if isinstance(trainable, str) else trainable
+    except re.error as error:
+        exists, fix = f"it is no regular expression ({error})", "write one that matches a parameter's whole path"
+        raise problem(where, "choose parameters by it", exists, fix) from error
+    if not any(chosen(path) for path in paths):
+        exists = f"it chooses none of the model's {len(paths)} parameters"
+        otherwise = "choose one by its whole path"
+        raise problem(where, "train something", exists, near_or(str(trainable), paths, otherwise))
+    return [dataclasses.replace(leaf, is_trained=bool(chosen(leaf.path))) for leaf in leaves]
+
+
 def _leaves(tree: PyTree, names: Mapping[str, Names]) -> list[Leaf]:
     return [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(tree)]
 
@@ -296,7 +337,7 @@ def _optimizer_decisions(
     tx: optax.GradientTransformation, opt_state: PyTree, updates: Sequence[Decision], mesh: AnyMesh
 ) -> list[Decision]:
     """Optimizer state follows the parameter it belongs to; what belongs to none (counts) is whole everywhere."""
-    by_path = {decision.path: decision for decision in updates}
+    by_path = {decision.path: decision for decision in updates if decision.leaf.is_trained}
 
     def owners_of(tree: PyTree) -> PyTree:
         # By path, not by structure: a mask leaves some parameters out, and some optimizers keep a list for each.
@@ -351,8 +392,8 @@ def _kept_dims(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None,
 # ---- Checks over the whole -------------------------------------------------------------------------------------------
 
 
-def _check_kinds(model: Any, mesh: Any, tx: Any) -> None:
-    """The likely mix-ups: the module itself, the sizes of a mesh, an optimizer that was not called."""
+def _check_kinds(model: Any, tx: Any) -> None:
+    """The likely mix-ups: the module itself, an optimizer that was not called."""
     if not isinstance(model, Model):
         raise problem(
             "model",
@@ -360,7 +401,6 @@ def _check_kinds(model: Any, mesh: Any, tx: Any) -> None:
             "meshpar takes a Model, whose arrays do not exist yet",
             "wrap it: mp.from_nnx(lambda rngs: ...), mp.from_linen(module, example_batch) or mp.from_functions(...)",
         )
-    check_mesh("mesh", mesh)
     if tx is not None and not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise problem(
             "optimizer",

@@ -36,6 +36,8 @@ class Leaf:
     dtype: np.dtype
     names: Names | None = None
     """Logical names of its dims; None when the model says nothing about it."""
+    is_trained: bool = True
+    """Whether the optimizer updates it; what it does not has no gradient."""
 
     def __post_init__(self) -> None:
         if self.names is not None and len(self.names) != len(self.shape):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,24 +11,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
+from meshpar.sharding.context import apart
+from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, problem, tree_leaves_with_paths
 
 
 def batch_sharding(mesh: AnyMesh, strategy: Strategy | Rules) -> NamedSharding:
     """How a batch lies on the mesh: its first dim by the strategy's rule for `batch`."""
+    mesh = with_auto_axes("mesh", mesh)
     leaf = Leaf(path="batch", shape=(mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
     return NamedSharding(mesh, resolve(leaf, as_strategy(strategy).activations, mesh).spec)
 
 
+@apart()
 def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rules) -> PyTree:
     """Lay a host batch on the mesh.
 
     Args:
-      batch: a pytree of arrays whose first dim is the global batch.
+      batch: a pytree of arrays whose first dim is the global batch; scalars and random keys go to every device.
       mesh: the devices.
       strategy: whose rule for `batch` shards it.
 
@@ -36,7 +41,59 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
     """
     sharding = batch_sharding(mesh, strategy)
     check_batch(batch, sharding, accumulate=1)
-    return jax.device_put(batch, sharding)
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    batch = with_auto_types(batch)
+    return jax.device_put(batch, jax.tree.map(lambda x: sharding if np.ndim(x) else whole, batch))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForAllRows:
+    """A scalar or a random key of a batch, once for every row, so that it is cut as the rows are."""
+
+    each: Any
+
+
+def as_rows(batch: PyTree, sharding: NamedSharding | None = None) -> PyTree:
+    """The batch, its scalars and keys as `ForAllRows`; what a step is traced with."""
+    leaves = jax.tree.leaves(batch)
+    if all(np.ndim(x) for x in leaves):
+        return batch
+    num_rows = max((np.shape(x)[0] for x in leaves if np.ndim(x)), default=0)
+
+    def whole(x: Any) -> Any:
+        if np.ndim(x):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return ForAllRows(jax.ShapeDtypeStruct((num_rows,), x.dtype))
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            return ForAllRows((jnp if isinstance(x, jax.core.Tracer) else np).broadcast_to(x, (num_rows,)))
+        rows = jnp.broadcast_to(x, (num_rows,))  # on the devices where the scalar is
+        return ForAllRows(rows if sharding is None else jax.device_put(rows, sharding))
+
+    return jax.tree.map(whole, batch)
+
+
+def as_given(rows: PyTree) -> PyTree:
+    """The same as the user's function takes it, scalars again."""
+    return jax.tree.map(
+        lambda x: x.each[0] if isinstance(x, ForAllRows) else x, rows, is_leaf=lambda x: isinstance(x, ForAllRows)
+    )
+
+
+def with_auto_types(batch: PyTree) -> PyTree:
+    """The batch; arrays on a mesh with Explicit axes, as `jax.make_mesh` gives it, lie as they lay, on Auto ones."""
+
+    def auto(x: Any) -> Any:
+        laid = getattr(x, "sharding", None)
+        if not (isinstance(laid, NamedSharding) and AxisType.Explicit in laid.mesh.axis_types):
+            return x
+        on = NamedSharding(with_auto_axes("batch", laid.mesh), laid.spec)
+        return (
+            jax.device_put(x, on) if isinstance(x, jax.Array) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
+        )
+
+    return jax.tree.map(auto, batch)
 
 
 def split_by(sharding: NamedSharding) -> tuple[str, ...]:
@@ -68,11 +125,11 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str) ->
                 "leave it out of the batch, or turn it into numbers first (text: into tokens)",
             )
     for path, shape in shapes.items():
-        if shape[:1] != (rows,):
+        if shape and shape[0] != rows:
             raise problem(
                 f"batch leaf `{path}` of shape {shape}",
                 "be split by rows",
-                f"it has {shape[0] if shape else 'no'} rows and another leaf has {rows}",
+                f"it has {shape[0]} rows and another leaf has {rows}",
                 "give every leaf the same first dim, the global batch",
             )
     unit = shards * count

@@ -34,6 +34,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshpar.sharding.context import apart
 from meshpar.sharding.types import PyTree, check_count, path_str, problem
 from meshpar.training.state import Setup, TrainState
 
@@ -89,6 +90,7 @@ class Checkpoints:
 
         return sorted(found.step for found in ocp_path.step.standard_name_format().find_all(self.folder))
 
+    @apart()
     def save(self, state: TrainState, *, data_state: Mapping[str, Any] | None = None, wait: bool = False) -> bool:
         """Write a checkpoint of the state's step, in the background.
 
@@ -117,6 +119,7 @@ class Checkpoints:
             self.wait()
         return new
 
+    @apart()
     def restore(self, target: Setup | TrainState, step: int | None = None) -> Restored | None:
         """Read a checkpoint into the shards of another state, whatever mesh, strategy or device count wrote it.
 

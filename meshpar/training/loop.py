@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshpar.sharding.context import apart
 from meshpar.sharding.types import PyTree, check_count, problem
 from meshpar.training import interrupts
 from meshpar.training.checkpoint import Checkpoints
@@ -745,6 +746,7 @@ class _Agreement:
         self._num_devices = flat.size
         self._asked: collections.deque[jax.Array] = collections.deque()
 
+    @apart()
     def any(self, received: bool) -> bool:
         """Ask whether any process has received one by now; the answer to the question of a few steps ago."""
         mine = np.full((self._num_devices,), received)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import source_info_util
 
 from meshpar.sharding.context import current, within
 from meshpar.sharding.types import PyTree, near, problem
@@ -49,6 +51,74 @@ def cast_floating(tree: PyTree, dtype: str | None) -> PyTree:
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+# ---- What computes in a wider dtype than asked ---------------------------------------------------------------------
+
+TOLD_FROM = 0.1
+"""From this share of a step's matmuls on: a router, or a head in float32, is meant."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WideWork:
+    """Matmuls and convolutions that a step computes in a wider dtype than `Precision.compute` asks for."""
+
+    precision: Precision
+    share: float
+    """Of the FLOPs of all of them."""
+    dtype: str
+    where: str
+    """The line of the costliest one."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.share:.0%} of the matmul FLOPs are in {self.dtype}, most at {self.where}, although "
+            f"Precision(compute={self.precision.compute!r}) hands the model its parameters in that dtype"
+        )
+
+    @property
+    def fix(self) -> str:
+        return (
+            f"build the model's modules with dtype={self.precision.compute}, and cast {self.dtype} inputs in the loss "
+            "function: modules of a wider dtype, and wider inputs, make a model cast its parameters back"
+        )
+
+
+def wide_work(jaxpr: Any, precision: Precision) -> WideWork | None:
+    """What a traced step computes wider than asked; None: nothing worth telling, or nothing was asked."""
+    if precision.compute is None:
+        return None
+    asked, all_flops = jnp.dtype(precision.compute).itemsize, 0
+    wide: dict[tuple[str, str], int] = {}
+    for flops, eqn in _products(jaxpr, 1):
+        dtypes = [x.aval.dtype for x in eqn.invars[:2]]
+        all_flops += flops
+        if all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > asked for dtype in dtypes):
+            key = dtypes[0].name, source_info_util.summarize(eqn.source_info)
+            wide[key] = wide.get(key, 0) + flops
+    if sum(wide.values()) < max(TOLD_FROM * all_flops, 1):
+        return None
+    dtype, where = max(wide, key=lambda key: wide[key])
+    return WideWork(precision=precision, share=sum(wide.values()) / all_flops, dtype=dtype, where=where)
+
+
+def _products(jaxpr: Any, times: int) -> Iterator[tuple[int, Any]]:
+    """(FLOPs, equation) of every matmul and convolution, those in loops as often as they run."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            lhs, rhs = (x.aval for x in eqn.invars[:2])
+            numbers = eqn.params["dimension_numbers"]
+            if eqn.primitive.name == "dot_general":
+                each = math.prod(lhs.shape[dim] for dim in numbers[0][0])
+            else:  # the kernel's window and input features
+                each = rhs.size // max(rhs.shape[numbers.rhs_spec[0]], 1)
+            yield 2 * times * eqn.outvars[0].aval.size * each, eqn
+        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for value in eqn.params.values():
+            for one in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(one, "jaxpr", one)
+                if hasattr(inner, "eqns"):
+                    yield from _products(inner, times * length)
 
 
 @dataclasses.dataclass(eq=False)

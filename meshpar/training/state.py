@@ -13,11 +13,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.sharding.adapters import Model
-from meshpar.sharding.context import use
+from meshpar.sharding.adapters import Model, key_data_like
+from meshpar.sharding.context import apart, tracing
+from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.table import Layout, ShardingTable, lay_out
-from meshpar.sharding.types import AnyMesh, PyTree, is_spec, problem
+from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
+from meshpar.sharding.types import AnyMesh, Leaf, PyTree, is_spec, near_or, problem, tree_leaves_with_paths
 from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.precision import Precision, cast_floating
 
@@ -32,6 +33,7 @@ class Setup:
     strategy: Strategy
     precision: Precision
     layout: Layout
+    trainable: Trainable = None
 
     @property
     def table(self) -> ShardingTable:
@@ -46,6 +48,19 @@ class Setup:
     def batch_axes(self) -> tuple[str, ...]:
         """Mesh axes of more than one rank that split the batch."""
         return split_by(self.batch_sharding)
+
+    @property
+    def is_frozen(self) -> tuple[bool, ...]:
+        """Of each parameter, in the order of the table."""
+        return tuple(not decision.leaf.is_trained for decision in self.table.params)
+
+    def trained(self, tree: PyTree) -> PyTree:
+        """Of a tree like the parameters what the optimizer updates; None stands for the others."""
+        return only([not frozen for frozen in self.is_frozen], tree, self.layout.variables.params)
+
+    def with_frozen(self, trained: PyTree, tree: PyTree) -> PyTree:
+        """A tree like the parameters: what `trained` has, and what it has not of `tree`."""
+        return jax.tree.map(lambda x, y: y if x is None else x, trained, tree, is_leaf=lambda x: x is None)
 
     def named(self, specs: PyTree) -> PyTree:
         """A tree of PartitionSpecs as NamedShardings on this mesh."""
@@ -73,7 +88,7 @@ class Setup:
             params=self.layout.variables.params,
             opt_state=self.layout.opt_state,
             extra=self.layout.variables.extra,
-            key=jax.ShapeDtypeStruct((2,), np.uint32),
+            key=key_data_like(),
             skipped=jax.ShapeDtypeStruct((), np.int32),
             setup=self,
         )
@@ -81,25 +96,27 @@ class Setup:
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, self.shardings
         )
 
+    @apart()
     def init(self, key: jax.Array | int) -> TrainState:
         """Make the state; every array is born in its shards."""
         return self._jitted_init(_key_data(key))
 
+    @apart()
     def lower_init(self) -> Any:
         """The lowered program that makes the state, to look at."""
-        return self._jitted_init.lower(jax.ShapeDtypeStruct((2,), np.uint32))
+        return self._jitted_init.lower(key_data_like())
 
     @functools.cached_property
     def _jitted_init(self) -> Any:
         def make(key_data: jax.Array) -> TrainState:
             init_key, step_key = jax.random.split(jax.random.wrap_key_data(key_data))
-            with use(self.mesh, self.strategy):
+            with tracing(self.mesh, self.strategy):
                 params, extra = self.model.init(jax.random.key_data(init_key))
             params = cast_floating(params, self.precision.params)
             return TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=params,
-                opt_state=self.tx.init(params),
+                opt_state=self.tx.init(self.trained(params)),
                 extra=extra,
                 key=jax.random.key_data(step_key),
                 skipped=jnp.zeros((), jnp.int32),
@@ -123,7 +140,7 @@ class TrainState:
     extra: PyTree
     """What the model keeps beside parameters."""
     key: Any
-    """Raw data of the random key, uint32[2]; every step folds its number in."""
+    """Raw data of the random key, uint32[2] by jax's default implementation; every step folds its number in."""
     skipped: Any
     """Skipped updates: loss or gradients were not finite; int32."""
     setup: Setup = dataclasses.field(metadata={"static": True})
@@ -152,11 +169,14 @@ def make_setup(
     mesh: AnyMesh,
     strategy: Strategy | Rules,
     precision: Precision | None = None,
+    trainable: Trainable = None,
 ) -> Setup:
     """Resolve every leaf of a state without making it; errors as in `shardings`."""
-    strategy, precision = as_strategy(strategy), precision or Precision()
-    layout = lay_out(model, mesh, strategy, tx, precision)
-    return Setup(model=model, tx=tx, mesh=mesh, strategy=strategy, precision=precision, layout=layout)
+    strategy, precision, mesh = as_strategy(strategy), precision or Precision(), with_auto_axes("mesh", mesh)
+    layout = lay_out(model, mesh, strategy, tx, precision, trainable)
+    return Setup(
+        model=model, tx=tx, mesh=mesh, strategy=strategy, precision=precision, layout=layout, trainable=trainable
+    )
 
 
 def abstract_state(
@@ -166,9 +186,10 @@ def abstract_state(
     mesh: AnyMesh,
     strategy: Strategy | Rules,
     precision: Precision | None = None,
+    trainable: Trainable = None,
 ) -> TrainState:
     """The state's shapes, dtypes and shardings, with no arrays behind them: to lower, plan and restore with."""
-    return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision).abstract
+    return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision, trainable=trainable).abstract
 
 
 def init_state(
@@ -179,6 +200,7 @@ def init_state(
     strategy: Strategy | Rules,
     key: jax.Array | int,
     precision: Precision | None = None,
+    trainable: Trainable = None,
 ) -> TrainState:
     """Make a training state, every array born in its shards: no device ever holds a whole copy of a split array.
 
@@ -189,6 +211,8 @@ def init_state(
       strategy: a strategy, or bare `Rules`.
       key: a jax random key, or a seed.
       precision: when it names a parameter dtype, parameters are made in it.
+      trainable: which parameters are trained, by a pattern for their whole paths, or a function from a path to a truth.
+        The others are frozen: no gradient, no reduction, no optimizer state, and no part of `grad_norm`. None: all.
 
     Raises:
       ValueError: as in `shardings`; or an abstract mesh.
@@ -200,7 +224,56 @@ def init_state(
             "the mesh is abstract: it has no devices",
             "use MeshSpec.build(), or abstract_state",
         )
-    return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision).init(key)
+    setup = make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision, trainable=trainable)
+    return setup.init(key)
+
+
+@apart()
+def load_params(state: TrainState, params: PyTree) -> TrainState:
+    """Put pretrained weights into a state; go on with the one returned, which shares arrays with it.
+
+    Args:
+      state: from `init_state`. Its optimizer begins anew with the weights; all else stays.
+      params: as `state.params`: nested dicts (or what has their paths, an `nnx.State` too) of arrays, NumPy's or jax's,
+        the same on every process. Each is cast to the dtype of the state's and laid out as that lies.
+
+    Raises:
+      ValueError: a parameter that is missing or unknown, has another shape, or is no number where the state's is one.
+
+    Example:
+      >>> state = load_params(state, {**state.params, "head": new_head})  # the others as they are
+    """
+    setup = state.setup
+    given = dict(tree_leaves_with_paths(params.to_pure_dict() if hasattr(params, "to_pure_dict") else params))
+    known = {decision.path: decision for decision in setup.table.params}
+    for path in sorted(known.keys() ^ given.keys()):
+        is_known = path in known
+        raise problem(
+            f"load_params, `{path}`",
+            "find weights for it" if is_known else "put it in",
+            f"the {len(given)} weights given have no such path" if is_known else "the model has no such parameter",
+            near_or(path, given if is_known else known, "leave it out, or keep the state's: {**state.params, ...}"),
+        )
+    loaded = [
+        jax.device_put(_fitting(path, given[path], decision.leaf), NamedSharding(setup.mesh, decision.spec))
+        for path, decision in known.items()
+    ]
+    new = jax.tree.unflatten(jax.tree.structure(state.params), loaded)
+    begin = jax.jit(setup.tx.init, out_shardings=setup.shardings.opt_state)
+    return state.replace(params=new, opt_state=begin(setup.trained(new)))
+
+
+def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    kinds = [jnp.issubdtype(dtype, jnp.floating) for dtype in (x.dtype, leaf.dtype)]
+    if x.shape != leaf.shape or kinds[0] != kinds[1]:
+        raise problem(
+            f"load_params, `{path}`",
+            f"take {x.dtype.name}{list(x.shape)}",
+            f"the model has {leaf.dtype.name}{list(leaf.shape)}",
+            "transpose, reshape or cast it first",
+        )
+    return x.astype(leaf.dtype)
 
 
 def _key_data(key: jax.Array | int) -> np.ndarray:

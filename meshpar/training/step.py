@@ -7,9 +7,12 @@ gradients, replicated, and one reduction follows the loop: least traffic. `engin
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import re
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
@@ -19,12 +22,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.sharding.context import use
-from meshpar.sharding.types import PyTree, near_or, problem, tree_leaves_with_paths
-from meshpar.training.batch import check_batch
+from meshpar.sharding.activations import Boundaries, check_seen, held_between_modules
+from meshpar.sharding.context import Ambient, ambient, apart, auto_sizes, tracing
+from meshpar.sharding.types import PyTree, axes_of_spec, near_or, problem, tree_leaves_with_paths
+from meshpar.training.batch import as_given, as_rows, check_batch, with_auto_types
 from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Numerics, Precision, numerics
+from meshpar.training.precision import Numerics, Precision, numerics, wide_work
 from meshpar.training.reports import check_numbers, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
@@ -42,6 +46,7 @@ class _Program:
     def __init__(self) -> None:
         self._jitted: weakref.WeakKeyDictionary[Setup, Any] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakKeyDictionary[Setup, set[Any]] = weakref.WeakKeyDictionary()
+        self._told: weakref.WeakSet[Setup] = weakref.WeakSet()
 
     def jitted(self, state: TrainState, batch: PyTree) -> Any:
         """The jitted function for this state's setup; the batch is checked when its shapes or dtypes are new."""
@@ -67,15 +72,28 @@ class _Program:
     def _jit(self, setup: Setup, compile_options: Options) -> Any:
         raise AssertionError("a program says how it is jitted")
 
+    @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        return self.jitted(state, batch)(state, batch)
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
+        program = self.jitted(state, batch)
+        if state.setup not in self._told:
+            self._told.add(state.setup)
+            self._tell(program.trace(state, batch))
+        return program(state, batch)
 
+    def _tell(self, traced: Any) -> None:
+        """Before the first step, what its trace shows to be unlike what was asked. The call uses the same trace."""
+
+    @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
         return self.jitted(state, batch).trace(state, batch)
 
+    @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract."""
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
         return self.jitted(state, batch).lower(state, batch)
 
 
@@ -91,6 +109,11 @@ class TrainStep(_Program):
         own = getattr(engine_of(setup, self.options), "compile_options", None)
         return options_for(setup.mesh, self._xla, {} if own is None else own(setup, self.options))
 
+    def _tell(self, traced: Any) -> None:
+        wide = wide_work(traced.jaxpr.jaxpr, self.options.precision)
+        if wide is not None:
+            warnings.warn(f"{wide}. To change it, {wide.fix}.", stacklevel=4)
+
     def loss_of(self, setup: Setup) -> Loss:
         """The loss of some rows, with what the model adds to it."""
         return loss_of(self.loss_fn, setup)
@@ -98,6 +121,7 @@ class TrainStep(_Program):
     def _jit(self, setup: Setup, compile_options: Options) -> Any:
         _check_params_dtype(setup, self.options.precision)
         _check_prefetch(setup, self.options)
+        _check_frozen(setup, self.options)
         whole = NamedSharding(setup.mesh, PartitionSpec())
         return jax.jit(
             self._step,
@@ -110,10 +134,11 @@ class TrainStep(_Program):
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """What happens in a step, in order."""
         setup, options = state.setup, self.options
+        _check_state(state)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         engine = engine_of(setup, options)
         numbers = numerics(options.precision, options.remat)
-        with use(setup.mesh, setup.strategy), numbers as context, jax.named_scope("gradients"):
+        with tracing(setup.mesh, setup.strategy), numbers as context, jax.named_scope("gradients"):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
         _check_remat(options, context)
         with jax.named_scope("update"):
@@ -196,8 +221,9 @@ class EvalStep(_Program):
 
     def _evaluate(self, state: TrainState, batch: PyTree) -> dict[str, jax.Array]:
         setup = state.setup
+        _check_state(state)
         key = jax.random.wrap_key_data(state.key)
-        with use(setup.mesh, setup.strategy), numerics(self.precision, None):
+        with tracing(setup.mesh, setup.strategy), numerics(self.precision, None):
             params = compute_params(setup, state.params, self.precision.compute)
             loss, (metrics, _) = loss_of(self.loss_fn, setup, trains=False)(params, state.extra, batch, key)
         return {"loss": loss, **metrics}
@@ -249,6 +275,31 @@ def _check_prefetch(setup: Setup, options: StepOptions) -> None:
         raise problem(where, spec, exists, 'leave prefetch out, or use accumulate_mode="each"')
 
 
+def _check_frozen(setup: Setup, options: StepOptions) -> None:
+    engine = engine_of(setup, options).__name__.rpartition(".")[2]
+    if any(setup.is_frozen) and engine != "plain":
+        raise problem(
+            f"trainable= and {setup.strategy.label}" + ', accumulate_mode="once"' * options.is_once,
+            "leave frozen parameters out of the gradients",
+            "stages, kernels that quantize, and one reduction behind all micro-steps make gradients of all parameters",
+            'use accumulate_mode="each", a strategy without stages and quantize, or train all parameters',
+        )
+
+
+def _check_state(state: TrainState) -> None:
+    """Arrays put in by `state.replace` are of the dtypes and shapes that the state was laid out with."""
+    like = jax.tree.leaves(state.setup.abstract)
+    for (path, x), known in zip(tree_leaves_with_paths(state), like, strict=True):
+        if (x.shape, x.dtype) != (known.shape, known.dtype):
+            raise problem(
+                f"`{path}` of the state",
+                f"train it as {x.dtype.name}{list(x.shape)}",
+                f"the state was laid out with {known.dtype.name}{list(known.shape)}",
+                "put weights in by mp.load_params(state, params), which casts them and lays them out; another dtype of "
+                "parameters is init_state(precision=mp.Precision(params=...))",
+            )
+
+
 def _check_params_dtype(setup: Setup, precision: Precision) -> None:
     if precision.params is None:
         return
@@ -273,9 +324,12 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
     def loss(
         params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]:
-        model = setup.model.bind(params, extra)
-        with collecting() as reports:
-            out = loss_fn(model, rows, key)
+        with _held(setup, rows, trains), collecting() as reports:
+            model = setup.model.bind(params, extra)
+            try:
+                out = loss_fn(model, as_given(rows), key)
+            except NameError as error:
+                raise _explained(error) from error
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
             raise problem(
                 f"loss function `{getattr(loss_fn, '__name__', loss_fn)}`",
@@ -292,6 +346,47 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
         return value, ({name: jnp.asarray(value) for name, value in {**reports.metrics, **metrics}.items()}, after)
 
     return loss
+
+
+def _explained(error: NameError) -> Exception:
+    axis = re.search(r"unbound axis name: (\w+)", str(error))
+    if axis is None:
+        return error
+    return problem(
+        f"axis name `{axis[1]}` in the model",
+        "reduce over it, as BatchNorm(axis_name=...) does",
+        "a step sees the global batch: its means and sums are over all rows already",
+        f"leave out axis_name={axis[1]!r}",
+    )
+
+
+@contextlib.contextmanager
+def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
+    """What modules hand on is held: by rules for activations, and in models without names along the batch."""
+    here = ambient()
+    assert here is not None
+    num_rows = max((np.shape(x)[0] for x in jax.tree.leaves(rows) if np.ndim(x)), default=0)
+    with held_between_modules(num_rows, by_rows=not setup.model.names()) as boundaries:
+        yield
+    if trains:
+        check_seen(boundaries, here)
+        _warn_of_free_activations(setup, boundaries, here)
+
+
+def _warn_of_free_activations(setup: Setup, boundaries: Boundaries, here: Ambient) -> None:
+    """Tell it where nothing says how activations lie, and parameters are split over the axes of the batch."""
+    split = [d.path for d in setup.table.params if set(axes_of_spec(d.spec)) & set(setup.batch_axes) and d.shards > 1]
+    # An engine that gives each device its own rows leaves nothing of them to the compiler.
+    is_local = all(auto_sizes(here)[axis] == 1 for axis in setup.batch_axes)
+    if boundaries.num_held or not boundaries.by_rows or not split or is_local:
+        return
+    axes = ", ".join(f"`{axis}`" for axis in setup.batch_axes)
+    warnings.warn(
+        f"nothing says how activations of this model lie, and {len(split)} parameters (`{split[0]}`, ...) are split "
+        f"over {axes}, as the batch is: the compiler may gather and scatter activations in their place. Lay them out "
+        'with mp.constrain(x, "batch", ...) between layers; mp.explain(step, state, batch) shows what is sent.',
+        stacklevel=2,
+    )
 
 
 def _check_extra(before: PyTree, after: PyTree) -> None:
@@ -313,7 +408,7 @@ def _check_extra(before: PyTree, after: PyTree) -> None:
 
 def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainState, dict[str, jax.Array]]:
     setup = state.setup
-    shards = setup.named(setup.layout.updates)
+    shards = setup.named(setup.trained(setup.layout.updates))
 
     def mean(x: jax.Array) -> jax.Array:
         return x if options.accumulate == 1 and options.weight is None else x / sums.weight.astype(x.dtype)
@@ -322,7 +417,7 @@ def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainS
     metrics = {name: x if is_counted(x) else mean(x) for name, x in sums.metrics.items()}
     # Where parameters are whole and optimizer state is not (ZeRO-1 and 2), each device updates its shard, and pinning
     # the new parameters makes one gather each.
-    old = constrained(state.params, shards)
+    old = constrained(setup.trained(state.params), shards)
     grads = jax.tree.map(lambda g, p: mean(g).astype(p.dtype), constrained(sums.grads, shards), old)
     updates, opt_state = setup.tx.update(grads, state.opt_state, old)
     params = optax.apply_updates(old, updates)
@@ -338,6 +433,7 @@ def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainS
         )
         skipped = skipped + jnp.where(finite, 0, 1)
         metrics |= {"grad_norm": norm, "finite": finite}
+    params = setup.with_frozen(params, state.params)
     new = state.replace(
         step=state.step + 1, params=params, opt_state=opt_state, extra=extra, skipped=skipped.astype(jnp.int32)
     )

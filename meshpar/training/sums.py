@@ -39,9 +39,15 @@ class Sums:
         return dataclasses.replace(self, **changes)
 
 
-def micro_step(loss: Loss, options: StepOptions, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-    """Loss and gradients of one micro-step, times its weight."""
-    (value, (metrics, extra)), grads = jax.value_and_grad(loss, has_aux=True)(params, extra, rows, key)
+def micro_step(loss: Loss, options: StepOptions, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array,
+               *, setup: Setup | None = None) -> Sums:  # fmt: skip
+    """Loss and gradients of one micro-step, times its weight; with `setup` none of parameters that it freezes."""
+
+    def of_trained(trained: PyTree) -> Any:
+        return loss(trained if setup is None else setup.with_frozen(trained, params), extra, rows, key)
+
+    trained = params if setup is None else setup.trained(params)
+    (value, (metrics, extra)), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
     grads = jax.tree.map(lambda g: g.astype(options.precision.reduce_dtype(g.dtype)), grads)
     return weighed(options, value, metrics, grads, extra)
 

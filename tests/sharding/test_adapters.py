@@ -373,6 +373,153 @@ def test_init_takes_typed_keys_and_raw_ones():
         jax.tree.map(np.testing.assert_array_equal, typed, raw)
 
 
+class Sows(nn.Module):
+    """Says an auxiliary loss as strangers do: by a sum and, the default, in a tuple."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+        self.sow("losses", "aux", (x**2).mean(), init_fn=lambda: jnp.zeros(()), reduce_fn=lambda a, b: a + b)
+        self.sow("seen", "mean", x.mean())
+        return x
+
+
+def test_what_a_linen_module_sows_is_of_one_step(mesh):
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+    def loss_fn(model, batch, key):
+        y = model(batch)
+        return (y**2).mean() + model.extra["losses"]["aux"], {"aux": model.extra["losses"]["aux"]}
+
+    model = mp.from_linen(Sows(), x)
+    state = mp.init_state(model, optax.sgd(0.0), mesh=mesh, strategy=mp.ddp(), key=0)
+    params, stats = (jax.tree.map(np.asarray, tree) for tree in (state.params, state.extra["batch_stats"]))
+    _, flax = Sows().apply({"params": params, "batch_stats": stats}, x, mutable=["losses", "seen", "batch_stats"])
+    step = mp.train_step(loss_fn)
+    for _ in range(3):
+        state, metrics = step(state, x)
+        np.testing.assert_allclose(metrics["aux"], flax["losses"]["aux"], rtol=1e-5)
+        assert [x.shape for x in state.extra["seen"]["mean"]] == [()]
+    moved = state.extra["batch_stats"]["BatchNorm_0"]["var"]
+    assert not np.allclose(moved, flax["batch_stats"]["BatchNorm_0"]["var"]), "statistics go on from step to step"
+
+
+class FromData(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x - self.param("mean", lambda key: x.mean(0))
+
+
+def test_an_initialisation_from_data_sees_the_arrays_given(mesh):
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    for given, mean in ((x, x.mean(0)), (jax.device_put(x), x.mean(0)), (shape, np.zeros(4))):
+        state = mp.init_state(mp.from_linen(FromData(), given), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
+        np.testing.assert_array_equal(state.params["mean"], mean)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What plain nnx.jit and jax train
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Odd(nnx.Module):
+    """State as strangers keep it: bare arrays, NumPy's, numbers, nothing, trees."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.bare = nnx.data([jnp.arange(4.0), np.ones(4)])
+        self.table = np.arange(4.0)
+        self.calls = nnx.Variable(0)
+        self.nothing, self.no_weight = nnx.Variable(None), nnx.Param(None)
+        self.tree = nnx.Variable({"mean": jnp.zeros(4)})
+        self.normed = nnx.WeightNorm(nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        self.tree.set_value({"mean": x.mean(0)})
+        return self.normed(self.linear(x) + self.bare[1] + self.table)
+
+
+def _square(model, batch, key):
+    return (model(batch) ** 2).mean(), {}
+
+
+def test_nnx_state_that_is_no_variable_of_an_array(mesh):
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    state = mp.init_state(mp.from_nnx(Odd), optax.sgd(0.0), mesh=mesh, strategy=mp.ddp(), key=jax.random.key(0))
+    step = mp.train_step(_square)
+    first, metrics = step(state, x)
+    second, _ = step(first, x)
+    assert int(second.extra["calls"]) == 2
+    assert second.extra["calls"].dtype == jnp.int32
+    np.testing.assert_allclose(second.extra["tree"]["mean"], x.mean(0), rtol=1e-5)
+    assert "no_weight" not in {path for path, _ in tree_leaves_with_paths(second.params)}
+    model = second.bound()
+    assert isinstance(model.calls, nnx.Variable)
+    np.testing.assert_allclose(metrics["loss"], (model(x) ** 2).mean(), rtol=1e-5)
+
+
+class ShortNames(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        init = nnx.initializers.normal()
+        self.conv = nnx.Conv(8, 8, (4,), kernel_init=nnx.with_partitioning(init, ("embed", "mlp")), rngs=rngs)
+        self.out = nnx.Linear(8, 8, kernel_init=nnx.with_partitioning(init, P()), rngs=rngs)
+
+
+def test_names_shorter_than_an_arrays_rank_are_read_as_jax_reads_specs(mesh):
+    model = mp.from_nnx(ShortNames)
+    names = {leaf.path: leaf.names for leaf in model.leaves()}
+    assert names["conv/kernel"] == ("embed", "mlp", None)
+    assert names["out/kernel"] is None
+    rules = mp.fsdp() | mp.Rules(paths={r"conv/kernel": mp.names(None, "embed", "mlp")})
+    assert mp.shardings(model, mesh, rules)["conv/kernel"].spec == P(None, "fsdp", None)
+
+
+def test_functions_that_keep_state(mesh):
+    def init(key):
+        return {"w": jax.random.normal(key, (4, 4))}, {"calls": jnp.zeros((), jnp.int32)}
+
+    def apply(params, kept, x):
+        return x @ params["w"], {"calls": kept["calls"] + 1}
+
+    model = mp.from_functions(init, apply, keeps_state=True)
+    state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
+    step = mp.train_step(_square, accumulate=2)
+    for _ in range(3):
+        state, _ = step(state, np.ones((16, 4), np.float32))
+    assert int(state.extra["calls"]) == 6
+    with pytest.raises(mp.MeshparError, match=r"`init`.*give \(params, state\).*dict"):
+        mp.from_functions(lambda key: {"w": key}, apply, keeps_state=True).abstract()
+
+
+def test_another_default_implementation_of_random_keys(mesh):
+    class Drops(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.linear, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.linear(x))
+
+    with jax.default_prng_impl("rbg"):
+        state = mp.init_state(mp.from_nnx(Drops), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
+        state, metrics = mp.train_step(_square)(state, np.ones((8, 4), np.float32))
+        assert state.key.shape == (4,)
+        assert np.isfinite(metrics["loss"])
+
+
+def test_a_batch_norm_over_an_axis_of_pmap_is_told_that_it_is_global_already(mesh):
+    class PerDevice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.BatchNorm(use_running_average=False, axis_name="devices")(nn.Dense(4)(x))
+
+    x = np.ones((8, 4), np.float32)
+    state = mp.init_state(mp.from_linen(PerDevice(), x), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
+    with pytest.raises(mp.MeshparError, match="`devices`.*over all rows already.*leave out axis_name"):
+        mp.train_step(_square)(state, x)
+
+
 def test_a_linen_module_takes_its_methods_and_arguments():
     class Two(nn.Module):
         def setup(self):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import meshpar as mp
-from meshpar.sharding.mesh import AXES, check_mesh, node_of
+from meshpar.sharding.mesh import AXES, node_of, with_auto_axes
 from meshpar.sharding.types import axis_sizes
 
 
@@ -219,9 +219,15 @@ def test_build_on_some_of_the_devices():
     assert [d.id for d in mesh.devices.flat] == [4, 5]
 
 
-def test_meshes_of_plain_jax_are_taken_when_their_axes_are_auto(mesh8):
-    check_mesh("here", mesh8)
-    check_mesh("here", Mesh(np.array(jax.devices()), ("fsdp",)))
-    check_mesh("here", AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,)))
-    with pytest.raises(mp.MeshparError, match=r"`fsdp`.*Explicit axis.*AxisType.Auto,\) \* 1"):
-        check_mesh("here", jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,)))
+def test_meshes_of_plain_jax_are_taken_explicit_ones_as_auto(mesh8):
+    for mesh in (
+        mesh8,
+        Mesh(np.array(jax.devices()), ("fsdp",)),
+        AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,)),
+    ):
+        assert with_auto_axes("here", mesh) is mesh
+    explicit = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    assert with_auto_axes("here", explicit) == Mesh(explicit.devices, ("fsdp", "tensor"))
+    abstract = with_auto_axes("here", explicit.abstract_mesh)
+    assert abstract == with_auto_axes("here", explicit).abstract_mesh
+    assert abstract.abstract_device.platform == "cpu"

@@ -324,3 +324,61 @@ def test_the_batch_is_split_over_the_axes_that_a_plain_mesh_has():
     assert axis_sizes(mesh) == {"fsdp": 8}
     decision = resolve(leaf(16, 3, names=("batch", None)), mp.fsdp().activations, mesh)
     assert decision.spec == P("fsdp", None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists of rules, as Flax and MaxText write them
+# ---------------------------------------------------------------------------------------------------------------------
+
+FLAX_LIST = (
+    ("batch", "data"),
+    ("vocab", "model"),
+    ("mlp", "model"),
+    ("heads", "model"),
+    ("embed", "model"),
+    ("embed", "data"),
+    ("kv", None),
+)
+MAXTEXT_LIST = [
+    ["activation_batch", ["data", "fsdp", "fsdp_transpose"]],
+    ["activation_mlp", ["tensor"]],
+    ["mlp", ["fsdp_transpose", "tensor"]],
+    ["embed", ["fsdp", "fsdp_transpose"]],
+    ["embed", ["fsdp"]],
+    ["norm", []],
+]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("embed", "mlp"), ("mlp", "embed"), ("vocab", "embed"), ("heads", "kv"), ("batch", "embed"), ("kv", "kv2")],
+)
+def test_a_list_of_flax_is_read_as_flax_reads_it(names):
+    from flax import linen as nn
+
+    rules = mp.Rules.from_logical_axis_rules([*FLAX_LIST, ("kv2", None)])
+    mesh = {"data": 2, "model": 4}
+    theirs = nn.logical_to_mesh_axes(names, [*FLAX_LIST, ("kv2", None)])
+    assert spec(rules, leaf(16, 16, names=names), mesh) == theirs
+    assert mp.Rules.from_json(rules.to_json()).name_rule("embed").value == rules.name_rule("embed").value
+
+
+def test_a_list_of_maxtext_is_read_with_its_axes_left_out_or_renamed():
+    rules = mp.Rules.from_logical_axis_rules(MAXTEXT_LIST, axes={"fsdp_transpose": None})
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).abstract()
+    kernel = leaf(16, 16, names=("embed", "mlp"), path="up")
+    assert spec(rules, kernel, mesh) == P("fsdp", "tensor")
+    rows = leaf(16, names=("batch",), path="batch")
+    assert spec(rules, rows, mesh) == P(("data", "fsdp"))
+    with pytest.raises(mp.MeshparError, match="`up` dim 1 .* the mesh has .*MeshSpec.fsdp_transpose="):
+        resolve(kernel, mp.Rules.from_logical_axis_rules(MAXTEXT_LIST), mesh)
+    with pytest.raises(mp.MeshparError, match="17 is not a multiple of 4"):
+        resolve(leaf(17, 16, names=("embed", "mlp")), rules, mesh)
+
+
+def test_mistakes_in_a_list_of_rules():
+    for entry in ("batch", ("batch",), ("batch", 3), (None, "data"), ("batch", ("data", "data"))):
+        with pytest.raises(mp.MeshparError, match="an entry is a logical name and a mesh axis"):
+            mp.Rules.from_logical_axis_rules([entry])
+    with pytest.raises(mp.MeshparError, match="batch='rows'.*no such name"):
+        mp.Rules.from_logical_axis_rules(FLAX_LIST, batch="rows")

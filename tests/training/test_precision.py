@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from jax import lax
 
 import meshpar as mp
@@ -141,3 +144,46 @@ def test_bfloat16_compute_keeps_float32_parameters_and_learns():
     assert set(seen) == {jnp.dtype("bfloat16")}
     assert state.params["w"].dtype == jnp.float32
     assert losses[-1] < losses[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model that computes wider than asked
+# ---------------------------------------------------------------------------------------------------------------------
+
+BATCH = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+
+
+class Net(nn.Module):
+    dtype: str | None
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(32, dtype=self.dtype)(nn.gelu(nn.Dense(64, dtype=self.dtype)(x)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "told"),
+    [("float32", "bfloat16", True), (None, "float32", True), ("bfloat16", "float32", False), (None, "bfloat16", False)],
+)
+def test_a_model_that_casts_back_is_told_before_the_first_step_and_in_explain(dtype, inputs, told):
+    def loss_fn(model, batch, key):
+        x = batch.astype(inputs)
+        return ((model(x) - x).astype(jnp.float32) ** 2).mean(), {}
+
+    mesh = mp.MeshSpec(data=8).build()
+    model = mp.from_linen(Net(dtype), BATCH)
+    state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
+    step = mp.train_step(loss_fn, precision=mp.Precision(compute="bfloat16"))
+    findings = [one for one in mp.explain(step, state, BATCH).findings if one.rule == "wide-compute"]
+    assert bool(findings) == told
+    traces = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+            traces.append(len(caught))
+    assert traces == [told, told], "once"
+    if told:
+        assert "100% of the matmul FLOPs are in float32" in str(caught[0].message)
+        assert "Precision(compute=" not in findings[0].fix, "never the advice to set what is set"
+        assert "build the model's modules with dtype=bfloat16" in str(caught[0].message)

@@ -118,6 +118,34 @@ def test_a_state_in_another_parameter_dtype():
         mp.train_step(loss, precision=mp.Precision(params="float32")).lower(state, {"x": jnp.ones((8, 3))})
 
 
+def test_weights_are_put_in_cast_and_sharded():
+    mesh = mp.MeshSpec(fsdp=8).build()
+    tx = optax.chain(optax.trace(0.9), optax.ema(0.5), optax.scale(-0.1))
+    state = mp.init_state(make_model(), tx, mesh=mesh, strategy=mp.fsdp(), key=0)
+    given = {path: np.full(x.shape, 2.0, np.float16) for path, x in state.params.items()}
+    loaded = mp.load_params(state, {**given, "scale": state.params["scale"]})
+    assert loaded.params["up"].sharding == state.params["up"].sharding
+    np.testing.assert_array_equal(loaded.params["up"], np.full_like(state.params["up"], 2.0))
+    np.testing.assert_array_equal(loaded.params["scale"], state.params["scale"])
+    for wrong, match in (
+        ({**given, "upp": given["up"]}, "`upp`.*no such parameter.*did you mean `up`"),
+        ({"up": given["up"], "down": given["down"]}, "`scale`.*find weights for it"),
+        ({**given, "scale": given["scale"].T}, r"`scale`.*float16\[64, 4\].*float32\[4, 64\].*transpose"),
+        ({**given, "scale": given["scale"].astype(int)}, "`scale`.*cast it first"),
+    ):
+        with pytest.raises(mp.MeshparError, match=match):
+            mp.load_params(state, wrong)
+
+
+def test_weights_of_another_dtype_than_the_table_says_do_not_train():
+    state = mp.init_state(make_model(), optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp(), key=0)
+    half = {**state.params, "up": state.params["up"].astype(jnp.bfloat16)}
+    wrong = state.replace(params=half)
+    for run in (mp.train_step(loss), mp.eval_step(loss)):
+        with pytest.raises(mp.MeshparError, match="`params/up`.*bfloat16.*laid out with float32.*load_params"):
+            run(wrong, {"x": np.ones((8, 3), np.float32)})
+
+
 def test_an_abstract_mesh_can_be_planned_on_but_not_filled():
     mesh = mp.MeshSpec(fsdp=64, tensor=8).abstract()
     strategy = mp.fsdp() | mp.tensor_parallel()

@@ -402,3 +402,88 @@ def test_eval_step_gives_the_loss_and_keeps_the_state():
     _, trained = mp.train_step(loss_fn)(state, make_batch(0))
     assert float(metrics["loss"]) == pytest.approx(float(trained["loss"]), rel=1e-6)
     assert float(again["loss"]) == float(metrics["loss"])
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"accumulate": 2, "accumulate_mode": "once"}], ids=str)
+def test_scalars_and_keys_of_a_batch_are_for_all_rows(options):
+    mesh = mp.MeshSpec(data=8).build()
+    model = mp.from_functions(lambda key: {"w": jnp.ones((4, 4))}, lambda params, x: x @ params["w"])
+
+    def loss_fn(model, batch, key):
+        assert batch["scale"].shape == batch["key"].shape == ()
+        noise = jax.random.normal(batch["key"], (4,))
+        return (model(batch["x"] + noise) ** 2).mean() * batch["scale"], {}
+
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+    batch = {"x": x, "scale": np.float32(3), "key": jax.random.key(5)}
+    step = mp.train_step(loss_fn, **options)
+    found = []
+    for given in (batch, mp.shard_batch(batch, mesh, mp.ddp())):
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
+        found.append(float(step(state, given)[1]["loss"]))
+    want = 3 * (((x + jax.random.normal(jax.random.key(5), (4,))) @ np.ones((4, 4))) ** 2).mean()
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    assert mp.explain(step, state.setup.abstract, batch).devices == 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Frozen parameters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _adapted() -> mp.Model:
+    def init(key):
+        first, second = jax.random.split(key)
+        return {"base": jax.random.normal(first, (16, 16)), "lora": {"a": jax.random.normal(second, (16, 4)) / 4,
+                "b": jnp.zeros((4, 16))}}  # fmt: skip
+
+    def apply(params, x):
+        x = mp.constrain(x, "batch", "act_embed")
+        return x @ params["base"] + x @ params["lora"]["a"] @ params["lora"]["b"]
+
+    return mp.from_functions(init, apply, names={"base": ("embed", "mlp"), "lora/a": ("embed", None)})
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_frozen_parameters_cost_no_gradient_no_reduction_no_optimizer_state(options):
+    mesh, tx = mp.MeshSpec(fsdp=8).build(), optax.adamw(1e-1)
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+
+    def loss_fn(model, batch, key):
+        return ((model(batch) - 1) ** 2).mean(), {}
+
+    step, first = mp.train_step(loss_fn, **options), None
+    for trainable in (r"lora/.*", lambda path: path.startswith("lora")):
+        state = mp.init_state(_adapted(), tx, mesh=mesh, strategy=mp.fsdp(), key=0, trainable=trainable)
+        assert {"frozen" in line for line in str(state.table).splitlines() if " base " in line} == {True}
+        before = jax.tree.map(np.asarray, state.params)
+        report = mp.explain(step, state, x)
+        assert report.is_as_promised, str(report)
+        assert "base" not in {path for line in report.promise.kept if line.role == "gradients" for path in line.tensors}
+        state, metrics = step(state, x)
+        np.testing.assert_array_equal(state.params["base"], before["base"])
+        assert {x.shape for x in jax.tree.leaves(state.opt_state)} == {(), (16, 4), (4, 16)}
+        assert state.table.totals.grads_bytes == (16 * 4 / 8 + 4 * 16) * 4
+        first = first or metrics
+        assert first["grad_norm"] == metrics["grad_norm"]
+
+    def alone(lora):
+        return loss_fn(lambda x: x @ before["base"] + x @ lora["a"] @ lora["b"], x, None)[0]
+
+    grads = jax.grad(alone)(before["lora"])
+    updates, _ = tx.update(grads, tx.init(before["lora"]), before["lora"])
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+    for path, found in state.params["lora"].items():
+        np.testing.assert_allclose(found, optax.apply_updates(before["lora"], updates)[path], rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_frozen_is_an_error():
+    mesh = mp.MeshSpec(fsdp=8).build()
+    for trainable, match in (("lora", "chooses none of the model's 3 parameters.*did you mean"), ("(", "no regular"),
+                             (["base"], "is a list, and must be a pattern")):  # fmt: skip
+        with pytest.raises(mp.MeshparError, match=match):
+            mp.init_state(_adapted(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), key=0, trainable=trainable)
+    state = mp.abstract_state(_adapted(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), trainable="lora/a")
+    once = mp.train_step(lambda model, x, key: (model(x).mean(), {}), accumulate=2, accumulate_mode="once")
+    with pytest.raises(mp.MeshparError, match="trainable=.*train all parameters"):
+        once.trace(state, np.ones((16, 16), np.float32))

@@ -23,10 +23,10 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     """
     setup = state.setup
     params = compute_params(setup, state.params, options.precision.compute)
-    shardings = setup.named(grad_specs(setup, options))
+    shardings = setup.named(setup.trained(grad_specs(setup, options)))
 
     def step(extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        sums = micro_step(loss, options, params, extra, rows, key)
+        sums = micro_step(loss, options, params, extra, rows, key, setup=setup)
         return sums.replace(grads=constrained(sums.grads, shardings))
 
     if options.accumulate == 1:

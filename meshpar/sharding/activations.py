@@ -1,0 +1,93 @@
+"""Activations of a model that does not lay them out itself: held where its modules hand them on.
+
+Without names the compiler lays an activation out as it likes, and often as the parameter that it meets: split over the
+axes of the batch along another dim, it is gathered and scattered around every matmul.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshpar.sharding.context import Ambient, ambient, constrain, current, spec_of, within
+from meshpar.sharding.types import PyTree, near_or, problem, spec_axes
+
+
+@dataclasses.dataclass(eq=False)
+class Boundaries:
+    """What a step does where modules hand arrays on. Compared by identity: every trace is its own."""
+
+    num_rows: int
+    """Of the batch that is traced."""
+    by_rows: bool
+    """Whether an array with that many rows lies as the batch where no rule names its module."""
+    seen: set[str] = dataclasses.field(default_factory=set)
+    """Paths of the modules that have handed something on."""
+    num_held: int = 0
+    """Activations that were laid out, here or by the model's own `constrain`."""
+
+
+@contextlib.contextmanager
+def held_between_modules(num_rows: int, *, by_rows: bool) -> Iterator[Boundaries]:
+    """Put in force, around a model, that what its modules give is held.
+
+    Args:
+      num_rows: of the batch.
+      by_rows: whether also what no `Rules(activations=...)` names, along the batch alone.
+    """
+    boundaries = Boundaries(num_rows, by_rows)
+    with within(boundaries=boundaries):
+        yield boundaries
+
+
+def check_seen(boundaries: Boundaries, here: Ambient) -> None:
+    """Raises `ValueError` for a rule that named no module of the model."""
+    for rule in here.rules.by_module:
+        if not any(rule.fires(path) for path in boundaries.seen):
+            raise problem(
+                f"activation rule `{rule.key}`",
+                "lay out what the modules it matches give",
+                f"it matches none of the {len(boundaries.seen)} modules that the loss function called",
+                near_or(rule.key, boundaries.seen, "write a pattern that matches a module's whole path"),
+            )
+
+
+def handed_on(path: str, out: PyTree) -> PyTree:
+    """What the module at a path gives, held: by the last rule that matches its path, else as the batch lies."""
+    boundaries, here = current().boundaries, ambient()
+    if boundaries is None or here is None:
+        return out
+    boundaries.seen.add(path)
+    rule = next((rule for rule in reversed(here.rules.by_module) if rule.fires(path)), None)
+    if rule is None:
+        return jax.tree.map(lambda x: _with_rows(x, boundaries), out) if boundaries.by_rows else out
+    names = () if rule.value is None else rule.value.names
+    ranks = {x.ndim for x in jax.tree.leaves(out) if isinstance(x, jax.Array)}
+    if rule.value is not None and len(names) not in ranks:
+        raise problem(
+            f"activation rule `{rule.key}` at module `{path}`",
+            f"name dims {', '.join(map(repr, names))}",
+            f"the module gives arrays of {' and '.join(map(str, sorted(ranks))) or 'no'} dims",
+            "give one name or None to each dim, or narrow the pattern",
+        )
+    return jax.tree.map(lambda x: constrain(x, *names) if rule.value and jnp.ndim(x) == len(names) else x, out)
+
+
+def _with_rows(x: Any, boundaries: Boundaries) -> Any:
+    """An array whose first dim is the batch, that dim split as the batch; how the others lie is the compiler's."""
+    if not (isinstance(x, jax.Array) and x.ndim > 1 and x.shape[0] == boundaries.num_rows):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    spec = spec_of(x, "batch", *[None] * (x.ndim - 1))
+    if not spec_axes(spec[0]):
+        return x
+    boundaries.num_held += 1
+    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(spec[0], *free))

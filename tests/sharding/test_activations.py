@@ -1,0 +1,239 @@
+"""Activations of models that lay nothing out: held where modules hand them on, by the batch or by rules."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.sharding import adapters
+
+WIDTH, MLP, ROWS = 64, 128, 16
+X = np.random.default_rng(0).normal(size=(ROWS, 4, WIDTH)).astype(np.float32)
+FSDP = mp.fsdp(min_bytes=0)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(WIDTH, name="down")(nn.gelu(nn.Dense(MLP, name="up")(x)))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for at in range(2):
+            x = LinenBlock(name=f"block{at}")(x)
+        return nn.Dense(WIDTH, name="out")(x)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(WIDTH, MLP, rngs=rngs), nnx.Linear(MLP, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.block0, self.block1 = NnxBlock(rngs), NnxBlock(rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.block1(self.block0(x)))
+
+
+MODELS = {
+    "linen": lambda: mp.from_linen(Linen(), jax.ShapeDtypeStruct(X.shape, X.dtype)),
+    "nnx": lambda: mp.from_nnx(Nnx),
+}
+
+
+def _loss(model, batch, key):
+    return ((model(batch) - batch) ** 2).mean(), {}
+
+
+def _state(model, strategy=FSDP, mesh=None):
+    mesh = mp.MeshSpec(fsdp=-1).build() if mesh is None else mesh
+    return mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+
+
+def _specs(state, loss=_loss, **options) -> list[P]:
+    """Specs of the constraints on activations that a traced step has."""
+    jaxpr = mp.train_step(loss, **options).trace(state, X).jaxpr
+    found: list[P] = []
+
+    def walk(inner) -> None:
+        for eqn in inner.eqns:
+            if eqn.primitive.name == "sharding_constraint" and eqn.outvars[0].aval.shape[:2] == X.shape[:2]:
+                found.append(eqn.params["sharding"].spec)
+            for one in jax.tree.leaves(
+                tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+            ):
+                if hasattr(one, "eqns") or hasattr(one, "jaxpr"):
+                    walk(getattr(one, "jaxpr", one))
+
+    walk(jaxpr.jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_modules_without_names_give_lies_as_the_batch(kind, monkeypatch):
+    state = _state(MODELS[kind]())
+    specs = _specs(state)
+    free = P.UNCONSTRAINED
+    assert len(specs) >= 2 * 7 - 1, "what each of seven modules gives, and its gradient"
+    assert set(specs) == {P(("data", "fsdp", "expert"), free, free)}
+    step = mp.train_step(_loss)
+    report = mp.explain(step, state, X)
+    assert not report.promise.unexpected
+    state, metrics = step(state, X)
+    monkeypatch.setattr(adapters, "handed_on", lambda path, out: out)
+    alone, left = _state(MODELS[kind]()), mp.train_step(_loss)
+    with pytest.warns(UserWarning, match="nothing says how activations"):
+        assert mp.explain(left, alone, X).promise.unexpected
+    np.testing.assert_allclose(metrics["loss"], left(alone, X)[1]["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_rules_lay_out_what_named_modules_give(kind):
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
+    given = {r"block\d/up": ("batch", None, "act_mlp"), "block1/down": None}
+    rules = mp.Rules(activations=given, paths={r".*up/kernel": ("fsdp", "tensor")})
+    strategy = FSDP | mp.custom(
+        params=mp.Rules(), grads=mp.Rules(), optimizer=mp.Rules(), activations=mp.Rules(act_mlp="tensor")
+    )
+    state = _state(MODELS[kind](), strategy | rules, mesh)
+    specs = _specs(state)
+    rows = ("data", "fsdp", "expert")
+    assert specs.count(P(rows, None, "tensor")) == 2 * 2, "two modules, forward and backward"
+    assert specs.count(P(rows, P.UNCONSTRAINED, P.UNCONSTRAINED)) >= 2 * 4 - 1
+    assert mp.Rules.from_json(rules.to_json()) == rules
+    assert "activations={" in repr(rules)
+
+
+def test_an_activation_rule_that_fits_nothing_is_an_error():
+    for given, match in (
+        ({"blok0/up": ("batch", None, None)}, "`blok0/up`.*none of the 8 modules.*did you mean `block0/up`"),
+        ({"block0/up": ("batch", None)}, "`block0/up` at module.*arrays of 3 dims.*narrow"),
+        ({"out": ("batch", "seqq", None)}, "`seqq`"),
+    ):
+        state = _state(MODELS["nnx"](), FSDP | mp.Rules(activations=given))
+        with pytest.raises(mp.MeshparError, match=match):
+            mp.train_step(_loss).trace(state, X)
+    for given, match in (({"out": "batch"}, "one name or None for each dim"), ({"(": None}, "no regular expression")):
+        with pytest.raises(mp.MeshparError, match=match):
+            mp.Rules(activations=given)
+
+
+def test_a_model_of_functions_without_names_is_told():
+    def init(key):
+        return {"up": jax.random.normal(key, (WIDTH, MLP))}
+
+    def free(params, x):
+        return jnp.tanh(x @ params["up"]) @ params["up"].T
+
+    def held(params, x):
+        return mp.constrain(jnp.tanh(x @ params["up"]), "batch", None, "act_mlp") @ params["up"].T
+
+    with pytest.warns(UserWarning, match=r"1 parameters .`up`, .* split over `fsdp`.*mp.constrain"):
+        mp.train_step(_loss).trace(_state(mp.from_functions(init, free)), X)
+    mp.train_step(_loss).trace(_state(mp.from_functions(init, held)), X)
+    once = mp.train_step(_loss, accumulate=2, accumulate_mode="once")
+    once.trace(_state(mp.from_functions(init, free)), X)
+    mp.train_step(_loss).trace(_state(mp.from_functions(init, free), mp.ddp(), mp.MeshSpec(data=-1).build()), X)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a model itself says, in Flax's and jax's words
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Says(nn.Module):
+    """Lays its activations out as Flax's examples do."""
+
+    names: tuple[str | None, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.normal(), ("embed", "mlp"))
+        x = nn.with_logical_constraint(nn.Dense(MLP, kernel_init=init)(x), self.names)
+        return nn.Dense(WIDTH)(x)
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "spec"),
+    [
+        (("batch", None, "act_mlp"), None, P("fsdp", None, "tensor")),
+        (("rows", None, "wide"), [("rows", "fsdp"), ("wide", None)], P("fsdp", None, None)),
+        (("batch", None, "act_mlp"), [("act_mlp", None)], P("fsdp", None, None)),
+        (("rows", None, None), None, "`rows`.*no activation rule.*nn.logical_axis_rules"),
+    ],
+)
+def test_logical_constraints_of_flax_are_honoured(names, rules, spec):
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
+    model = mp.from_linen(Says(names), jax.ShapeDtypeStruct(X.shape, X.dtype))
+    with contextlib.nullcontext() if rules is None else nn.logical_axis_rules(rules):
+        state = _state(model, mp.fsdp() | mp.tensor_parallel(), mesh)
+        if isinstance(spec, str):
+            with pytest.raises(mp.MeshparError, match=spec):
+                _specs(state)
+        else:
+            assert spec in _specs(state)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_bare_specs_in_a_model_find_the_mesh(kind):
+    def lay(x):
+        return jax.lax.with_sharding_constraint(x, P("fsdp", None, None))
+
+    class LinenBare(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return lay(nn.Dense(WIDTH)(lay(x)))
+
+    class NnxBare(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return lay(self.dense(lay(x)))
+
+    model = mp.from_linen(LinenBare(), X) if kind == "linen" else mp.from_nnx(NnxBare)
+    state = _state(model)
+    assert _specs(state).count(P("fsdp", None, None)) >= 3
+    state, metrics = mp.train_step(_loss)(state, X)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_list_of_flaxs_rules_lays_out_parameters_and_activations():
+    listed = [
+        ("rows", "data"),
+        ("rows", "fsdp"),
+        ("mlp", "model"),
+        ("wide", "model"),
+        ("embed", "fsdp"),
+        ("seq2", None),
+    ]
+    rules = mp.Rules.from_logical_axis_rules(listed, axes={"model": "tensor"}, batch="rows")
+    model = mp.from_linen(Says(("rows", "seq2", "wide")), jax.ShapeDtypeStruct(X.shape, X.dtype))
+    losses = []
+    for mesh in (mp.MeshSpec(data=2, fsdp=2, tensor=2).build(), mp.MeshSpec().build(jax.devices()[:1])):
+        state = _state(model, rules, mesh)
+        assert state.table["Dense_0/kernel"].spec == P("fsdp", "tensor")
+        if mesh.size > 1:
+            assert P("data", None, "tensor") in _specs(state)
+        step = mp.train_step(_loss)
+        for _ in range(2):
+            state, metrics = step(state, X)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(*losses, rtol=1e-5)

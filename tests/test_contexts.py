@@ -1,0 +1,125 @@
+"""Public functions do the same whatever mesh jax's own context holds, and on meshes as `jax.make_mesh` gives them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+
+OWN = mp.MeshSpec(fsdp=-1).build()
+PLAIN = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
+FOREIGN = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+ROWS = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        init = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+        self.up = nnx.Linear(16, 32, kernel_init=init, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(mp.constrain(x, "batch", "act_embed"))))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.normal(), ("embed", "mlp"))
+        return nn.Dense(16)(nn.relu(nn.Dense(32, kernel_init=init)(x)))
+
+
+def _functions() -> mp.Model:
+    def init(key):
+        return {"up": jax.random.normal(key, (16, 32)), "down": jnp.ones((32, 16))}
+
+    def apply(params, x):
+        return jnp.tanh(x @ params["up"]) @ params["down"]
+
+    return mp.from_functions(init, apply, names={"up": ("embed", "mlp"), "down": ("mlp", "embed")})
+
+
+MODELS = {
+    "nnx": lambda: mp.from_nnx(lambda rngs: Nnx(rngs)),
+    "linen": lambda: mp.from_linen(Linen(), ROWS),
+    "functions": _functions,
+}
+CONTEXTS = {
+    "none": contextlib.nullcontext,
+    "set_mesh(own)": lambda: jax.set_mesh(OWN),
+    "set_mesh(foreign)": lambda: jax.set_mesh(FOREIGN),
+    "with own": lambda: OWN,
+    "use_abstract_mesh(foreign)": lambda: jax.sharding.use_abstract_mesh(FOREIGN.abstract_mesh),
+    "make_mesh": lambda: jax.set_mesh(PLAIN),
+}
+FSDP = mp.fsdp(min_bytes=0)
+QUICK = ("nnx-set_mesh(own)", "nnx-use_abstract_mesh(foreign)", "linen-set_mesh(foreign)", "functions-make_mesh")
+
+
+def _loss(model, batch, key):
+    return ((model(batch) - batch) ** 2).mean(), {}
+
+
+def _trained(model: mp.Model, mesh: jax.sharding.Mesh, folder=None) -> list[float]:
+    """Losses of a few steps, the last one from a state saved and restored, with everything a user calls on the way."""
+    table = mp.shardings(model, mesh, FSDP)
+    state = mp.init_state(model, optax.adam(1e-2), mesh=mesh, strategy=FSDP, key=0)
+    assert {d.path: d.spec for d in state.table.params} == {d.path: d.spec for d in table.params}
+    step, batch = mp.train_step(_loss), mp.shard_batch(ROWS, mesh, FSDP)
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    if folder is not None:
+        with mp.Checkpoints(folder) as kept:
+            kept.save(state, wait=True)
+            state = kept.restore(state).state
+    assert mp.explain(step, state, batch).devices == 8
+    return [*losses, float(mp.eval_step(_loss)(state, ROWS)["loss"])]
+
+
+@functools.cache
+def _alone(kind: str) -> list[float]:
+    return _trained(MODELS[kind](), OWN)
+
+
+@pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(f"{kind}-{name}", marks=[] if f"{kind}-{name}" in QUICK else pytest.mark.matrix)
+        for kind in MODELS
+        for name in CONTEXTS
+    ],
+)
+def test_every_context_gives_the_same_training(case, tmp_path):
+    kind, name = case.split("-")
+    alone = _alone(kind)
+    with CONTEXTS[name]():
+        found = _trained(MODELS[kind](), PLAIN if name == "make_mesh" else OWN, tmp_path / "kept")
+        if name.startswith("set_mesh"):
+            assert not jax.sharding.get_abstract_mesh().empty, "the user's context is back"
+    # Two axes that split the batch instead of one add up in another order.
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
+
+
+def test_a_batch_on_explicit_axes_trains_as_one_on_auto_axes():
+    state = mp.init_state(MODELS["functions"](), optax.sgd(0.0), mesh=OWN, strategy=FSDP, key=0)
+    step = mp.train_step(_loss)
+    flat = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    laid = jax.device_put(ROWS, NamedSharding(flat, P("fsdp")))
+    state, metrics = step(state, laid)
+    assert metrics["loss"].sharding.mesh == OWN
+    state, again = step(state, ROWS)
+    assert float(metrics["loss"]) == float(again["loss"])
