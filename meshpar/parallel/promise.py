@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.types import Decision, axes_of_spec, scores_experts, spec_axes
+from meshpar.sharding.types import Decision, axes_of_spec, scores_experts, spec_axes, without_axes
 
 if TYPE_CHECKING:
     from meshpar.parallel.quantized import Quantize
@@ -122,6 +122,8 @@ class Facts:
     """Of one device in one micro-step."""
     tokens: int | None = None
     """Of one device in one micro-step; None when the batch holds no tokens."""
+    choices: int = 0
+    """Experts that a token visits; told for estimates only."""
     compute: str | None = None
     """The dtype that layers compute in; None: each parameter's own."""
     reduce: str | None = None
@@ -205,6 +207,16 @@ def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
         return dataclasses.replace(one, leaf=dataclasses.replace(one.leaf, names=names))
 
     return tuple(map(named, params))
+
+
+def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
+    """A parameter as one stage holds it."""
+    decision, leaf = weight.decision, weight.decision.leaf
+    own, grads, update = (without_axes(spec, (axis,)) for spec in (decision.spec, weight.grads, weight.update))
+    if leaf.is_stacked:
+        shape, names = (leaf.shape[0] // stages, *leaf.shape[1:]), (None, *(leaf.names or ())[1:])
+        leaf = dataclasses.replace(leaf, shape=shape, names=names)
+    return Weight(dataclasses.replace(decision, leaf=leaf, spec=own), grads, update)
 
 
 def owned_axes(facts: Facts, decision: Decision) -> tuple[str, ...]:

@@ -1,0 +1,206 @@
+"""What one device holds of a training step, told before anything is compiled.
+
+    peak = state + batch + kept + gradients + copies + the larger of what the head and what one layer holds beside
+
+State is exact. What the backward pass keeps of every layer follows from the trace, by remat policy. The rest is how XLA
+was seen to schedule such steps: of the loss it holds two arrays of logits in the compute dtype, or one and the float32
+gradient of the head; of a layer that is computed again everything that its backward pass reads; gradients of micro-steps
+beside their sum. Of stages it holds what waits between a microbatch's B and W, once and a half more than wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from fractions import Fraction
+
+import numpy as np
+
+from meshpar.parallel.promise import (
+    Facts,
+    Weight,
+    has_vocabulary,
+    is_router,
+    layer_elements,
+    owned_axes,
+    split_axes,
+)
+from meshpar.pipeline.schedules.ops import B, W
+from meshpar.pipeline.schedules.schedule import Schedule
+from meshpar.planner.cost import dropless_bytes
+from meshpar.planner.layout import Layout, Placed
+from meshpar.planner.workload import Held
+from meshpar.sharding.printing import Plain
+from meshpar.sharding.types import num_shards, without_axes
+
+ERROR = 0.2
+"""How far below the compiled peak an estimate may lie, of programs as the tests have them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryEstimate(Plain):
+    """Bytes of one device."""
+
+    state_bytes: int
+    batch_bytes: int
+    kept_bytes: int
+    """Activations for the backward pass; under stages those of as many microbatches as the schedule holds."""
+    gradients_bytes: int
+    """Sums over micro-steps or microbatches; without such 0, for they are among what a layer holds."""
+    copies_bytes: int
+    """Parameters in the compute dtype; gathered once a step, those of a stage."""
+    head_bytes: int
+    """Logits and what their loss holds beside."""
+    layer_bytes: int
+    """Of one layer's backward pass: what it computes again, gathered weights, gradients, rows of experts."""
+
+    derived = ("peak_bytes",)
+
+    @property
+    def peak_bytes(self) -> int:
+        parts = dataclasses.asdict(self)
+        larger = max(parts.pop("head_bytes"), parts.pop("layer_bytes"))
+        return sum(parts.values()) + larger
+
+
+def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
+    """The memory of one device under a layout."""
+    work, facts = placed.workload, placed.facts(layout)
+    rows = work.rows // (placed.batch_ways * layout.microbatches)
+    kept = sum(_bytes(placed, one, rows) for one in work.held[layout.remat] if one.layers)
+    again = sum(_bytes(placed, one, rows) // one.layers for one in work.held[None] if one.layers and not one.is_routed)
+    sums, current = _gradients(placed, layout)
+    layer = current + max(again - kept // work.num_layers, 0) + _routed_bytes(placed, facts, rows)
+    layer += _layer_weights(placed, facts, 1 + facts.is_prefetched)
+    if placed.strategy.pipeline is not None:
+        kept, layer = _staged(placed, kept, rows), 2 * _ends_bytes(placed)
+    return MemoryEstimate(
+        state_bytes=placed.state_bytes,
+        batch_bytes=work.batch_bytes // placed.batch_ways,
+        kept_bytes=kept,
+        gradients_bytes=sums,
+        copies_bytes=_copies(placed, facts),
+        head_bytes=_head(placed, facts, rows),
+        layer_bytes=layer,
+    )
+
+
+def _staged(placed: Placed, kept: int, rows: int) -> int:
+    """Activations of the microbatches that the busiest stage holds, and what waits between their B and W."""
+    work, pipelined = placed.workload, placed.strategy.pipeline
+    assert pipelined is not None
+    held = holds(pipelined.table())
+    waiting = [one for one in work.held[None] if one.layers and one.itemsize == work.compute_itemsize]
+    handed = sum(_bytes(placed, one, rows) for one in waiting)
+    return int((kept * held.microbatches + handed * (held.between + 1.5)) / pipelined.stages)
+
+
+def _ends_bytes(placed: Placed) -> int:
+    """Gradients of what stands outside of the layers, whole on every stage."""
+    whole = [one for one in placed.weights if not one.decision.leaf.is_stacked]
+    specs = (without_axes(one.grads, placed.batch_axes) for one in whole)
+    sizes = (one.decision.leaf.size // num_shards(spec, placed.sizes) for one, spec in zip(whole, specs, strict=True))
+    return _reduce_itemsize(placed) * sum(sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Holds:
+    """What the busiest stage of a schedule holds at once."""
+
+    microbatches: float
+    """Activations of so many, of a stage's share of the layers."""
+    between: float
+    """Waiting between B and W."""
+
+
+@functools.lru_cache(maxsize=256)
+def holds(schedule: Schedule) -> Holds:
+    share = schedule.stages / schedule.num_parts
+    done = (schedule.table[..., 0] >= 0).astype(int).cumsum(0)
+    behind = np.vstack([np.zeros_like(done[:1]), done[:-1]])
+    return Holds(schedule.peak_activations.max() * share, (done[:, :, B] - behind[:, :, W]).max() * share)
+
+
+def _bytes(placed: Placed, held: Held, rows: int) -> int:
+    return held.row_bytes * rows // placed.shards(held)
+
+
+def _gradients(placed: Placed, layout: Layout) -> tuple[int, int]:
+    """Bytes of the sums over micro-steps, and of gradients of layers that are made beside them."""
+    pipelined = placed.strategy.pipeline
+    copies = Fraction(1) if pipelined is None else Fraction(pipelined.table().copies)
+    whole_over = () if pipelined is None else placed.batch_axes
+    width = _reduce_itemsize(placed)
+    all_bytes = layers = 0
+    for one in placed.weights:
+        spec = one.grads if layout.accumulate > 1 else one.update
+        leaf = one.decision.leaf
+        nbytes = width * leaf.size // num_shards(without_axes(spec, whole_over), placed.sizes)
+        all_bytes += int(nbytes * copies) if leaf.is_stacked else nbytes
+        # Scattered gradients are new arrays; what is whole is added where the sum stands.
+        fresh = layout.accumulate == 1 or num_shards(one.grads, placed.sizes) > 1
+        layers += nbytes * leaf.is_stacked * fresh
+    is_summed = layout.accumulate > 1 or pipelined is not None
+    return (all_bytes, layers * (layout.accumulate > 1)) if is_summed else (0, layers)
+
+
+def _reduce_itemsize(placed: Placed) -> int:
+    work = placed.workload
+    return np.dtype(work.precision.reduce_dtype(work.precision.compute or work.leaves[0].dtype)).itemsize
+
+
+def _gather_axes(facts: Facts, one: Weight) -> set[str]:
+    """Axes over which a parameter is gathered before use."""
+    split, decision = set(split_axes(facts, one.decision.spec)), one.decision
+    return split - set(facts.tensor_axes) - set(owned_axes(facts, decision))
+
+
+def _copies(placed: Placed, facts: Facts) -> int:
+    """Parameters in the compute dtype: cast before they are gathered; those of a stage are gathered once a step."""
+    found, width = 0, placed.workload.compute_itemsize
+    for one in facts.weights:
+        axes = _gather_axes(facts, one) if facts.by_stages else set()
+        if width != one.decision.leaf.dtype.itemsize or axes:
+            found += width * one.decision.leaf.size // num_shards(without_axes(one.decision.spec, axes), placed.sizes)
+    return found
+
+
+def _layer_weights(placed: Placed, facts: Facts, layers: int) -> int:
+    """Gathered weights of so many layers, and the whole gradient of one layer's widest matrix."""
+    width, reduce = placed.workload.compute_itemsize, _reduce_itemsize(placed)
+    gathered = widest = 0
+    for one in placed.weights:
+        if one.decision.leaf.is_stacked and (axes := _gather_axes(facts, one)):
+            elements = layer_elements(facts, one.decision, axes)
+            gathered, widest = gathered + width * elements, max(widest, reduce * elements)
+    return layers * gathered + widest
+
+
+def _head(placed: Placed, facts: Facts, rows: int) -> int:
+    """Logits twice, or once and the gradient of the head, with the gathered head."""
+    logits = max((_bytes(placed, one, rows) // one.itemsize for one in _logits(placed)), default=0)
+    logits *= placed.workload.compute_itemsize
+    heads = [one for one in placed.weights if has_vocabulary(one.decision) and not one.decision.leaf.is_stacked]
+    elements = max((layer_elements(facts, one.decision, _gather_axes(facts, one)) for one in heads), default=0)
+    return max(2 * logits, logits + _reduce_itemsize(placed) * elements)
+
+
+def _logits(placed: Placed) -> Iterator[Held]:
+    return (one for one in placed.workload.held[None] if not one.layers and one.names[-1:] == ("act_vocab",))
+
+
+def _routed_bytes(placed: Placed, facts: Facts, rows: int) -> int:
+    """Rows of experts in one layer: what dispatch and combine hold, and what the experts compute of them."""
+    work, tokens = placed.workload, facts.tokens
+    if not work.choices or not tokens:
+        return 0
+    ranks = facts.ways(facts.ordered({axis for one in placed.weights for axis in owned_axes(facts, one.decision)}))
+    # Room is made for any routing; what experts compute comes in blocks of the rows that there are.
+    inside = (one for one in work.held[None] if one.layers and one.is_routed)
+    computed = sum(_bytes(placed, one, rows) // one.layers for one in inside)
+    width = max(one.decision.leaf.shape[-2] for one in placed.weights if is_router(one.decision))
+    held = dropless_bytes(
+        width * work.compute_itemsize, tokens, work.choices, work.num_experts, ranks, bound_factor=work.bound_factor
+    )
+    return computed + int(held)
