@@ -125,7 +125,13 @@ def repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
       (2, 1)
     """
     shared = num_heads // num_kv_heads
-    return next(times for times in range(1, shared + 1) if not shared % times and not num_kv_heads * times % num_ranks)
+    fits = (times for times in range(1, shared + 1) if not shared % times and not num_kv_heads * times % num_ranks)
+    times = next(fits, None)
+    if times is None:
+        where, exists = 'context_parallel(kind="all-to-all")', f"{num_heads} is not a multiple of {num_ranks}"
+        fix = 'use fewer ranks, or context_parallel(kind="ring")'
+        raise problem(where, f"scatter {num_heads} query heads over {num_ranks} ranks", exists, fix)
+    return times
 
 
 @preset

@@ -130,7 +130,7 @@ class Pipeline(Part):
         return tuple(dataclasses.replace(self, microbatches=self.microbatches * times) for times in (2, 4, 8))
 
 
-_TRIED = {"1f1b": 1, "zb-h1": 1, "interleaved-1f1b": 2, "zb-v": 2}
+_TRIED = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1}
 """What a planner tries, each with its parts a stage: a copy of the model, as DualPipe keeps, is asked for by name."""
 
 

@@ -165,7 +165,7 @@ class Facts:
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of more than one rank, in the mesh's order."""
         wanted = set(axes)
-        return tuple(axis for axis, size in self.sizes.items() if axis in wanted and size > 1)
+        return tuple([axis for axis, size in self.sizes.items() if axis in wanted and size > 1]) if wanted else ()
 
     def ways(self, axes: Iterable[str]) -> int:
         """Ranks along some axes."""
@@ -225,7 +225,7 @@ def owned_axes(facts: Facts, decision: Decision) -> tuple[str, ...]:
     A router, whose last dim is that of the experts, is no expert's: every rank scores all of them.
     """
     names = decision.leaf.names or ()
-    if is_router(decision) or facts.is_by_device:
+    if "expert" not in names or is_router(decision) or facts.is_by_device:
         return ()
     return facts.ordered(
         axis for entry, name in zip(decision.spec, names, strict=False) if name == "expert" for axis in spec_axes(entry)

@@ -37,7 +37,7 @@ class Tensor(Part):
     @classmethod
     def tried(cls, trial: Trial) -> Iterator[Part]:
         divides = trial.seq_len is not None and trial.seq_len % trial.ways("tensor", "context") == 0
-        return iter((cls(sequence=True), cls()) if divides else (cls(),))
+        return iter((cls(sequence=True) if divides else cls(),))
 
     def promise(self, facts: Facts) -> Iterator[Promised]:
         return contracted(facts)

@@ -92,11 +92,10 @@ class Zero(Part):
             return
         whole: Stage = "hsdp" if trial.ways("data") > 1 else "fsdp"
         # Ranks that share a sequence have the same weights, as those that share a batch do.
-        over: tuple[Axes, ...] = ("fsdp",) if trial.ways("context") == 1 else ("fsdp", ("fsdp", "context"))
-        for axis in over:
-            yield from (cls("zero1", axis), cls("zero2", axis), cls(whole, axis))
-            if trial.ways("stage") == 1:
-                yield cls(whole, axis, prefetch=1)
+        axis: Axes = "fsdp" if trial.ways("context") == 1 else ("fsdp", "context")
+        yield from (cls("zero1", axis), cls("zero2", axis), cls(whole, axis))
+        if trial.ways("stage") == 1:
+            yield cls(whole, axis, prefetch=1)
 
     def smaller(self, facts: Facts) -> tuple[Part, ...]:
         return stages_above(self.stage, facts)

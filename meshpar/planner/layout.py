@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.table import ByStage
 from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, num_shards, problem
+
+
+Of = TypeVar("Of")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,13 +104,31 @@ class Placed:
         """What stays between steps, to the byte."""
         return self.params_bytes + self.optimizer_bytes + self.workload.whole_bytes
 
-    def shards(self, held: Held) -> int:
-        """Over how many ranks one row of what the backward pass keeps is split."""
+    def row_bytes(self, held: Held) -> float:
+        """Of one row of what the backward pass keeps, what a device of those that share it holds."""
         leaf = Leaf(path="activation", shape=held.shape, dtype=_DTYPE, names=held.names)
-        return self.resolved(leaf, self.strategy.activations, key=held[:2]).shards
+        return held.row_bytes / self.resolved(leaf, self.strategy.activations, key=held[:2]).shards
+
+    @functools.cached_property
+    def held_row_bytes(self) -> Mapping[Remat, tuple[float, ...]]:
+        """`row_bytes` of everything that is kept, in the workload's order."""
+        return {remat: tuple(map(self.row_bytes, held)) for remat, held in self.workload.held.items()}
 
     def facts(self, layout: Layout) -> Facts:
         """The facts of a step; of stages, those of the mean stage."""
+        return self.once((layout.microbatches, layout.remat is None, "facts"), lambda: self._facts_of(layout))
+
+    def once(self, key: Any, make: Callable[[], Of]) -> Of:
+        """What was made for a key before."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @functools.cached_property
+    def _made(self) -> dict[Any, Any]:
+        return {}
+
+    def _facts_of(self, layout: Layout) -> Facts:
         work, pipelined = self.workload, self.strategy.pipeline
         rows = work.rows // (self.batch_ways * layout.microbatches)
         weights = self.weights

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,11 +26,11 @@ from meshpar.parallel.promise import (
     owned_axes,
     split_axes,
 )
+from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.schedules.ops import B, W
-from meshpar.pipeline.schedules.schedule import Schedule
 from meshpar.planner.cost import dropless_bytes
 from meshpar.planner.layout import Layout, Placed
-from meshpar.planner.workload import Held
+from meshpar.planner.workload import Held, Remat
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import num_shards, without_axes
 
@@ -68,21 +68,44 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     """The memory of one device under a layout."""
     work, facts = placed.workload, placed.facts(layout)
     rows = work.rows // (placed.batch_ways * layout.microbatches)
-    kept = sum(_bytes(placed, one, rows) for one in work.held[layout.remat] if one.layers)
-    again = sum(_bytes(placed, one, rows) // one.layers for one in work.held[None] if one.layers and not one.is_routed)
-    sums, current = _gradients(placed, layout)
-    layer = current + max(again - kept // work.num_layers, 0) + _routed_bytes(placed, facts, rows)
-    layer += _layer_weights(placed, facts, 1 + facts.is_prefetched)
+    kept = int(rows * sum(each for each, one in _held(placed, layout.remat) if one.layers))
+    inside = [(each / one.layers, one) for each, one in _held(placed, None) if one.layers]
+    again = int(rows * sum(each for each, one in inside if not one.is_routed))
+    whole = placed.once((layout.accumulate > 1, facts.is_prefetched), lambda: _of_weights(placed, layout, facts))
+    layer = whole.layer + max(again - kept // work.num_layers, 0) + _routed_bytes(placed, facts, rows)
     if placed.strategy.pipeline is not None:
         kept, layer = _staged(placed, kept, rows), 2 * _ends_bytes(placed)
     return MemoryEstimate(
         state_bytes=placed.state_bytes,
         batch_bytes=work.batch_bytes // placed.batch_ways,
         kept_bytes=kept,
-        gradients_bytes=sums,
-        copies_bytes=_copies(placed, facts),
-        head_bytes=_head(placed, facts, rows),
+        gradients_bytes=whole.sums,
+        copies_bytes=whole.copies,
+        head_bytes=max(2 * (logits := _logits_bytes(placed, rows)), logits + whole.head),
         layer_bytes=layer,
+    )
+
+
+class _OfWeights(NamedTuple):
+    """Bytes that do not depend on the rows of a micro-step."""
+
+    sums: int
+    copies: int
+    layer: int
+    """Gathered weights of a layer, and gradients that are made beside their sums."""
+    head: int
+    """The gradient of the head, before it is scattered."""
+
+
+def _of_weights(placed: Placed, layout: Layout, facts: Facts) -> _OfWeights:
+    sums, current = _gradients(placed, layout)
+    heads = [one for one in placed.weights if has_vocabulary(one.decision) and not one.decision.leaf.is_stacked]
+    elements = max((layer_elements(facts, one.decision, _gather_axes(facts, one)) for one in heads), default=0)
+    return _OfWeights(
+        sums=sums,
+        copies=_copies(placed, facts),
+        layer=current + _layer_weights(placed, facts, 1 + facts.is_prefetched),
+        head=_reduce_itemsize(placed) * elements,
     )
 
 
@@ -90,9 +113,9 @@ def _staged(placed: Placed, kept: int, rows: int) -> int:
     """Activations of the microbatches that the busiest stage holds, and what waits between their B and W."""
     work, pipelined = placed.workload, placed.strategy.pipeline
     assert pipelined is not None
-    held = holds(pipelined.table())
-    waiting = [one for one in work.held[None] if one.layers and one.itemsize == work.compute_itemsize]
-    handed = sum(_bytes(placed, one, rows) for one in waiting)
+    held = holds(pipelined)
+    inside = (each for each, one in _held(placed, None) if one.layers and one.itemsize == work.compute_itemsize)
+    handed = rows * sum(inside)
     return int((kept * held.microbatches + handed * (held.between + 1.5)) / pipelined.stages)
 
 
@@ -112,24 +135,32 @@ class Holds:
     """Activations of so many, of a stage's share of the layers."""
     between: float
     """Waiting between B and W."""
+    copies: float
+    """How often each parameter is held, over all stages."""
 
 
 @functools.lru_cache(maxsize=256)
-def holds(schedule: Schedule) -> Holds:
+def holds(pipelined: Pipeline) -> Holds:
+    """Of as many microbatches as fill it: from three times as many as stages on, more are held by GPipe alone."""
+    count = pipelined.microbatches
+    is_long = count > 3 * pipelined.stages and pipelined.schedule not in ("gpipe",) and "." not in pipelined.schedule
+    schedule = dataclasses.replace(pipelined, microbatches=3 * pipelined.stages if is_long else count).table()
     share = schedule.stages / schedule.num_parts
     done = (schedule.table[..., 0] >= 0).astype(int).cumsum(0)
     behind = np.vstack([np.zeros_like(done[:1]), done[:-1]])
-    return Holds(schedule.peak_activations.max() * share, (done[:, :, B] - behind[:, :, W]).max() * share)
+    waiting = (done[:, :, B] - behind[:, :, W]).max()
+    return Holds(schedule.peak_activations.max() * share, waiting * share, schedule.copies)
 
 
-def _bytes(placed: Placed, held: Held, rows: int) -> int:
-    return held.row_bytes * rows // placed.shards(held)
+def _held(placed: Placed, remat: Remat) -> Iterator[tuple[float, Held]]:
+    """What is kept for the backward pass, each with its bytes of a row on one device."""
+    return zip(placed.held_row_bytes[remat], placed.workload.held[remat], strict=True)
 
 
 def _gradients(placed: Placed, layout: Layout) -> tuple[int, int]:
     """Bytes of the sums over micro-steps, and of gradients of layers that are made beside them."""
     pipelined = placed.strategy.pipeline
-    copies = Fraction(1) if pipelined is None else Fraction(pipelined.table().copies)
+    copies = 1.0 if pipelined is None else holds(pipelined).copies
     whole_over = () if pipelined is None else placed.batch_axes
     width = _reduce_itemsize(placed)
     all_bytes = layers = 0
@@ -177,17 +208,13 @@ def _layer_weights(placed: Placed, facts: Facts, layers: int) -> int:
     return layers * gathered + widest
 
 
-def _head(placed: Placed, facts: Facts, rows: int) -> int:
-    """Logits twice, or once and the gradient of the head, with the gathered head."""
-    logits = max((_bytes(placed, one, rows) // one.itemsize for one in _logits(placed)), default=0)
-    logits *= placed.workload.compute_itemsize
-    heads = [one for one in placed.weights if has_vocabulary(one.decision) and not one.decision.leaf.is_stacked]
-    elements = max((layer_elements(facts, one.decision, _gather_axes(facts, one)) for one in heads), default=0)
-    return max(2 * logits, logits + _reduce_itemsize(placed) * elements)
+def _logits_bytes(placed: Placed, rows: int) -> int:
+    outside = (each / one.itemsize for each, one in _held(placed, None) if not one.layers and _is_logits(one))
+    return int(rows * placed.workload.compute_itemsize * max(outside, default=0))
 
 
-def _logits(placed: Placed) -> Iterator[Held]:
-    return (one for one in placed.workload.held[None] if not one.layers and one.names[-1:] == ("act_vocab",))
+def _is_logits(held: Held) -> bool:
+    return held.names[-1:] == ("act_vocab",)
 
 
 def _routed_bytes(placed: Placed, facts: Facts, rows: int) -> int:
@@ -197,10 +224,9 @@ def _routed_bytes(placed: Placed, facts: Facts, rows: int) -> int:
         return 0
     ranks = facts.ways(facts.ordered({axis for one in placed.weights for axis in owned_axes(facts, one.decision)}))
     # Room is made for any routing; what experts compute comes in blocks of the rows that there are.
-    inside = (one for one in work.held[None] if one.layers and one.is_routed)
-    computed = sum(_bytes(placed, one, rows) // one.layers for one in inside)
+    computed = rows * sum(each / one.layers for each, one in _held(placed, None) if one.layers and one.is_routed)
     width = max(one.decision.leaf.shape[-2] for one in placed.weights if is_router(one.decision))
     held = dropless_bytes(
         width * work.compute_itemsize, tokens, work.choices, work.num_experts, ranks, bound_factor=work.bound_factor
     )
-    return computed + int(held)
+    return int(computed + held)

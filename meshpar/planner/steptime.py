@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshpar.parallel.part import MIN_SHARDED_BYTES
+from meshpar.parallel.pipeline import Pipeline
 from meshpar.parallel.promise import (
     GRADIENTS,
     ITEMSIZE,
@@ -30,7 +31,6 @@ from meshpar.parallel.promise import (
     is_router,
     owned_axes,
 )
-from meshpar.pipeline.schedules.schedule import Schedule
 from meshpar.pipeline.traffic import traffic
 from meshpar.planner import cost
 from meshpar.planner.hardware import Cluster
@@ -96,12 +96,18 @@ class Rhythm:
 
 
 @functools.lru_cache(maxsize=256)
-def rhythm(schedule: Schedule, recomputed: float) -> Rhythm:
-    """Of a schedule whose backward pass runs so much of the forward pass again."""
-    times = schedule.simulate(f=1.0, b=1.0 + recomputed, w=1.0)
-    lanes = traffic(schedule)
-    hops = sum(lanes.up) + sum(lanes.down)
-    return Rhythm(times.free.makespan / (schedule.microbatches * (3 + recomputed)), schedule.ticks, hops)
+def rhythm(pipelined: Pipeline, recomputed: float) -> Rhythm:
+    """Of a schedule whose backward pass runs so much of the forward pass again.
+
+    From three times as many microbatches as stages on, each more takes as long as its work.
+    """
+    count = pipelined.microbatches
+    most = min(count, 3 * pipelined.stages) if not pipelined.schedule.endswith(".csv") else count
+    table = dataclasses.replace(pipelined, microbatches=most).table()
+    times, lanes, work = table.simulate(f=1.0, b=1.0 + recomputed, w=1.0), traffic(table), 3 + recomputed
+    longer = count / most
+    span = times.free.makespan + (count - most) * work
+    return Rhythm(span / (count * work), round(table.ticks * longer), round(longer * sum((*lanes.up, *lanes.down))))
 
 
 class Clock:
@@ -125,7 +131,7 @@ class Clock:
         sent: dict[str, float] = defaultdict(float)
         # XLA combines the gradients of a layer into one message, and with prefetch its weights.
         stacked = sum(one.decision.leaf.num_layers > 1 and one.decision.leaf.layer_ndim > 1 for one in placed.weights)
-        for one, share in placed.sent(facts):
+        for one, share in placed.once((layout.microbatches, facts.is_remat, "sent"), lambda: [*placed.sent(facts)]):
             for kind, axes, nbytes, count in _messages(facts, one, layout.remat):
                 label, price = "*".join(axes), self._price(kind, axes, facts.sizes)
                 together = stacked if one.role == GRADIENTS or facts.is_prefetched else 1
@@ -136,7 +142,7 @@ class Clock:
         compute_s, moved, stretch = self.floor_s(placed, layout), self._moved_bytes(placed, layout, memory), 1.0
         if pipelined is not None:
             work = placed.workload
-            beat = rhythm(pipelined.table(), round(3 * work.flops[layout.remat] / work.model_flops - 3, 1))
+            beat = rhythm(pipelined, round(3 * work.flops[layout.remat] / work.model_flops - 3, 1))
             stretch = beat.stretch
             moved += COPIES * beat.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
             nbytes = self._handed_on(placed, layout)
@@ -159,7 +165,7 @@ class Clock:
         """By kernels that are no dense products, in a step."""
         work, stages = placed.workload, _stages(placed)
         rows = work.rows // placed.batch_ways
-        kept = sum(one.row_bytes * rows / placed.shards(one) for one in work.held[None]) / stages
+        kept = rows * sum(placed.held_row_bytes[None]) / stages
         moved = PASSES * kept + 2 * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)
         return moved + layout.microbatches * self._of_experts(placed, layout) / stages
 
@@ -180,7 +186,7 @@ class Clock:
         between = [one for one in work.held["full"] if one.layers] or [one for one in work.held[None] if one.layers]
         rows = work.rows // (placed.batch_ways * layout.microbatches)
         whole = (one._replace(names=("seq", *(None for _ in one.names[1:]))) for one in between)
-        return max((one.row_bytes * rows / one.layers / placed.shards(one) for one in whole), default=0.0)
+        return max((placed.row_bytes(one) * rows / one.layers for one in whole), default=0.0)
 
     def _price(self, kind: str, axes: tuple[str, ...], sizes: Mapping[str, int]) -> _Price:
         key = kind, axes, tuple(sizes.values())
