@@ -52,7 +52,8 @@ class Context(Part):
 
     def kernels(self, facts: Facts) -> Iterator[Promised]:
         """Of the ring: keys and values go round it forward and backward, their gradients in float32 backward."""
-        for one in facts.weights if self.kind == "ring" and facts.tokens else ():
+        tokens = facts.tokens if self.kind == "ring" and facts.tokens else 0
+        for one in facts.weights if tokens else ():
             leaf = one.decision.leaf
             if not {"kv_heads", "embed"} <= set(leaf.names or ()):
                 continue
@@ -64,7 +65,7 @@ class Context(Part):
                     role="keys and values round the ring",
                     kind="gather",
                     axes=facts.context_axes,
-                    elements=facts.tokens * width * facts.ways(facts.context_axes),
+                    elements=tokens * width * facts.ways(facts.context_axes),
                     dtype=dtype,
                     count=(count, count),
                     tensors=(one.decision.path,),

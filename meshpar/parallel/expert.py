@@ -33,15 +33,18 @@ class Expert(Part):
     def kernels(self, facts: Facts) -> Iterator[Promised]:
         """Rows to their experts and back, once a choice, forward and backward, and again where a layer is computed
         again."""
-        layers = {(parent(one), one.leaf.num_layers): one for one in (w.decision for w in facts.weights) if is_router(one)}
-        for decision in layers.values() if facts.tokens and not facts.is_by_device else ():
+        layers = {
+            (parent(one), one.leaf.num_layers): one for one in (w.decision for w in facts.weights) if is_router(one)
+        }
+        tokens = 0 if facts.is_by_device else facts.tokens or 0
+        for decision in layers.values() if tokens else ():
             stack = decision.leaf.num_layers
             count = 2 * (1 + facts.recomputed(stack)) * stack * facts.accumulate
             yield Promised(
                 role="rows to experts and back",
                 kind="exchange",
                 axes=facts.ordered((self.axis,)),
-                elements=facts.tokens * facts.choices * size_of(decision, "embed"),
+                elements=tokens * facts.choices * size_of(decision, "embed"),
                 dtype=facts.wire(facts.compute_dtype(decision)),
                 count=(count, count),
                 tensors=(decision.path,),

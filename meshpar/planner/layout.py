@@ -19,7 +19,6 @@ from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.table import ByStage
 from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, num_shards, problem
 
-
 Of = TypeVar("Of")
 
 

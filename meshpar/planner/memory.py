@@ -2,10 +2,11 @@
 
     peak = state + batch + kept + gradients + copies + the larger of what the head and what one layer holds beside
 
-State is exact. What the backward pass keeps of every layer follows from the trace, by remat policy. The rest is how XLA
-was seen to schedule such steps: of the loss it holds two arrays of logits in the compute dtype, or one and the float32
-gradient of the head; of a layer that is computed again everything that its backward pass reads; gradients of micro-steps
-beside their sum. Of stages it holds what waits between a microbatch's B and W, once and a half more than wait.
+State is exact. What the backward pass keeps of every layer follows from the trace, by remat policy. The rest is how
+XLA was seen to schedule such steps: of the loss it holds two arrays of logits in the compute dtype, or one and the
+float32 gradient of the head; of a layer that is computed again everything that its backward pass reads; gradients of
+micro-steps beside their sum. Of stages it holds what waits between a microbatch's B and W, and one and a half of it
+more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshpar.parallel.pipeline import Pipeline
 from meshpar.parallel.promise import (
     Facts,
     Weight,
@@ -26,7 +28,6 @@ from meshpar.parallel.promise import (
     owned_axes,
     split_axes,
 )
-from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.schedules.ops import B, W
 from meshpar.planner.cost import dropless_bytes
 from meshpar.planner.layout import Layout, Placed
@@ -58,10 +59,15 @@ class MemoryEstimate(Plain):
     derived = ("peak_bytes",)
 
     @property
-    def peak_bytes(self) -> int:
+    def parts(self) -> dict[str, int]:
+        """What counts at the peak."""
         parts = dataclasses.asdict(self)
-        larger = max(parts.pop("head_bytes"), parts.pop("layer_bytes"))
-        return sum(parts.values()) + larger
+        del parts[min(("head_bytes", "layer_bytes"), key=lambda part: parts[part])]
+        return parts
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.parts.values())
 
 
 def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:

@@ -30,6 +30,7 @@ from meshpar.planner.memory import MemoryEstimate
 from meshpar.planner.steptime import COPIES, HIDDEN, PASSES, Clock, TimeEstimate
 from meshpar.planner.workload import POLICIES, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
+from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes, lay_out
 from meshpar.sharding.types import MeshparError, axes_of_spec, problem
 
@@ -53,6 +54,7 @@ class _Start:
     """A strategy on a mesh, and about how long its steps take."""
 
     about_s: float
+    state_bytes: float
     sizes: dict[str, int]
     strategy: Strategy
 
@@ -78,7 +80,10 @@ class Search:
     def best(self, top: int) -> list[Found]:
         """The quickest layouts that fit, each resolved as training resolves it."""
         found: list[Found] = []
-        for start in self.starts()[:MOST_PLACED]:
+        starts = self.starts()
+        fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
+        # Where no state fits, the smallest is looked at, to tell by how much it does not.
+        for start in fit[:MOST_PLACED] or sorted(starts, key=lambda one: one.state_bytes)[:1]:
             try:
                 placed = self.placer.place(start.sizes, start.strategy)
                 better = [one for one in self.of(placed) if len(found) < top or one.time.step_s < found[-1].time.step_s]
@@ -89,7 +94,7 @@ class Search:
         return found
 
     def starts(self) -> list[_Start]:
-        """Every strategy on every mesh whose state can fit, by about how long its steps take.
+        """Every strategy on every mesh, by about how long its steps take.
 
         Strategies with the same rules lie alike on all meshes with the same axes above one: each such form is placed
         once, and bytes and times of its meshes are reckoned together.
@@ -101,17 +106,19 @@ class Search:
                 forms[above, tuple(map(_look, strategy.parts))].append((sizes, strategy))
         starts = []
         for members in forms.values():
-            abouts = [0.0] * len(members)  # where the first mesh does not serve, another may
+            about = np.zeros((2, len(members)))  # where the first mesh does not serve, another may
             with contextlib.suppress(MeshparError):
-                abouts = self._abouts(self.placer.place(*members[0]), members)
-            starts += [_Start(about, *one) for about, one in zip(abouts, members, strict=True) if about < math.inf]
+                about = self._about(self.placer.place(*members[0]), members)
+            starts += [_Start(a, b, *one) for a, b, one in zip(*about.tolist(), members, strict=True)]
         self.considered = sum(map(len, forms.values()))
         return sorted(starts, key=lambda one: one.about_s)
 
-    def _abouts(self, placed: Placed, members: Sequence[tuple[dict[str, int], Strategy]]) -> list[float]:
-        """About how long a step takes, of strategies that lie on their meshes as one was placed on the first.
+    def _about(self, placed: Placed, members: Sequence[tuple[dict[str, int], Strategy]]) -> np.ndarray:
+        """About how long a step takes, and bytes of the state, `[2, members]`.
 
-        Infinite where the state alone does not fit.
+        Args:
+          placed: the first of them, on its mesh.
+          members: strategies that lie alike, each with its mesh.
         """
         of = {axis: np.array([sizes[axis] for sizes, _ in members], float) for axis in placed.sizes}
         work, state = self.workload, np.full(len(members), float(self.workload.whole_bytes))
@@ -127,7 +134,9 @@ class Search:
             size, own = one.decision.leaf.size, axes_of_spec(one.decision.spec)
             state += one.decision.leaf.nbytes / ways(own)
             split = set(split_axes(facts, one.decision.spec))
-            over = facts.ordered((split | set(split_axes(facts, one.update))) & {*facts.batch_axes, *facts.context_axes})
+            over = facts.ordered(
+                (split | set(split_axes(facts, one.update))) & {*facts.batch_axes, *facts.context_axes}
+            )
             held = size / ways(split - set(over)) * (1 - 1 / ways(over))
             times = (2 if split & set(over) else 1) * work.compute_itemsize + 4
             wire_s += times * held / self._most_bytes_per_s(over, of, ways)
@@ -139,7 +148,11 @@ class Search:
         split_ways = ways((*facts.batch_axes, *facts.context_axes))
         for part in placed.strategy.parts:
             for sent in (*part.promise(facts), *part.kernels(facts)):
-                share = facts.ways((*facts.batch_axes, *facts.context_axes)) / split_ways / facts.ways(facts.ordered(["stage"]))
+                share = (
+                    facts.ways((*facts.batch_axes, *facts.context_axes))
+                    / split_ways
+                    / facts.ways(facts.ordered(["stage"]))
+                )
                 nbytes = sent.count[0] * sent.elements * 2 * share * (1 - 1 / ways(sent.axes))
                 wire_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
         busy_s = self.clock.floor_s(placed, layout)
@@ -149,7 +162,7 @@ class Search:
             ticks = np.array([2 * (one.microbatches + one.stages) for one in pipes if one is not None])
             fill = np.array([1 + (one.stages - 1) / one.microbatches for one in pipes if one is not None])
             busy_s = (busy_s + COPIES * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
-        return np.where(state <= self.limit_bytes, busy_s + wire_s, math.inf).tolist()
+        return np.stack([busy_s + wire_s, state])
 
     @property
     def _device_bytes_per_s(self) -> float:
@@ -181,7 +194,7 @@ class Search:
         rows = self.workload.rows // placed.batch_ways
         staged = placed.strategy.pipeline is not None
         counts = [1] if staged else [count for count in _divisors(rows) if count <= rows]
-        spec = MeshSpec(**placed.sizes)
+        spec = _spec(placed.sizes)
         for remat in self.policies:
             for count in counts:
                 layout = Layout(mesh=spec, strategy=placed.strategy, remat=remat, accumulate=count)
@@ -205,6 +218,24 @@ class Search:
             self.smallest = Found(layout=layout, memory=held, time=nothing)
         return None
 
+    def on_mesh(self, mesh: MeshSpec) -> Found:
+        """The quickest that parts try on a mesh, or else the smallest; errors as for `estimate`."""
+        sizes, found = mesh.resolve(self.cluster.num_devices), []
+        why: MeshparError | None = None
+        for strategy in self.strategies(sizes):
+            for remat in self.policies:
+                try:
+                    found.append(self.estimate(Layout(mesh=_spec(sizes), strategy=strategy, remat=remat)))
+                except MeshparError as error:
+                    why = error
+        if not found:
+            exists = "no parallelism is tried on it"
+            raise why or problem(f"mesh {human_mesh(sizes)}", "train on it", exists, "give its axes other sizes")
+        fits = [one for one in found if one.memory.peak_bytes <= self.limit_bytes]
+        if fits:
+            return min(fits, key=lambda one: one.time.step_s)
+        return min(found, key=lambda one: one.memory.peak_bytes)
+
     def estimate(self, layout: Layout) -> Found:
         """What is told of one layout, whether it fits or not.
 
@@ -227,7 +258,7 @@ class Search:
 
     def resolve(self, placed: Placed) -> None:
         """Resolve every leaf as training does; errors as in `shardings`."""
-        spec, work = MeshSpec(**placed.sizes), self.workload
+        spec, work = _spec(placed.sizes, least=1), self.workload
         mesh = spec.abstract(self.cluster.num_devices, devices_per_node=self.cluster.gpus_per_node)
         lay_out(work.model, mesh, placed.strategy, work.tx, work.precision)
 
@@ -244,7 +275,7 @@ class Search:
     def _axes(self) -> list[str]:
         """Axes that parts live on, in a mesh's order."""
         named = {axis: 1 for kind in (*self._state, *self._others) for axis in kind.axes}
-        return list(MeshSpec(**named))
+        return list(_spec(named, least=1))
 
     def _sizes_of(self, axis: str) -> list[int]:
         """Sizes of an axis that the model can be split over, by itself."""
@@ -253,7 +284,7 @@ class Search:
         return [size for size in sizes if size == 1 or self._can_split(axis, size)]
 
     def _can_split(self, axis: str, size: int) -> bool:
-        sizes = {**dict(MeshSpec(**{axis: size}))}
+        sizes = dict(_spec({axis: size}))
         for strategy in self.strategies(sizes):
             try:
                 placed = self.placer.place(sizes, strategy)
@@ -297,6 +328,12 @@ def _kinds(kind: type[Part]) -> Iterator[type[Part]]:
     for one in kind.__subclasses__():
         yield one
         yield from _kinds(one)
+
+
+def _spec(sizes: Mapping[str, int], *, least: int = 2) -> MeshSpec:
+    """The mesh with the axes of at least so many ranks."""
+    arguments: dict[str, Any] = {axis: size for axis, size in sizes.items() if size >= least}
+    return MeshSpec(**arguments)
 
 
 def _divisors(number: int) -> list[int]:

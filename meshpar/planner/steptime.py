@@ -47,8 +47,8 @@ PASSES = 3
 COPIES = 2.5
 """How often a tick of a pipeline moves what its stage holds: buffers pass through the branches of its cells."""
 HIDDEN: Mapping[str, float] = {WEIGHTS: 0.45, GRADIENTS: 0.45, "prefetched": 0.65, "exchange": 0.3, "other": 0.15}
-"""Share of messages' time that compute hides: gathers and scatters of weights, where a layer ahead, rows of experts, and
-all else, which the next product needs. Medians over the programs of `tests/planner/compiled.json`."""
+"""Share of messages' time that compute hides: gathers and scatters of weights, where a layer ahead, rows of experts,
+and all else, which the next product needs: about the medians over the programs of `tests/planner/compiled.json`."""
 EXPERT_ROWS = 512
 """Rows of a block of a grouped product, each of which reads its expert's weights (`meshpar.moe.grouped`)."""
 COVER = 0.4
@@ -256,7 +256,7 @@ def _hidden(facts: Facts, one: Promised) -> float:
 def _layout_of(cluster: Cluster, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int]:
     """As `Cluster.layout`, from the group of the first device alone: on a mesh that nodes cut evenly all are alike."""
     stride, offsets, is_even = 1, np.zeros(1, int), True
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed(list(sizes.items())):
         is_even &= cluster.gpus_per_node % stride == 0 or stride % cluster.gpus_per_node == 0
         if axis in axes:
             offsets = (offsets[:, None] + stride * np.arange(size)).reshape(-1)

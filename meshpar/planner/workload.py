@@ -158,19 +158,17 @@ def describe(
     flops: dict[Remat, float] = {}
     held: dict[Remat, tuple[Held, ...]] = {}
     with traced_for(cluster), use(one, ddp()):
-        alone = jax.make_jaxpr(_value(known, loss, precision, None))(*arrays).jaxpr
+        alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
         choices = _choices(alone, leaves)
         # Products with experts' weights run in loops whose length the routing tells: counted in closed form.
         visited = choices * sum(leaf.size // leaf.shape[_expert_dim(leaf)] for leaf in leaves if _expert_dim(leaf))
         forward = matmul_flops(alone) / marker + 2 * visited * (seq_len or 1)
         for remat in POLICIES:
-            counted, kept = _kept(_value(known, loss, precision, remat), arrays)
+            counted, kept = _kept(value_of(known, loss, precision, remat), arrays)
             flops[remat] = counted / marker
             held[remat] = tuple(_labelled(kept, leaves, marker, seq_len, is_all=remat is None))
     again = 2 * visited * (seq_len or 1)
-    flops = {
-        remat: 3 * forward + count - flops[None] + again * (remat is not None) for remat, count in flops.items()
-    }
+    flops = {remat: 3 * forward + count - flops[None] + again * (remat is not None) for remat, count in flops.items()}
     extra = [leaf_of(path, x) for path, x in tree_leaves_with_paths(variables.extra)]
     return Workload(
         model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
@@ -212,7 +210,7 @@ def _marker(leaves: Sequence[Leaf], batch: PyTree) -> int:
     return next(n for n in primes if all(size % n for size in dims if size))
 
 
-def _value(model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat) -> Callable[..., jax.Array]:
+def value_of(model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat) -> Callable[..., jax.Array]:
     """The loss as a function of parameters, what else the model keeps, rows and a key."""
 
     def value(params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
