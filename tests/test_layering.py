@@ -47,6 +47,7 @@ HOUSE: dict[str, list[str] | str] = {
     "planner.cost": ["planner.hardware"],
     "planner.accounts": ["sharding.printing", "planner.cost", "planner.units"],
     "planner.choice": ["planner.accounts"],
+    "planner.calculators": ["planner.accounts"],
     "collectives": ["sharding.lazy", "sharding.types", "sharding.mesh", "planner.choice"],
     "training.sums": ["training.state", "training.options", "training.reports"],
     "pipeline": ["collectives", "training.layers", "training.sums", "pipeline.schedules"],

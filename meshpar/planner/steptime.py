@@ -249,7 +249,8 @@ def _hidden(facts: Facts, one: Promised) -> float:
     if one.kind == "exchange":
         return HIDDEN["exchange"]
     if one.role in (WEIGHTS, GRADIENTS) and (one.scattered or one.kind == "gather"):
-        return HIDDEN["prefetched" if facts.is_prefetched and one.stack > 1 else one.role]
+        is_ahead = facts.is_prefetched and one.stack > 1 and one.role == WEIGHTS
+        return HIDDEN["prefetched" if is_ahead else one.role]
     return HIDDEN["other"]
 
 

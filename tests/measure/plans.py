@@ -1,7 +1,6 @@
 """Programs that the planner's estimates are held to, compiled for GPUs: `python -m tests.measure.plans`.
 
-Writes `tests/planner/compiled.json`, some 15 minutes on two cores; `make programs` for what the planner was fitted to
-and is tested with. Needs the `aot` and `cudnn` extras.
+Writes `tests/planner/compiled.json`, in some 15 minutes on two cores. Needs the `cudnn` extra.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.commands.plan import with_plan
 from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
 from meshpar.compiled.program import compile_here
 from meshpar.models import next_token_loss
@@ -263,3 +264,18 @@ def test_a_plan_is_what_the_compiler_says(plans):
     told = next(one.compiled for one in found.plans if one.compiled is not None)
     assert told.fits
     assert told.peak_bytes > 0
+
+
+def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
+    recipe, file = str(ROOT / "recipes" / "gpt_stdlib.py"), tmp_path / "plan.json"
+    fields = [f"--set=model.{name}" for name in ("num_layers=2", "embed_dim=64", "mlp_dim=128")]
+    code, out, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--top", 1, "--save", file, "--json", *fields)
+    assert (code, error) == (0, "")
+    (best,) = json.loads(out)["plans"]
+    found = with_plan(load_recipe(recipe), file)
+    assert found.strategy.to_json() == best["layout"]["strategy"]
+    assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
+    assert (found.remat, found.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
+    code, _, error = meshpar("train", recipe, "--plan", tmp_path / "none.json")
+    assert code == 2
+    assert "write them with meshpar plan" in error
