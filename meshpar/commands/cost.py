@@ -75,7 +75,7 @@ def cost(
     from meshpar.planner.units import parse_bytes
 
     over, nbytes = _links(cluster, alpha, bandwidth), parse_bytes(payload)
-    if algorithm in CALCULATORS:
+    if algorithm is not None and algorithm in CALCULATORS:
         given = {name: parse_bytes(value) for name, _, value in (one.partition("=") for one in numbers)}
         print_report(calculate(algorithm, given, over if isinstance(over, Cluster) else None), as_json=as_json)
         return

@@ -20,7 +20,7 @@ from meshpar.sharding.types import near, problem
 
 Stage = Literal["ddp", "zero1", "zero2", "zero3"]
 WEIGHT, GRADIENT, OPTIMIZER, MASTER = 2, 2, 8, 4
-"""Bytes a parameter in mixed precision: bfloat16 weight and gradient, Adam's moments, the float32 copy of the weight."""
+"""Bytes a parameter in mixed precision: bfloat16 weight and gradient, Adam's moments, float32 copy of the weight."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
