@@ -94,7 +94,7 @@ class Zero(Part):
         # Ranks that share a sequence have the same weights, as those that share a batch do.
         axis: Axes = "fsdp" if trial.ways("context") == 1 else ("fsdp", "context")
         yield from (cls("zero1", axis), cls("zero2", axis), cls(whole, axis))
-        if trial.ways("stage") == 1:
+        if trial.ways("stage", "context") == 1:  # where a layer sends rows of its own, gathers hide no better ahead
             yield cls(whole, axis, prefetch=1)
 
     def smaller(self, facts: Facts) -> tuple[Part, ...]:

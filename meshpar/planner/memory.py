@@ -110,7 +110,8 @@ def _of_weights(placed: Placed, layout: Layout, facts: Facts) -> _OfWeights:
     return _OfWeights(
         sums=sums,
         copies=_copies(placed, facts),
-        layer=current + _layer_weights(placed, facts, 1 + facts.is_prefetched),
+        # While one layer's weights are used, the scheduler has the next under way.
+        layer=current + _layer_weights(placed, facts, 2 + facts.is_prefetched),
         head=_reduce_itemsize(placed) * elements,
     )
 

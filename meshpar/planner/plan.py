@@ -303,8 +303,9 @@ def _rates(search: Search) -> str:
     if cluster.axes or cluster.permutes:
         links = f"links measured along {', '.join(dict.fromkeys((*cluster.axes, *cluster.permutes)))}"
     return (
-        f"estimates: products at {search.clock.efficiency:.0%} of the data sheet's peak, {links}; of compiled programs "
-        f"they missed the peak memory by up to {2 * MEMORY_ERROR:.0%}, and the simulated step by up to {TIME_ERROR:.0%}"
+        f"estimates: products at an assumed {search.clock.efficiency:.0%} of the data sheet's peak, {links}; of most "
+        f"compiled programs they missed the peak memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to "
+        f"{TIME_ERROR:.0%}"
     )
 
 

@@ -39,16 +39,19 @@ from meshpar.planner.memory import MemoryEstimate
 from meshpar.planner.workload import Remat
 from meshpar.sharding.printing import Plain
 
-MATMUL_EFFICIENCY = 0.7
-"""Share of the peak that large bfloat16 products reach where nothing was measured: H100s under their power limit run
-them at about 700 of 989 TFLOP/s (Spector et al. 2024, "ThunderKittens", cuBLAS at 4,096 to 16,384)."""
+MATMUL_EFFICIENCY = 0.65
+"""Share of the peak that products reach, assumed, for nothing measured it here: published training of dense decoders on
+H100s reaches 40 to 55 % of it with all else in the step (`tests/planner/test_published.py`)."""
 PASSES = 3
 """How often what the backward pass would keep of a layer is moved: written, read back, and its gradient."""
 COPIES = 2.5
 """How often a tick of a pipeline moves what its stage holds: buffers pass through the branches of its cells."""
-HIDDEN: Mapping[str, float] = {WEIGHTS: 0.45, GRADIENTS: 0.45, "prefetched": 0.65, "exchange": 0.3, "other": 0.15}
-"""Share of messages' time that compute hides: gathers and scatters of weights, where a layer ahead, rows of experts,
-and all else, which the next product needs: about the medians over the programs of `tests/planner/compiled.json`."""
+HIDDEN: Mapping[str, float] = {
+    WEIGHTS: 0.45, GRADIENTS: 0.45, "prefetched": 0.8, "context": 0.15, "exchange": 0.3, "other": 0.15,
+}  # fmt: skip
+"""Share of messages' time that compute hides: gathers and scatters of weights, gathers a layer ahead, both where the
+sequence is split, rows of experts, and all else, which the next product needs: about the medians over the programs of
+`tests/planner/compiled.json`."""
 EXPERT_ROWS = 512
 """Rows of a block of a grouped product, each of which reads its expert's weights (`meshpar.moe.grouped`)."""
 COVER = 0.4
@@ -170,15 +173,17 @@ class Clock:
         return moved + layout.microbatches * self._of_experts(placed, layout) / stages
 
     def _of_experts(self, placed: Placed, layout: Layout) -> float:
-        """Weights of experts that grouped products read, block by block of rows, in a micro-step."""
+        """What grouped products move block by block of rows in a micro-step: an expert's weights, forward and for both
+        gradients, and where a device has several experts the float32 gradients of all of them."""
         work, facts = placed.workload, placed.facts(layout)
         each = [one.decision for one in placed.weights if is_expert(one.decision) and not is_router(one.decision)]
         if not each or not facts.tokens:
             return 0.0
         ranks = facts.ways(owned_axes(facts, each[0]))
         rows = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
-        one_expert = sum(one.leaf.size // work.num_experts for one in each) * work.compute_itemsize
-        return (3 + (layout.remat is not None)) * one_expert * -(-rows // EXPERT_ROWS)
+        here, one_expert = work.num_experts // ranks, sum(one.leaf.size // work.num_experts for one in each)
+        moved = one_expert * (3 * work.compute_itemsize + (here > 1) * 4 * here)
+        return moved * -(-rows // EXPERT_ROWS)
 
     def _handed_on(self, placed: Placed, layout: Layout) -> float:
         """Bytes of what one microbatch hands on to the next stage, where no axis splits it but the whole sequence's."""
@@ -250,7 +255,7 @@ def _hidden(facts: Facts, one: Promised) -> float:
         return HIDDEN["exchange"]
     if one.role in (WEIGHTS, GRADIENTS) and (one.scattered or one.kind == "gather"):
         is_ahead = facts.is_prefetched and one.stack > 1 and one.role == WEIGHTS
-        return HIDDEN["prefetched" if is_ahead else one.role]
+        return HIDDEN["context" if facts.context_axes else "prefetched" if is_ahead else one.role]
     return HIDDEN["other"]
 
 

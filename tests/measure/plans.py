@@ -264,6 +264,50 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "accumulate=1",
         ),
     ),
+    (
+        B70,
+        "h100:64x8",
+        (
+            "strategy=fsdp(axis=('fsdp','context'),prefetch=1)|context_parallel(kind='all-to-all')",
+            "mesh=fsdp=256,context=2",
+            "remat=dots",
+            "accumulate=2",
+            "batch_size=512",
+        ),
+    ),
+    (
+        B70,
+        "h100:64x8",
+        (
+            "strategy=fsdp(prefetch=1)",
+            "mesh=fsdp=512",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=512",
+        ),
+    ),
+    (
+        B70,
+        "h100:64x8",
+        (
+            "strategy=fsdp()",
+            "mesh=fsdp=512",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=512",
+        ),
+    ),
+    (
+        B70,
+        "h100:64x8",
+        (
+            "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True)",
+            "mesh=fsdp=256,tensor=2",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=512",
+        ),
+    ),
 )
 """A recipe, a cluster, and fields of the recipe."""
 

@@ -227,7 +227,8 @@ def test_plans_are_values(plans, tmp_path):
     changed = dataclasses.replace(again, plans=again.plans[1:])
     assert changed.diff(again)[0] == f"only there: {plans[0].layout.label}"
     shown = str(plans)
-    assert all(text in shown for text in ("the best 3 of", "70% of the data sheet's peak", "begin with ddp()"))
+    for text in ("the best 3 of", "an assumed 65% of the data sheet's peak", "begin with ddp()"):
+        assert text in shown
     with pytest.raises(mp.MeshparError, match="it remembers no model"):
         again.why_not(mesh="fsdp=8")
 
