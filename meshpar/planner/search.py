@@ -27,7 +27,7 @@ from meshpar.planner import memory
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.layout import Layout, Placed, Placer
 from meshpar.planner.memory import MemoryEstimate
-from meshpar.planner.steptime import COPIES, HIDDEN, PASSES, Clock, TimeEstimate
+from meshpar.planner.steptime import COPIES, COVER, PASSES, Clock, TimeEstimate, hidden_of_weights
 from meshpar.planner.workload import POLICIES, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
@@ -106,9 +106,12 @@ class Search:
                 forms[above, tuple(map(_look, strategy.parts))].append((sizes, strategy))
         starts = []
         for members in forms.values():
-            about = np.zeros((2, len(members)))  # where the first mesh does not serve, another may
-            with contextlib.suppress(MeshparError):
-                about = self._about(self.placer.place(*members[0]), members)
+            about = np.full((2, len(members)), np.inf)
+            members.sort(key=lambda one: max(one[0].values()))  # the most even mesh is the likeliest to serve
+            for at, first in enumerate(members):
+                with contextlib.suppress(MeshparError):
+                    about[:, at:] = self._about(self.placer.place(*first), members[at:])
+                    break
             starts += [_Start(a, b, *one) for a, b, one in zip(*about.tolist(), members, strict=True)]
         self.considered = sum(map(len, forms.values()))
         return sorted(starts, key=lambda one: one.about_s)
@@ -129,7 +132,7 @@ class Search:
         quickest = min(self.policies, key=work.flops.__getitem__)
         layout = Layout(mesh=_ANY, strategy=placed.strategy, remat=quickest)
         facts, sums = placed.facts(layout), np.zeros(len(members))
-        wire_s = np.zeros(len(members))
+        wire_s, wait_s = np.zeros(len(members)), np.zeros(len(members))
         for one in placed.weights:
             size, own = one.decision.leaf.size, axes_of_spec(one.decision.spec)
             state += one.decision.leaf.nbytes / ways(own)
@@ -144,7 +147,6 @@ class Search:
         for slot in work.slots:
             spec = () if slot.owner is None else tuple(placed.weights[slot.owner].update)
             state += slot.nbytes / ways(axes_of_spec(spec[dim] for dim in slot.dims if dim < len(spec)))
-        wire_s *= 1 - max(HIDDEN.values())
         split_ways = ways((*facts.batch_axes, *facts.context_axes))
         for part in placed.strategy.parts:
             for sent in (*part.promise(facts), *part.kernels(facts)):
@@ -154,7 +156,7 @@ class Search:
                     / facts.ways(facts.ordered(["stage"]))
                 )
                 nbytes = sent.count[0] * sent.elements * 2 * share * (1 - 1 / ways(sent.axes))
-                wire_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
+                wait_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
         busy_s = self.clock.floor_s(placed, layout)
         busy_s += PASSES * work.rows * sum(one.row_bytes for one in work.held[None]) / self._device_bytes_per_s
         pipes = [strategy.pipeline for _, strategy in members]
@@ -162,7 +164,9 @@ class Search:
             ticks = np.array([2 * (one.microbatches + one.stages) for one in pipes if one is not None])
             fill = np.array([1 + (one.stages - 1) / one.microbatches for one in pipes if one is not None])
             busy_s = (busy_s + COPIES * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
-        return np.stack([busy_s + wire_s, state])
+        hidden = np.array([hidden_of_weights(facts, is_ahead=bool(one.prefetched_axes)) for _, one in members])
+        exposed_s = np.maximum(wire_s * (1 - hidden), wire_s - COVER * busy_s)
+        return np.stack([busy_s + wait_s + exposed_s, state])
 
     @property
     def _device_bytes_per_s(self) -> float:

@@ -254,9 +254,13 @@ def _hidden(facts: Facts, one: Promised) -> float:
     if one.kind == "exchange":
         return HIDDEN["exchange"]
     if one.role in (WEIGHTS, GRADIENTS) and (one.scattered or one.kind == "gather"):
-        is_ahead = facts.is_prefetched and one.stack > 1 and one.role == WEIGHTS
-        return HIDDEN["context" if facts.context_axes else "prefetched" if is_ahead else one.role]
+        return hidden_of_weights(facts, is_ahead=facts.is_prefetched and one.stack > 1 and one.role == WEIGHTS)
     return HIDDEN["other"]
+
+
+def hidden_of_weights(facts: Facts, *, is_ahead: bool) -> float:
+    """The share of gathers and scatters of weights that compute hides."""
+    return HIDDEN["context" if facts.context_axes else "prefetched" if is_ahead else WEIGHTS]
 
 
 def _layout_of(cluster: Cluster, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int]:

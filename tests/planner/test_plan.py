@@ -280,3 +280,16 @@ def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
     code, _, error = meshpar("train", recipe, "--plan", tmp_path / "none.json")
     assert code == 2
     assert "write them with meshpar plan" in error
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("at", [0, 2, 3])
+def test_looking_closely_at_more_finds_nothing_better(at, monkeypatch):
+    """The coarse order, by which most strategies are passed over, passes over none of the best."""
+    estimated(COMPILED[at])
+    recipe = load_recipe(ROOT / "recipes" / f"{COMPILED[at]['recipe']}.py")
+    work = _DESCRIBED[repr(recipe.model)]
+    cluster = parse_cluster(COMPILED[at]["cluster"])
+    best = Search(work, cluster).best(1)[0].time.step_s
+    monkeypatch.setattr("meshpar.planner.search.MOST_PLACED", 1000)
+    assert Search(work, cluster).best(1)[0].time.step_s == pytest.approx(best)
