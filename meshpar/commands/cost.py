@@ -79,9 +79,7 @@ def cost(
         given = {name: parse_bytes(value) for name, _, value in (one.partition("=") for one in numbers)}
         print_report(calculate(algorithm, given, over if isinstance(over, Cluster) else None), as_json=as_json)
         return
-    if numbers:
-        exists, fix = f"they are for {', '.join(CALCULATORS)}", "use --ranks, --bytes and the other options"
-        raise problem(f"meshpar cost {algorithm}", f"take {' '.join(numbers)}", exists, fix)
+    _check_none(algorithm, numbers)
     axes = (axis,) if axis else ()
     mesh = {axis: ranks} if axis else None
     if axis and not (cluster or "").endswith(".json"):
@@ -98,6 +96,15 @@ def cost(
         names.append("hierarchical")
     how = {"inner": inner, "axes": axes, "mesh": mesh, "servers": servers}
     print_report(compare(names, nbytes, ranks, over, **how), as_json=as_json)
+
+
+def _check_none(algorithm: str | None, numbers: tuple[str, ...]) -> None:
+    """Raises `ValueError` for numbers of a calculator that is not asked."""
+    from meshpar.planner.calculators import CALCULATORS
+
+    if numbers:
+        exists, fix = f"they are for {', '.join(CALCULATORS)}", "use --ranks, --bytes and the other options"
+        raise problem(f"meshpar cost {algorithm}", f"take {' '.join(numbers)}", exists, fix)
 
 
 def _check_used(algorithm: str, inner: int | None, servers: int) -> None:
