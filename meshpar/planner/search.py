@@ -194,7 +194,7 @@ class Search:
             yield Strategy(parts)
 
     def of(self, placed: Placed) -> Iterator[Found]:
-        """The layouts of a strategy on a mesh that fit, one for each remat policy, in as few micro-steps as fit."""
+        """The layouts of a strategy on a mesh that fit: by remat policy, in the fewest micro-steps that do."""
         rows = self.workload.rows // placed.batch_ways
         staged = placed.strategy.pipeline is not None
         counts = [1] if staged else [count for count in _divisors(rows) if count <= rows]
@@ -205,7 +205,8 @@ class Search:
                 held = self.fits(placed, layout)
                 if held is not None:
                     yield Found(layout=layout, memory=held, time=self.clock.estimate(placed, layout, held))
-                    break
+                    if not self.clock.is_crowded(held):  # more micro-steps send more, but leave room to hide it
+                        break
 
     def fits(self, placed: Placed, layout: Layout) -> MemoryEstimate | None:
         """What a layout holds, where it fits; else it is remembered if it missed by least."""
