@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         zero2,
         zero3,
     )
+    from meshpar.planner.plan import plan
     from meshpar.sharding.adapters import Model, from_functions, from_linen, from_nnx
     from meshpar.sharding.context import constrain, use
     from meshpar.sharding.mesh import MeshSpec
@@ -64,7 +65,7 @@ __all__ = [
     "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy", "TrainState", "__version__",
     "abstract_state", "bench", "collectives", "compiled", "constrain", "context_parallel", "custom", "data", "ddp",
     "eval_step", "expert_parallel", "explain", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp",
-    "hsdp", "init_state", "load_params", "models", "moe", "names", "pipeline", "pipeline_parallel", "planner", "plots",
-    "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "zero1", "zero2",
-    "zero3",
+    "hsdp", "init_state", "load_params", "models", "moe", "names", "pipeline", "pipeline_parallel", "plan", "planner",
+    "plots", "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "zero1",
+    "zero2", "zero3",
 ]  # fmt: skip

@@ -136,6 +136,9 @@ COMMANDS: dict[str, Lazy] = {
         "meshpar.commands.explain:explain",
         "Show what the compiler inserted: collectives, memory, overlap; for a pod you do not have.",
     ),
+    "plan": Lazy(
+        "meshpar.commands.plan:plan", "The best layouts of a recipe on a cluster, confirmed by the compiler if asked."
+    ),
     "cost": Lazy(
         "meshpar.commands.cost:cost", "What a collective costs by each algorithm: steps, bytes, time, the formulas."
     ),
@@ -259,10 +262,14 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     help="Train on your own text: files, globs or folders of .txt .py .md .jsonl .parquet; may be repeated.",
 )  # fmt: skip
 @click.option("--tokenizer", metavar="JSON", help="A Hugging Face tokenizer.json; the model's vocabulary follows it.")
+@click.option(
+    "--plan", metavar="FILE", help="Mesh, strategy, remat and accumulate by the first plan of `meshpar plan`."
+)
 def train(
     recipe: str,
     assignments: tuple[str, ...],
     as_json: bool,
+    plan: str | None,
     devices: int | None,
     steps: int | None,
     name: str | None,
@@ -285,6 +292,10 @@ def train(
     from meshpar.commands.train import train as run
 
     found = load_recipe(recipe, devices=len(here))
+    if plan is not None:
+        from meshpar.commands.plan import with_plan
+
+        found = with_plan(found, plan)
     given = [f"{field}={value}" for field, value in (("steps", steps), ("name", name)) if value is not None]
     found = found.override(*assignments, *given)
     if text or tokenizer:

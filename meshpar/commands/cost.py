@@ -19,6 +19,7 @@ CLUSTER = "h100:8x8"
 
 @click.command(no_args_is_help=False)
 @click.argument("algorithm", required=False)
+@click.argument("numbers", nargs=-1, metavar="[NUMBER=VALUE]...")
 @click.option("--ranks", metavar="N", default=8, show_default=True, type=int, help="Ranks that take part together.")
 @click.option(
     "--bytes", "payload", metavar="BYTES", default="14e9", show_default=True,
@@ -38,6 +39,7 @@ CLUSTER = "h100:8x8"
 @output_options
 def cost(
     algorithm: str | None,
+    numbers: tuple[str, ...],
     ranks: int,
     payload: str,
     cluster: str | None,
@@ -60,15 +62,24 @@ def cost(
     ALGORITHM is an all-reduce: ring, recursive-doubling, halving-doubling, tree, hierarchical, root, parameter-server;
     or reduce-scatter, all-gather, all-to-all, broadcast, message, doubling-all-gather, halving-reduce-scatter.
 
+    Closed forms of the literature, with your numbers: meshpar cost zero params=70e9 ranks=64; and memory, bubble, tp,
+    moe, remat, accumulate.
+
     In a cluster the ranks stand one after the other: N that fit a node use the links inside it, more use the network.
     """  # noqa: D301 (click knows a paragraph that it must not fold by its \b)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: an accelerator is not even looked for
     prepare_devices(None)
     from meshpar.planner.accounts import ALL_REDUCES, account, compare
+    from meshpar.planner.calculators import CALCULATORS, calculate
     from meshpar.planner.hardware import Cluster
     from meshpar.planner.units import parse_bytes
 
     over, nbytes = _links(cluster, alpha, bandwidth), parse_bytes(payload)
+    if algorithm is not None and algorithm in CALCULATORS:
+        given = {name: parse_bytes(value) for name, _, value in (one.partition("=") for one in numbers)}
+        print_report(calculate(algorithm, given, over if isinstance(over, Cluster) else None), as_json=as_json)
+        return
+    _check_none(algorithm, numbers)
     axes = (axis,) if axis else ()
     mesh = {axis: ranks} if axis else None
     if axis and not (cluster or "").endswith(".json"):
@@ -85,6 +96,15 @@ def cost(
         names.append("hierarchical")
     how = {"inner": inner, "axes": axes, "mesh": mesh, "servers": servers}
     print_report(compare(names, nbytes, ranks, over, **how), as_json=as_json)
+
+
+def _check_none(algorithm: str | None, numbers: tuple[str, ...]) -> None:
+    """Raises `ValueError` for numbers of a calculator that is not asked."""
+    from meshpar.planner.calculators import CALCULATORS
+
+    if numbers:
+        exists, fix = f"they are for {', '.join(CALCULATORS)}", "use --ranks, --bytes and the other options"
+        raise problem(f"meshpar cost {algorithm}", f"take {' '.join(numbers)}", exists, fix)
 
 
 def _check_used(algorithm: str, inner: int | None, servers: int) -> None:

@@ -176,7 +176,7 @@ class Subject:
             recipe=recipe,
             cluster=pod,
             mesh=mesh,
-            batch=_batch(recipe, shapes),
+            batch=batch_of(recipe, shapes),
             layout=layout,
             assignments=assignments,
             shapes=shapes,
@@ -191,7 +191,7 @@ class Subject:
         field = "mesh" if "=" in other and "(" not in other else "strategy"
         recipe = self.recipe.override(f"{field}={other}")
         mesh = _mesh_here(recipe) if self.cluster is None else _mesh_on(recipe, self.cluster)
-        return dataclasses.replace(self, recipe=recipe, mesh=mesh, batch=_batch(recipe, self.shapes))
+        return dataclasses.replace(self, recipe=recipe, mesh=mesh, batch=batch_of(recipe, self.shapes))
 
     @property
     def target(self) -> str:
@@ -261,7 +261,7 @@ def _axes(mesh: Mapping[str, int]) -> str:
 _SHAPE = re.compile(r"\s*(\w+)\s*=\s*(\w+)\[([0-9,\s]*)\]\s*(?:,|$)")
 
 
-def _batch(recipe: Recipe, shapes: str | None) -> Mapping[str, jax.ShapeDtypeStruct]:
+def batch_of(recipe: Recipe, shapes: str | None) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the global batch, without reading the data."""
     if shapes is not None:
         return _read_shapes(shapes)

@@ -33,8 +33,8 @@ from meshpar.parallel.promise import (
     Facts,
     Promised,
     Weight,
-    has_vocabulary,
     merged,
+    of_stage,
     owned_axes,
     split_axes,
     with_layers,
@@ -42,8 +42,7 @@ from meshpar.parallel.promise import (
 from meshpar.parallel.tensor import VOCABULARY
 from meshpar.pipeline.schedules.ops import F, W
 from meshpar.pipeline.traffic import StageTraffic, traffic
-from meshpar.sharding.rules import REFINES
-from meshpar.sharding.types import axis_sizes, is_spec, without_axes
+from meshpar.sharding.types import axis_sizes, is_spec
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
@@ -75,44 +74,26 @@ def promised(
 
 def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> Facts:
     """The facts of a training step; arguments as for `promised`."""
-    sizes = axis_sizes(setup.mesh)
-    batch_axes = setup.batch_axes
-    rules = setup.strategy.activations
-
-    def axes_of(*wanted: str) -> set[str]:
-        chosen = (rules.name_rule(name) for name in wanted)
-        found = {axis for rule in chosen if rule is not None for axis in _axes_in(rule.value)}
-        return {axis for axis in found if sizes.get(axis, 1) > 1}
-
-    width = axes_of(*(name for name in rules.names if name not in ("batch", "act_expert", "seq", *REFINES)))
-    context = axes_of("seq") - width - set(batch_axes)
-    sequence = axes_of("norm_seq") - context
-    rows, tokens = _rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
+    sizes, batch_axes = axis_sizes(setup.mesh), setup.batch_axes
+    rows, tokens = rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
     grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
     specs = zip(with_layers(setup.table.params), grads, updates, strict=True)
-    weights = tuple(Weight(*one) for one in specs)
-    return Facts(
-        sizes=sizes,
+    return setup.strategy.facts(
+        sizes,
+        weights=tuple(Weight(*one) for one in specs),
+        batch_axes=batch_axes,
+        rows=rows,
+        tokens=tokens,
         accumulate=options.accumulate,
         is_once=options.is_once,
         is_remat=options.remat is not None,
-        weights=weights,
-        batch_axes=batch_axes,
-        tensor_axes=tuple(axis for axis in sizes if axis in (width | sequence) - set(batch_axes)),
-        sequence_axes=tuple(axis for axis in sizes if axis in sequence),
-        context_axes=tuple(axis for axis in sizes if axis in context),
-        rows=rows,
-        tokens=None if tokens is None else tokens // math.prod(sizes[axis] for axis in context),
         compute=options.precision.compute,
         reduce=options.precision.reduce,
-        quantize=setup.strategy.quantize,
-        is_prefetched=bool(setup.strategy.prefetched_axes),
-        is_tied=sum(has_vocabulary(one.decision) for one in weights) == 1,
         on_cpu=on_cpu,
     )
 
 
-def _rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
+def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
     """Of one of `split` parts of a batch: its rows, and how many tokens they hold; None when they hold none."""
     shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(batch)]
     rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
@@ -122,17 +103,6 @@ def _rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
     ids = [shape for shape, dtype in shapes if len(shape) == 2 and dtype.kind in "iu" and dtype.itemsize > 1]
     tokens = [] if has_floats or has_images else [math.prod(shape) // split for shape in ids]
     return rows, max(tokens, default=None)
-
-
-def _axes_in(rule: Any) -> Iterator[str]:
-    """Every mesh axis that a rule for a name may use."""
-    if isinstance(rule, str):
-        yield rule
-    elif isinstance(rule, tuple):
-        for one in rule:
-            yield from _axes_in(one)
-    elif hasattr(rule, "alternatives"):
-        yield from _axes_in(tuple(one for one in rule.alternatives if one is not None))
 
 
 # ---- Stages ----------------------------------------------------------------------------------------------------------
@@ -260,16 +230,6 @@ class _Staged:
             least = most = 0
         counts = [share * count for count in (least, most)]
         return dataclasses.replace(one, count=(math.floor(counts[0]), math.ceil(counts[1])))
-
-
-def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
-    """A parameter as one stage holds it."""
-    decision, leaf = weight.decision, weight.decision.leaf
-    own, grads, update = (without_axes(spec, (axis,)) for spec in (decision.spec, weight.grads, weight.update))
-    if leaf.is_stacked:
-        shape, names = (leaf.shape[0] // stages, *leaf.shape[1:]), (None, *(leaf.names or ())[1:])
-        leaf = dataclasses.replace(leaf, shape=shape, names=names)
-    return Weight(dataclasses.replace(decision, leaf=leaf, spec=own), grads, update)
 
 
 def split_for_good(facts: Facts, weight: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
-from meshpar.parallel.part import Need, Part, RuleSets, activations, split
+from meshpar.parallel.part import Need, Part, RuleSets, Trial, activations, split
 from meshpar.parallel.promise import Facts, Promised, parent, size_of, split_axes
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.rules import DimRule, first
@@ -23,6 +23,7 @@ class Context(Part):
     kind: Kind = "ring"
 
     name = "context_parallel"
+    axes = ("context",)
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis, str) or not self.axis:
@@ -48,6 +49,32 @@ class Context(Part):
     def promise(self, facts: Facts) -> Iterator[Promised]:
         """Of the ring nothing: it is a kernel."""
         return _scattered(facts) if self.kind == "all-to-all" else iter(())
+
+    def kernels(self, facts: Facts) -> Iterator[Promised]:
+        """Of the ring: keys and values go round it forward and backward, their gradients in float32 backward."""
+        tokens = facts.tokens if self.kind == "ring" and facts.tokens else 0
+        for one in facts.weights if tokens else ():
+            leaf = one.decision.leaf
+            if not {"kv_heads", "embed"} <= set(leaf.names or ()):
+                continue
+            tensor = facts.ways(set(split_axes(facts, one.decision.spec)) & set(facts.tensor_axes))
+            width = leaf.size // leaf.num_layers // size_of(one.decision, "embed") // tensor
+            runs, compute = leaf.num_layers * facts.accumulate, facts.wire(facts.compute_dtype(one.decision))
+            for dtype, count in ((compute, runs * (1 + facts.recomputed(leaf.num_layers))), ("f32", runs)):
+                yield Promised(
+                    role="keys and values round the ring",
+                    kind="gather",
+                    axes=facts.context_axes,
+                    elements=tokens * width * facts.ways(facts.context_axes),
+                    dtype=dtype,
+                    count=(count, count),
+                    tensors=(one.decision.path,),
+                )
+
+    @classmethod
+    def tried(cls, trial: Trial) -> Iterator[Part]:
+        if trial.seq_len is not None and trial.seq_len % (2 * trial.ways("context")) == 0:
+            yield from (cls(), cls(kind="all-to-all"))
 
 
 def _scattered(facts: Facts) -> Iterator[Promised]:
@@ -99,7 +126,13 @@ def repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
       (2, 1)
     """
     shared = num_heads // num_kv_heads
-    return next(times for times in range(1, shared + 1) if not shared % times and not num_kv_heads * times % num_ranks)
+    fits = (times for times in range(1, shared + 1) if not shared % times and not num_kv_heads * times % num_ranks)
+    times = next(fits, None)
+    if times is None:
+        where, exists = 'context_parallel(kind="all-to-all")', f"{num_heads} is not a multiple of {num_ranks}"
+        fix = 'use fewer ranks, or context_parallel(kind="ring")'
+        raise problem(where, f"scatter {num_heads} query heads over {num_ranks} ranks", exists, fix)
+    return times
 
 
 @preset

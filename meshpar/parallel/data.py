@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
-from meshpar.parallel.part import Part, RuleSets, activations, replicated_all
+from meshpar.parallel.part import Part, RuleSets, Trial, activations, replicated_all
 from meshpar.parallel.promise import Facts
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.parallel.zero import stages_above
@@ -16,10 +17,15 @@ class Data(Part):
 
     name = "ddp"
     splits_state = True
+    axes = ("data",)
 
     def rules(self) -> RuleSets:
         whole = replicated_all("ddp")
         return RuleSets(whole, whole, whole, activations("ddp"))
+
+    @classmethod
+    def tried(cls, trial: Trial) -> Iterator[Part]:
+        return iter((cls(),) if trial.ways("fsdp") == 1 else ())
 
     def smaller(self, facts: Facts) -> tuple[Part, ...]:
         return stages_above("ddp", facts)

@@ -4,7 +4,9 @@
     needs()      mesh axes without which it would be another strategy
     engine()     the module that makes gradients, where XLA does not
     promise()    the collectives that XLA puts in because of its rules
+    kernels()    what its own kernels send beside
     smaller()    the same with less memory, the mildest change first
+    tried()      its forms that are worth trying on a mesh
 
 `Strategy` joins parts; `explain`, the planner and the command line learn a parallelism from these answers.
 """
@@ -12,6 +14,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -51,6 +54,24 @@ class Need:
     why: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A mesh for which a planner looks for strategies, and what is to be trained on it."""
+
+    sizes: Mapping[str, int]
+    """Of every mesh axis, in the mesh's order."""
+    rows: int
+    """Of the global batch."""
+    seq_len: int | None
+    """Tokens of a row; None when the batch holds no tokens."""
+    num_layers: int
+    """Of the longest stack."""
+
+    def ways(self, *axes: str) -> int:
+        """Ranks along some axes; an axis that the mesh lacks has one."""
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One parallelism. Frozen, comparable; its repr is how to write it in Python.
@@ -62,6 +83,8 @@ class Part:
     """Of the function that makes it: `ddp`, `tensor_parallel`."""
     splits_state: ClassVar[bool] = False
     """Whether it says how data parallelism keeps parameters, gradients and optimizer state."""
+    axes: ClassVar[tuple[str, ...]] = ()
+    """Mesh axes that it lives on unless told otherwise: what a planner gives sizes to."""
 
     def rules(self) -> RuleSets:
         """Four rule sets; origin and known names included."""
@@ -80,6 +103,18 @@ class Part:
 
         Args:
           facts: of the step, with all parts' rules in force.
+        """
+        return iter(())
+
+    def kernels(self, facts: Facts) -> Iterator[Promised]:
+        """What its own kernels send, as collectives of the same bytes: for estimates, where no program is traced."""
+        return iter(())
+
+    @classmethod
+    def tried(cls, trial: Trial) -> Iterator[Part]:
+        """The forms of it that are worth trying on a mesh.
+
+        Of parts that split the state, one is taken; of any other kind that lives on an axis above one, one of these.
         """
         return iter(())
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from meshpar.parallel.part import Need, Part, RuleSets, activations, axes_of, split
+from meshpar.parallel.part import Need, Part, RuleSets, Trial, activations, axes_of, split
 from meshpar.parallel.promise import Facts
 from meshpar.parallel.strategy import Strategy, preset
+from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import near, problem
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ class Pipeline(Part):
     """How many layers fewer than the parts between them the first and the last part have, beside embedding and head."""
 
     name = "pipeline_parallel"
+    axes = ("stage",)
 
     def __post_init__(self) -> None:
         axes_of(self.name, self.axis)
@@ -70,12 +74,21 @@ class Pipeline(Part):
 
     def table(self) -> Schedule:
         """The schedule that is named."""
-        from meshpar.pipeline.schedules import Schedule, make
+        from meshpar.pipeline.schedules import Schedule
 
         if self.schedule.endswith(".csv"):
             return Schedule.from_csv(self.schedule)
-        options = {} if self.chunks is None else {"chunks": self.chunks}
-        return make(self.schedule, self.stages, self.microbatches, **options)
+        return _made(self.schedule, self.stages, self.microbatches, self.chunks)
+
+    @classmethod
+    def tried(cls, trial: Trial) -> Iterator[Part]:
+        """Rows of a device in up to eight times as many microbatches as stages: more shorten the bubble by little."""
+        stages, rows = trial.ways("stage"), trial.rows // trial.ways(*BATCH_AXES)
+        fits = [count for count in range(2 * stages, 8 * stages + 1, stages) if rows % count == 0]
+        for count in fits[-1:]:
+            for schedule, parts in _TRIED.items():
+                if trial.num_layers % (parts * stages) == 0:
+                    yield cls(stages=stages, microbatches=count, schedule=schedule)
 
     def layers_of_parts(self, num_layers: int, num_parts: int) -> tuple[int, ...]:
         """How many layers each part of the model runs: as even as they go, what is over to the parts between the ends.
@@ -115,6 +128,18 @@ class Pipeline(Part):
     def smaller(self, facts: Facts) -> tuple[Part, ...]:
         """More microbatches, each as much smaller."""
         return tuple(dataclasses.replace(self, microbatches=self.microbatches * times) for times in (2, 4, 8))
+
+
+_TRIED = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1}
+"""What a planner tries, each with its parts a stage: a copy of the model, as DualPipe keeps, is asked for by name."""
+
+
+@functools.lru_cache(maxsize=64)
+def _made(schedule: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+    """A table takes a tenth of a second to make, and is asked for at every turn."""
+    from meshpar.pipeline.schedules import make
+
+    return make(schedule, stages, microbatches, **({} if chunks is None else {"chunks": chunks}))
 
 
 @preset

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.types import Decision, axes_of_spec, scores_experts, spec_axes
+from meshpar.sharding.types import Decision, axes_of_spec, scores_experts, spec_axes, without_axes
 
 if TYPE_CHECKING:
     from meshpar.parallel.quantized import Quantize
@@ -122,6 +122,8 @@ class Facts:
     """Of one device in one micro-step."""
     tokens: int | None = None
     """Of one device in one micro-step; None when the batch holds no tokens."""
+    choices: int = 0
+    """Experts that a token visits; told for estimates only."""
     compute: str | None = None
     """The dtype that layers compute in; None: each parameter's own."""
     reduce: str | None = None
@@ -167,7 +169,7 @@ class Facts:
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of more than one rank, in the mesh's order."""
         wanted = set(axes)
-        return tuple(axis for axis, size in self.sizes.items() if axis in wanted and size > 1)
+        return tuple([axis for axis, size in self.sizes.items() if axis in wanted and size > 1]) if wanted else ()
 
     def ways(self, axes: Iterable[str]) -> int:
         """Ranks along some axes."""
@@ -211,13 +213,23 @@ def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
     return tuple(map(named, params))
 
 
+def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
+    """A parameter as one stage holds it."""
+    decision, leaf = weight.decision, weight.decision.leaf
+    own, grads, update = (without_axes(spec, (axis,)) for spec in (decision.spec, weight.grads, weight.update))
+    if leaf.is_stacked:
+        shape, names = (leaf.shape[0] // stages, *leaf.shape[1:]), (None, *(leaf.names or ())[1:])
+        leaf = dataclasses.replace(leaf, shape=shape, names=names)
+    return Weight(dataclasses.replace(decision, leaf=leaf, spec=own), grads, update)
+
+
 def owned_axes(facts: Facts, decision: Decision) -> tuple[str, ...]:
     """Axes whose ranks own whole experts: their weights are neither gathered nor reduced there.
 
     A router, whose last dim is that of the experts, is no expert's: every rank scores all of them.
     """
     names = decision.leaf.names or ()
-    if is_router(decision) or facts.is_by_device:
+    if "expert" not in names or is_router(decision) or facts.is_by_device:
         return ()
     return facts.ordered(
         axis for entry, name in zip(decision.spec, names, strict=False) if name == "expert" for axis in spec_axes(entry)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshpar.parallel import leaves
 from meshpar.parallel.part import Need, Part, RuleSets, activations, axes_of
-from meshpar.parallel.promise import Facts, Promised, merged
-from meshpar.sharding.rules import USER, Rules
-from meshpar.sharding.types import AnyMesh, axis_sizes, near, problem
+from meshpar.parallel.promise import Facts, Promised, Weight, has_vocabulary, merged
+from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
+from meshpar.sharding.types import MeshLike, axis_sizes, near, problem
 
 if TYPE_CHECKING:
     from meshpar.parallel.pipeline import Pipeline
@@ -111,6 +111,43 @@ class Strategy:
         """How the layers are run stage by stage; None: one after the other, by all devices."""
         return next((part for part in reversed(self.parts) if part.name == "pipeline_parallel"), None)  # type: ignore[return-value]
 
+    def facts(
+        self, sizes: dict[str, int], *, weights: tuple[Weight, ...], batch_axes: tuple[str, ...], tokens: int | None,
+        **step: Any,
+    ) -> Facts:  # fmt: skip
+        """The facts of a step under this strategy: which axes split what follows from its rules of activations.
+
+        Args:
+          sizes: of every mesh axis, in the mesh's order.
+          weights: the parameters.
+          batch_axes: axes of more than one rank that split the batch.
+          tokens: of one device in one micro-step, as if no axis split the sequence; None when the batch has none.
+          **step: other fields of `Facts`.
+        """
+        rules = self.activations
+
+        def axes_of(*wanted: str) -> set[str]:
+            chosen = (rules.name_rule(name) for name in wanted)
+            found = {axis for rule in chosen if rule is not None for axis in axes_in(rule.value)}
+            return {axis for axis in found if sizes.get(axis, 1) > 1}
+
+        width = axes_of(*(name for name in rules.names if name not in ("batch", "act_expert", "seq", *REFINES)))
+        context = axes_of("seq") - width - set(batch_axes)
+        sequence = axes_of("norm_seq") - context
+        return Facts(
+            sizes=sizes,
+            weights=weights,
+            batch_axes=batch_axes,
+            tensor_axes=tuple(axis for axis in sizes if axis in (width | sequence) - set(batch_axes)),
+            sequence_axes=tuple(axis for axis in sizes if axis in sequence),
+            context_axes=tuple(axis for axis in sizes if axis in context),
+            tokens=None if tokens is None else tokens // math.prod(sizes[axis] for axis in context),
+            quantize=self.quantize,
+            is_prefetched=bool(self.prefetched_axes),
+            is_tied=sum(has_vocabulary(one.decision) for one in weights) == 1,
+            **step,
+        )
+
     def promise(self, facts: Facts) -> tuple[Promised, ...]:
         """The collectives that XLA puts in because of all parts' rules.
 
@@ -184,7 +221,7 @@ class Strategy:
                 where, exists = f"strategy {self.label} | {other.label}", f"the first one's rule for `{key}` would stay"
                 raise problem(where, f"be {origin} as the second says", exists, f"write {origin} once")
 
-    def check_axes(self, mesh: AnyMesh) -> None:
+    def check_axes(self, mesh: MeshLike) -> None:
         """See that the mesh has the axes this strategy is about.
 
         Raises:

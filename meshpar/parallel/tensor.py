@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from meshpar.parallel.part import Part, RuleSets, activations, axes_of, split
+from meshpar.parallel.part import Part, RuleSets, Trial, activations, axes_of, split
 from meshpar.parallel.promise import Facts, Promised, has_vocabulary, is_expert, parent
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.types import Decision, spec_axes
@@ -23,6 +23,7 @@ class Tensor(Part):
     axis: str = "tensor"
 
     name = "tensor_parallel"
+    axes = ("tensor",)
 
     def __post_init__(self) -> None:
         axes_of(self.name, self.axis)
@@ -32,6 +33,11 @@ class Tensor(Part):
         inner = dict.fromkeys(("act_heads", "act_kv_heads", "act_mlp", "act_vocab"), self.axis)
         between = {"norm_seq": self.axis} if self.sequence else {}
         return RuleSets(rules, rules, rules, activations(self.name, {**inner, **between}))
+
+    @classmethod
+    def tried(cls, trial: Trial) -> Iterator[Part]:
+        divides = trial.seq_len is not None and trial.seq_len % trial.ways("tensor", "context") == 0
+        return iter((cls(sequence=True) if divides else cls(),))
 
     def promise(self, facts: Facts) -> Iterator[Promised]:
         return contracted(facts)

@@ -7,7 +7,7 @@ too (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trilli
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from meshpar.parallel.part import (
@@ -16,6 +16,7 @@ from meshpar.parallel.part import (
     Need,
     Part,
     RuleSets,
+    Trial,
     activations,
     axes_of,
     replicated_all,
@@ -43,6 +44,7 @@ class Zero(Part):
     prefetch: int = 0
 
     splits_state = True
+    axes = ("fsdp",)
 
     def __post_init__(self) -> None:
         axes_of(self.stage, self.axis)
@@ -83,6 +85,17 @@ class Zero(Part):
         if self.prefetch:
             return "meshpar.training.engines.prefetch"
         return None if self.quantize is None else ENGINE
+
+    @classmethod
+    def tried(cls, trial: Trial) -> Iterator[Part]:
+        if trial.ways("fsdp") == 1:
+            return
+        whole: Stage = "hsdp" if trial.ways("data") > 1 else "fsdp"
+        # Ranks that share a sequence have the same weights, as those that share a batch do.
+        axis: Axes = "fsdp" if trial.ways("context") == 1 else ("fsdp", "context")
+        yield from (cls("zero1", axis), cls("zero2", axis), cls(whole, axis))
+        if trial.ways("stage", "context") == 1:  # where a layer sends rows of its own, gathers hide no better ahead
+            yield cls(whole, axis, prefetch=1)
 
     def smaller(self, facts: Facts) -> tuple[Part, ...]:
         return stages_above(self.stage, facts)

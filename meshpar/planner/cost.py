@@ -481,7 +481,7 @@ def bytes_sent(kind: str, payload_bytes: float, group_size: int) -> float:
     Raises:
       ValueError: no such kind, or a size that cannot be.
     """
-    return _cost(kind, payload_bytes, group_size).bytes_sent
+    return as_sent(kind, payload_bytes, group_size).bytes_sent
 
 
 def collective_time_s(kind: str, payload_bytes: float, group_size: int, link: Link) -> float:
@@ -496,7 +496,7 @@ def collective_time_s(kind: str, payload_bytes: float, group_size: int, link: Li
     Raises:
       ValueError: no such kind, or a size that cannot be.
     """
-    time_s = _cost(kind, payload_bytes, group_size).time_s(link)
+    time_s = as_sent(kind, payload_bytes, group_size).time_s(link)
     return time_s if kind != "all-reduce" else min(time_s, tree_all_reduce(payload_bytes, group_size).time_s(link))
 
 
@@ -555,7 +555,8 @@ def roofline_s(flops: float, moved_bytes: float, *, flops_per_s: float, bytes_pe
 # ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
-def _cost(kind: str, payload_bytes: float, group_size: int) -> Cost:
+def as_sent(kind: str, payload_bytes: float, group_size: int) -> Cost:
+    """What a collective costs by the ring algorithm of its kind; arguments and errors as for `bytes_sent`."""
     if kind not in _AS_SENT:
         raise problem(f"collective `{kind}`", "be priced", "there is no such kind", near(kind, KINDS))
     return _AS_SENT[kind](payload_bytes, group_size)

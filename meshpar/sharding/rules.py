@@ -336,7 +336,7 @@ class Rules:
     @property
     def axes(self) -> frozenset[str]:
         largest = self.largest.axes if self.largest else ()
-        return frozenset(largest).union(*(_axes_in(rule.value) for rule in (*self._by_name.values(), *self._by_path)))
+        return frozenset(largest).union(*(axes_in(rule.value) for rule in (*self._by_name.values(), *self._by_path)))
 
     def without_paths(self) -> Rules:
         return self._with(_by_path=())
@@ -355,13 +355,13 @@ def _behind(mine: tuple[_Rule, ...], theirs: tuple[_Rule, ...]) -> tuple[_Rule, 
     return (*(rule for rule in mine if rule.key not in {one.key for one in theirs}), *theirs)
 
 
-def _axes_in(value: Any) -> set[str]:
+def axes_in(value: Any) -> set[str]:
     """Mesh axes in the value of a rule."""
     if isinstance(value, First):
         value = value.alternatives
     if isinstance(value, str):
         return {value}
-    return set().union(*map(_axes_in, value)) if isinstance(value, tuple) else set()
+    return set().union(*map(axes_in, value)) if isinstance(value, tuple) else set()
 
 
 def _to_plain(value: Any) -> Any:

@@ -24,6 +24,7 @@ from meshpar.sharding.types import (
     AnyMesh,
     Decision,
     Leaf,
+    MeshLike,
     Names,
     PyTree,
     axes_of_spec,
@@ -217,12 +218,12 @@ def lay_out(
     leaves = _with_frozen(leaves, trainable)
     trained = [leaf.is_trained for leaf in leaves]
     parts = (strategy.params, strategy.grads, strategy.optimizer)
-    by_stage = _ByStage.of(strategy, mesh)
+    by_stage = ByStage.of(strategy, mesh)
     decided = {rules: [by_stage.resolve(leaf, rules) for leaf in leaves] for rules in dict.fromkeys(parts)}
     params, grads, updates = (decided[rules] for rules in parts)
     _check_rules_used(leaves, extra_leaves, [*params, *grads, *updates], strategy)
     opt_state = None if tx is None else jax.eval_shape(tx.init, only(trained, variables.params, variables.params))
-    optimizer = [] if tx is None else _optimizer_decisions(tx, opt_state, updates, mesh)
+    optimizer = [] if tx is None else optimizer_decisions(tx, opt_state, updates, mesh)
     # Extras have no names: a path rule may place them, else they are replicated.
     rules = strategy.params
     extra = [resolve(leaf, rules if rules.path_rule(leaf.path) else Rules(), mesh) for leaf in extra_leaves]
@@ -255,18 +256,18 @@ def lay_out(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ByStage:
+class ByStage:
     """Decisions about leaves, where stages may run unequal numbers of layers."""
 
-    mesh: AnyMesh
+    mesh: MeshLike
     pipelined: PipelinePart | None
     num_parts: int
 
     @staticmethod
-    def of(strategy: Strategy, mesh: AnyMesh) -> _ByStage:
+    def of(strategy: Strategy, mesh: MeshLike) -> ByStage:
         pipelined = strategy.pipeline
         num_parts = 1 if pipelined is None else pipelined.table().num_parts
-        return _ByStage(mesh=mesh, pipelined=pipelined, num_parts=num_parts)
+        return ByStage(mesh=mesh, pipelined=pipelined, num_parts=num_parts)
 
     def resolve(self, leaf: Leaf, rules: Rules) -> Decision:
         """As `rules.resolve`. A stack of layers that parts share unequally is split over the stages along another dim.
@@ -333,8 +334,8 @@ def _leaves(tree: PyTree, names: Mapping[str, Names]) -> list[Leaf]:
     return [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(tree)]
 
 
-def _optimizer_decisions(
-    tx: optax.GradientTransformation, opt_state: PyTree, updates: Sequence[Decision], mesh: AnyMesh
+def optimizer_decisions(
+    tx: optax.GradientTransformation, opt_state: PyTree, updates: Sequence[Decision], mesh: MeshLike
 ) -> list[Decision]:
     """Optimizer state follows the parameter it belongs to; what belongs to none (counts) is whole everywhere."""
     by_path = {decision.path: decision for decision in updates if decision.leaf.is_trained}
@@ -361,7 +362,7 @@ def _owner(path: str, by_path: Mapping[str, Decision]) -> Any:
     return by_path.get(path, _NO_OWNER)
 
 
-def _slot_decision(path: str, x: Any, owner: Decision | None, mesh: AnyMesh) -> Decision:
+def _slot_decision(path: str, x: Any, owner: Decision | None, mesh: MeshLike) -> Decision:
     leaf = leaf_of(f"opt_state/{path}", x)
     kept = None if owner is None else _kept_dims(leaf.shape, owner.leaf.shape)
     if owner is None or kept is None:

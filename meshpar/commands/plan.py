@@ -1,0 +1,98 @@
+"""`meshpar plan`: the best layouts for a recipe on a cluster, before it is rented."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from meshpar.commands.cli import check_folder, field_options, prepare_devices, print_report, writing
+from meshpar.sharding.errors import problem
+
+if TYPE_CHECKING:
+    from meshpar.commands.recipe import Recipe
+    from meshpar.planner.plan import Plans
+
+
+@click.command()
+@click.argument("recipe", type=click.Path())
+@field_options
+@click.option("--cluster", metavar="GPUS", required=True, help="h100:8x8 (GPU:NODESxGPUS), or a profile's my.json.")
+@click.option("--top", metavar="N", default=5, show_default=True, type=click.IntRange(min=1), help="How many plans.")
+@click.option(
+    "--verify", metavar="K", default=0, type=click.IntRange(min=0), help="Compile the best K for the cluster."
+)
+@click.option("--save", metavar="FILE", type=click.Path(dir_okay=False), help="Write the plans, for train --plan FILE.")
+@click.option("--why-not", metavar="AXES", help="Instead: why a mesh is not the plan, as fsdp=8,tensor=8.")
+@click.option("--strategy", metavar="STRATEGY", help="With --why-not: the strategy on it.")
+def plan(
+    recipe: str,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    cluster: str,
+    top: int,
+    verify: int,
+    save: str | None,
+    why_not: str | None,
+    strategy: str | None,
+) -> None:
+    """The best layouts for a recipe: `meshpar plan recipes/llama3_8b.py --cluster h100:8x8 --verify 1`.
+
+    Meshes, strategies, recomputation and micro-steps for the recipe's model, global batch and optimizer: those that
+    fit, the quickest first. Nothing is run.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
+    prepare_devices(None)
+    if save:
+        check_folder(save)
+    if strategy and not why_not:
+        raise problem("--strategy", f"use {strategy}", "it goes with --why-not", "leave it out, or name a mesh")
+    with contextlib.redirect_stdout(sys.stderr):  # a recipe may print; the report has standard output for itself
+        found = plans_for(recipe, cluster, assignments, top=top, verify=verify)
+    if save:
+        with writing(save):
+            found.save(save)
+    if why_not:
+        click.echo(found.why_not(mesh=why_not, strategy=strategy))
+        return
+    print_report(found, as_json=as_json)
+
+
+def plans_for(path: str, cluster: str, assignments: tuple[str, ...], *, top: int, verify: int) -> Plans:
+    """The plans of a recipe; errors are those of `load_recipe` and `planner.plan.plan`."""
+    from meshpar.commands.explain import batch_of
+    from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
+    from meshpar.planner.hardware import parse_cluster
+    from meshpar.planner.plan import plan as plan_for
+    from meshpar.sharding.mesh import MeshSpec
+
+    pod = parse_cluster(cluster)
+    recipe = load_recipe(path, devices=pod.num_devices).override(*assignments)
+    model = build_model(recipe)
+    return plan_for(
+        model,
+        dict(batch_of(recipe, None)),
+        pod,
+        top=top,
+        verify=verify,
+        loss=recipe.loss,
+        tx=build_optimizer(recipe, model, MeshSpec().abstract(1)),
+        precision=recipe.precision,
+        bound_factor=getattr(getattr(recipe.model, "moe", None), "bound_factor", None),
+    )
+
+
+def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
+    """The recipe under the first of the plans in a file.
+
+    Raises:
+      ValueError: no plans there.
+    """
+    from meshpar.planner.plan import load_plans
+
+    layout = load_plans(path)[0].layout
+    return recipe.replace(mesh=layout.mesh, strategy=layout.strategy, remat=layout.remat, accumulate=layout.accumulate)

@@ -1,0 +1,64 @@
+"""The decision guide, with a model's own numbers: what fits, so which parallelism is worth its messages."""
+
+from __future__ import annotations
+
+from meshpar.planner.hardware import Cluster
+from meshpar.planner.workload import Workload
+from meshpar.sharding.table import human_bytes
+
+SLOW = 4
+"""Links inside a node that are so much quicker than those between nodes make groups inside worth while."""
+
+
+def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...]:
+    """Which parallelism to begin with, and which to add.
+
+    Fits on one device: data parallelism. Only the optimizer's state does not: ZeRO-1. Else ZeRO-3; with slow links
+    between nodes HSDP; a layer too large or a batch too small: tensor parallelism inside a node; links too slow even
+    for that: a pipeline of at least four times as many microbatches as stages.
+
+    Args:
+      work: what a step asks of devices.
+      cluster: of which GPUs.
+      limit_bytes: that a plan may fill of one.
+    """
+    params = sum(leaf.nbytes for leaf in work.leaves)
+    optimizer = sum(slot.nbytes for slot in work.slots)
+    size, devices = sum(leaf.size for leaf in work.leaves), cluster.num_devices
+    gradients = 4 * size
+    whole, first = params + optimizer + gradients, params + gradients + optimizer // devices
+    limit = human_bytes(limit_bytes)
+    if whole <= limit_bytes:
+        lines = [f"state and gradients, {human_bytes(whole)}, fit a GPU ({limit}): begin with ddp()"]
+    elif first <= limit_bytes:
+        lines = [
+            f"state and gradients, {human_bytes(whole)}, do not fit a GPU ({limit}), but without the optimizer's share "
+            f"of {devices} GPUs they do ({human_bytes(first)}): begin with zero1()"
+        ]
+    else:
+        lines = [
+            f"parameters and gradients alone take {human_bytes(params + gradients)} of {limit}: begin with fsdp(), "
+            f"{human_bytes(whole / devices)} a GPU"
+        ]
+        ratio = cluster.inside.bytes_per_s / cluster.across.bytes_per_s
+        group = next(
+            (n for n in range(1, cluster.nodes + 1) if whole / (n * cluster.gpus_per_node) < limit_bytes / 2), 0
+        )
+        if cluster.nodes > 1 and ratio > SLOW and 0 < group < cluster.nodes:
+            lines.append(
+                f"links inside a node are {ratio:.3g} times as quick as between nodes, and {group} nodes hold the "
+                "state: hsdp() keeps gathers inside a group"
+            )
+    if work.rows < devices:
+        lines.append(
+            f"{work.rows} rows do not go round {devices} GPUs: split rows too, with tensor_parallel(sequence=True) "
+            "inside a node, context_parallel() or a pipeline"
+        )
+    layer = work.compute_itemsize * sum(leaf.size // leaf.num_layers for leaf in work.leaves if leaf.is_stacked)
+    if layer > limit_bytes / 8:
+        also = " and expert_parallel()" if work.choices else ""
+        lines.append(
+            f"one gathered layer takes {human_bytes(layer)}: split it, with tensor_parallel() over the "
+            f"{cluster.gpus_per_node} GPUs of a node{also}"
+        )
+    return tuple(lines)

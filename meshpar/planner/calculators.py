@@ -1,0 +1,177 @@
+"""Calculators: the literature's closed forms of memory, bubbles and messages, with anybody's numbers.
+
+Symbols: Ψ parameters, N ranks, p stages, m microbatches, v chunks a stage, b rows, s positions, d width, k choices,
+L layers. What a collective costs is in `accounts.py`, what a schedule does to the tick in `Schedule.simulate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+from meshpar.planner import cost
+from meshpar.planner.hardware import Cluster
+from meshpar.planner.units import si
+from meshpar.sharding.printing import Plain, Printed, table
+from meshpar.sharding.types import near, problem
+
+Stage = Literal["ddp", "zero1", "zero2", "zero3"]
+WEIGHT, GRADIENT, OPTIMIZER, MASTER = 2, 2, 8, 4
+"""Bytes a parameter in mixed precision: bfloat16 weight and gradient, Adam's moments, float32 copy of the weight."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sheet(Printed, Plain):
+    """Figures, each with its formula. Prints as a table."""
+
+    title: str
+    rows: tuple[tuple[str, float, str, str], ...]
+    """(what, value, unit, formula)."""
+
+    def __getitem__(self, what: str) -> float:
+        return next(value for name, value, *_ in self.rows if name == what)
+
+    def __rich__(self) -> Any:
+        columns = ("figure", "value", "formula")
+        shown = [(what, si(value, unit) if unit else f"{value:.6g}", form) for what, value, unit, form in self.rows]
+        return table(self.title, columns, shown, left=columns)
+
+
+def zero_bytes_per_param(stage: Stage, num_ranks: int, *, master: bool = True) -> float:
+    """Bytes of model state a parameter on one rank, mixed-precision Adam: 16 under DDP, 12 without the master copy.
+
+    ZeRO-1 splits the optimizer's 12 over the ranks, ZeRO-2 the gradient too, ZeRO-3 (FSDP; HSDP inside its group) all.
+    Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+    """
+    if num_ranks < 1 or stage not in get_args(Stage):
+        asked, exists = (
+            f"split state over {num_ranks} ranks",
+            "stages are ddp, zero1, zero2, zero3, of one rank or more",
+        )
+        raise problem(f"ZeRO stage `{stage}`", asked, exists, near(stage, get_args(Stage)))
+    parts = (OPTIMIZER + MASTER * master, GRADIENT, WEIGHT)
+    split = get_args(Stage).index(stage)
+    return sum(part / num_ranks if at < split else part for at, part in enumerate(parts))
+
+
+def zero_messages(stage: Stage) -> float:
+    """What a stage sends over what data parallelism sends: ZeRO-3 gathers twice and scatters once, 1.5 times."""
+    return 1.5 if stage == "zero3" else 1.0
+
+
+def zero(*, params: float = 7e9, ranks: float = 64) -> Sheet:
+    """State of every ZeRO stage on one of N ranks, and what is sent."""
+    num_ranks, rows = int(ranks), []
+    forms = {"ddp": "16 Ψ", "zero1": "(4 + 12/N) Ψ", "zero2": "(2 + 14/N) Ψ", "zero3": "16/N Ψ; HSDP: N of one group"}
+    for stage in get_args(Stage):
+        each = zero_bytes_per_param(stage, num_ranks)
+        sent = f"sends {zero_messages(stage):g}× data parallelism's"
+        rows += [(stage, params * each, "B", forms[stage]), (f"{stage} a parameter", each, "", sent)]
+    return Sheet(title=f"{params:.4g} parameters on {num_ranks} ranks", rows=tuple(rows))
+
+
+def memory(*, params: float = 70e9, tensor: float = 1, stages: float = 1, ranks: float = 1) -> Sheet:
+    """Weights, gradients, optimizer on a GPU of T × P × N, of which the N ranks of data parallelism are ZeRO-1."""
+    mine = params / tensor / stages
+    rows = (
+        ("parameters of a stage", params / stages, "", "Ψ/P"),
+        ("parameters of a GPU", mine, "", "Ψ/(T P)"),
+        ("weights", WEIGHT * mine, "B", "2 Ψ/(T P)"),
+        ("gradients", GRADIENT * mine, "B", "2 Ψ/(T P)"),
+        ("Adam and master copy", (OPTIMIZER + MASTER) * mine, "B", "12 Ψ/(T P)"),
+        ("ZeRO-1 over N", mine * zero_bytes_per_param("zero1", int(ranks)), "B", "(4 + 12/N) Ψ/(T P)"),
+        ("ZeRO-3 over N", mine * zero_bytes_per_param("zero3", int(ranks)), "B", "16/N Ψ/(T P)"),
+    )
+    return Sheet(title=f"{params:.4g} parameters, T={tensor:g}, P={stages:g}, N={ranks:g}", rows=rows)
+
+
+def bubble(*, stages: float = 4, microbatches: float = 8, chunks: float = 2) -> Sheet:
+    """Bubble fractions in closed form, F = B = W; `meshpar schedule` simulates the tables."""
+    p, m, v = stages, microbatches, chunks
+    if min(p, m, v) < 1:
+        raise problem("bubble", f"run p={p:g}, m={m:g}, v={v:g}", "each is at least 1", "give 1 or more")
+    rows = (
+        ("gpipe, 1f1b", (p - 1) / (m + p - 1), "", "(p−1)/(m+p−1)"),
+        ("interleaved-1f1b", (p - 1) / (v * m + p - 1), "", "(p−1)/(v m+p−1)"),
+        ("zb-h1", (p - 1) / (3 * m + p - 1), "", "(p−1)(F+B−W) over itself and m(F+B+W)"),
+        ("zb-h2, zb-v", 0.0, "", "0 from m = 2p−1 on, between a stage's first op and its last"),
+    )
+    return Sheet(title=f"bubbles of {p:g} stages, {m:g} microbatches, {v:g} chunks", rows=rows)
+
+
+def tp(
+    *, rows: float = 1, seq: float = 4096, width: float = 4096, ranks: float = 8, cluster: Cluster | None = None
+) -> Sheet:
+    """Tensor parallelism: the payload of one of a layer's four all-reduces, and a square matmul beside it."""
+    payload, flops = 2 * rows * seq * width, cost.matmul_flops(int(rows * seq), int(width), int(width))
+    found = [
+        ("payload", payload, "B", "2 b s d"),
+        ("sent a layer", 4 * cost.bytes_sent("all-reduce", payload, int(ranks)), "B", "4 · 2(N−1)/N · 2 b s d"),
+        ("matmul", flops, "FLOP", "2 b s d²"),
+    ]
+    if cluster is not None:
+        time_s = cost.collective_time_s("all-reduce", payload, int(ranks), cluster.inside)
+        found += [
+            ("all-reduce", time_s, "s", "2(N−1) α + 2(N−1)/N · n β, inside a node"),
+            ("matmul at peak", flops / cluster.gpu.bf16_flops_per_s, "s", "2 b s d² / peak"),
+        ]
+    return Sheet(title=f"tensor parallelism over {ranks:g} ranks", rows=tuple(found))
+
+
+def moe(
+    *, rows: float = 1, seq: float = 4096, k: float = 8, width: float = 7168, ranks: float = 64, layers: float = 58
+) -> Sheet:
+    """Expert parallelism: elements of one all-to-all of a rank, and of all layers there and back."""
+    each = rows * seq * k * width / ranks
+    found = (
+        ("elements a rank and direction", each, "", "b s k d / N"),
+        ("of all layers, there and back", 2 * layers * each, "", "2 L b s k d / N"),
+        ("that leave the rank", (ranks - 1) / ranks * each, "", "(N−1)/N · b s k d / N"),
+    )
+    return Sheet(title=f"all-to-alls over {ranks:g} ranks of experts", rows=found)
+
+
+def remat(*, layers: float = 64) -> Sheet:
+    """Activation checkpointing: layers' inputs held, and compute (Chen et al. 2016, "Sublinear Memory Cost")."""
+    found = (
+        ("held without", layers, "", "L"),
+        ("held at the optimum", 2 * math.sqrt(layers), "", "√L checkpoints and √L layers between two"),
+        ("compute", 4 / 3, "", "a forward pass more to 3: a third"),
+    )
+    return Sheet(title=f"checkpointing of {layers:g} layers", rows=found)
+
+
+def accumulate(*, params: float = 7e9, ranks: float = 64, steps: float = 8) -> Sheet:
+    """Gradient accumulation under ZeRO: reduced in every micro-step into shards, or summed whole and reduced once."""
+    sent = cost.bytes_sent("reduce-scatter", GRADIENT * params, int(ranks))
+    found = (
+        ("each: held", GRADIENT * params / ranks, "B", "2Ψ/N"),
+        ("each: sent", steps * sent, "B", "steps · (N−1)/N · 2Ψ"),
+        ("once: held", GRADIENT * params, "B", "2Ψ"),
+        ("once: sent", sent, "B", "(N−1)/N · 2Ψ"),
+    )
+    return Sheet(title=f"gradients of {steps:g} micro-steps on {ranks:g} ranks", rows=found)
+
+
+CALCULATORS: Mapping[str, Callable[..., Sheet]] = {
+    one.__name__: one for one in (zero, memory, bubble, tp, moe, remat, accumulate)
+}
+
+
+def calculate(name: str, numbers: Mapping[str, float], cluster: Cluster | None = None) -> Sheet:
+    """A calculator by its name.
+
+    Raises:
+      ValueError: a number that it does not take, or that is below 0 or not finite.
+    """
+    make = CALCULATORS[name]
+    known = [one for one in inspect.signature(make).parameters if one != "cluster"]
+    for key, value in numbers.items():
+        if key not in known:
+            raise problem(f"meshpar cost {name}", f"take `{key}`", f"it takes {', '.join(known)}", near(key, known))
+        if not 0 < value < math.inf:
+            raise problem(f"meshpar cost {name}", f"take {key}={value:g}", "it is a number above 0", "give one")
+    return make(**numbers, **({"cluster": cluster} if name == "tp" else {}))

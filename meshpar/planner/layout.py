@@ -1,0 +1,219 @@
+"""Layout: a mesh, a strategy and how a step is cut, as a value; placed, it is what every parameter becomes under it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from meshpar.parallel import Strategy, from_json, leaves
+from meshpar.parallel.promise import Facts, Promised, Weight, of_stage
+from meshpar.planner.workload import Held, Remat, Workload
+from meshpar.sharding.mesh import MeshSpec
+from meshpar.sharding.printing import human_mesh
+from meshpar.sharding.rules import Rules, resolve
+from meshpar.sharding.table import ByStage
+from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, num_shards, problem
+
+Of = TypeVar("Of")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A mesh, a strategy, and how a step is cut."""
+
+    mesh: MeshSpec
+    strategy: Strategy
+    remat: Remat = None
+    accumulate: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The layout as plain data; `from_json` reads it back."""
+        return {
+            "mesh": {axis: size for axis, size in self.mesh.items() if size > 1},
+            "strategy": self.strategy.to_json(),
+            "remat": self.remat,
+            "accumulate": self.accumulate,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Layout:
+        """Reads what `to_json` gave.
+
+        Raises:
+          ValueError: a field is missing, or of the wrong kind.
+        """
+        try:
+            return Layout(
+                mesh=MeshSpec(**data["mesh"]),
+                strategy=from_json(data["strategy"]),
+                remat=data["remat"],
+                accumulate=data["accumulate"],
+            )
+        except (KeyError, TypeError) as error:
+            exists = f"it lacks or garbles something: {type(error).__name__}: {error}"
+            raise problem("a plan's layout", "read it", exists, "save one with `meshpar plan --json`") from None
+
+    @property
+    def microbatches(self) -> int:
+        """Pieces of a device's rows that are computed one after the other."""
+        pipelined = self.strategy.pipeline
+        return self.accumulate if pipelined is None else pipelined.microbatches
+
+    @property
+    def label(self) -> str:
+        more = [f"remat={self.remat}"] * bool(self.remat) + [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
+        return f"{human_mesh(self.mesh)} · " + ", ".join([self.strategy.label, *more])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Placed:
+    """A strategy on a mesh: how every parameter, its gradient and its update lie."""
+
+    workload: Workload
+    sizes: dict[str, int]
+    strategy: Strategy
+    weights: tuple[Weight, ...]
+    batch_axes: tuple[str, ...]
+    resolved: Callable[..., Decision]
+
+    @property
+    def batch_ways(self) -> int:
+        """Over how many ranks the batch is split."""
+        return math.prod(self.sizes[axis] for axis in self.batch_axes)
+
+    @functools.cached_property
+    def params_bytes(self) -> int:
+        return sum(one.decision.bytes_per_device for one in self.weights)
+
+    @functools.cached_property
+    def optimizer_bytes(self) -> int:
+        found = 0
+        for slot in self.workload.slots:
+            spec = () if slot.owner is None else tuple(self.weights[slot.owner].update)
+            found += slot.nbytes // num_shards([spec[dim] for dim in slot.dims if dim < len(spec)], self.sizes)
+        return found
+
+    @property
+    def state_bytes(self) -> int:
+        """What stays between steps, to the byte."""
+        return self.params_bytes + self.optimizer_bytes + self.workload.whole_bytes
+
+    def row_bytes(self, held: Held) -> float:
+        """Of one row of what the backward pass keeps, what a device of those that share it holds."""
+        leaf = Leaf(path="activation", shape=held.shape, dtype=_DTYPE, names=held.names)
+        return held.row_bytes / self.resolved(leaf, self.strategy.activations, key=held[:2]).shards
+
+    @functools.cached_property
+    def held_row_bytes(self) -> Mapping[Remat, tuple[float, ...]]:
+        """`row_bytes` of everything that is kept, in the workload's order."""
+        return {remat: tuple(map(self.row_bytes, held)) for remat, held in self.workload.held.items()}
+
+    def facts(self, layout: Layout) -> Facts:
+        """The facts of a step; of stages, those of the mean stage."""
+        return self.once((layout.microbatches, layout.remat is None, "facts"), lambda: self._facts_of(layout))
+
+    def once(self, key: Any, make: Callable[[], Of]) -> Of:
+        """What was made for a key before."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @functools.cached_property
+    def _made(self) -> dict[Any, Any]:
+        return {}
+
+    def _facts_of(self, layout: Layout) -> Facts:
+        work, pipelined = self.workload, self.strategy.pipeline
+        rows = work.rows // (self.batch_ways * layout.microbatches)
+        weights = self.weights
+        if pipelined is not None:
+            weights = tuple(of_stage(one, pipelined.axis, pipelined.stages) for one in weights)
+        return self.strategy.facts(
+            self.sizes,
+            weights=weights,
+            batch_axes=self.batch_axes,
+            rows=rows,
+            tokens=None if work.tokens is None else rows * (work.seq_len or 0),
+            accumulate=layout.microbatches,
+            is_once=pipelined is not None,
+            is_remat=layout.remat is not None,
+            by_stages=pipelined is not None,
+            choices=work.choices,
+            compute=work.precision.compute,
+            reduce=work.precision.reduce,
+        )
+
+    def sent(self, facts: Facts) -> Iterator[tuple[Promised, float]]:
+        """What a step sends, by XLA and by kernels, each with the share of it that a device sends."""
+        share, strategy = 1.0, self.strategy
+        yield from ((one, 1.0) for one in leaves.promised(facts))
+        if strategy.pipeline is not None:  # layers are promised for the whole model: a stage has its share
+            share, facts = 1 / strategy.pipeline.stages, dataclasses.replace(facts, weights=self.weights)
+        for part in strategy.parts:
+            yield from ((one, share) for one in (*part.promise(facts), *part.kernels(facts)))
+
+
+class Placer:
+    """Places strategies on meshes; what does not depend on a mesh's other axes is resolved once."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self._numbers: dict[Any, int] = {}
+        self._known: dict[Any, Any] = {}
+
+    def place(self, sizes: Mapping[str, int], strategy: Strategy) -> Placed:
+        """A strategy on a mesh.
+
+        Args:
+          sizes: of every mesh axis, in the mesh's order.
+          strategy: the strategy.
+
+        Raises:
+          ValueError: a rule that does not fit, or an axis that the strategy needs and the mesh lacks.
+        """
+        sizes = dict(sizes)
+        if math.prod(sizes.values()) > 1:
+            strategy.check_axes(sizes)
+        # Strategies are told apart by number: comparing rules takes longer than all else here.
+        number = self._numbers.setdefault(strategy.parts, len(self._numbers))
+
+        def resolved(leaf: Leaf, rules: Rules, *, key: Any) -> Any:
+            return self._once((number, key, tuple(sizes.values())), lambda: resolve(leaf, rules, sizes))
+
+        decided = [self._decisions(sizes, strategy, (number, at)) for at in range(3)]
+        weights = tuple(Weight(own, grad.spec, update.spec) for own, grad, update in zip(*decided, strict=True))
+        rows = Leaf(path="batch", shape=(math.prod(sizes.values()),), dtype=_DTYPE, names=("batch",))
+        spec = resolved(rows, strategy.activations, key="batch").spec
+        return Placed(
+            workload=self.workload, sizes=sizes, strategy=strategy, weights=weights,
+            batch_axes=axes_of_spec(spec, sizes), resolved=resolved,
+        )  # fmt: skip
+
+    def _decisions(self, sizes: dict[str, int], strategy: Strategy, key: tuple[int, int]) -> Sequence[Decision]:
+        rules = strategy.rules[key[1]]
+        axes = self._once((key, "axes"), lambda: sorted(rules.axes))
+
+        def decided() -> Sequence[Decision]:
+            by_stage = ByStage.of(strategy, sizes)
+            return [by_stage.resolve(leaf, rules) for leaf in self.workload.leaves]
+
+        return self._once((key, tuple(sizes.get(axis) for axis in axes)), decided)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What was made before, or raised."""
+        if key not in self._known:
+            try:
+                self._known[key] = make()
+            except MeshparError as error:
+                self._known[key] = error
+        if isinstance(found := self._known[key], MeshparError):
+            raise found
+        return found
+
+
+_DTYPE = np.dtype(np.float32)

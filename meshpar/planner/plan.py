@@ -1,0 +1,405 @@
+"""Plans: the best layouts of a model and batch on a cluster, as values; confirmed by the compiler where asked.
+
+plans = mp.plan(model, batch, "h100:8x8", top=5, verify=1)
+print(plans)
+plans.save("plan.json")                            # meshpar train RECIPE --plan plan.json
+print(plans.why_not(mesh="fsdp=8,tensor=8"))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from meshpar.compiled.explain import explain
+from meshpar.compiled.pod import PodProcess
+from meshpar.compiled.report import Report
+from meshpar.compiled.target import traced_for
+from meshpar.models.loss import next_token_loss
+from meshpar.parallel import Strategy, as_strategy, parse_strategy
+from meshpar.planner.advice import advice
+from meshpar.planner.hardware import Cluster, parse_cluster
+from meshpar.planner.layout import Layout
+from meshpar.planner.search import Found, Search, shortage
+from meshpar.planner.units import si
+from meshpar.planner.workload import Workload, describe, value_of
+from meshpar.sharding.adapters import Model
+from meshpar.sharding.context import use
+from meshpar.sharding.mesh import MeshSpec
+from meshpar.sharding.printing import Plain, Printed, human_mesh, table
+from meshpar.sharding.table import human_bytes
+from meshpar.sharding.types import MeshparError, PyTree, is_whole, problem
+from meshpar.training.options import StepOptions
+from meshpar.training.precision import Precision
+from meshpar.training.state import abstract_state
+from meshpar.training.step import TrainStep
+
+MEMORY_ERROR, BYTES_ERROR, TIME_ERROR = 0.10, 0.02, 0.20
+"""Shares by which estimates are expected to miss the compiled peak, bytes of an axis and step; more is told."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled(Plain):
+    """What the compiled program says of a plan. Its time counts products at the efficiency that the estimate has."""
+
+    peak_bytes: int
+    sent_bytes: Mapping[str, float]
+    exposed_s: Mapping[str, float]
+    hidden_fraction: float | None
+    step_s: float
+    fits: bool
+    notes: tuple[str, ...] = ()
+    """Where the estimate was further off than is expected."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Plain):
+    """A layout, and what is told of a step under it; after `verify`, by the compiler."""
+
+    layout: Layout
+    peak_bytes: int
+    step_s: float
+    bound: str
+    """What most of the step is spent on: `compute`, `memory`, `bubble` or `network:<axes>`."""
+    exposed_s: Mapping[str, float]
+    """Time that compute waits for messages, by mesh axes."""
+    sent_bytes: Mapping[str, float]
+    """By one device, by mesh axes."""
+    tokens_per_s: float | None
+    """Of one device."""
+    utilisation: float
+    """Model FLOPs over the peak of the GPUs."""
+    memory: Mapping[str, int]
+    """Estimated bytes of one device, by what takes them."""
+    compiled: Compiled | None = None
+
+    @staticmethod
+    def of(found: Found, work: Workload, cluster: Cluster, compiled: Compiled | None = None) -> Plan:
+        """A layout that was found, with the compiler's figures in the estimates' place where there are some."""
+        told = compiled or found.time
+        tokens = None if work.tokens is None else work.tokens / cluster.num_devices / told.step_s
+        peak_flops = cluster.num_devices * cluster.gpu.bf16_flops_per_s * told.step_s
+        return Plan(
+            layout=found.layout,
+            peak_bytes=compiled.peak_bytes if compiled else found.memory.peak_bytes,
+            step_s=told.step_s,
+            bound=found.time.bound,
+            exposed_s=told.exposed_s,
+            sent_bytes=told.sent_bytes,
+            tokens_per_s=tokens,
+            utilisation=work.model_flops * work.rows / peak_flops,
+            memory=found.memory.to_json(),
+            compiled=compiled,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plans(Printed):
+    """The best layouts, the quickest first. Prints as a table."""
+
+    cluster: str
+    considered: int
+    """Strategies on meshes that were looked at."""
+    rates: str
+    """Which figures the times are made of, and how far off they were found to be."""
+    plans: tuple[Plan, ...]
+    advice: tuple[str, ...]
+    search: Search | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __getitem__(self, at: int) -> Plan:
+        return self.plans[at]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plans as plain data; `load_plans` reads them back."""
+        fields = ("cluster", "considered", "rates", "advice")
+        return {**{field: getattr(self, field) for field in fields}, "plans": [one.to_json() for one in self.plans]}
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+
+    def diff(self, other: Plans) -> tuple[str, ...]:
+        """What is not as in other plans: layouts that came or went, and ranks, peaks and times that moved."""
+        mine, theirs = ({one.layout: (at, one) for at, one in enumerate(each.plans, 1)} for each in (self, other))
+        lines = [f"only here: {one.label}" for one in mine if one not in theirs]
+        lines += [f"only there: {one.label}" for one in theirs if one not in mine]
+        for layout in (one for one in mine if one in theirs):
+            (rank, one), (was, before) = mine[layout], theirs[layout]
+            moved = [f"rank {was} → {rank}"] * (rank != was)
+            moved += [f"step {si(before.step_s, 's')} → {si(one.step_s, 's')}"] * (before.step_s != one.step_s)
+            peaks = before.peak_bytes, one.peak_bytes
+            moved += [f"peak {human_bytes(peaks[0])} → {human_bytes(peaks[1])}"] * (peaks[0] != peaks[1])
+            lines += [f"{layout.label}: {', '.join(moved)}"] * bool(moved)
+        return tuple(lines)
+
+    def why_not(
+        self, *, mesh: str | MeshSpec, strategy: str | Strategy | None = None, remat: str | None = None,
+        accumulate: int = 1,
+    ) -> str:  # fmt: skip
+        """Why a layout is not the plan: what forbids it, by how much it does not fit, or how much longer it takes.
+
+        Args:
+          mesh: `fsdp=8,tensor=8`, or a `MeshSpec`.
+          strategy: as text or a value; None: the quickest of those that parts try on that mesh.
+          remat, accumulate: of its step.
+
+        Raises:
+          ValueError: a text that cannot be read, or plans that were loaded from a file.
+        """
+        if self.search is None:
+            exists, fix = "it remembers no model", "ask the plans that mp.plan gave"
+            raise problem("plans from a file", "tell why a layout is not among them", exists, fix)
+        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+        try:
+            if strategy is None:
+                one = self.search.on_mesh(spec)
+            else:
+                given = parse_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy)
+                layout = Layout(mesh=spec, strategy=given, remat=remat, accumulate=accumulate)
+                one = self.search.estimate(layout)
+        except MeshparError as error:
+            return f"it cannot be: {error}"
+        best, limit, held = self.plans[0], self.search.limit_bytes, one.memory.peak_bytes
+        if held > limit:
+            largest = max(one.memory.parts, key=lambda what: one.memory.parts[what])
+            return (
+                f"{one.layout.label} does not fit: {human_bytes(held)} of {human_bytes(limit)} a GPU, "
+                f"{human_bytes(held - limit)} too much; most of it {largest.removesuffix('_bytes')}"
+            )
+        longer = one.time.step_s / best.step_s
+        waits = ", ".join(f"{si(time_s, 's')} for {axes}" for axes, time_s in _longest(one.time.exposed_s))
+        return (
+            f"{one.layout.label} fits and takes {si(one.time.step_s, 's')} a step, {longer:.2f} times the best; bound "
+            f"by {one.time.bound}" + (f", waits {waits}" if waits else "")
+        )
+
+    def __rich__(self) -> Any:
+        columns = ("", "mesh", "strategy", "step", "bound", "waits for", "peak", "tokens/s a GPU", "of peak", "from")
+        rows = [
+            (
+                str(at),
+                human_mesh(one.layout.mesh),
+                one.layout.label.partition(" · ")[2],
+                si(one.step_s, "s"),
+                one.bound,
+                "\n".join(f"{axes} {si(time_s, 's', digits=3)}" for axes, time_s in _longest(one.exposed_s)),
+                human_bytes(one.peak_bytes),
+                "" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",
+                f"{one.utilisation:.0%}",
+                "estimate" if one.compiled is None else "compiler",
+            )
+            for at, one in enumerate(self.plans, 1)
+        ]
+        notes = [f"{at}: {note}" for at, one in enumerate(self.plans, 1) if one.compiled for note in one.compiled.notes]
+        caption = "\n".join([self.rates, *notes, "", *self.advice])
+        title = f"{self.cluster}: the best {len(self)} of {self.considered:,} strategies on meshes"
+        return table(title, columns, rows, left=columns[:6], caption=caption)
+
+
+def _longest(times_s: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Those of a hundredth of all, the longest first."""
+    least = sum(times_s.values()) / 100
+    return sorted(((axes, one) for axes, one in times_s.items() if one > least), key=lambda item: -item[1])
+
+
+def plan(
+    model: Any,
+    batch: PyTree,
+    cluster: str | Cluster,
+    *,
+    top: int = 5,
+    verify: int = 0,
+    loss: Callable[..., Any] = next_token_loss,
+    tx: optax.GradientTransformation | None = None,
+    precision: Precision | None = None,
+    bound_factor: float | None = None,
+) -> Plans:
+    """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps.
+
+    Nothing is run. Memory and times are estimates, which the plans say the source and error of.
+
+    Args:
+      model: from an adapter, or a config with `build()`, as `TransformerConfig`.
+      batch: the global batch, arrays or their shapes and dtypes.
+      cluster: `h100:8x8`, a profile's path, or a `Cluster`; measured links count before data sheets.
+      top: how many.
+      verify: so many of the best are compiled for the pod (needs the `aot` extra), and told by the compiler.
+      loss: (model, batch, key) -> (loss, metrics).
+      tx: the optimizer; None: AdamW.
+      precision: of the step; None: bfloat16 compute on float32 parameters.
+      bound_factor: room for rows of MoE layers, where the model's config does not say it.
+
+    Raises:
+      ValueError: nothing fits, with what is short and by how much; no such cluster; what the model or the loss raises.
+    """
+    cluster = parse_cluster(cluster)
+    for name, value, least in (("top", top, 1), ("verify", verify, 0)):
+        if not is_whole(value, least):
+            raise problem(f"plan({name}={value!r})", "give so many plans", f"it is a whole number from {least} on", "5")
+    bound_factor = getattr(getattr(model, "moe", None), "bound_factor", bound_factor)
+    work = describe(
+        model if isinstance(model, Model) else model.build(),
+        batch,
+        loss,
+        tx=optax.adamw(3e-4) if tx is None else tx,
+        precision=Precision(compute="bfloat16") if precision is None else precision,
+        cluster=cluster,
+        bound_factor=bound_factor,
+    )
+    search = Search(work, cluster)
+    found = list(_running(search, loss, top))
+    if not found:
+        asked = f"train {sum(leaf.size for leaf in work.leaves):,} parameters on batches of {work.rows} rows"
+        raise problem(f"plan for `{cluster.name}`", asked, shortage(search), _nearest(search))
+    return Plans(
+        cluster=cluster.name,
+        considered=search.considered,
+        rates=_rates(search),
+        plans=tuple(_verified(search, found, loss, verify)),
+        advice=advice(work, cluster, search.limit_bytes),
+        search=search,
+    )
+
+
+def _running(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Found]:
+    """The best layouts under which the model can be traced: some kernels refuse some strategies."""
+    refused: dict[Any, bool] = {}
+    for one in search.best(4 * top):
+        key = tuple(size > 1 for size in one.layout.mesh.values()), tuple(map(repr, one.layout.strategy.parts))
+        if key not in refused:
+            refused[key] = not _traces(search, one.layout, loss)
+        if not refused[key]:
+            yield one
+            top -= 1
+        if not top:
+            return
+
+
+def _traces(search: Search, layout: Layout, loss: Callable[..., Any]) -> bool:
+    work, mesh = search.workload, layout.mesh.abstract(search.cluster.num_devices)
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // layout.accumulate, *x.shape[1:]), x.dtype), work.batch
+    )
+    variables = work.model.abstract()
+    try:
+        with traced_for(search.cluster), use(mesh, layout.strategy):
+            value = value_of(work.model, loss, work.precision, layout.remat)
+            jax.eval_shape(value, variables.params, variables.extra, rows, jax.ShapeDtypeStruct((2,), "uint32"))
+    except MeshparError:
+        return False
+    return True
+
+
+def _rates(search: Search) -> str:
+    cluster, links = search.cluster, "data-sheet links and NCCL's latencies"
+    if cluster.axes or cluster.permutes:
+        links = f"links measured along {', '.join(dict.fromkeys((*cluster.axes, *cluster.permutes)))}"
+    return (
+        f"estimates: products at an assumed {search.clock.efficiency:.0%} of the data sheet's peak, {links}; of most "
+        f"compiled programs they missed the peak memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to "
+        f"{TIME_ERROR:.0%}"
+    )
+
+
+def _nearest(search: Search) -> str:
+    """The nearest change that would fit: more nodes, or else a smaller batch."""
+    if search.smallest is None:
+        return "use a batch whose rows the GPUs divide, or another number of GPUs"
+    cluster, held = search.cluster, search.smallest.memory
+    spare = search.limit_bytes - (held.peak_bytes - held.state_bytes)
+    if spare <= 0:
+        return "train shorter rows, or fewer of them in a microbatch"
+    nodes = -(-held.state_bytes * cluster.nodes // spare)
+    return f"take about {nodes} nodes, --cluster {cluster.gpu.name}:{nodes}x{cluster.gpus_per_node}, or a larger GPU"
+
+
+# ---- By the compiler -------------------------------------------------------------------------------------------------
+
+
+def _verified(search: Search, found: Sequence[Found], loss: Callable[..., Any], verify: int) -> list[Plan]:
+    work, cluster = search.workload, search.cluster
+    if not verify:
+        return [Plan.of(one, work, cluster) for one in found]
+    with PodProcess() as pod:
+        told = [compiled(search, one, loss, pod) for one in found[:verify]]
+    plans = [Plan.of(one, work, cluster, how) for one, how in zip(found, told, strict=False)]
+    plans = sorted((one for one in plans if one.compiled and one.compiled.fits), key=lambda one: one.step_s)
+    return plans + [Plan.of(one, work, cluster) for one in found[verify:]]
+
+
+def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodProcess) -> Compiled:
+    """A layout compiled for the cluster; errors are those of `explain`."""
+    layout, work = found.layout, search.workload
+    options = StepOptions(accumulate=layout.accumulate, precision=work.precision, remat=layout.remat)
+    mesh = layout.mesh.abstract(search.cluster.num_devices)
+    state = abstract_state(work.model, work.tx, mesh=mesh, strategy=layout.strategy, precision=work.precision)
+    report = explain(TrainStep(loss, options), state, work.batch, search.cluster, pod=pod, advise=False)
+    sent: dict[str, float] = {}
+    for label, kinds in report.to_json()["totals"].items():
+        sent[label] = sum(one["bytes_sent_per_device"] for one in kinds.values())
+    step_s, exposed = _step_s(search, report), dict(report.compute.exposed_s)
+    peak = report.memory.peak_bytes
+    return Compiled(
+        peak_bytes=peak,
+        sent_bytes=sent,
+        exposed_s=exposed,
+        hidden_fraction=report.overlap.hidden_fraction,
+        step_s=step_s,
+        fits=bool(report.memory.fits),
+        notes=tuple(_notes(found, peak, sent, step_s)),
+    )
+
+
+def _step_s(search: Search, report: Report) -> float:
+    """The simulated step, with products at the share of the peak that estimates have."""
+    compute = report.compute
+    assert compute.predicted_step_s is not None
+    assert compute.compute_s is not None
+    return compute.predicted_step_s + compute.compute_s * (1 / search.clock.efficiency - 1)
+
+
+def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) -> Iterator[str]:
+    told = found.memory.peak_bytes
+    if abs(told / peak - 1) > MEMORY_ERROR:
+        yield f"peak memory was estimated at {human_bytes(told)}; compiled it is {human_bytes(peak)}"
+    all_bytes = sum(sent.values())
+    for label, nbytes in sent.items():
+        guess = found.time.sent_bytes.get(label, 0.0)
+        if nbytes > all_bytes / 100 and abs(guess / nbytes - 1) > BYTES_ERROR:
+            yield f"{human_bytes(guess)} over {label} were estimated; compiled it is {human_bytes(nbytes)}"
+    if abs(found.time.step_s / step_s - 1) > TIME_ERROR:
+        yield f"a step was estimated at {si(found.time.step_s, 's')}; simulated from the program it is " + si(
+            step_s, "s"
+        )
+
+
+# ---- From a file -----------------------------------------------------------------------------------------------------
+
+
+def load_plans(path: str | Path) -> Plans:
+    """The plans that `Plans.save` or `meshpar plan --json` wrote.
+
+    Raises:
+      ValueError: no such file, or one that holds something else.
+    """
+    where, fix = f"plans `{path}`", "write them with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Plans(**{**data, "plans": tuple(map(_plan, data["plans"])), "advice": tuple(data["advice"])})
+    except MeshparError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise problem(where, "read them", f"{type(error).__name__}: {error}", fix) from None
+
+
+def _plan(data: Mapping[str, Any]) -> Plan:
+    told = data["compiled"] and Compiled(**{**data["compiled"], "notes": tuple(data["compiled"]["notes"])})
+    return Plan(**{**data, "layout": Layout.from_json(data["layout"]), "compiled": told})

@@ -1,0 +1,358 @@
+"""Search: the layouts of a cluster that can be run, the quickest first.
+
+    meshes ─► strategies that parts try on them ─► placed ─► remat, micro-steps ─► fits? ─► step time ─► the best
+
+Nothing here names a parallelism: parts say which mesh axes they live on and which of their forms to try
+(`Part.axes`, `Part.tried`), their rules say whether it can be, their promises what it sends. Branch and bound: layouts
+come in the order of a time that they cannot beat, and the search ends where that is above what was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshpar.parallel import Strategy
+from meshpar.parallel.part import Part, Trial
+from meshpar.parallel.promise import split_axes
+from meshpar.planner import memory
+from meshpar.planner.hardware import Cluster
+from meshpar.planner.layout import Layout, Placed, Placer
+from meshpar.planner.memory import MemoryEstimate
+from meshpar.planner.steptime import COPIES, COVER, PASSES, Clock, TimeEstimate, hidden_of_weights
+from meshpar.planner.workload import POLICIES, Remat, Workload
+from meshpar.sharding.mesh import MeshSpec
+from meshpar.sharding.printing import human_mesh
+from meshpar.sharding.table import human_bytes, lay_out
+from meshpar.sharding.types import MeshparError, axes_of_spec, problem
+
+FILL = 0.90
+"""Share of a GPU's memory that a plan may fill by estimate: the CUDA context and NCCL's buffers take some, too."""
+MOST_PLACED = 120
+"""Strategies on meshes that are looked at closely, the most promising first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """A layout with what is told of it."""
+
+    layout: Layout
+    memory: MemoryEstimate
+    time: TimeEstimate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """A strategy on a mesh, and about how long its steps take."""
+
+    about_s: float
+    state_bytes: float
+    sizes: dict[str, int]
+    strategy: Strategy
+
+
+class Search:
+    """The layouts of a workload on a cluster."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, *, fill: float = FILL) -> None:
+        self.workload, self.cluster = workload, cluster
+        self.limit_bytes = int(cluster.gpu.memory_bytes * fill)
+        self.placer, self.clock = Placer(workload), Clock(cluster)
+        self.considered = 0
+        self.smallest: Found | None = None
+        """Of what did not fit, what misses the limit by least."""
+        kinds = [kind for kind in _kinds(Part) if kind.axes]
+        self._state = [kind for kind in kinds if kind.splits_state]
+        self._others = [kind for kind in kinds if not kind.splits_state]
+        seen: dict[tuple[Remat, ...], Remat] = {}
+        for remat in POLICIES:  # policies that keep the same of this model are one
+            seen.setdefault((workload.held[remat], workload.flops[remat]), remat)  # type: ignore[arg-type]
+        self.policies = tuple(seen.values())
+
+    def best(self, top: int) -> list[Found]:
+        """The quickest layouts that fit, each resolved as training resolves it."""
+        found: list[Found] = []
+        starts = self.starts()
+        fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
+        # Where no state fits, the smallest is looked at, to tell by how much it does not.
+        for start in fit[:MOST_PLACED] or sorted(starts, key=lambda one: one.state_bytes)[:1]:
+            try:
+                placed = self.placer.place(start.sizes, start.strategy)
+                better = [one for one in self.of(placed) if len(found) < top or one.time.step_s < found[-1].time.step_s]
+                if better and self._runs(placed):
+                    found = sorted([*found, *better], key=lambda one: one.time.step_s)[:top]
+            except MeshparError:
+                continue
+        return found
+
+    def starts(self) -> list[_Start]:
+        """Every strategy on every mesh, by about how long its steps take.
+
+        Strategies with the same rules lie alike on all meshes with the same axes above one: each such form is placed
+        once, and bytes and times of its meshes are reckoned together.
+        """
+        forms: dict[Any, list[tuple[dict[str, int], Strategy]]] = defaultdict(list)
+        for sizes in self.meshes():
+            above = tuple(size > 1 for size in sizes.values())
+            for strategy in self.strategies(sizes):
+                forms[above, tuple(map(_look, strategy.parts))].append((sizes, strategy))
+        starts = []
+        for members in forms.values():
+            about = np.full((2, len(members)), np.inf)
+            members.sort(key=lambda one: max(one[0].values()))  # the most even mesh is the likeliest to serve
+            for at, first in enumerate(members):
+                with contextlib.suppress(MeshparError):
+                    about[:, at:] = self._about(self.placer.place(*first), members[at:])
+                    break
+            starts += [_Start(a, b, *one) for a, b, one in zip(*about.tolist(), members, strict=True)]
+        self.considered = sum(map(len, forms.values()))
+        return sorted(starts, key=lambda one: one.about_s)
+
+    def _about(self, placed: Placed, members: Sequence[tuple[dict[str, int], Strategy]]) -> np.ndarray:
+        """About how long a step takes, and bytes of the state, `[2, members]`.
+
+        Args:
+          placed: the first of them, on its mesh.
+          members: strategies that lie alike, each with its mesh.
+        """
+        of = {axis: np.array([sizes[axis] for sizes, _ in members], float) for axis in placed.sizes}
+        work, state = self.workload, np.full(len(members), float(self.workload.whole_bytes))
+
+        def ways(axes: Iterable[str]) -> Any:
+            return math.prod((of[axis] for axis in axes), start=np.ones(len(members)))
+
+        quickest = min(self.policies, key=work.flops.__getitem__)
+        layout = Layout(mesh=_ANY, strategy=placed.strategy, remat=quickest)
+        facts, sums = placed.facts(layout), np.zeros(len(members))
+        wire_s, wait_s = np.zeros(len(members)), np.zeros(len(members))
+        for one in placed.weights:
+            size, own = one.decision.leaf.size, axes_of_spec(one.decision.spec)
+            state += one.decision.leaf.nbytes / ways(own)
+            split = set(split_axes(facts, one.decision.spec))
+            over = facts.ordered(
+                (split | set(split_axes(facts, one.update))) & {*facts.batch_axes, *facts.context_axes}
+            )
+            held = size / ways(split - set(over)) * (1 - 1 / ways(over))
+            times = (2 if split & set(over) else 1) * work.compute_itemsize + 4
+            wire_s += times * held / self._most_bytes_per_s(over, of, ways)
+            sums += 4 * size / ways(set(own) - set(facts.batch_axes))
+        for slot in work.slots:
+            spec = () if slot.owner is None else tuple(placed.weights[slot.owner].update)
+            state += slot.nbytes / ways(axes_of_spec(spec[dim] for dim in slot.dims if dim < len(spec)))
+        split_ways = ways((*facts.batch_axes, *facts.context_axes))
+        for part in placed.strategy.parts:
+            for sent in (*part.promise(facts), *part.kernels(facts)):
+                share = (
+                    facts.ways((*facts.batch_axes, *facts.context_axes))
+                    / split_ways
+                    / facts.ways(facts.ordered(["stage"]))
+                )
+                nbytes = sent.count[0] * sent.elements * 2 * share * (1 - 1 / ways(sent.axes))
+                wait_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
+        busy_s = self.clock.floor_s(placed, layout)
+        busy_s += PASSES * work.rows * sum(one.row_bytes for one in work.held[None]) / self._device_bytes_per_s
+        pipes = [strategy.pipeline for _, strategy in members]
+        if placed.strategy.pipeline is not None:
+            ticks = np.array([2 * (one.microbatches + one.stages) for one in pipes if one is not None])
+            fill = np.array([1 + (one.stages - 1) / one.microbatches for one in pipes if one is not None])
+            busy_s = (busy_s + COPIES * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
+        hidden = np.array([hidden_of_weights(facts, is_ahead=bool(one.prefetched_axes)) for _, one in members])
+        exposed_s = np.maximum(wire_s * (1 - hidden), wire_s - COVER * busy_s)
+        return np.stack([busy_s + wait_s + exposed_s, state])
+
+    @property
+    def _device_bytes_per_s(self) -> float:
+        return self.cluster.num_devices * self.cluster.gpu.memory_bytes_per_s
+
+    def _most_bytes_per_s(self, axes: Sequence[str], of: Mapping[str, Any], ways: Callable[..., Any]) -> Any:
+        """The most that a ring over some axes can have between its GPUs, whichever others stand between them."""
+        inside, across = self.cluster.inside.bytes_per_s, self.cluster.across.bytes_per_s
+        order = list(of)
+        inner = ways(order[1 + max((order.index(axis) for axis in axes), default=0) :])
+        ports = np.clip(self.cluster.gpus_per_node / inner, 1, ways(axes))
+        return np.where(ways(axes) * inner <= self.cluster.gpus_per_node, inside, np.minimum(ports * across, inside))
+
+    def meshes(self) -> Iterator[dict[str, int]]:
+        """Sizes of axes, as many devices as the cluster has."""
+        sizes = {axis: self._sizes_of(axis) for axis in self._axes()}
+        return self._filled(dict.fromkeys(sizes, 1), sizes, self.cluster.num_devices)
+
+    def strategies(self, sizes: Mapping[str, int]) -> Iterator[Strategy]:
+        """What parts try on a mesh: one way to keep the state, and a form of every other that lives on its axes."""
+        trial = self._trial(sizes)
+        state = [part for kind in self._state for part in kind.tried(trial)]
+        others = [list(kind.tried(trial)) for kind in self._others if trial.ways(*kind.axes) > 1]
+        for parts in itertools.product(state, *others):
+            yield Strategy(parts)
+
+    def of(self, placed: Placed) -> Iterator[Found]:
+        """The layouts of a strategy on a mesh that fit: by remat policy, in the fewest micro-steps that do."""
+        rows = self.workload.rows // placed.batch_ways
+        staged = placed.strategy.pipeline is not None
+        counts = [1] if staged else [count for count in _divisors(rows) if count <= rows]
+        spec = _spec(placed.sizes)
+        for remat in self.policies:
+            for count in counts:
+                layout = Layout(mesh=spec, strategy=placed.strategy, remat=remat, accumulate=count)
+                held = self.fits(placed, layout)
+                if held is not None:
+                    yield Found(layout=layout, memory=held, time=self.clock.estimate(placed, layout, held))
+                    if not self.clock.is_crowded(held):  # more micro-steps send more, but leave room to hide it
+                        break
+
+    def fits(self, placed: Placed, layout: Layout) -> MemoryEstimate | None:
+        """What a layout holds, where it fits; else it is remembered if it missed by least."""
+        try:
+            held = memory.estimate(placed, layout)
+        except MeshparError:
+            return None
+        if held.peak_bytes <= self.limit_bytes:
+            return held
+        if self.smallest is None or held.peak_bytes < self.smallest.memory.peak_bytes:
+            nothing = TimeEstimate(
+                compute_s=0, memory_s=0, network_s={}, exposed_s={}, sent_bytes={}, bubble_s=0
+            )  # fmt: skip
+            self.smallest = Found(layout=layout, memory=held, time=nothing)
+        return None
+
+    def on_mesh(self, mesh: MeshSpec) -> Found:
+        """The quickest that parts try on a mesh, or else the smallest; errors as for `estimate`."""
+        sizes, found = mesh.resolve(self.cluster.num_devices), []
+        why: MeshparError | None = None
+        for strategy in self.strategies(sizes):
+            for remat in self.policies:
+                try:
+                    found.append(self.estimate(Layout(mesh=_spec(sizes), strategy=strategy, remat=remat)))
+                except MeshparError as error:
+                    why = error
+        if not found:
+            exists = "no parallelism is tried on it"
+            raise why or problem(f"mesh {human_mesh(sizes)}", "train on it", exists, "give its axes other sizes")
+        fits = [one for one in found if one.memory.peak_bytes <= self.limit_bytes]
+        if fits:
+            return min(fits, key=lambda one: one.time.step_s)
+        return min(found, key=lambda one: one.memory.peak_bytes)
+
+    def estimate(self, layout: Layout) -> Found:
+        """What is told of one layout, whether it fits or not.
+
+        Raises:
+          ValueError: it does not resolve, or the batch does not divide.
+        """
+        sizes = layout.mesh.resolve(self.cluster.num_devices)
+        placed = self.placer.place(sizes, layout.strategy)
+        pieces = placed.batch_ways * layout.microbatches
+        if self.workload.rows % pieces:
+            raise problem(
+                layout.label,
+                f"cut a batch of {self.workload.rows} rows into {pieces}",
+                f"{placed.batch_ways} ranks split the batch, and each {layout.microbatches} times",
+                f"use a batch of {-(-self.workload.rows // pieces) * pieces} rows, or fewer pieces",
+            )
+        self.resolve(placed)
+        held = memory.estimate(placed, layout)
+        return Found(layout=layout, memory=held, time=self.clock.estimate(placed, layout, held))
+
+    def resolve(self, placed: Placed) -> None:
+        """Resolve every leaf as training does; errors as in `shardings`."""
+        spec, work = _spec(placed.sizes, least=1), self.workload
+        mesh = spec.abstract(self.cluster.num_devices, devices_per_node=self.cluster.gpus_per_node)
+        lay_out(work.model, mesh, placed.strategy, work.tx, work.precision)
+
+    def _runs(self, placed: Placed) -> bool:
+        """Whether it resolves, as a whole, as training resolves it."""
+        try:
+            self.resolve(placed)
+        except MeshparError:
+            return False
+        return True
+
+    # -- Meshes -------------------------------------------------------------------------------------------------------
+
+    def _axes(self) -> list[str]:
+        """Axes that parts live on, in a mesh's order."""
+        named = {axis: 1 for kind in (*self._state, *self._others) for axis in kind.axes}
+        return list(_spec(named, least=1))
+
+    def _sizes_of(self, axis: str) -> list[int]:
+        """Sizes of an axis that the model can be split over, by itself."""
+        inside = self.cluster.gpus_per_node if axis in MeshSpec().inside_node else self.cluster.num_devices
+        sizes = [size for size in _divisors(self.cluster.num_devices) if inside % size == 0]
+        return [size for size in sizes if size == 1 or self._can_split(axis, size)]
+
+    def _can_split(self, axis: str, size: int) -> bool:
+        sizes = dict(_spec({axis: size}))
+        for strategy in self.strategies(sizes):
+            try:
+                placed = self.placer.place(sizes, strategy)
+            except MeshparError:
+                continue
+            if self.workload.rows % placed.batch_ways == 0 and all(_is_used(placed, one) for one in strategy.parts):
+                return True
+        return False
+
+    def _filled(self, so_far: dict[str, int], sizes: Mapping[str, list[int]], left: int) -> Iterator[dict[str, int]]:
+        axis = next(iter(sizes))
+        rest = {name: each for name, each in sizes.items() if name != axis}
+        for size in sizes[axis]:
+            if left % size == 0 and (rest or size == left):
+                mesh = {**so_far, axis: size}
+                yield from self._filled(mesh, rest, left // size) if rest else iter([mesh])
+
+    def _trial(self, sizes: Mapping[str, int]) -> Trial:
+        work = self.workload
+        return Trial(sizes=sizes, rows=work.rows, seq_len=work.seq_len, num_layers=work.num_layers)
+
+
+_ANY = MeshSpec()
+
+
+@functools.lru_cache(maxsize=1024)
+def _look(part: Part) -> tuple[str, ...]:
+    """What tells whether two parts lay everything alike."""
+    return tuple(map(repr, part.rules()))
+
+
+def _is_used(placed: Placed, part: Part) -> bool:
+    """Whether a part is about some parameter, as far as it is about parameters at all."""
+    if not any(list(rules.sources) for rules in part.rules()[:3]):
+        return True
+    specs = (spec for one in placed.weights for spec in (one.decision.spec, one.grads, one.update))
+    return bool({axis for spec in specs for axis in axes_of_spec(spec)} & set(part.axes))
+
+
+def _kinds(kind: type[Part]) -> Iterator[type[Part]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _kinds(one)
+
+
+def _spec(sizes: Mapping[str, int], *, least: int = 2) -> MeshSpec:
+    """The mesh with the axes of at least so many ranks."""
+    arguments: dict[str, Any] = {axis: size for axis, size in sizes.items() if size >= least}
+    return MeshSpec(**arguments)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def shortage(search: Search) -> str:
+    """What is short where nothing fits, and by how much."""
+    if search.smallest is None:
+        return "no mesh of its GPUs splits this model and batch"
+    held, limit = search.smallest.memory, search.limit_bytes
+    return (
+        f"the smallest layout found takes {human_bytes(held.peak_bytes)} of {human_bytes(limit)} a GPU, "
+        f"{human_bytes(held.peak_bytes - limit)} too much ({human_bytes(held.state_bytes)} of it state): "
+        f"{search.smallest.layout.label}"
+    )

@@ -1,0 +1,285 @@
+"""How long a training step takes under a layout, told before anything is compiled.
+
+    step = products + other kernels + messages that are waited for + bubble
+
+Products run at a share of the peak; other kernels move what the backward pass keeps a few times; messages are those the
+strategy promises and its kernels send, each by the alpha-beta model over the link of its axes. Of their time XLA hides
+a share behind compute, which differs by what they are for: the shares are those that `explain` found in compiled
+programs (`HIDDEN`). A pipeline's bubble is its table's, simulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshpar.parallel.part import MIN_SHARDED_BYTES
+from meshpar.parallel.pipeline import Pipeline
+from meshpar.parallel.promise import (
+    GRADIENTS,
+    ITEMSIZE,
+    WEIGHTS,
+    Facts,
+    Promised,
+    is_expert,
+    is_router,
+    owned_axes,
+)
+from meshpar.pipeline.traffic import traffic
+from meshpar.planner import cost
+from meshpar.planner.hardware import Cluster
+from meshpar.planner.layout import Layout, Placed
+from meshpar.planner.memory import MemoryEstimate
+from meshpar.planner.workload import Remat
+from meshpar.sharding.printing import Plain
+
+MATMUL_EFFICIENCY = 0.65
+"""Share of the peak that products reach, assumed, for nothing measured it here: published training of dense decoders on
+H100s reaches 40 to 55 % of it with all else in the step (`tests/planner/test_published.py`)."""
+PASSES = 3
+"""How often what the backward pass would keep of a layer is moved: written, read back, and its gradient."""
+COPIES = 2.5
+"""How often a tick of a pipeline moves what its stage holds: buffers pass through the branches of its cells."""
+HIDDEN: Mapping[str, float] = {
+    WEIGHTS: 0.45, GRADIENTS: 0.45, "prefetched": 0.8, "context": 0.15, "exchange": 0.3, "other": 0.15,
+}  # fmt: skip
+"""Share of messages' time that compute hides: gathers and scatters of weights, gathers a layer ahead, both where the
+sequence is split, rows of experts, and all else, which the next product needs: about the medians over the programs of
+`tests/planner/compiled.json`."""
+EXPERT_ROWS = 512
+"""Rows of a block of a grouped product, each of which reads its expert's weights (`meshpar.moe.grouped`)."""
+CROWDED = 0.77
+"""Share of the memory above which next to nothing is hidden: of programs with weights gathered ahead, those of 62 GB
+and more hid 3 % of it, one of 55 GB 70 %."""
+COVER = 0.4
+"""Share of compute that can hide messages at all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimeEstimate(Plain):
+    """Seconds of a step, of one device."""
+
+    compute_s: float
+    """Products of matrices."""
+    memory_s: float
+    """Other kernels."""
+    network_s: Mapping[str, float]
+    """On the wire, by mesh axes, hidden or not."""
+    exposed_s: Mapping[str, float]
+    """Of that, while compute waits."""
+    sent_bytes: Mapping[str, float]
+    """By one device, by mesh axes."""
+    bubble_s: float
+
+    derived = ("step_s", "bound")
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.memory_s + self.bubble_s + sum(self.exposed_s.values())
+
+    @property
+    def bound(self) -> str:
+        """What most of the step is spent on: `compute`, `memory`, `bubble` or `network:<axes>`."""
+        spent = {"compute": self.compute_s, "memory": self.memory_s, "bubble": self.bubble_s}
+        spent |= {f"network:{axes}": time_s for axes, time_s in self.exposed_s.items()}
+        return max(spent, key=lambda what: spent[what])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rhythm:
+    """A schedule simulated: how much longer than its work it takes, and in how many ticks."""
+
+    stretch: float
+    ticks: int
+    hops: int
+    """Permutes between stages in a step."""
+
+
+@functools.lru_cache(maxsize=256)
+def rhythm(pipelined: Pipeline, recomputed: float) -> Rhythm:
+    """Of a schedule whose backward pass runs so much of the forward pass again.
+
+    From three times as many microbatches as stages on, each more takes as long as its work.
+    """
+    count = pipelined.microbatches
+    most = min(count, 3 * pipelined.stages) if not pipelined.schedule.endswith(".csv") else count
+    table = dataclasses.replace(pipelined, microbatches=most).table()
+    times, lanes, work = table.simulate(f=1.0, b=1.0 + recomputed, w=1.0), traffic(table), 3 + recomputed
+    longer = count / most
+    span = times.free.makespan + (count - most) * work
+    return Rhythm(span / (count * work), round(table.ticks * longer), round(longer * sum((*lanes.up, *lanes.down))))
+
+
+class Clock:
+    """Times of layouts on a cluster."""
+
+    def __init__(self, cluster: Cluster, *, efficiency: float = MATMUL_EFFICIENCY) -> None:
+        self.cluster, self.efficiency = cluster, efficiency
+        self._prices: dict[tuple[str, tuple[str, ...], tuple[int, ...]], _Price] = {}
+
+    def floor_s(self, placed: Placed, layout: Layout) -> float:
+        """A time that no layout of these takes less than: the products, without bubble or messages."""
+        work = placed.workload
+        peak = self.cluster.gpu.bf16_flops_per_s if work.compute_itemsize <= 2 else self.cluster.gpu.fp32_flops_per_s
+        return work.flops[layout.remat] * work.rows / self.cluster.num_devices / (peak * self.efficiency)
+
+    def is_crowded(self, memory: MemoryEstimate) -> bool:
+        """Whether a step holds so much that XLA's scheduler starts messages late, to hold no more."""
+        return memory.peak_bytes > CROWDED * self.cluster.gpu.memory_bytes
+
+    def estimate(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> TimeEstimate:
+        """The time of a step under a layout that holds so much."""
+        facts, pipelined = placed.facts(layout), placed.strategy.pipeline
+        network: dict[str, float] = defaultdict(float)
+        hidden: dict[str, float] = defaultdict(float)
+        sent: dict[str, float] = defaultdict(float)
+        # XLA combines the gradients of a layer into one message, and with prefetch its weights.
+        stacked = sum(one.decision.leaf.num_layers > 1 and one.decision.leaf.layer_ndim > 1 for one in placed.weights)
+        for one, share in placed.once((layout.microbatches, facts.is_remat, "sent"), lambda: [*placed.sent(facts)]):
+            for kind, axes, nbytes, count in _messages(facts, one, layout.remat):
+                label, price = "*".join(axes), self._price(kind, axes, facts.sizes)
+                together = stacked if one.role == GRADIENTS or facts.is_prefetched else 1
+                time_s = share * count * price.time_s(nbytes, together=together if one.stack > 1 else 1)
+                sent[label] += share * count * nbytes * price.sent
+                network[label] += time_s
+                hidden[label] += time_s * _hidden(facts, one)
+        compute_s, moved, stretch = self.floor_s(placed, layout), self._moved_bytes(placed, layout, memory), 1.0
+        if pipelined is not None:
+            work = placed.workload
+            beat = rhythm(pipelined, round(3 * work.flops[layout.remat] / work.model_flops - 3, 1))
+            stretch = beat.stretch
+            moved += COPIES * beat.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
+            nbytes = self._handed_on(placed, layout)
+            price = self._price("collective-permute", (pipelined.axis,), facts.sizes)
+            sent[pipelined.axis] += beat.hops * nbytes
+            network[pipelined.axis] += beat.hops * price.time_s(nbytes)
+        memory_s = moved / self.cluster.gpu.memory_bytes_per_s
+        # What is hidden is hidden behind compute, of which there may be less.
+        covered = min(1.0, COVER * (compute_s + memory_s) / max(sum(hidden.values()), 1e-12))
+        covered *= 0.1 if self.is_crowded(memory) else 1.0
+        return TimeEstimate(
+            compute_s=compute_s,
+            memory_s=memory_s,
+            network_s=dict(network),
+            exposed_s={label: time_s - covered * hidden[label] for label, time_s in network.items()},
+            sent_bytes=dict(sent),
+            bubble_s=(compute_s + memory_s) * (stretch - 1),
+        )
+
+    def _moved_bytes(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> float:
+        """By kernels that are no dense products, in a step."""
+        work, stages = placed.workload, _stages(placed)
+        rows = work.rows // placed.batch_ways
+        kept = rows * sum(placed.held_row_bytes[None]) / stages
+        moved = PASSES * kept + 2 * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)
+        return moved + layout.microbatches * self._of_experts(placed, layout) / stages
+
+    def _of_experts(self, placed: Placed, layout: Layout) -> float:
+        """What grouped products move block by block of rows in a micro-step: an expert's weights, forward and for both
+        gradients, and where a device has several experts the float32 gradients of all of them."""
+        work, facts = placed.workload, placed.facts(layout)
+        each = [one.decision for one in placed.weights if is_expert(one.decision) and not is_router(one.decision)]
+        if not each or not facts.tokens:
+            return 0.0
+        ranks = facts.ways(owned_axes(facts, each[0]))
+        rows = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
+        here, one_expert = work.num_experts // ranks, sum(one.leaf.size // work.num_experts for one in each)
+        moved = one_expert * (3 * work.compute_itemsize + (here > 1) * 4 * here)
+        return moved * -(-rows // EXPERT_ROWS)
+
+    def _handed_on(self, placed: Placed, layout: Layout) -> float:
+        """Bytes of what one microbatch hands on to the next stage, where no axis splits it but the whole sequence's."""
+        work = placed.workload
+        between = [one for one in work.held["full"] if one.layers] or [one for one in work.held[None] if one.layers]
+        rows = work.rows // (placed.batch_ways * layout.microbatches)
+        whole = (one._replace(names=("seq", *(None for _ in one.names[1:]))) for one in between)
+        return max((placed.row_bytes(one) * rows / one.layers for one in whole), default=0.0)
+
+    def _price(self, kind: str, axes: tuple[str, ...], sizes: Mapping[str, int]) -> _Price:
+        key = kind, axes, tuple(sizes.values())
+        if key not in self._prices:
+            nodes, per_node = _layout_of(self.cluster, axes, sizes)
+            link = cost.collective_link(kind, self.cluster, num_nodes=nodes, per_node=per_node, axes=axes)
+            ranks = math.prod(sizes[axis] for axis in axes)
+            forms = [cost.as_sent(kind, 1.0, ranks)]
+            forms += [cost.tree_all_reduce(1.0, ranks)] * (kind == "all-reduce")
+            lines = tuple((one.steps * link.alpha_s, one.bytes_in_turn * link.beta_s_per_byte) for one in forms)
+            self._prices[key] = _Price(lines, forms[0].bytes_sent)
+        return self._prices[key]
+
+
+class _Price(NamedTuple):
+    """Of one collective over some axes, every cost being linear in its bytes."""
+
+    lines: tuple[tuple[float, float], ...]
+    """(latency, time of a byte) of each algorithm; the quickest is taken."""
+    sent: float
+    """Bytes that a device sends of each byte of the payload."""
+
+    def time_s(self, nbytes: float, *, together: int = 1) -> float:
+        """Of one of so many that go as one message."""
+        return min(latency_s / together + nbytes * s_per_byte for latency_s, s_per_byte in self.lines)
+
+
+def _stages(placed: Placed) -> int:
+    return 1 if placed.strategy.pipeline is None else placed.strategy.pipeline.stages
+
+
+def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
+    """(kind, axes, bytes, how often) of what is promised, in the form and number that compiled programs had."""
+    itemsize, (least, most) = ITEMSIZE.get(one.dtype, 4), one.count
+    if one.role == WEIGHTS:
+        # Outside of the layers a micro-step gathers once for both directions.
+        least = max(least, most // 2) if one.stack == 1 else least
+    elif most > least and one.role != GRADIENTS and remat is not None:
+        # A layer that is computed again sends again, but not what its policy keeps, nor what nothing behind it needs.
+        is_kept = one.kind == "sum" and remat != "full"
+        least = least if is_kept else (least + most) // 2
+    each = {axis for axis, *_ in one.counts}
+    if each:  # sums over micro-steps that stay whole are reduced in each, but what stands outside of the layers behind
+        scattered = tuple(axis for axis in one.scattered if axis not in each)
+        nbytes = one.elements * itemsize / facts.ways(scattered)
+        times = max(count for _, _, count in one.counts) if one.stack > 1 or each & set(one.scattered) else least
+        yield "all-reduce", facts.ordered(each), nbytes, float(times)
+        axes = tuple(axis for axis in one.axes if axis not in each)
+        if not axes:
+            return
+        one = dataclasses.replace(one, axes=axes, scattered=scattered, counts=())
+    if one.kind == "sum" and one.whole and one.elements * itemsize <= MIN_SHARDED_BYTES:
+        yield "all-reduce", one.axes, float(one.elements * itemsize), float(least)
+        return
+    for kind, axes, elements in one.forms(facts.sizes):
+        yield kind, axes, float(elements * itemsize), float(least)
+
+
+def _hidden(facts: Facts, one: Promised) -> float:
+    if one.kind == "exchange":
+        return HIDDEN["exchange"]
+    if one.role in (WEIGHTS, GRADIENTS) and (one.scattered or one.kind == "gather"):
+        return hidden_of_weights(facts, is_ahead=facts.is_prefetched and one.stack > 1 and one.role == WEIGHTS)
+    return HIDDEN["other"]
+
+
+def hidden_of_weights(facts: Facts, *, is_ahead: bool) -> float:
+    """The share of gathers and scatters of weights that compute hides."""
+    return HIDDEN["context" if facts.context_axes else "prefetched" if is_ahead else WEIGHTS]
+
+
+def _layout_of(cluster: Cluster, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """As `Cluster.layout`, from the group of the first device alone: on a mesh that nodes cut evenly all are alike."""
+    stride, offsets, is_even = 1, np.zeros(1, int), True
+    for axis, size in reversed(list(sizes.items())):
+        is_even &= cluster.gpus_per_node % stride == 0 or stride % cluster.gpus_per_node == 0
+        if axis in axes:
+            offsets = (offsets[:, None] + stride * np.arange(size)).reshape(-1)
+        stride *= size
+    if not is_even:
+        return cluster.layout(axes, sizes)
+    counts = np.unique(offsets // cluster.gpus_per_node, return_counts=True)[1]
+    return len(counts), int(counts.min())

@@ -1,0 +1,288 @@
+"""Workload: what a training step asks of devices, whatever the mesh, told by tracing it once for each remat policy.
+
+The loss is traced as one device by itself would compute it, a few rows of the batch at a time; nothing is compiled. Of
+every array that the backward pass keeps, the trace tells shape and dtype; which of its dims a strategy splits follows
+from the sizes of the model's named dims.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from meshpar.compiled.model_flops import matmul_flops
+from meshpar.compiled.promise import rows_and_tokens
+from meshpar.compiled.target import traced_for
+from meshpar.compiled.traced import inner_jaxprs
+from meshpar.parallel import ddp
+from meshpar.parallel.promise import is_expert, is_router, with_layers
+from meshpar.planner.hardware import Cluster
+from meshpar.sharding.adapters import Model, Variables
+from meshpar.sharding.context import use
+from meshpar.sharding.mesh import MeshSpec
+from meshpar.sharding.rules import ACTIVATION_NAMES
+from meshpar.sharding.table import optimizer_decisions
+from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, tree_leaves_with_paths
+from meshpar.training.layers import REMAT_POLICIES
+from meshpar.training.precision import Precision, cast_floating, numerics
+
+Remat = str | None
+POLICIES: tuple[Remat, ...] = (None, *reversed(REMAT_POLICIES))
+"""What may be recomputed: nothing, ..., all of a layer."""
+
+
+class Held(NamedTuple):
+    """An array that the backward pass keeps of each row of the batch."""
+
+    names: tuple[str | None, ...]
+    """Of its dims behind layers and rows, as activations are called."""
+    shape: tuple[int, ...]
+    itemsize: int
+    layers: int
+    """So many are kept: one for each layer; 0: it stands outside of the layers."""
+    is_routed: bool
+    """Whether it has a row for each choice of an expert."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row, of all layers."""
+        return math.prod(self.shape) * self.itemsize * max(self.layers, 1)
+
+
+class Slot(NamedTuple):
+    """An array of the optimizer's."""
+
+    nbytes: int
+    owner: int | None
+    """The parameter that it is split as; None: it is whole everywhere."""
+    dims: tuple[int, ...]
+    """Of that parameter's dims, those that it has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a training step asks of devices, whatever the mesh."""
+
+    model: Model
+    """The model, described: nothing of it is traced again."""
+    leaves: tuple[Leaf, ...]
+    """Parameters."""
+    slots: tuple[Slot, ...]
+    """Optimizer state."""
+    whole_bytes: int
+    """What every device holds of the state: counters, the key, what the model keeps beside parameters."""
+    tx: optax.GradientTransformation
+    precision: Precision
+    batch: PyTree
+    """Shapes of the global batch."""
+    rows: int
+    tokens: int | None
+    """Of the global batch; None when it holds none."""
+    flops: Mapping[Remat, float]
+    """Of a training step's matrix products for one row, recomputation included."""
+    model_flops: float
+    """For one row: three forward passes."""
+    held: Mapping[Remat, tuple[Held, ...]]
+    choices: int
+    """Experts that a token visits; 0 without experts."""
+    bound_factor: float | None
+    """Room for rows from one rank of experts to another; None: for any routing."""
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens of a row."""
+        return None if self.tokens is None else self.tokens // self.rows
+
+    @property
+    def num_layers(self) -> int:
+        return max((leaf.num_layers for leaf in self.leaves), default=1)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of the global batch, as jax takes it."""
+        arrays = jax.tree.leaves(self.batch)
+        return sum(jax.dtypes.canonicalize_dtype(x.dtype).itemsize * math.prod(x.shape) for x in arrays)
+
+    @property
+    def compute_itemsize(self) -> int:
+        return np.dtype(jnp.dtype(self.precision.compute or self.leaves[0].dtype)).itemsize
+
+    @functools.cached_property
+    def num_experts(self) -> int:
+        return max((leaf.shape[-1] for leaf in self.leaves if is_router(_whole(leaf))), default=0)
+
+
+def describe(
+    model: Model,
+    batch: PyTree,
+    loss: Callable[..., Any],
+    *,
+    tx: optax.GradientTransformation,
+    precision: Precision,
+    cluster: Cluster | None = None,
+    bound_factor: float | None = None,
+) -> Workload:
+    """Trace a training step; errors are those of the model and the loss.
+
+    Args:
+      model: from an adapter.
+      batch: the global batch, arrays or their shapes.
+      loss: (model, batch, key) -> (loss, metrics).
+      tx: the optimizer.
+      precision: of the step.
+      cluster: for whose GPUs cuDNN's attention is traced.
+      bound_factor: of the MoE layers.
+    """
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
+    rows, tokens = rows_and_tokens(batch, 1)
+    one = MeshSpec().abstract(1)
+    with use(one, ddp()):
+        variables, names = model.abstract(), dict(model.names())
+    made = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
+    plain = [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(made)]
+    known = dataclasses.replace(model, init=functools.partial(_zeros, variables), names=lambda: names)
+    leaves = tuple(one.leaf for one in with_layers([_whole(leaf) for leaf in plain]))
+    marker = _marker(leaves, batch)
+    seq_len = None if tokens is None else tokens // rows
+    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((marker, *x.shape[1:]), x.dtype), batch)
+    arrays = (made, variables.extra, few, jax.ShapeDtypeStruct((2,), np.uint32))
+    flops: dict[Remat, float] = {}
+    held: dict[Remat, tuple[Held, ...]] = {}
+    with traced_for(cluster), use(one, ddp()):
+        alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
+        choices = _choices(alone, leaves)
+        # Products with experts' weights run in loops whose length the routing tells: counted in closed form.
+        visited = choices * sum(leaf.size // leaf.shape[_expert_dim(leaf)] for leaf in leaves if _expert_dim(leaf))
+        forward = matmul_flops(alone) / marker + 2 * visited * (seq_len or 1)
+        for remat in POLICIES:
+            counted, kept = _kept(value_of(known, loss, precision, remat), arrays)
+            flops[remat] = counted / marker
+            held[remat] = tuple(_labelled(kept, leaves, marker, seq_len, is_all=remat is None))
+    again = 2 * visited * (seq_len or 1)
+    flops = {remat: 3 * forward + count - flops[None] + again * (remat is not None) for remat, count in flops.items()}
+    extra = [leaf_of(path, x) for path, x in tree_leaves_with_paths(variables.extra)]
+    return Workload(
+        model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
+        tokens=tokens, flops=flops, model_flops=3 * forward, held=held, choices=choices, bound_factor=bound_factor,
+        whole_bytes=sum(leaf.nbytes for leaf in extra) + 4 + 8 + 4,
+    )  # fmt: skip
+
+
+def _zeros(variables: Variables, key: Any) -> Variables:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
+
+
+def _whole(leaf: Leaf) -> Decision:
+    return Decision(leaf=leaf, rule="", spec=PartitionSpec(), shards=1, meant=True)
+
+
+def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Leaf]) -> tuple[Slot, ...]:
+    """The optimizer's arrays, each split as its owner: a spec that names every dim says which dims it has."""
+    axes = [tuple(f"{at}.{dim}" for dim in range(len(leaf.shape))) for at, leaf in enumerate(leaves)]
+    mesh = {axis: 1 for each in axes for axis in each}
+    marked = [
+        dataclasses.replace(_whole(leaf), spec=PartitionSpec(*each)) for leaf, each in zip(leaves, axes, strict=True)
+    ]
+    found = optimizer_decisions(tx, jax.eval_shape(tx.init, params), marked, mesh)
+    placed = [[tuple(map(int, entry.split("."))) for entry in one.spec if entry is not None] for one in found]
+    return tuple(
+        Slot(one.leaf.nbytes, at[0][0] if at else None, tuple(dim for _, dim in at))
+        for one, at in zip(found, placed, strict=True)
+    )
+
+
+# ---- The trace -------------------------------------------------------------------------------------------------------
+
+
+def _marker(leaves: Sequence[Leaf], batch: PyTree) -> int:
+    """Rows to trace: a prime that divides no other dim, so that it is found again."""
+    dims = {size for leaf in leaves for size in leaf.shape} | {n for x in jax.tree.leaves(batch) for n in x.shape[1:]}
+    primes = (n for n in range(3, 1000, 2) if all(n % d for d in range(3, n, 2)))
+    return next(n for n in primes if all(size % n for size in dims if size))
+
+
+def value_of(model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat) -> Callable[..., jax.Array]:
+    """The loss as a function of parameters, what else the model keeps, rows and a key."""
+
+    def value(params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
+        with numerics(precision, remat):
+            bound = model.bind(cast_floating(params, precision.compute), extra)
+            return loss(bound, batch, jax.random.wrap_key_data(key))[0]
+
+    return value
+
+
+def _kept(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[int, list[Any]]:
+    """FLOPs of loss and gradients, and the arrays kept between them."""
+
+    def both(params: PyTree, *others: Any) -> Any:
+        out, pull = jax.vjp(lambda params: value(params, *others), params)
+        return pull(jnp.ones_like(out)), jax.tree.leaves(pull)
+
+    jaxpr, (_, kept) = jax.make_jaxpr(both, return_shape=True)(*arrays)
+    return matmul_flops(jaxpr.jaxpr), kept
+
+
+def _expert_dim(leaf: Leaf) -> int:
+    """Which dim of an expert's weight is that of the experts, behind the layers; 0: it is none."""
+    return (leaf.names or ()).index("expert") if is_expert(_whole(leaf)) and not is_router(_whole(leaf)) else 0
+
+
+def _labelled(
+    kept: Sequence[Any], leaves: Sequence[Leaf], rows: int, seq_len: int | None, *, is_all: bool
+) -> Iterator[Held]:
+    """What is kept of rows, with the names of its dims; weights and tables are left out."""
+    stacks = {leaf.num_layers for leaf in leaves} - {1}
+    for array in kept:
+        at = next((dim for dim, size in enumerate(array.shape) if size and size % rows == 0), None)
+        if at is None:
+            continue
+        times, rest = array.shape[at] // rows, tuple(array.shape[at + 1 :])
+        is_routed = times > 1 and (seq_len is None or times != seq_len)
+        if times == 1 and seq_len is not None and rest[:1] == (seq_len,):
+            times, rest = seq_len, rest[1:]
+        named = _names_of(rest, leaves)
+        layers = array.shape[0] if at and array.shape[0] in stacks else 0
+        # Between blocks the residual stream may be split where the work inside them is not: float32, as norms have it,
+        # or what a policy keeps instead of a block's input.
+        between = set(named) <= {None, "act_embed"} and not (is_all and layers and array.dtype.itemsize < 4)
+        seq = None if times != seq_len else "norm_seq" if between else "seq"
+        yield Held((seq, *named), (times, *rest), np.dtype(array.dtype).itemsize, layers, is_routed)
+
+
+def _names_of(shape: tuple[int, ...], leaves: Sequence[Leaf]) -> tuple[str | None, ...]:
+    """Names of activations' dims, by the weights that have such dims one after the other."""
+    for leaf in leaves:
+        for first in range(len(leaf.shape) - len(shape) + 1):
+            span = slice(first, first + len(shape))
+            if shape and leaf.names is not None and leaf.shape[span] == shape and "layers" not in leaf.names[span]:
+                return tuple(map(_activation, leaf.names[span]))
+    by_size = {n: name for leaf in leaves for n, name in zip(leaf.shape, leaf.names or (), strict=False)}
+    return tuple(_activation(by_size.get(size)) for size in shape)
+
+
+def _activation(name: str | None) -> str | None:
+    return f"act_{name}" if f"act_{name}" in ACTIVATION_NAMES and name != "expert" else None
+
+
+def _choices(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
+    """Experts that a token visits: what `top_k` takes out of all of them."""
+    experts = {leaf.shape[-1] for leaf in leaves if is_router(_whole(leaf))}
+    return max((k for k, of in _top_k(jaxpr) if of in experts), default=0)
+
+
+def _top_k(jaxpr: Any) -> Iterator[tuple[int, int]]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "top_k":
+            yield int(equation.params["k"]), equation.invars[0].aval.shape[-1]
+        for inner, _ in inner_jaxprs(equation):
+            yield from _top_k(inner)

@@ -1,0 +1,348 @@
+"""Programs that the planner's estimates are held to, compiled for GPUs: `python -m tests.measure.plans`.
+
+Writes `tests/planner/compiled.json`, in some 15 minutes on two cores. Needs the `cudnn` extra.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # before jax is imported
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+FILE = Path(__file__).parents[1] / "planner" / "compiled.json"
+RECIPES = Path(__file__).parents[2] / "recipes"
+B8, B70 = "llama3_8b", "llama3_70b"
+
+CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (B8, "h100:8x8", ("strategy=fsdp()",)),
+    (B8, "h100:8x8", ()),
+    (B70, "h100:64x8", ()),
+    ("mixtral_8x7b", "h100:8x8", ()),
+    ("llama3_405b", "h100:512x8", ()),
+    (
+        B8,
+        "h100:1x8",
+        (
+            "strategy=fsdp()",
+            "remat=full",
+        ),
+    ),
+    (
+        B8,
+        "h100:8x8",
+        (
+            "strategy=fsdp()|tensor_parallel()",
+            "mesh=fsdp=16,tensor=4",
+            "remat=dots",
+            "batch_size=64",
+        ),
+    ),
+    (
+        B8,
+        "h100:4x8",
+        (
+            "strategy=zero1()",
+            "mesh=fsdp=32",
+            "remat=full",
+            "model.num_layers=8",
+        ),
+    ),
+    (
+        B8,
+        "h100:4x8",
+        (
+            "strategy=ddp()",
+            "mesh=data=32",
+            "remat=none",
+            "model.num_layers=4",
+            "accumulate=2",
+        ),
+    ),
+    (
+        B8,
+        "h100:4x8",
+        (
+            "strategy=pipeline_parallel(stages=4,microbatches=8)|fsdp()",
+            "mesh=stage=4,fsdp=8",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=64",
+        ),
+    ),
+    (
+        B8,
+        "h100:8x8",
+        (
+            "strategy=hsdp()|tensor_parallel(sequence=True)",
+            "mesh=data=4,fsdp=8,tensor=2",
+            "remat=full",
+            "batch_size=128",
+            "accumulate=2",
+        ),
+    ),
+    (
+        B8,
+        "h100:4x8",
+        (
+            "strategy=zero2()|tensor_parallel()",
+            "mesh=fsdp=8,tensor=4",
+            "remat=full",
+            "batch_size=16",
+            "accumulate=2",
+        ),
+    ),
+    (
+        B8,
+        "h100:4x8",
+        (
+            "strategy=pipeline_parallel(stages=4,microbatches=8)|ddp()|tensor_parallel(sequence=True)",
+            "mesh=stage=4,tensor=8",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=8",
+        ),
+    ),
+    (
+        B70,
+        "h100:16x8",
+        (
+            "strategy=pipeline_parallel(stages=4,microbatches=8,schedule='zb-h1')|fsdp()|tensor_parallel(sequence=True)",
+            "mesh=stage=4,fsdp=4,tensor=8",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=32",
+        ),
+    ),
+    (
+        B8,
+        "h100:2x8",
+        (
+            "strategy=fsdp()",
+            "mesh=fsdp=16",
+            "remat=none",
+            "model.num_layers=8",
+            "accumulate=1",
+            "batch_size=16",
+        ),
+    ),
+    (
+        B8,
+        "h100:8x8",
+        (
+            "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True)",
+            "mesh=fsdp=16,tensor=4",
+            "remat=full",
+            "batch_size=64",
+            "accumulate=2",
+        ),
+    ),
+    (
+        B70,
+        "h100:8x8",
+        (
+            "strategy=fsdp()|tensor_parallel(sequence=True)",
+            "mesh=fsdp=8,tensor=8",
+            "remat=full",
+            "batch_size=16",
+            "accumulate=2",
+        ),
+    ),
+    (
+        B70,
+        "h100:32x8",
+        (
+            "strategy=fsdp()",
+            "mesh=fsdp=256",
+            "remat=full",
+            "batch_size=256",
+            "accumulate=1",
+        ),
+    ),
+    (
+        B8,
+        "h100:1x8",
+        (
+            "strategy=zero1()|tensor_parallel()",
+            "mesh=fsdp=2,tensor=4",
+            "remat=dots",
+            "model.num_layers=16",
+            "batch_size=4",
+            "accumulate=1",
+        ),
+    ),
+    (
+        B8,
+        "h100:2x8",
+        (
+            "strategy=hsdp()",
+            "mesh=data=2,fsdp=8",
+            "remat=dots",
+            "model.num_layers=16",
+            "batch_size=16",
+            "accumulate=1",
+        ),
+    ),
+    (
+        "mixtral_8x7b",
+        "h100:4x8",
+        (
+            "mesh=fsdp=4,expert=8",
+            "batch_size=64",
+            "accumulate=2",
+        ),
+    ),
+    (
+        B8,
+        "h100:1x8",
+        (
+            "strategy=zero2()",
+            "mesh=fsdp=8",
+            "remat=full",
+            "model.num_layers=4",
+            "batch_size=32",
+            "accumulate=2",
+        ),
+    ),
+    (
+        B8,
+        "h100:1x8",
+        (
+            "strategy=ddp()",
+            "mesh=data=8",
+            "remat=full",
+            "model.num_layers=2",
+            "batch_size=16",
+            "accumulate=1",
+        ),
+    ),
+    ("deepseek_v3", "h100:256x8", ()),
+    (
+        B8,
+        "h100:4x8",
+        (
+            "strategy=fsdp(axis=('fsdp','context'))|context_parallel(kind='all-to-all')",
+            "mesh=fsdp=8,context=4",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=16",
+        ),
+    ),
+    (
+        B8,
+        "h100:2x8",
+        (
+            "strategy=fsdp(prefetch=1)",
+            "mesh=fsdp=16",
+            "remat=full",
+            "batch_size=16",
+            "accumulate=1",
+        ),
+    ),
+    (
+        B8,
+        "h100:4x8",
+        (
+            "strategy=pipeline_parallel(stages=4,microbatches=8,schedule='interleaved-1f1b')|fsdp()|tensor_parallel(sequence=True)",
+            "mesh=stage=4,fsdp=2,tensor=4",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=16",
+        ),
+    ),
+    (
+        B70,
+        "h100:32x8",
+        (
+            "strategy=hsdp()|tensor_parallel(sequence=True)",
+            "mesh=data=4,fsdp=8,tensor=8",
+            "remat=full",
+            "batch_size=64",
+            "accumulate=1",
+        ),
+    ),
+    (
+        B70,
+        "h100:64x8",
+        (
+            "strategy=fsdp(axis=('fsdp','context'),prefetch=1)|context_parallel(kind='all-to-all')",
+            "mesh=fsdp=256,context=2",
+            "remat=dots",
+            "accumulate=2",
+            "batch_size=512",
+        ),
+    ),
+    (
+        B70,
+        "h100:64x8",
+        (
+            "strategy=fsdp(prefetch=1)",
+            "mesh=fsdp=512",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=512",
+        ),
+    ),
+    (
+        B70,
+        "h100:64x8",
+        (
+            "strategy=fsdp()",
+            "mesh=fsdp=512",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=512",
+        ),
+    ),
+    (
+        B70,
+        "h100:64x8",
+        (
+            "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True)",
+            "mesh=fsdp=256,tensor=2",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=512",
+        ),
+    ),
+)
+"""A recipe, a cluster, and fields of the recipe."""
+
+
+def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  # type: ignore[no-untyped-def]
+    from meshpar.commands.explain import Subject
+    from meshpar.compiled.explain import explain
+
+    path = str(RECIPES / f"{recipe}.py")
+    subject = Subject.of(path, cluster, layout=(), assignments=fields, shapes=None)
+    report = explain(*subject.step_and_state(), dict(subject.batch), subject.cluster, pod=pod, advise=False)
+    totals = report.to_json()["totals"].items()
+    return {
+        "recipe": recipe,
+        "cluster": cluster,
+        "fields": list(fields),
+        "state_bytes": report.memory.state_bytes,
+        "argument_bytes": report.memory.state_bytes + report.memory.batch_bytes,
+        "peak_bytes": report.memory.peak_bytes,
+        "sent_bytes": {label: sum(one["bytes_sent_per_device"] for one in kinds.values()) for label, kinds in totals},
+        "step_s": report.compute.predicted_step_s,
+        "exposed_s": dict(report.compute.exposed_s),
+    }
+
+
+def main() -> None:
+    from meshpar.compiled.pod import PodProcess
+
+    with PodProcess() as pod:
+        found = []
+        for case in CASES:
+            found.append(measured(*case, pod))
+            print(*case, found[-1]["peak_bytes"], file=sys.stderr, flush=True)
+    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
