@@ -351,12 +351,16 @@ def _tile_backward(
 
 def _scores(ring: _Ring, q: Array, k: Array, seen: Array | None) -> tuple[Array, Array | float]:
     """Scaled scores of what is seen, and by what their gradients are to be multiplied for the cap's sake."""
-    scores = _einsum("bkgqd,bksd->bkgqs", q, k, _at_least_float32(q.dtype)) * ring.scale
-    slope: Array | float = 1.0
-    if ring.cap is not None:
-        bent = jnp.tanh(scores / ring.cap)
-        scores, slope = ring.cap * bent, 1 - bent**2
+    scores, slope = capped(_einsum("bkgqd,bksd->bkgqs", q, k, _at_least_float32(q.dtype)) * ring.scale, ring.cap)
     return scores if seen is None else jnp.where(seen, scores, jnp.finfo(scores.dtype).min), slope
+
+
+def capped(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
+    """`cap tanh(logits / cap)` and its derivative. Gemma Team 2024, "Gemma 2"."""
+    if cap is None:
+        return logits, 1.0
+    bent = jnp.tanh(logits / cap)
+    return cap * bent, 1 - bent**2
 
 
 def _seen(ring: _Ring, size: int, segments: Array | None, at: Array, mask: bool) -> Array | None:

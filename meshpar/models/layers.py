@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.collectives import blockwise_attention
+from meshpar.collectives.attention import capped
 from meshpar.models import context
 from meshpar.models.config import Attention, RopeScaling
 from meshpar.models.lookup import exchanged_rows, lookup_of
@@ -281,8 +282,7 @@ def cached_attention(
     q_BTKGD = q_BTHD.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     wide = _at_least_float32(q_BTHD.dtype)
     scores_BKGTS = jnp.einsum("BTKGD,BSKD->BKGTS", q_BTKGD, k_BSKD, preferred_element_type=wide) * scale
-    if cap is not None:
-        scores_BKGTS = cap * jnp.tanh(scores_BKGTS / cap)
+    scores_BKGTS, _ = capped(scores_BKGTS, cap)
     ahead_TS = first_position + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)
     seen_TS = ahead_TS >= 0 if window is None else (ahead_TS >= 0) & (ahead_TS < window)
     if segments_BT is not None:

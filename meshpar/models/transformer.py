@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
+from meshpar.collectives.attention import capped
 from meshpar.models import context, layers, overlap
 from meshpar.models.annotated import Initializer, into_residual, nnx_linear, nnx_norm
 from meshpar.models.config import TransformerConfig
 from meshpar.models.latent import NNXLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
-from meshpar.models.unembed import Unembedding, capped
+from meshpar.models.unembed import Unembedding
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.context import constrain

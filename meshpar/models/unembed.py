@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
+from meshpar.collectives.attention import capped
 from meshpar.sharding.context import ambient, constrain, spec_of
 from meshpar.sharding.types import axis_sizes, spec_axes
 from meshpar.training.precision import weight_grad_dtype
@@ -141,14 +142,6 @@ class _Plan:
         first_R1 = self.per_rank * jnp.arange(self.ranks)[:, None]
         ids_RC = jnp.where(at_C < self.per_rank, first_R1 + at_C, -1)
         return l_BTRC, targets_BT[..., None, None] == ids_RC, slope_BTRC
-
-
-def capped(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
-    """`cap tanh(logits / cap)` and its derivative. Gemma Team 2024, "Gemma 2"."""
-    if cap is None:
-        return logits, 1.0
-    bent = jnp.tanh(logits / cap)
-    return cap * bent, 1 - bent**2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

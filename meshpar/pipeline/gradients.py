@@ -30,7 +30,7 @@ from meshpar.pipeline.schedules import Schedule
 from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is_spec, problem, spec_axes, without_axes
 from meshpar.training.batch import check_rows
-from meshpar.training.layers import Aux, check_remat, remat_policy, with_aux
+from meshpar.training.layers import Aux, check_remat, named_in, remat_policy, with_aux
 from meshpar.training.reports import means
 
 
@@ -337,7 +337,7 @@ def value_and_grad(
         the stages. Axes that split the batch split weights as FSDP does.
       gather: where `specs` split weights over the batch's axes, "step" gathers a stage's weights before the loop and
         holds them, "microbatch" gathers them in every cell that needs them and holds shards.
-      remat: what F does not keep and B computes again, as in `train_step`; None keeps all residuals.
+      remat: what F does not keep and B computes again, as in `train_step`, but for names; None keeps all residuals.
       weight: a metric by which microbatches are weighed in the mean.
       sync: False leaves out what makes all stages wait for each other at a step's end, for schedules without a bubble
         over consecutive steps: loss and metrics come as each stage's share, `[stage, ...]`, to be summed when read.
@@ -361,6 +361,13 @@ def _functions(
     """What the executor runs: stages with an Aux in any case, rematerialised."""
     checks.check_functions(stage_fn=stage_fn, loss_fn=loss_fn, first_fn=first_fn or _inputs)
     check_remat(remat)
+    if remat is not None and named_in(remat):
+        raise problem(
+            f"pipeline.value_and_grad(remat={remat!r})",
+            "keep what a stage marks by name",
+            "nothing here sees a stage's marks, so a mistyped one would keep nothing",
+            "use a policy's word, or jax.checkpoint inside stage_fn",
+        )
 
     def stage(params: PyTree, x: PyTree, micro: Micro) -> tuple[PyTree, Aux]:
         y, aux = with_aux(stage_fn(params, x, micro))

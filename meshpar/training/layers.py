@@ -287,6 +287,11 @@ def named_in(remat: str) -> tuple[str, ...]:
     return (*saved, *offloaded)
 
 
+def offloads(remat: str | None) -> bool:
+    """Whether a spec keeps anything in the memory of the host."""
+    return remat is not None and bool(_remat_parts(remat)[2])
+
+
 def _remat_parts(remat: str) -> tuple[list[str], list[str], list[str]]:
     """Words of a spec, names it keeps, names it offloads."""
     found: dict[str, list[str]] = {"": [], "save": [], "offload": []}

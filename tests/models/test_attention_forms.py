@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, layers, next_token_loss
 from meshpar.models.layers import KVCache
 from meshpar.models.transformer import rope_of
 from tests.equal import mesh_of
@@ -116,3 +116,17 @@ def test_a_cache_holds_one_sequence():
 def test_limits_are_positive(field):
     with pytest.raises(mp.MeshparError, match=field):
         config(**{field: 0})
+
+
+def test_cudnn_is_given_the_window(monkeypatch):
+    """jax's own plain form, called as cuDNN's is, sees what ours does."""
+    theirs = jax.nn.dot_product_attention
+
+    def plain(*qkv, implementation, **options):
+        assert implementation == "cudnn"
+        return theirs(*qkv, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
+    q, k, v = (np.random.default_rng(i).normal(size=(2, 9, 2, 4)).astype(np.float32) for i in range(3))
+    found = layers.causal_attention(q, k, v, implementation="cudnn", window=3)
+    np.testing.assert_allclose(found, layers.causal_attention(q, k, v, window=3), atol=2e-6)

@@ -16,9 +16,10 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.collectives.attention import capped
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.models.loss import cross_entropy
-from meshpar.models.unembed import Unembedding, capped, chunked_cross_entropy
+from meshpar.models.unembed import Unembedding, chunked_cross_entropy
 from meshpar.training.state import abstract_state
 from tests.equal import mesh_of, token_batches
 from tests.grid import cases

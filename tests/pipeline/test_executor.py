@@ -663,6 +663,7 @@ MISTAKES = {
     "no rows": ({"batch": {**ROWS, "scale": jnp.float32(1)}}, "`scale`", "it has no rows"),
     "gather": ({"gather": "never"}, "gather='never'", "microbatch"),
     "remat": ({"remat": "some"}, "some", "full"),
+    "remat by name": ({"remat": "save:x"}, "keep what a stage marks", "jax.checkpoint inside stage_fn"),
     "batch axis": ({"batch_axes": ("rows",)}, "split the batch over `rows`", "the mesh has data"),
     "a number of batch axes": ({"batch_axes": 3}, "batch_axes=3", "of data, stage"),
     "numbers for batch axes": ({"batch_axes": (["data"],)}, "no names of mesh axes", "leave it out"),

@@ -36,12 +36,15 @@ def config(**changes):
     return TransformerConfig(**{**sizes, "mlp_dim": 32, "attention": "blockwise", **changes})
 
 
-def steps(remat, framework="nnx", start=None):
+def steps(remat, framework="nnx", start=None, stages=False, **options):
     model = config().build()
     if framework == "linen":
         model = mp.from_linen(LinenTransformer(config()), jax.ShapeDtypeStruct((16, 8), np.int32))
     spec, strategy = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True)
-    return train(model, token_batches(16, 8, 2), spec, strategy, start=start, remat=remat)
+    if stages:
+        spec, pipeline = mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.pipeline_parallel(stages=2, microbatches=4)
+        strategy = strategy | pipeline
+    return train(model, token_batches(16, 8, 2), spec, strategy, start=start, remat=remat, **options)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,19 @@ def test_a_step_is_the_same_whatever_is_kept(framework, remat):
     found = steps(remat, framework, expected.start)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     assert_same(found.params, expected.params, atol=1e-4)
+
+
+@pytest.mark.matrix
+def test_stages_keep_by_name_too():
+    expected = steps(None)
+    found = steps("save:attention,mlp_out", start=expected.start, stages=True)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert_same(found.params, expected.params, atol=1e-4)
+
+
+def test_stages_offload_nothing():
+    with pytest.raises(mp.MeshparError, match="keep a microbatch's activations on the host"):
+        steps("offload:attention", stages=True)
 
 
 def test_a_name_that_no_layer_marks_is_told():

@@ -151,6 +151,11 @@ class Timeline:
         return max(spent, key=lambda what: spent[what])
 
     @property
+    def latencies(self) -> dict[str, float]:
+        """Seconds that one run of every kernel and collective takes, by its instruction's name."""
+        return {op.name: op.end_s - op.start_s for one in self.segments for op in one.ops if op.kind != "loop"}
+
+    @property
     def loops(self) -> tuple[Segment, ...]:
         """The loops' segments."""
         return self.segments[1:]

@@ -38,7 +38,7 @@ from meshpar.sharding.types import (
     without_axes,
 )
 from meshpar.training.batch import check_rows
-from meshpar.training.layers import Aux, Layer, Run, running, scanned, with_aux
+from meshpar.training.layers import Aux, Layer, Run, offloads, running, scanned, with_aux
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
@@ -59,6 +59,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
         divide; uses of an Aux that `scan_layers` has none for.
     """
     _check_options(options, state.setup)
+    _check_offload(options, state.setup)
     params = compute_params(state.setup, state.params, options.precision.compute)
     batch_axes, weight = state.setup.batch_axes, options.weight
     setup, pipelined = state.setup, state.setup.strategy.pipeline
@@ -496,6 +497,16 @@ def _check_options(options: StepOptions, setup: Setup) -> None:
                 "a pipeline sums the gradients of its own microbatches and sends weights as they are",
                 "leave it out; more microbatches are what accumulation would be",
             )
+
+
+def _check_offload(options: StepOptions, setup: Setup) -> None:
+    if offloads(options.remat):
+        raise problem(
+            f"train_step(remat={options.remat!r}) under {setup.strategy.label}",
+            "keep a microbatch's activations on the host",
+            "stages hold them in buffers on the device, from their F to their B",
+            "use save:NAMES, or leave out the stages",
+        )
 
 
 def _check(setup: Setup, schedule: Schedule, pipelined: PipelinePart, batch_axes: tuple[str, ...]) -> None:
