@@ -58,6 +58,13 @@ if TYPE_CHECKING:
     "--save-budget", metavar="FILE", type=click.Path(dir_okay=False), help="Write down what is sent and held."
 )
 @click.option(
+    "--save-latencies",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write what kernels and collectives take by the clock, for XLA to schedule by: "
+    "--xla xla_gpu_pgle_profile_file_or_directory_path=FILE.",
+)
+@click.option(
     "--budget", metavar="FILE", type=click.Path(), help="Compare with a saved budget; --check holds the step to it."
 )
 @click.option(
@@ -77,6 +84,7 @@ def explain(
     html: str | None,
     check: bool,
     save_budget: str | None,
+    save_latencies: str | None,
     budget: str | None,
     table: bool,
 ) -> int:
@@ -96,7 +104,7 @@ def explain(
         return 0
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'.", click.get_current_context())
-    for path in filter(None, (html, save_budget)):
+    for path in filter(None, (html, save_budget, save_latencies)):
         check_folder(path)
     from meshpar.compiled.budget import Budget
 
@@ -117,6 +125,8 @@ def explain(
         page = as_page(found.report, title=title, pictures=_pictures(found), more=found.sections)
         with writing(html):
             Path(html).write_text(page, encoding="utf-8")
+    if save_latencies:
+        _save_latencies(found.report, save_latencies)
     if save_budget:
         with writing(save_budget):
             Budget.of(found.report, subject.recipe.name).save(save_budget)
@@ -124,6 +134,20 @@ def explain(
     for reason in reasons:
         click.secho(f"meshpar: {reason}", fg="red", err=True)
     return 1 if reasons else 0
+
+
+def _save_latencies(report: Report, path: str) -> None:
+    from meshpar.training.xla import save_latencies
+
+    if report.timeline is None:
+        raise problem(
+            f"--save-latencies {path}",
+            "write what kernels and collectives take",
+            f"the clock has no times for {report.target}",
+            "name a cluster, as --cluster h100:8x8",
+        )
+    with writing(path):
+        save_latencies(path, report.timeline.latencies)
 
 
 # ---- What is compiled ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import jax
@@ -23,6 +24,11 @@ GPU_OPTIONS: Options = MappingProxyType({"xla_gpu_enable_latency_hiding_schedule
 
 OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 """The option that says how many collectives may run at a time; XLA gives each its stream."""
+
+
+LATENCIES = "xla_gpu_pgle_profile_file_or_directory_path"
+"""The option that names a file of what kernels and collectives take, by which XLA's scheduler hides them. Left to its own
+estimate it gives all collectives one latency. `meshpar explain --save-latencies` writes one without a GPU."""
 
 
 def overlap_limit(options: Options) -> int:
@@ -70,6 +76,9 @@ def check_options(options: Options) -> Options:
             fix = "write it without dashes, as xla_gpu_all_gather_combine_threshold_bytes=1073741824"
             exists = f"names begin with xla_, values are Python's numbers, bools or words, no {type(value).__name__}"
             raise problem(where, f"set {name!r} to {value!r}", exists, fix)
+        if name == LATENCIES and not Path(str(value)).is_file():
+            fix = "write one with meshpar explain RECIPE --cluster GPUS --save-latencies FILE"
+            raise problem(where, f"schedule by {value}", "there is no such file", fix)
         # Made anew each time: jax's cache takes 1 for an option that it knows as True.
         nothing = jax.jit(lambda: 0, compiler_options={name: value})
         try:  # XLA alone knows its options, and looks at them before it compiles
@@ -91,7 +100,22 @@ def check_options(options: Options) -> Options:
 def fingerprint(lowered: jax.stages.Lowered, options: Options) -> str:
     """Of a lowered program and its compile options: twelve hexadecimal digits, equal where both are.
 
+    A file of latencies counts by what it holds.
     Devices are the same where a program is lowered for as many of one kind in one order: their numbers are part of it.
     """
+    if LATENCIES in options:
+        held = Path(str(options[LATENCIES])).read_bytes()
+        options = {**options, LATENCIES: hashlib.sha256(held).hexdigest()}
     words = json.dumps([jax.__version__, sorted(options.items()), lowered.as_text()])
     return hashlib.sha256(words.encode()).hexdigest()[:12]
+
+
+def save_latencies(path: str | Path, latencies: Mapping[str, float]) -> None:
+    """Writes what kernels and collectives take, for `LATENCIES`: a text of XLA's `ProfiledInstructionsProto`.
+
+    Args:
+      path: of the file.
+      latencies: seconds by instruction, as `Timeline.latencies`.
+    """
+    lines = (f'costs {{ name: "{name}" cost_us: {seconds * 1e6:.3f} }}' for name, seconds in latencies.items())
+    Path(path).write_text("\n".join([*lines, ""]), encoding="utf-8")
