@@ -192,7 +192,7 @@ def tokenizer(path: Path) -> None:
 
 def files_written(words: list[str]) -> list[str]:
     """Files that a command is told to write."""
-    options = ("--png", "--html", "--save", "--plot", "--save-budget")
+    options = ("--png", "--html", "--save", "--plot", "--save-budget", "--save-latencies")
     return [words[at + 1] for at, word in enumerate(words) if word in options]
 
 

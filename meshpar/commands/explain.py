@@ -104,8 +104,7 @@ def explain(
         return 0
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'.", click.get_current_context())
-    for path in filter(None, (html, save_budget, save_latencies)):
-        check_folder(path)
+    _check_written(html, save_budget, save_latencies)
     from meshpar.compiled.budget import Budget
 
     # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
@@ -119,12 +118,7 @@ def explain(
         found = _explained(subject, other, held_to)
     print_report(found, as_json=as_json)
     if html:
-        from meshpar.compiled.render import as_page
-
-        title = f"meshpar explain {subject.recipe.name}"
-        page = as_page(found.report, title=title, pictures=_pictures(found), more=found.sections)
-        with writing(html):
-            Path(html).write_text(page, encoding="utf-8")
+        _save_page(found, subject, html)
     if save_latencies:
         _save_latencies(found.report, save_latencies)
     if save_budget:
@@ -134,6 +128,25 @@ def explain(
     for reason in reasons:
         click.secho(f"meshpar: {reason}", fg="red", err=True)
     return 1 if reasons else 0
+
+
+def _check_written(html: str | None, save_budget: str | None, save_latencies: str | None) -> None:
+    """Raises `ValueError` for files that cannot be written, or not be read again, before anything is compiled."""
+    from meshpar.training.xla import check_latencies
+
+    for path in filter(None, (html, save_budget, save_latencies)):
+        check_folder(path)
+    if save_latencies:
+        check_latencies("--save-latencies", save_latencies)
+
+
+def _save_page(found: Explained, subject: Subject, path: str) -> None:
+    from meshpar.compiled.render import as_page
+
+    title = f"meshpar explain {subject.recipe.name}"
+    page = as_page(found.report, title=title, pictures=_pictures(found), more=found.sections)
+    with writing(path):
+        Path(path).write_text(page, encoding="utf-8")
 
 
 def _save_latencies(report: Report, path: str) -> None:

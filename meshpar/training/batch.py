@@ -104,10 +104,11 @@ def split_by(sharding: NamedSharding) -> tuple[str, ...]:
 def check_batch(batch: PyTree, sharding: NamedSharding, accumulate: int) -> None:
     """Raises ValueError where rows do not go evenly over the devices and micro-steps, or are no numbers."""
     sizes = axis_sizes(sharding.mesh)
-    check_rows(batch, {axis: sizes[axis] for axis in split_by(sharding)}, accumulate, "micro-steps")
+    over = {axis: sizes[axis] for axis in split_by(sharding)}
+    check_rows(batch, over, accumulate, "micro-steps", takes_scalars=True)
 
 
-def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str) -> None:
+def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *, takes_scalars: bool = False) -> None:
     """The same for these mesh axes and their sizes, and so many pieces of each device's rows, called `what`."""
     shards = math.prod(over.values())
     leaves = tree_leaves_with_paths(batch)
@@ -125,11 +126,11 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str) ->
                 "leave it out of the batch, or turn it into numbers first (text: into tokens)",
             )
     for path, shape in shapes.items():
-        if shape and shape[0] != rows:
+        if shape[:1] != (rows,) and (shape or not takes_scalars):
             raise problem(
                 f"batch leaf `{path}` of shape {shape}",
                 "be split by rows",
-                f"it has {shape[0]} rows and another leaf has {rows}",
+                f"it has {shape[0] if shape else 'no'} rows and another leaf has {rows}",
                 "give every leaf the same first dim, the global batch",
             )
     unit = shards * count

@@ -27,8 +27,8 @@ OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 LATENCIES = "xla_gpu_pgle_profile_file_or_directory_path"
-"""The option that names a file of what kernels and collectives take, by which XLA's scheduler hides them. Left to its own
-estimate it gives all collectives one latency. `meshpar explain --save-latencies` writes one without a GPU."""
+"""The option that names a file of what kernels and collectives take, by which XLA's scheduler hides them. Left to its
+own estimate it gives all collectives one latency. `meshpar explain --save-latencies` writes one without a GPU."""
 
 
 def overlap_limit(options: Options) -> int:
@@ -76,9 +76,11 @@ def check_options(options: Options) -> Options:
             fix = "write it without dashes, as xla_gpu_all_gather_combine_threshold_bytes=1073741824"
             exists = f"names begin with xla_, values are Python's numbers, bools or words, no {type(value).__name__}"
             raise problem(where, f"set {name!r} to {value!r}", exists, fix)
-        if name == LATENCIES and not Path(str(value)).is_file():
-            fix = "write one with meshpar explain RECIPE --cluster GPUS --save-latencies FILE"
-            raise problem(where, f"schedule by {value}", "there is no such file", fix)
+        if name == LATENCIES:
+            check_latencies(where, str(value))
+            if not Path(str(value)).is_file():
+                fix = "write one with meshpar explain RECIPE --cluster GPUS --save-latencies FILE"
+                raise problem(where, f"schedule by {value}", "there is no such file", fix)
         # Made anew each time: jax's cache takes 1 for an option that it knows as True.
         nothing = jax.jit(lambda: 0, compiler_options={name: value})
         try:  # XLA alone knows its options, and looks at them before it compiles
@@ -108,6 +110,12 @@ def fingerprint(lowered: jax.stages.Lowered, options: Options) -> str:
         options = {**options, LATENCIES: hashlib.sha256(held).hexdigest()}
     words = json.dumps([jax.__version__, sorted(options.items()), lowered.as_text()])
     return hashlib.sha256(words.encode()).hexdigest()[:12]
+
+
+def check_latencies(where: str, path: str) -> None:
+    """Raises `ValueError` for a name by which XLA would read the text as binary, and so leave it out without a word."""
+    if not path.endswith(".pbtxt"):
+        raise problem(where, f"keep latencies in {path}", "XLA reads its text from *.pbtxt only", "name it FILE.pbtxt")
 
 
 def save_latencies(path: str | Path, latencies: Mapping[str, float]) -> None:

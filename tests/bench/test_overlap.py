@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from meshpar.bench import overlap as bench
+from meshpar.compiled.census import census
+from meshpar.compiled.clock.timeline import timeline
 from meshpar.planner.hardware import parse_cluster
 from meshpar.sharding.types import MeshparError, axis_sizes
 from tests.compiled import saved
@@ -21,7 +23,8 @@ RECIPE = "recipes/gpt_stdlib.py"
 def test_a_row_counts_the_messages_of_a_layer():
     program = saved.load("fsdp_tensor")
     mesh = axis_sizes(_neighbour("planted").reference("fsdp_tensor").mesh)
-    row = bench._row("reference", "default", program, mesh, parse_cluster(program.target))
+    times = timeline(program.module, census(program.module, mesh), parse_cluster(program.target))
+    row = bench._row("reference", "default", program, times)
     loops = [kinds for computation, kinds in per_loop(program.text).items() if "main" not in computation]
     backward = next(kinds for kinds in loops if "reduce-scatter" in kinds)
     (forward,) = (kinds for kinds in loops if kinds is not backward)

@@ -248,7 +248,7 @@ def test_why_not(plans, asked, answer):
 
 
 def test_mistakes_say_what_is_short_and_what_would_fit():
-    small = dataclasses.replace(parse_cluster("h100:1x2").gpu, memory_bytes=40e6)
+    small = dataclasses.replace(parse_cluster("h100:1x2").gpu, memory_bytes=30e6)
     cluster = dataclasses.replace(parse_cluster("h100:1x2"), gpu=small)
     with pytest.raises(mp.MeshparError, match=r"the smallest layout found takes .* too much .* take about \d+ nodes"):
         mp.plan(CONFIG, tokens(16, 64), cluster)

@@ -21,7 +21,7 @@ from meshpar.compiled.target import missing_aot, topology, traced_for
 from meshpar.models import TransformerConfig
 from meshpar.planner.hardware import parse_cluster
 from meshpar.training.state import make_setup
-from meshpar.training.xla import GPU_OPTIONS, check_options, fingerprint, options_for
+from meshpar.training.xla import GPU_OPTIONS, LATENCIES, check_options, fingerprint, options_for, save_latencies
 
 PODS = {
     "llama3_8b": "h100:8x8", "llama3_70b": "h100:64x8", "llama3_405b": "h100:512x8", "mixtral_8x7b": "h100:8x8",
@@ -118,6 +118,42 @@ def test_options_of_the_command_line_reach_the_compiler(meshpar, monkeypatch):
     assert meshpar("explain", "recipes/gpt_stdlib.py", *words)[0] == 2
     assert seen == {THRESHOLD: 1024, SCHEDULER: False, ALL: 1}
     assert type(seen[ALL]) is int
+
+
+def test_latencies_are_a_text_that_xla_reads_by_its_name(mesh8, tmp_path, meshpar):
+    step, state = step_and_state(mesh8)
+    lowered, file = step.lower(state, BATCH), tmp_path / "of.pbtxt"
+    found = []
+    for seconds in (1e-6, 2.5e-3):
+        save_latencies(file, {"fusion.1": seconds, "all-gather-start": 1e-3})
+        found.append(fingerprint(lowered, {LATENCIES: str(file)}))
+    assert file.read_text().splitlines()[0] == 'costs { name: "fusion.1" cost_us: 2500.000 }'
+    assert found[0] != found[1]
+    assert dict(check_options({LATENCIES: str(file)})) == {LATENCIES: str(file)}
+    with pytest.raises(mp.MeshparError, match=r"there is no such file.*--save-latencies"):
+        check_options({LATENCIES: str(tmp_path / "none.pbtxt")})
+    with pytest.raises(mp.MeshparError, match=r"from \*.pbtxt only"):
+        check_options({LATENCIES: str(tmp_path / "of.txt")})
+    code, _, error = meshpar("explain", "recipes/gpt_stdlib.py", "--save-latencies", tmp_path / "of.txt")
+    assert code != 0
+    assert "pbtxt" in error
+
+
+@pytest.mark.pod
+def test_a_step_scheduled_by_latencies_hides_more(tmp_path):
+    """A layer of 70B: gathers between nodes take longer than a matmul, which XLA cannot know by itself."""
+    fields = ["model.num_layers=4", "batch_size=32", "accumulate=1"]
+    reports = []
+    for options in ({}, {LATENCIES: str(tmp_path / "of.pbtxt")}):
+        given = [*fields, *(f"xla.{name}={value}" for name, value in options.items())]
+        layout = ["mesh=fsdp=8,tensor=8"]
+        subject = Subject.of("recipes/llama3_70b.py", "h100:8x8", layout=layout, assignments=given, shapes=None)
+        reports.append(subject.explained(None))
+        save_latencies(tmp_path / "of.pbtxt", reports[0].timeline.latencies)
+    plain, timed = reports
+    assert timed.overlap.hidden_fraction > plain.overlap.hidden_fraction
+    assert timed.timeline.step_s < plain.timeline.step_s
+    assert {one.collective.kind for one in timed.collectives} == {one.collective.kind for one in plain.collectives}
 
 
 @pytest.mark.parametrize("given", ["text", ["a"], 5])
