@@ -36,7 +36,7 @@ def recipe(devices: int = 64) -> mp.Recipe:
     # Optimizer: a usual rate for this size; the paper gives none.
     optimizer = mp.AdamW(lr=2e-4, warmup_steps=2000, weight_decay=0.1, clip_norm=1.0)
 
-    # Run: one row of 8,192 tokens for each GPU and micro-step.
+    # Run: two rows of 8,192 tokens for each GPU and micro-step.
     return mp.Recipe(
         name="mixtral_8x7b",
         mesh=mesh,
