@@ -29,8 +29,8 @@ def recipe(devices: int = 4096) -> mp.Recipe:
     model = llama3_405b(attention="cudnn")
 
     # Strategy: copies over data, so between the groups only gradients travel, and each GPU's are 1/512 of the whole.
-    # mp.hsdp() is the same rules, but insists on several groups; this serves --mesh fsdp=512,tensor=8, too. Each layer's
-    # weights are gathered between nodes during the layer before.
+    # mp.hsdp() is the same rules, but insists on several groups; this serves --mesh fsdp=512,tensor=8, too.
+    # Each layer's weights are gathered between nodes during the layer before.
     strategy = mp.fsdp(prefetch=1) | mp.tensor_parallel(sequence=True)
 
     # Data: your own text and tokenizer, from the command line.

@@ -383,7 +383,7 @@ def _computes_in_16_bits(look: _Look) -> bool:
 
 def _rows_moved(look: _Look) -> Iterator[Finding]:
     callers = _callers(look.module)
-    over_rows = [one for one in look.collectives if set(one.axes) & look.batch_axes]
+    over_rows = [one for one in look.collectives if set(one.axes) & look.batch_axes and one.origin == "partitioner"]
     for some in _by_place(one for one in over_rows if _is_made_of("batch", look.module, callers, one)):
         yield _sent(
             some,

@@ -77,7 +77,8 @@ def embed(
     context.check_lookup(table_VE, tokens_BT)
     how = None if is_tied else lookup_of(table_VE, tokens_BT)
     if how is not None:
-        return residual(exchanged_rows(how, table_VE, tokens_BT))
+        signed = jax.dtypes.canonicalize_dtype(jnp.promote_types(tokens_BT.dtype, jnp.int32))  # numbers of rows below 0
+        return residual(exchanged_rows(how, table_VE, tokens_BT.astype(signed)))
     x_BTE = _take(table_VE.shape[0], table_VE, tokens_BT)
     return residual(constrain(x_BTE, "batch", "seq", "act_embed"))
 

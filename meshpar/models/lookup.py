@@ -114,7 +114,7 @@ def exchanged_rows(
 
     Args:
       how: from `lookup_of`.
-      table_VE, tokens_BT: whole arrays, as XLA sees them.
+      table_VE, tokens_BT: whole arrays, as XLA sees them; tokens of 32 bits or more, with a sign.
     """
 
     def kernel(table_VW: Array, tokens_BT: Array) -> Array:
@@ -152,7 +152,10 @@ def _backward(how: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]
         d_table_VW = jnp.zeros((num_rows, g_GTW.shape[-1]), wide).at[ids_GT].add(g_GTW.astype(wide), mode="drop")
         return lax.psum(d_table_VW, how.summed) if how.summed else d_table_VW
 
-    d_table_VE = per_device(kernel, (how.tokens, how.rows), how.table, check_vma=False, whole=True)(tokens_BT, g_BTE)
+    with jax.named_scope(SCOPE):
+        d_table_VE = per_device(kernel, (how.tokens, how.rows), how.table, check_vma=False, whole=True)(
+            tokens_BT, g_BTE
+        )
     return d_table_VE.astype(g_BTE.dtype), None
 
 

@@ -140,7 +140,7 @@ class _Plan:
         if self.num * self.size != self.per_rank:
             l_BTRC = jnp.where(at_C < self.per_rank, l_BTRC, jnp.finfo(wide).min)
         first_R1 = self.per_rank * jnp.arange(self.ranks)[:, None]
-        ids_RC = jnp.where(at_C < self.per_rank, first_R1 + at_C, -1)
+        ids_RC = jnp.where(at_C < self.per_rank, first_R1 + at_C, jnp.iinfo(jnp.int32).min)
         return l_BTRC, targets_BT[..., None, None] == ids_RC, slope_BTRC
 
 
@@ -157,7 +157,7 @@ def _forward(plan: _Plan, h_BTE: Array, matrix: Array, targets_BT: Array) -> tup
         l_BTRC, is_target_BTRC, _ = plan.logits(h_BTE, chunk, index, targets_BT)
         above_BTR = jnp.maximum(max_BTR, l_BTRC.max(-1))
         sum_BTR = sum_BTR * jnp.exp(max_BTR - above_BTR) + jnp.exp(l_BTRC - above_BTR[..., None]).sum(-1)
-        return above_BTR, sum_BTR, target_BTR + jnp.where(is_target_BTRC, l_BTRC, 0).sum(-1)
+        return above_BTR, sum_BTR, jnp.maximum(target_BTR, jnp.where(is_target_BTRC, l_BTRC, -jnp.inf).max(-1))
 
     def step(carry: Any, index: Array) -> tuple[Any, None]:
         sums, chunk = carry
@@ -166,13 +166,15 @@ def _forward(plan: _Plan, h_BTE: Array, matrix: Array, targets_BT: Array) -> tup
 
     wide = jnp.promote_types(h_BTE.dtype, jnp.float32)
     zeros_BTR = constrain(jnp.zeros((*h_BTE.shape[:2], plan.ranks), wide), "batch", "seq", "act_vocab")
-    start = (jnp.full_like(zeros_BTR, -jnp.inf), zeros_BTR, zeros_BTR)
+    nothing_BTR = jnp.full_like(zeros_BTR, -jnp.inf)
+    start = (nothing_BTR, zeros_BTR, nothing_BTR)
     with jax.named_scope(SCOPE):
         (sums, last), _ = lax.scan(step, (start, plan.chunk(cut, 0)), jnp.arange(plan.num - 1))
         max_BTR, sum_BTR, target_BTR = used(sums, last, plan.num - 1)
     max_BT = max_BTR.max(-1)
     sum_BT = (sum_BTR * jnp.exp(max_BTR - max_BT[..., None])).sum(-1)
-    target_BT = target_BTR.sum(-1)
+    target_BT = target_BTR.max(-1)
+    target_BT = jnp.where(jnp.isneginf(target_BT), max_BT, target_BT)  # one outside of V counts as with whole logits
     log_BT = jnp.log(sum_BT)
     out = log_BT - (target_BT - max_BT), target_BT == max_BT, max_BT + log_BT
     return out, (h_BTE, matrix, targets_BT, max_BT, sum_BT, last)

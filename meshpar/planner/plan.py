@@ -393,7 +393,10 @@ def load_plans(path: str | Path) -> Plans:
     where, fix = f"plans `{path}`", "write them with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        return Plans(**{**data, "plans": tuple(map(_plan, data["plans"])), "advice": tuple(data["advice"])})
+        plans = Plans(**{**data, "plans": tuple(map(_plan, data["plans"])), "advice": tuple(data["advice"])})
+        if not plans.plans:
+            raise problem(where, "take one of them", "it holds none", fix)
+        return plans
     except MeshparError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

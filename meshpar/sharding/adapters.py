@@ -293,7 +293,7 @@ class BoundLinen:
         """`module.apply` on the bound variables; `rngs` as in Linen."""
         variables = {"params": self.params, **_without(self.extra, self.sown)}
         mutable = list(self.extra)
-        with _linen_modules():
+        with _linen_modules(), _bare_boxes():
             out = self.module.apply(variables, *args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
         if mutable:
             out, changed = out
@@ -385,6 +385,23 @@ class _Linen:
             if "requires a non-empty mesh" not in str(error):
                 raise
         return init()  # the module lays activations out by axes of the mesh
+
+
+@contextlib.contextmanager
+def _bare_boxes() -> Iterator[None]:
+    """While a Linen module is traced, named parameters come out of their boxes as they are.
+
+    In a mesh Flax constrains what it takes out of a box by the names, also where it only asks for the shape that a
+    layer would make, and for a `DenseGeneral` before that shape has all the dims that are named.
+    """
+    from flax.linen import spmd
+
+    box, unbox = spmd.LogicallyPartitioned, spmd.LogicallyPartitioned.unbox
+    box.unbox = lambda self, apply_constraint=True: self.value  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        box.unbox = unbox  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

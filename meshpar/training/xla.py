@@ -78,9 +78,11 @@ def check_options(options: Options) -> Options:
             raise problem(where, f"set {name!r} to {value!r}", exists, fix)
         if name == LATENCIES:
             check_latencies(where, str(value))
+            fix = "write one with meshpar explain RECIPE --cluster GPUS --save-latencies FILE"
             if not Path(str(value)).is_file():
-                fix = "write one with meshpar explain RECIPE --cluster GPUS --save-latencies FILE"
                 raise problem(where, f"schedule by {value}", "there is no such file", fix)
+            if not Path(str(value)).read_text(encoding="utf-8", errors="replace").startswith("costs {"):
+                raise problem(where, f"schedule by {value}", "it does not begin with `costs {`, as latencies do", fix)
         # Made anew each time: jax's cache takes 1 for an option that it knows as True.
         nothing = jax.jit(lambda: 0, compiler_options={name: value})
         try:  # XLA alone knows its options, and looks at them before it compiles

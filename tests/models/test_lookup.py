@@ -57,6 +57,17 @@ def test_rows_that_travel_are_those_of_indexing(case):
     np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.int8])
+def test_tokens_of_any_whole_numbers(dtype):
+    with mp.use(mesh_of(mp.MeshSpec(data=2, fsdp=4)), mp.hsdp()):
+        table, tokens = normal_table(), np.arange(64, dtype=dtype).reshape(8, 8)
+        np.testing.assert_array_equal(jax.jit(layers.embed)(table, tokens), table[tokens])
+
+
+def normal_table():
+    return np.random.default_rng(3).normal(size=(1000, 8)).astype(np.float32)
+
+
 def test_a_gradient_of_many_rows_is_summed_in_float32():
     with mp.use(mesh_of(mp.MeshSpec(data=2, fsdp=4)), mp.hsdp()):
         table, tokens = jnp.ones((4096, 8), jnp.bfloat16), jnp.zeros((8, 64), jnp.int32)
