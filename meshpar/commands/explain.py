@@ -104,7 +104,7 @@ def explain(
         return 0
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'.", click.get_current_context())
-    _check_written(html, save_budget, save_latencies)
+    _check_written(html, save_budget, save_latencies, cluster)
     from meshpar.compiled.budget import Budget
 
     # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
@@ -130,7 +130,7 @@ def explain(
     return 1 if reasons else 0
 
 
-def _check_written(html: str | None, save_budget: str | None, save_latencies: str | None) -> None:
+def _check_written(html: str | None, save_budget: str | None, save_latencies: str | None, cluster: str | None) -> None:
     """Raises `ValueError` for files that cannot be written, or not be read again, before anything is compiled."""
     from meshpar.training.xla import check_latencies
 
@@ -138,6 +138,10 @@ def _check_written(html: str | None, save_budget: str | None, save_latencies: st
         check_folder(path)
     if save_latencies:
         check_latencies("--save-latencies", save_latencies)
+        if cluster is None:
+            where, asked = f"--save-latencies {save_latencies}", "write what kernels and collectives take"
+            fix = "name a cluster, as --cluster h100:8x8"
+            raise problem(where, asked, "the clock has times for the GPUs of a cluster", fix)
 
 
 def _save_page(found: Explained, subject: Subject, path: str) -> None:
@@ -152,13 +156,7 @@ def _save_page(found: Explained, subject: Subject, path: str) -> None:
 def _save_latencies(report: Report, path: str) -> None:
     from meshpar.training.xla import save_latencies
 
-    if report.timeline is None:
-        raise problem(
-            f"--save-latencies {path}",
-            "write what kernels and collectives take",
-            f"the clock has no times for {report.target}",
-            "name a cluster, as --cluster h100:8x8",
-        )
+    assert report.timeline is not None
     with writing(path):
         save_latencies(path, report.timeline.latencies)
 

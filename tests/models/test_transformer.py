@@ -256,3 +256,15 @@ def test_fsdp_gathers_weights_and_moves_nothing_about(tied):
     # The table is gathered over its width once, also where the head uses it too, and never over the vocabulary.
     tables = [a for c in found for a in c.arrays if c.kind == "all-gather" and not c.in_loop and a.dims[:1] == (12,)]
     assert len(tables) == 1
+
+
+def test_linen_trains_in_a_mesh(mesh8):
+    """Its kernels of three dims, in a mesh, whose names are no activations'."""
+    cfg = CONFIG(num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=16)
+    batch = {name: np.tile(x, (4, 1)) for name, x in BATCH.items()}
+    model = mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((8, 7), np.int32))
+    state = mp.init_state(model, optax.sgd(0.1), mesh=mesh8, strategy=mp.fsdp(), key=jax.random.key(0))
+    step = mp.train_step(next_token_loss)
+    state, first = step(state, batch)
+    _, second = step(state, batch)
+    assert second["loss"] < first["loss"]
