@@ -143,7 +143,7 @@ def test_latencies_are_a_text_that_xla_reads_by_its_name(mesh8, tmp_path, meshpa
 def test_a_step_is_scheduled_by_latencies(tmp_path):
     """Layers of 70B: gathers between nodes take longer than a matmul, which XLA cannot know by itself.
 
-    What it makes of that is XLA's: of these four layers jax 0.10 hides more, and jax 0.12 less; of all 80 it hides more.
+    What it makes of that is XLA's: of these four layers jax 0.10 hides more, jax 0.12 less (of all 80, more).
     """
     fields = ["model.num_layers=4", "batch_size=32", "accumulate=1"]
     reports = []
