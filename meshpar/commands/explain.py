@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--save-latencies",
-    metavar="FILE",
+    metavar="FILE.pbtxt",
     type=click.Path(dir_okay=False),
     help="Write what kernels and collectives take by the clock, for XLA to schedule by: "
-    "--xla xla_gpu_pgle_profile_file_or_directory_path=FILE.",
+    "--xla xla_gpu_pgle_profile_file_or_directory_path=FILE.pbtxt.",
 )
 @click.option(
     "--budget", metavar="FILE", type=click.Path(), help="Compare with a saved budget; --check holds the step to it."
