@@ -221,6 +221,8 @@ class Recipe:
     remat: str | None = None
     """What the layers recompute in the backward pass, and what they keep: "full", "dots", "minimal", "all_dots",
     "save:NAMES", "offload:NAMES", as in `train_step`; None recomputes nothing."""
+    interleave: int = 1
+    """Slices of each device's rows that layers run beside each other, as in `train_step`."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """What to do when loss or gradients are not finite."""
     xla: Mapping[str, int | float | bool | str] = dataclasses.field(default_factory=dict)
@@ -265,6 +267,7 @@ class Recipe:
             accumulate_mode=self.accumulate_mode,
             precision=self.precision,
             remat=self.remat,
+            interleave=self.interleave,
             nonfinite=self.nonfinite,
             xla=self.xla,
         )

@@ -87,6 +87,7 @@ def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
         accumulate=options.accumulate,
         is_once=options.is_once,
         is_remat=options.remat is not None,
+        interleave=options.interleave,
         compute=options.precision.compute,
         reduce=options.precision.reduce,
         on_cpu=on_cpu,

@@ -218,10 +218,10 @@ def _run(
     graph, params, *variables = nnx.split(stacked, nnx.Param, ...)
     length = None if cache is None else cache.length
 
-    def block(x_BTE: Array, params: Any, variables: Any, cache: LayerCache | None) -> Any:
+    def block(x_BTE: Array, params: Any, variables: Any, angles: Rope, cache: LayerCache | None) -> Any:
         return nnx.merge(graph, params, *variables)(x_BTE, angles, cache, length)
 
-    return run_layers(block, x_BTE, params, variables, caches, at)
+    return run_layers(block, x_BTE, params, variables, angles, caches, at)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,20 +230,28 @@ def _run(
 
 
 def run_layers(
-    block: Callable[..., Any], x_BTE: Array, params: PyTree, variables: PyTree, caches: LayerCache | None, at: str
+    block: Callable[..., Any],
+    x_BTE: Array,
+    params: PyTree,
+    variables: PyTree,
+    angles: Rope,
+    caches: LayerCache | None,
+    at: str,
 ) -> tuple[Array, LayerCache | None, Aux | None]:
     """Stacked layers by the step's hook; those named `layers` are what stages share.
 
     Args:
-      block: (x, parameters, variables, cache or None) -> (x, cache or None, Aux or None), of one layer.
+      block: (x, parameters, variables, angles, cache or None) -> (x, cache or None, Aux or None), of one layer.
     """
 
-    def layer(x_BTE: Array, params: PyTree, variables: PyTree, cache: LayerCache | None = None) -> Any:
-        x_BTE, cache, aux = block(x_BTE, params, variables, cache)
+    def layer(x_BTE: Array, params: PyTree, variables: PyTree, *cache_and_angles: Any) -> Any:
+        *cache, angles = cache_and_angles
+        x_BTE, cache, aux = block(x_BTE, params, variables, angles, cache[0] if cache else None)
         out = x_BTE if cache is None else (x_BTE, cache)
         return out if aux is None else (out, aux)
 
-    out = scan_layers(layer, x_BTE, params, extra=variables, caches=caches, at=at, staged=at == "layers")
+    staged = at == "layers"
+    out = scan_layers(layer, x_BTE, params, extra=variables, caches=caches, beside=angles, at=at, staged=staged)
     out, aux = with_aux(out)
     return (out, None, aux) if caches is None else (*out, aux)
 

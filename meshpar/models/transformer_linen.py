@@ -195,11 +195,11 @@ class LinenTransformer(nn.Module):
         made = {name: nn.meta.unbox(of[at]) for name, of in self.variables.items() if at in of}
         one = LinenBlock(self.cfg, has_experts, parent=None)
 
-        def block(x_BTE: Array, params: PyTree, variables: PyTree, cache: LayerCache | None) -> Any:
+        def block(x_BTE: Array, params: PyTree, variables: PyTree, angles: Rope, cache: LayerCache | None) -> Any:
             x_BTE, (kv, aux) = one.apply({"params": params, **variables}, x_BTE, cache, angles, length)
             return x_BTE, kv, aux
 
-        return run_layers(block, x_BTE, made.pop("params"), made, caches, at)
+        return run_layers(block, x_BTE, made.pop("params"), made, angles, caches, at)
 
     @nn.nowrap
     def after_update(self, extra: PyTree) -> PyTree:

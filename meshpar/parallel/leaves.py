@@ -134,8 +134,9 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
     scattered = set(split_axes(facts, weight.update)) & partial
     stack, elements = leaf.num_layers, leaf.size // leaf.num_layers // facts.ways(split - partial)
     runs = stack * facts.micro_steps
-    # A table that is looked up and multiplied by has two gradients, which are summed after their reduction.
-    uses = 2 if facts.is_tied and has_vocabulary(decision) else 1
+    # A table that is looked up and multiplied by has two gradients, which are summed after their reduction, as a layer
+    # has one of every slice of the rows.
+    uses = 2 if facts.is_tied and has_vocabulary(decision) else facts.interleave if stack > 1 else 1
     counts: dict[str, tuple[int, int]] = {}
     # Micro-steps keep their sums as the gradients' rules say. XLA may add up what these leave whole before it sends.
     keeps_sums = facts.accumulate > 1 and not facts.is_once

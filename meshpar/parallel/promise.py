@@ -110,6 +110,8 @@ class Facts:
     is_once: bool = False
     """Whether weights are gathered before all micro-steps, and gradients reduced behind them."""
     is_remat: bool = False
+    interleave: int = 1
+    """Slices of a device's rows that stacked layers run beside each other."""
     weights: tuple[Weight, ...] = ()
     batch_axes: tuple[str, ...] = ()
     tensor_axes: tuple[str, ...] = ()

@@ -197,7 +197,8 @@ def _promise_of(
     facts: Facts, axis: str, width: int, stack: int, some: Decision, tensors: Sequence[Decision]
 ) -> Callable[..., Promised]:
     """A function of (role, kind, fewest, most), both a layer and micro-step, for activations of a width."""
-    runs, by_sequence = stack * facts.accumulate, axis in facts.sequence_axes
+    slices = facts.interleave if stack > 1 else 1
+    runs, by_sequence = stack * facts.accumulate * slices, axis in facts.sequence_axes
 
     def promise(
         role: str,
@@ -213,7 +214,7 @@ def _promise_of(
             axes=(axis,),
             scattered=(axis,) if kind == "sum" and by_sequence else (),
             whole=whole if by_sequence else False,
-            elements=width * (max(1, facts.rows) if facts.tokens is None else facts.tokens),
+            elements=width * (max(1, facts.rows // slices) if facts.tokens is None else facts.tokens // slices),
             multiple=facts.tokens is None,
             dtype=facts.wire(facts.compute_dtype(some)),
             count=(least * runs, most * runs),

@@ -46,6 +46,21 @@ def held_between_modules(num_rows: int, *, by_rows: bool) -> Iterator[Boundaries
         yield boundaries
 
 
+@contextlib.contextmanager
+def rows_cut(count: int) -> Iterator[None]:
+    """Around what is given each `count`-th part of the rows only."""
+    boundaries = current().boundaries
+    if boundaries is None:
+        yield
+        return
+    before = boundaries.num_rows
+    boundaries.num_rows = before // count
+    try:
+        yield
+    finally:
+        boundaries.num_rows = before
+
+
 def check_seen(boundaries: Boundaries, here: Ambient) -> None:
     """Raises `ValueError` for a rule that named no module of the model."""
     for rule in here.rules.by_module:

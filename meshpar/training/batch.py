@@ -101,11 +101,12 @@ def split_by(sharding: NamedSharding) -> tuple[str, ...]:
     return axes_of_spec(sharding.spec, axis_sizes(sharding.mesh))
 
 
-def check_batch(batch: PyTree, sharding: NamedSharding, accumulate: int) -> None:
-    """Raises ValueError where rows do not go evenly over the devices and micro-steps, or are no numbers."""
+def check_batch(batch: PyTree, sharding: NamedSharding, accumulate: int, interleave: int = 1) -> None:
+    """Raises ValueError where rows do not go evenly over the devices, micro-steps and slices, or are no numbers."""
     sizes = axis_sizes(sharding.mesh)
     over = {axis: sizes[axis] for axis in split_by(sharding)}
-    check_rows(batch, over, accumulate, "micro-steps", takes_scalars=True)
+    what = "micro-steps" if interleave == 1 else f"slices (accumulate={accumulate}, interleave={interleave})"
+    check_rows(batch, over, accumulate * interleave, what, takes_scalars=True)
 
 
 def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *, takes_scalars: bool = False) -> None:

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import Offloadable
 
 from meshpar.sharding.context import current, within
 from meshpar.sharding.types import PyTree, near, near_or, problem
+from meshpar.training.interleaved import in_slices, joined, slices
 from meshpar.training.precision import Numerics
 
 _Leaf = TypeVar("_Leaf")
@@ -73,6 +74,7 @@ def scan_layers(
     *,
     extra: PyTree = None,
     caches: PyTree = None,
+    beside: PyTree = None,
     at: str = "layers",
     staged: bool = True,
 ) -> Any:
@@ -85,8 +87,9 @@ def scan_layers(
     It is a `lax.scan`, in which each layer is recomputed in the backward pass as `train_step(remat=...)` says, and
     gets whole weights where the strategy quantizes what it gathers (`mp.fsdp(quantize=...)`): there the model holds
     shards, gathered one layer at a time and again in the backward pass. With `mp.fsdp(prefetch=1)` a layer's weights
-    are gathered while the one before it computes. Under `mp.pipeline_parallel` stages run the layers. Outside of a step
-    it is the plain scan.
+    are gathered while the one before it computes. Under `mp.pipeline_parallel` stages run the layers. With
+    `train_step(interleave=2)` each layer runs on two slices of the rows, beside each other. Outside of a step it is the
+    plain scan.
 
     A layer may give an `Aux` with its output: an auxiliary loss, and metrics. Then so does `scan_layers`: the losses
     summed over layers, the metrics stacked, `[layers, ...]`.
@@ -96,13 +99,16 @@ def scan_layers(
     be made of one.
 
     Args:
-      layer: `(x, params, extra, cache) -> x` of one layer, without those of the last two that are not given; or
-        `-> (x, Aux)`. With caches `(x, cache)` stands where x stands.
-      x: a pytree; every layer gives it back in the same shapes and dtypes.
+      layer: `(x, params, extra, cache, beside) -> x` of one layer, without those of the last three that are not
+        given; or `-> (x, Aux)`. With caches `(x, cache)` stands where x stands.
+      x: a pytree; every layer gives it back in the same shapes and dtypes. The batch is the first dim of its leaves
+        where rows are interleaved.
       params: the layers' parameters, stacked: `[layers, ...]`, logical name `layers`, with the paths that they have in
         the model below `at`.
       extra: what else has a row for every layer: variables (the state of an NNX module, a Linen collection), constants.
       caches: likewise, and given back as the layers leave it: keys and values for decoding.
+      beside: what all layers read of each row of the batch, its first dim (or one row for all), as positions: a layer
+        that closes over it instead cannot be given slices of the rows.
       at: the path of the stacked layers in the model, or its end; the scope of their operations, too.
       staged: whether stages share these layers. False for a stack that one stage runs all of.
 
@@ -113,8 +119,23 @@ def scan_layers(
       ValueError: an Aux whose loss is no scalar; a layer that gives back another x; caches under stages; parameters
         to be gathered with a path that no parameter has.
     """
+    context = current().numerics
+    count = 1 if context is None or caches is not None else context.interleave
+    if count > 1:
+        each = in_slices(lambda *given: with_aux(layer(*given)), beside, count)
+        out, aux = with_aux(_scan(each, slices(x, count), (params, extra, None), at, staged))
+        return joined(out) if aux is None else (joined(out), aux)
+    return _scan(layer if beside is None else _reading(layer, beside), x, (params, extra, caches), at, staged)
+
+
+def _reading(layer: Callable[..., Any], beside: PyTree) -> Callable[..., Any]:
+    return lambda *given: layer(*given, beside)
+
+
+def _scan(layer: Callable[..., Any], x: Any, rows: tuple[PyTree, PyTree, PyTree], at: str, staged: bool) -> Any:
+    """The layers as the step and its strategy ask."""
     run, body = current().run, _in_context(layer, at)
-    rows = (params, extra, caches)
+    caches = rows[2]
     if run is None or not staged:
         with jax.named_scope(at):
             return _one_by_one(body, x, rows, at)

@@ -19,18 +19,18 @@ class StepOptions:
     accumulate_mode: Literal["each", "once"] = "each"
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: str | None = None
+    interleave: int = 1
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     weight: str | None = None
     xla: Options = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
-            raise problem(
-                f"accumulate={self.accumulate!r}",
-                "run that many micro-steps",
-                "that is no positive integer",
-                "use 1 or more",
-            )
+        for field, what in (("accumulate", "micro-steps"), ("interleave", "slices of the rows beside each other")):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise problem(
+                    f"{field}={value!r}", f"run that many {what}", "that is no positive integer", "use 1 or more"
+                )
         for field, known in (("accumulate_mode", ("each", "once")), ("nonfinite", ("raise", "skip", "ignore"))):
             if getattr(self, field) not in known:
                 raise problem(

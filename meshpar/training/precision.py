@@ -134,14 +134,16 @@ class Numerics:
     """In force while a model is traced whose layers are shards: `meshpar.training.layers.gathering`."""
     prefetch: Any = None
     """(path of the stacked layers, layer, x, rows) -> what a scan gives: `meshpar.training.engines.prefetch`."""
+    interleave: int = 1
+    """Slices of the rows that a layer runs beside each other: `meshpar.training.interleaved`."""
     num_scans: int = 0
     """Times that the model has called `scan_layers`."""
 
 
 @contextlib.contextmanager
-def numerics(precision: Precision, remat: str | None) -> Iterator[Numerics]:
+def numerics(precision: Precision, remat: str | None, interleave: int = 1) -> Iterator[Numerics]:
     """Put in force what a step asks of `dot_general` and of `meshpar.scan_layers`."""
-    context = Numerics(precision, remat)
+    context = Numerics(precision, remat, interleave=interleave)
     with within(numerics=context):
         yield context
 

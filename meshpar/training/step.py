@@ -58,11 +58,11 @@ class _Program:
             self._checked[setup] = set()
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(batch))
         if shapes not in self._checked[setup]:
-            check_batch(batch, setup.batch_sharding, self._num_micro_steps)
+            check_batch(batch, setup.batch_sharding, self._num_micro_steps, self._num_slices)
             self._checked[setup].add(shapes)
         return found
 
-    _num_micro_steps = 1
+    _num_micro_steps = _num_slices = 1
     _xla: Options = MappingProxyType({})
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
@@ -103,7 +103,7 @@ class TrainStep(_Program):
     def __init__(self, loss_fn: LossFn, options: StepOptions) -> None:
         super().__init__()
         self.loss_fn, self.options = loss_fn, options
-        self._num_micro_steps, self._xla = options.accumulate, options.xla
+        self._num_micro_steps, self._num_slices, self._xla = options.accumulate, options.interleave, options.xla
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         own = getattr(engine_of(setup, self.options), "compile_options", None)
@@ -137,10 +137,10 @@ class TrainStep(_Program):
         _check_state(state)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         engine = engine_of(setup, options)
-        numbers = numerics(options.precision, options.remat)
+        numbers = numerics(options.precision, options.remat, options.interleave)
         with tracing(setup.mesh, setup.strategy), numbers as context, jax.named_scope("gradients"):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
-        _check_remat(options, context)
+        _check_layers(options, context)
         with jax.named_scope("update"):
             return _update(state, sums, options)
 
@@ -159,6 +159,7 @@ def train_step(
     accumulate_mode: Literal["each", "once"] = "each",
     precision: Precision | None = None,
     remat: str | None = None,
+    interleave: int = 1,
     nonfinite: Literal["raise", "skip", "ignore"] = "raise",
     weight: str | None = None,
     xla: Options | None = None,
@@ -179,6 +180,9 @@ def train_step(
         these names, joined by commas; "offload:NAMES": the same in pinned memory of the host. `+` joins several:
         "dots+offload:attention". The shipped decoders mark `query`, `key`, `value`, `attention`, `attention_out`,
         `gate`, `up` and `mlp_out`.
+      interleave: slices of each device's rows that layers run beside each other, so that messages of one (of tensor
+        parallelism, or to experts) hide behind matmuls of another, at the price of a gradient reduction for each
+        slice. Means that a layer takes over rows, as routers do, are then means over slices.
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in
         `state.skipped`; "raise" does the same, and `fit` raises when it sees the metric; "ignore" does not look.
       weight: name of a metric (say the number of real tokens) by which micro-steps are weighed in the mean.
@@ -197,6 +201,7 @@ def train_step(
         accumulate_mode=accumulate_mode,
         precision=precision or Precision(),
         remat=remat,
+        interleave=interleave,
         nonfinite=nonfinite,
         weight=weight,
         xla={} if xla is None else xla,
@@ -241,14 +246,19 @@ def eval_step(loss_fn: LossFn, *, precision: Precision | None = None, xla: Optio
     return EvalStep(loss_fn, precision or Precision(), options)
 
 
-def _check_remat(options: StepOptions, context: Numerics) -> None:
-    if options.remat and not context.num_scans:
-        raise problem(
-            f"train_step(remat={options.remat!r})",
-            "recompute layers in the backward pass",
-            "the model marks no layer: it never calls meshpar.scan_layers",
-            "run its stacked layers by mp.scan_layers(layer, x, params), or use remat=None and Flax's own",
-        )
+def _check_layers(options: StepOptions, context: Numerics) -> None:
+    """What is asked of layers has found some, and the names of what they are to keep."""
+    for asked, spec, otherwise in (
+        (f"remat={options.remat!r}" * bool(options.remat), "recompute layers in the backward pass", "Flax's own"),
+        (f"interleave={options.interleave}" * (options.interleave > 1), "run layers on slices of the rows", "1"),
+    ):
+        if asked and not context.num_scans:
+            raise problem(
+                f"train_step({asked})",
+                spec,
+                "the model marks no layer: it never calls meshpar.scan_layers",
+                f"run its stacked layers by mp.scan_layers(layer, x, params), or use {otherwise}",
+            )
     for name in () if options.remat is None else named_in(options.remat):
         if name not in context.names:
             marked = context.names - {MATMUL, SECOND_SHARD}

@@ -58,9 +58,12 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     Apart, the first gather would have all that hides behind the layer, and the others wait. Scatters are combined by
     the bytes they give: as one message a layer's would have no matmul of it left to hide behind, so there are three.
     With axes that split layers, whose collectives stand between, several are let run at a time, and scatters are one.
+    Slices of the rows have gathers of their own there, which combined would make one slice wait for the other: no more
+    is combined then than the layer's weights.
     """
     gathered, kept = bytes_of_a_layer(setup, options)
-    thresholds: dict[str, Value] = {"xla_gpu_all_gather_combine_threshold_bytes": max(gathered, 2**30)}
+    combined = gathered if options.interleave > 1 else max(gathered, 2**30)
+    thresholds: dict[str, Value] = {"xla_gpu_all_gather_combine_threshold_bytes": combined}
     others = [size for axis, size in axis_sizes(setup.mesh).items() if axis not in setup.batch_axes and size > 1]
     if others:
         thresholds[OVERLAP_LIMIT] = 4

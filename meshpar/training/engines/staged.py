@@ -488,6 +488,7 @@ def _check_once(calls: int) -> None:
 def _check_options(options: StepOptions, setup: Setup) -> None:
     for given, is_given in (
         (f"train_step(accumulate={options.accumulate})", options.accumulate > 1),
+        (f"train_step(interleave={options.interleave})", options.interleave > 1),
         ("a strategy that quantizes", setup.strategy.quantize is not None),
     ):
         if is_given:
@@ -495,7 +496,7 @@ def _check_options(options: StepOptions, setup: Setup) -> None:
                 f"{given} under {setup.strategy.label}",
                 "be done by stages",
                 "a pipeline sums the gradients of its own microbatches and sends weights as they are",
-                "leave it out; more microbatches are what accumulation would be",
+                "leave it out; more microbatches are what accumulation and slices would be",
             )
 
 
