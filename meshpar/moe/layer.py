@@ -29,13 +29,13 @@ from meshpar.moe.config import MoEConfig
 from meshpar.moe.dispatch_combine import Dispatched, ExpertFn, dispatch
 from meshpar.moe.grouped import grouped_swiglu
 from meshpar.moe.order import by_expert, in_buffers, spread, weighted_sum
-from meshpar.moe.reduction import Dims, alike, scattered, total, varies_beside, whole
+from meshpar.moe.reduction import Dims, ahead, alike, scattered, total, varies_beside, whole
 from meshpar.moe.routing import Routed, capacity, count, entropy, route
 from meshpar.sharding.context import Ambient, ambient, constrain, param_spec, spec_of
 from meshpar.sharding.regions import outer_axes, per_device
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, problem, spec_axes
-from meshpar.training.layers import Aux, is_staged
+from meshpar.training.layers import Ahead, Aux, is_staged
 from meshpar.training.precision import dot_general
 from meshpar.training.reports import report
 
@@ -175,7 +175,12 @@ def moe_layer(
             return kernel(x, weights, bias)
         inward, outward = (PartitionSpec(*(axes or None for axes in dims)) for dims in (cut.inward, cut.outward))
         same = PartitionSpec()
-        specs = (cut.tokens, Weights(same, inward, inward, outward), same)  # type: ignore[arg-type]
+        as_used = [PartitionSpec(*(axes or None for axes in dims)) for dims in cut.used]
+        each = [
+            Ahead(spec, used) if isinstance(weight, Ahead) else spec  # type: ignore[arg-type]
+            for weight, spec, used in zip(weights[1:], (inward, inward, outward), as_used, strict=True)
+        ]
+        specs = (cut.tokens, Weights(same, *each), same)  # type: ignore[arg-type]
         stats = RouterStats(*[same] * 4)  # type: ignore[arg-type]
         kept = jax.checkpoint(kernel, policy=_keeps, prevent_cse=False)
         if outer_axes():
@@ -335,12 +340,17 @@ class _SplitAxes(NamedTuple):
         )
 
     @property
+    def used(self) -> tuple[Dims, Dims, Dims]:
+        """Of each dim of gate, up and down, the axes that split it where it is multiplied."""
+        inward, outward = ((self.inner_experts, (), self.hidden), (self.inner_experts, self.hidden, ()))
+        return inward, inward, outward
+
+    @property
     def shards(self) -> tuple[Dims, Dims, Dims]:
         """Of each dim of gate, up and down, the axes to gather it over."""
-        inward, outward = ((self.inner_experts, (), self.hidden), (self.inner_experts, self.hidden, ()))
-        of_inward, of_outward = (
+        of_inward, _, of_outward = (
             tuple(axes[len(used) :] for axes, used in zip(dims, as_used, strict=False))
-            for dims, as_used in ((self.inward, inward), (self.outward, outward))
+            for dims, as_used in zip((self.inward, self.inward, self.outward), self.used, strict=True)
         )
         return of_inward, of_inward, of_outward
 
@@ -507,12 +517,15 @@ def _per_device(
 def _one_dtype(x: jax.Array, weights: Weights, cut: _SplitAxes) -> tuple[jax.Array, Experts]:
     """Rows and whole experts; these vary as shards in float32 at the least, so that their gradients are summed so."""
     experts = weights[1:]
-    dtype = jnp.result_type(x, *experts)
+    dtype = jnp.result_type(x, *(weight.dtype for weight in experts))
     wide = jnp.promote_types(dtype, jnp.float32)
-    gate, up, down = (
-        whole(dims, dtype, varying_alike((), x, weight.astype(wide))[1])
-        for weight, dims in zip(experts, cut.shards, strict=True)
-    )
+
+    def used(weight: jax.Array | Ahead, dims: Dims) -> jax.Array:
+        shard = weight.shard if isinstance(weight, Ahead) else weight
+        shard = varying_alike((), x, shard.astype(wide))[1]
+        return ahead(dims, dtype, shard, weight.whole) if isinstance(weight, Ahead) else whole(dims, dtype, shard)
+
+    gate, up, down = (used(weight, dims) for weight, dims in zip(experts, cut.shards, strict=True))
     return x.astype(dtype), (gate, up, down)
 
 

@@ -74,6 +74,12 @@ def _gathered(dims: Dims, x: jax.Array) -> jax.Array:
     return x
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def ahead(dims: Dims, dtype: Any, shard: jax.Array, gathered: jax.Array) -> jax.Array:
+    """`whole(dims, dtype, shard)` where that has been gathered already, outside of the layer."""
+    return varying(gathered.astype(dtype), tuple(jax.typeof(shard).manual_axis_type.varying))
+
+
 def _whole_backward(dims: Dims, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     g = g.astype(like.dtype)
     for dim, axes in enumerate(dims):
@@ -82,3 +88,7 @@ def _whole_backward(dims: Dims, dtype: Any, like: jax.Array, g: jax.Array) -> tu
 
 
 whole.defvjp(lambda dims, dtype, x: (_gathered(dims, x.astype(dtype)), jnp.zeros((), x.dtype)), _whole_backward)
+ahead.defvjp(
+    lambda dims, dtype, x, y: (ahead(dims, dtype, x, y), jnp.zeros((), x.dtype)),
+    lambda dims, dtype, like, g: (*_whole_backward(dims, dtype, like, g), None),
+)

@@ -194,7 +194,7 @@ def fsdp(
       prefetch: 1 gathers the weights of the next layer that `mp.scan_layers` runs while this one computes, forward and
         backward, so that the gathers have a layer's matmuls to hide behind; one more layer's weights are held whole.
         On GPUs it needs gathers that are combined, `xla_gpu_all_gather_combine_threshold_bytes` of a layer's weights:
-        of several, XLA's scheduler starts some late. Experts' weights are gathered by their layer. 0: where needed.
+        of several, XLA's scheduler starts some late. 0: where needed.
 
     Example:
       >>> fsdp(axis="data", quantize="int8")

@@ -7,6 +7,7 @@ layers one after the other: a `lax.scan`, or stage by stage
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -41,6 +42,36 @@ class Aux(NamedTuple):
     metrics: dict[str, jax.Array]
     """Arrays that no gradient passes through. Over microbatches and devices those of whole numbers are summed, for they
     are counts, and all others averaged, for they are means over rows."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """A weight that a kernel gathers itself, as a layer is given it where that is done during the layer before.
+
+    The kernel computes with `whole`, and hands the gradient to `shard`. A model's own modules pass it on as a weight.
+    """
+
+    shard: jax.Array
+    """As the parameter lies; its gradient is the weight's."""
+    whole: jax.Array
+    """The same numbers, gathered. A constant: it has no gradient."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.shard.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.shard.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.shard.dtype
+
+    def __getitem__(self, index: Any) -> Ahead:
+        assert index is Ellipsis, "only the kernel that gathers it can look into it"
+        return self
 
 
 Layer: TypeAlias = Callable[[Any, PyTree], Any]

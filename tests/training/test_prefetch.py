@@ -11,13 +11,14 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.compiled.traced import messages
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import parse_strategy
 from meshpar.sharding.types import MeshparError
 from meshpar.training.engines.prefetch import Layout, prefetched
 from meshpar.training.layers import REMAT_POLICIES, Aux, scanned
 from tests.compiled.overlap_counter import per_loop
-from tests.equal import assert_same
+from tests.equal import assert_same, model_of
 from tests.grid import cases
 from tests.models import test_moe as moe
 from tests.parallel import test_equality as dense
@@ -56,15 +57,15 @@ def test_five_steps_are_those_of_the_plain_scan(framework, name, remat, accumula
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize(("framework", "remat"), [("nnx", None), ("nnx", "full"), ("linen", "full")])
 @pytest.mark.parametrize("cfg", [moe.mixtral_like, moe.deepseek_like])
-def test_five_steps_of_experts_are_those_of_the_plain_scan(cfg, remat):
+def test_five_steps_of_experts_are_those_of_the_plain_scan(cfg, framework, remat):
     """With losses and router statistics, a bias that has no gradient, and two stacks of layers."""
     spec = mp.MeshSpec(fsdp=2, expert=2, tensor=2)
     plain, ahead = (mp.fsdp(prefetch=prefetch) | mp.expert_parallel() | mp.tensor_parallel() for prefetch in (0, 1))
-    expected = moe.five_steps(cfg(param_dtype="float64"), "nnx", spec, plain, remat=remat)
+    expected = moe.five_steps(cfg(param_dtype="float64"), framework, spec, plain, remat=remat)
     again = moe.five_steps.__wrapped__  # what is cached is known by its arguments, and a state has no hash
-    found = again(cfg(param_dtype="float64"), "nnx", spec, ahead, expected.start, remat=remat)
+    found = again(cfg(param_dtype="float64"), framework, spec, ahead, expected.start, remat=remat)
     for one, other in zip(found.metrics, expected.metrics, strict=True):
         np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-12)
         np.testing.assert_allclose(one["moe/aux_loss"], other["moe/aux_loss"], rtol=1e-12)
@@ -127,6 +128,27 @@ def test_no_weight_is_kept_for_the_backward_pass():
 # ---------------------------------------------------------------------------------------------------------------------
 # What is sent
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_an_moe_layer_gathers_no_weights_that_are_there(framework):
+    """Its region takes them whole, and scatters the gradients of three matrices as ever."""
+    spec, batch = mp.MeshSpec(fsdp=2, expert=2), jax.ShapeDtypeStruct((8, 8), np.int32)
+    found = {}
+    for prefetch in (0, 1):
+        strategy = mp.fsdp(prefetch=prefetch) | mp.expert_parallel()
+        model = model_of(framework, moe.mixtral_like(), 8, 8)
+        state = mp.abstract_state(model, optax.sgd(1.0), mesh=spec.abstract(), strategy=strategy)
+        step = mp.train_step(next_token_loss, remat="full")
+        sent = messages(step.trace(state, {"inputs": batch, "targets": batch}).jaxpr)
+        of_experts = [one for one in sent if one.axes == ("fsdp",) and one.elements == 8 // 2 * 16 * 8]
+        found[prefetch] = {
+            kind: sum(one.count for one in of_experts if one.kind == kind) for kind in ("all-gather", "reduce-scatter")
+        }
+    assert found[0]["all-gather"] >= 2 * 2 * 3
+    assert found[1]["all-gather"] == 0
+    assert found[0]["reduce-scatter"] == found[1]["reduce-scatter"] == 2 * 3
+
 
 CONFIG = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=768

@@ -152,8 +152,8 @@ class Timeline:
 
     @property
     def latencies(self) -> dict[str, float]:
-        """Seconds that one run of every kernel and collective takes, by its instruction's name."""
-        return {op.name: op.end_s - op.start_s for one in self.segments for op in one.ops if op.kind != "loop"}
+        """Seconds that one run of every kernel, collective and inner loop takes, by its instruction's name."""
+        return {op.name: op.end_s - op.start_s for one in self.segments for op in one.ops}
 
     @property
     def loops(self) -> tuple[Segment, ...]:

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.parallel.promise import is_expert, is_router
 from meshpar.sharding.context import current
-from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
+from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
 from meshpar.training.engines import plain
-from meshpar.training.layers import Aux, Layer, check_alike, leaf_at, scanned, with_aux
+from meshpar.training.layers import Ahead, Aux, Layer, check_alike, leaf_at, scanned, with_aux
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums
@@ -58,8 +59,8 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     Apart, the first gather would have all that hides behind the layer, and the others wait. Scatters are combined by
     the bytes they give: as one message a layer's would have no matmul of it left to hide behind, so there are three.
     With axes that split layers, whose collectives stand between, several are let run at a time, and scatters are one.
-    Slices of the rows have gathers of their own there, which combined would make one slice wait for the other: no more
-    is combined then than the layer's weights.
+    Slices of the rows have messages of their own there, which combined would make one slice wait for the other: no more
+    is combined then than the layer's weights, and than their gradients of all slices.
     """
     gathered, kept = bytes_of_a_layer(setup, options)
     combined = gathered if options.interleave > 1 else max(gathered, 2**30)
@@ -67,9 +68,19 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     others = [size for axis, size in axis_sizes(setup.mesh).items() if axis not in setup.batch_axes and size > 1]
     if others:
         thresholds[OVERLAP_LIMIT] = 4
+        if options.interleave > 1:
+            thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = kept * options.interleave
     else:
+        if _ranks_own_experts(setup):  # tokens go to experts while weights come
+            thresholds[OVERLAP_LIMIT] = 4
         thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(kept // 3, 1)
     return {**thresholds, **pipelined("reduce_scatter"), **pipelined("all_reduce")}
+
+
+def _ranks_own_experts(setup: Setup) -> bool:
+    """Whether axes of the batch split experts that nobody gathers."""
+    stay = (axes_of_spec(_without(one, setup.batch_axes)) for one in setup.table.params if one.leaf.num_layers > 1)
+    return any(set(axes) & set(setup.batch_axes) for axes in stay)
 
 
 def bytes_of_a_layer(setup: Setup, options: StepOptions) -> tuple[int, int]:
@@ -79,7 +90,8 @@ def bytes_of_a_layer(setup: Setup, options: StepOptions) -> tuple[int, int]:
         axes = axes_of_spec(one.spec)
         elements = one.leaf.size // one.leaf.num_layers
         compute = jnp.dtype(options.precision.compute or one.leaf.dtype)
-        others = math.prod(sizes[axis] for axis in axes if axis not in setup.batch_axes)
+        stays = set(axes_of_spec(_without(one, setup.batch_axes)))
+        others = math.prod(sizes[axis] for axis in axes if axis in stays)
         gathered += elements // others * compute.itemsize
         kept += elements // math.prod(sizes[axis] for axis in axes) * options.precision.reduce_dtype(compute).itemsize
     return gathered, kept
@@ -101,18 +113,27 @@ def _run(setup: Setup, at: str, layer: Layer, x: Any, rows: tuple[PyTree, PyTree
     decisions = {one.path: one for one in setup.table.params}
 
     def laid(tree: PyTree, without: tuple[str, ...]) -> PyTree:
-        def lay(path: Any, weight: jax.Array) -> jax.Array:
+        def lay(path: Any, weight: jax.Array) -> jax.Array | Ahead:
             found = leaf_at(at, path_str(path), decisions, lambda one: (one.spec, one.leaf.names))
-            if "expert" in (found.leaf.names or ()):
-                # An MoE layer gathers its own, in a region by hand: given them whole, it would reduce gradients whole.
-                return weight
-            spec = without_axes(PartitionSpec(*found.spec[1:]), without)
-            return lax.with_sharding_constraint(weight, NamedSharding(setup.mesh, spec))
+            spec = _without(found, without)
+            laid = lax.with_sharding_constraint(weight, NamedSharding(setup.mesh, spec))
+            # An MoE layer gathers its experts in a region by hand, and scatters their gradients there: given whole ones
+            # alone, it would reduce gradients whole.
+            of_expert = is_expert(found) and not is_router(found)
+            return Ahead(weight, laid) if of_expert and spec != _without(found, ()) else laid
 
         return jax.tree_util.tree_map_with_path(lay, tree)
 
     whole = functools.partial(laid, without=setup.strategy.prefetched_axes)
     return prefetched(layer, x, rows, Layout(whole, functools.partial(laid, without=())))
+
+
+def _without(one: Decision, axes: tuple[str, ...]) -> PartitionSpec:
+    """How one layer of a stacked leaf lies, no longer split over some axes, but for those whose ranks own experts."""
+    names = (one.leaf.names or ())[1:]
+    own = [entry if name == "expert" else None for entry, name in zip(one.spec[1:], names, strict=False)]
+    kept = set(axes_of_spec(PartitionSpec(*own))) if is_expert(one) and not is_router(one) else set()
+    return without_axes(PartitionSpec(*one.spec[1:]), [axis for axis in axes if axis not in kept])
 
 
 def prefetched(layer: Layer, x: Any, rows: tuple[PyTree, PyTree], layout: Layout) -> Any:
@@ -141,8 +162,8 @@ def prefetched(layer: Layer, x: Any, rows: tuple[PyTree, PyTree], layout: Layout
         check_alike("a layer", x, y)
         return (y, None if aux is None else aux.loss), None if aux is None else aux.metrics
 
-    first = jax.tree.map(lambda leaf: leaf[0], (params, smooth, fixed))
-    pure, consts = jax.closure_convert(body, x, *first)
+    weights, *first = jax.tree.map(lambda leaf: leaf[0], (params, smooth, fixed))
+    pure, consts = jax.closure_convert(body, x, layout.whole(weights), *first)
     stack = _Ahead(pure, layout)
     run = jax.custom_vjp(lambda *given: stack.forward(*given)[0])
     run.defvjp(stack.forward, stack.backward)
@@ -168,10 +189,12 @@ class _Ahead:
         return self.layout.whole(jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), params))
 
     def _layer(self, where: str, x: Any, weights: PyTree, smooth: PyTree, fixed: PyTree, consts: PyTree) -> Any:
-        def layer(x: Any, weights: PyTree, smooth: PyTree, consts: PyTree) -> Any:
-            return self.body(x, weights, smooth, fixed, *consts)
+        def layer(x: Any, shards: PyTree, smooth: PyTree, consts: PyTree) -> Any:
+            given = jax.tree.map(_in_place_of, weights, shards, is_leaf=_is_ahead)
+            return self.body(x, given, smooth, fixed, *consts)
 
-        (y, loss), vjp, metrics = jax.vjp(layer, x, weights, smooth, consts, has_aux=True)
+        shards = jax.tree.map(lambda one: one.shard if _is_ahead(one) else one, weights, is_leaf=_is_ahead)
+        (y, loss), vjp, metrics = jax.vjp(layer, x, shards, smooth, consts, has_aux=True)
         residuals, tree = jax.tree.flatten(vjp)
         at_hand = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((weights, smooth, fixed, consts)))}
         places = [at_hand.get(id(leaf)) for leaf in residuals]
@@ -216,6 +239,14 @@ class _Ahead:
         (dx, _, dconsts), of_rest = lax.scan(step, (dy, ahead, dconsts), (*rows, kept), reverse=True)
         dparams, dsmooth = jax.tree.map(_appended, of_rest, tuple(of_last))
         return dx, dparams, dsmooth, dconsts, None
+
+
+def _is_ahead(x: Any) -> bool:
+    return isinstance(x, Ahead)
+
+
+def _in_place_of(weight: jax.Array | Ahead, shard: jax.Array) -> jax.Array | Ahead:
+    return Ahead(shard, weight.whole) if isinstance(weight, Ahead) else shard
 
 
 def _but_last(rows: PyTree) -> tuple[PyTree, PyTree]:
