@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -49,15 +50,18 @@ def plan(
     prepare_devices(None)
     if save:
         check_folder(save)
-    if strategy and not why_not:
+    if strategy is not None and why_not is None:
         raise problem("--strategy", f"use {strategy}", "it goes with --why-not", "leave it out, or name a mesh")
+    if why_not is not None and not why_not.strip():
+        raise problem("--why-not", "look at no mesh", "it names the axes of one", "write --why-not fsdp=8,tensor=8")
     with contextlib.redirect_stdout(sys.stderr):  # a recipe may print; the report has standard output for itself
         found = plans_for(recipe, cluster, assignments, top=top, verify=verify)
     if save:
         with writing(save):
             found.save(save)
-    if why_not:
-        click.echo(found.why_not(mesh=why_not, strategy=strategy))
+    if why_not is not None:
+        answer = found.why_not(mesh=why_not, strategy=strategy)
+        click.echo(json.dumps({"mesh": why_not, "strategy": strategy, "why_not": answer}) if as_json else answer)
         return
     print_report(found, as_json=as_json)
 
@@ -82,6 +86,7 @@ def plans_for(path: str, cluster: str, assignments: tuple[str, ...], *, top: int
         loss=recipe.loss,
         tx=build_optimizer(recipe, model, MeshSpec().abstract(1)),
         precision=recipe.precision,
+        xla=recipe.xla,
         bound_factor=getattr(getattr(recipe.model, "moe", None), "bound_factor", None),
     )
 

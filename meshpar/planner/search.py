@@ -257,9 +257,20 @@ class Search:
                 f"{placed.batch_ways} ranks split the batch, and each {layout.microbatches} times",
                 f"use a batch of {-(-self.workload.rows // pieces) * pieces} rows, or fewer pieces",
             )
+        self._check_axes(layout.strategy, sizes)
         self.resolve(placed)
         held = memory.estimate(placed, layout)
         return Found(layout=layout, memory=held, time=self.clock.estimate(placed, layout, held))
+
+    def _check_axes(self, strategy: Strategy, sizes: Mapping[str, int]) -> None:
+        """Raises `ValueError` for an axis along which every rank would do the same."""
+        used = {axis for rules in strategy.rules for axis in rules.axes}
+        used |= {axis for part in strategy.parts for axis in part.axes}
+        for axis, size in sizes.items():
+            if size > 1 and axis not in used:
+                exists = f"nothing is split over it: its {size} ranks would repeat the same rows"
+                asked = f"train by {strategy.label}"
+                raise problem(f"mesh axis `{axis}`", asked, exists, f"take one of {', '.join(self._axes())}")
 
     def resolve(self, placed: Placed) -> None:
         """Resolve every leaf as training does; errors as in `shardings`."""

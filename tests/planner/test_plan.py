@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -23,7 +24,7 @@ from meshpar.parallel.tensor import Tensor
 from meshpar.planner import memory
 from meshpar.planner.hardware import parse_cluster
 from meshpar.planner.layout import Layout, Placer
-from meshpar.planner.plan import load_plans
+from meshpar.planner.plan import Compiled, _verified, load_plans
 from meshpar.planner.search import Search
 from meshpar.planner.steptime import Clock
 from meshpar.planner.workload import describe
@@ -230,10 +231,19 @@ def test_plans_are_values(plans, tmp_path):
     changed = dataclasses.replace(again, plans=again.plans[1:])
     assert changed.diff(again)[0] == f"only there: {plans[0].layout.label}"
     shown = str(plans)
-    for text in ("the best 3 of", "an assumed 65% of the data sheet's peak", "begin with ddp()"):
+    for text in ("the best 3 layouts of", "an assumed 65% of the data sheet's peak", "begin with ddp()"):
         assert text in shown
     with pytest.raises(mp.MeshparError, match="it remembers no model"):
         again.why_not(mesh="fsdp=8")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    for change, text in (
+        ({"colour": 1}, "read `colour`, but a Plans has no such field"),
+        ({"rates": None}, "lacks it"),
+    ):
+        kept = {key: value for key, value in {**data, **change}.items() if value is not None}
+        (tmp_path / "other.json").write_text(json.dumps(kept))
+        with pytest.raises(mp.MeshparError, match=text):
+            load_plans(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +254,7 @@ def test_plans_are_values(plans, tmp_path):
         ({"mesh": "fsdp=3"}, "the sizes given multiply to 3"),
         ({"mesh": "stage=8", "strategy": "pipeline_parallel(stages=8, microbatches=2) | ddp()"}, "4 stacked layers"),
         ({"mesh": "fsdp=8", "strategy": "fsdp()", "accumulate": 3}, "cut a batch of 16 rows into 24"),
+        ({"mesh": "foo=8"}, "its 8 ranks would repeat the same rows"),
     ],
 )
 def test_why_not(plans, asked, answer):
@@ -260,6 +271,25 @@ def test_mistakes_say_what_is_short_and_what_would_fit():
             mp.plan(CONFIG, tokens(16, 64), given)
     with pytest.raises(mp.MeshparError, match="it is a whole number from 1 on"):
         mp.plan(CONFIG, tokens(16, 64), "h100:1x8", top=0)
+
+
+def test_how_a_step_is_cut_is_asked_of_a_strategy(plans):
+    with pytest.raises(mp.MeshparError, match="name the strategy, too"):
+        plans.why_not(mesh="fsdp=8", remat="full")
+
+
+def test_what_does_not_fit_as_compiled_is_left_out_and_the_next_compiled(plans, monkeypatch):
+    told = Compiled(peak_bytes=10**12, sent_bytes={}, exposed_s={}, hidden_fraction=None, step_s=1.0, fits=False)
+    answers = iter([told, dataclasses.replace(told, fits=True), *[told] * 3])
+    monkeypatch.setattr("meshpar.planner.plan.PodProcess", contextlib.nullcontext)
+    monkeypatch.setattr("meshpar.planner.plan.compiled", lambda *_, **__: next(answers))
+    how = plans.search, plans.search.best(3), next_token_loss, 1, {}
+    found, left_out = _verified(*how)
+    assert [one.compiled is not None for one in found] == [True, False]
+    assert "compiled it takes 1 TB" in left_out[0]
+    assert "1 TB" in str(dataclasses.replace(plans, left_out=tuple(left_out)))
+    with pytest.raises(mp.MeshparError, match="does not fit.*look at more than 3: --top 6"):
+        _verified(*how)
 
 
 @pytest.mark.pod
@@ -280,6 +310,12 @@ def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
     assert found.strategy.to_json() == best["layout"]["strategy"]
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
     assert (found.remat, found.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
+    told = ("--cluster", "h100:1x8", "--why-not", "fsdp=8")
+    code, out, _ = meshpar("plan", recipe, *told, "--json", *fields)
+    assert "times the best" in json.loads(out)["why_not"]
+    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--why-not", "")
+    assert code == 2
+    assert "it names the axes of one" in error
     code, _, error = meshpar("train", recipe, "--plan", tmp_path / "none.json")
     assert code == 2
     assert "write them with meshpar plan" in error
