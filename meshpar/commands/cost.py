@@ -64,7 +64,7 @@ def cost(
     ALGORITHM is an all-reduce: ring, recursive-doubling, halving-doubling, tree, hierarchical, root, parameter-server;
     or reduce-scatter, all-gather, all-to-all, broadcast, message, doubling-all-gather, halving-reduce-scatter.
 
-    Closed forms of the literature, with your numbers: meshpar cost zero params=70e9 ranks=64; and memory, bubble, tp,
+    Closed forms of the literature, with your numbers: meshpar cost zero params=70B ranks=64; and memory, bubble, tp,
     moe, remat, accumulate.
 
     In a cluster the ranks stand one after the other: N that fit a node use the links inside it, more use the network.
