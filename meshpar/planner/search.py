@@ -27,7 +27,7 @@ from meshpar.planner import memory
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.layout import Layout, Placed, Placer
 from meshpar.planner.memory import MemoryEstimate
-from meshpar.planner.steptime import COPIES, COVER, PASSES, Clock, TimeEstimate, hidden_of_weights
+from meshpar.planner.steptime import COPIES, COVER, COVER_AHEAD, PASSES, Clock, TimeEstimate, hidden_of_weights
 from meshpar.planner.workload import POLICIES, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
@@ -165,7 +165,8 @@ class Search:
             fill = np.array([1 + (one.stages - 1) / one.microbatches for one in pipes if one is not None])
             busy_s = (busy_s + COPIES * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
         hidden = np.array([hidden_of_weights(facts, is_ahead=bool(one.prefetched_axes)) for _, one in members])
-        exposed_s = np.maximum(wire_s * (1 - hidden), wire_s - COVER * busy_s)
+        cover = np.array([COVER_AHEAD if one.prefetched_axes else COVER for _, one in members])
+        exposed_s = np.maximum(wire_s * (1 - hidden), wire_s - cover * busy_s)
         return np.stack([busy_s + wait_s + exposed_s, state])
 
     @property

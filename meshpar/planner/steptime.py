@@ -57,8 +57,9 @@ EXPERT_ROWS = 512
 CROWDED = 0.77
 """Share of the memory above which next to nothing is hidden: of programs with weights gathered ahead, those of 62 GB
 and more hid 3 % of it, one of 55 GB 70 %."""
-COVER = 0.4
-"""Share of compute that can hide messages at all."""
+COVER, COVER_AHEAD = 0.4, 0.7
+"""Share of compute that can hide messages at all, and where weights are gathered a layer ahead, which all of the layer
+before can hide."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,8 @@ class Clock:
             network[pipelined.axis] += beat.hops * price.time_s(nbytes)
         memory_s = moved / self.cluster.gpu.memory_bytes_per_s
         # What is hidden is hidden behind compute, of which there may be less.
-        covered = min(1.0, COVER * (compute_s + memory_s) / max(sum(hidden.values()), 1e-12))
+        cover_s = (COVER_AHEAD if facts.is_prefetched else COVER) * (compute_s + memory_s)
+        covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
         covered *= 0.1 if self.is_crowded(memory) else 1.0
         return TimeEstimate(
             compute_s=compute_s,
@@ -181,8 +183,8 @@ class Clock:
         return moved + layout.microbatches * self._of_experts(placed, layout) / stages
 
     def _of_experts(self, placed: Placed, layout: Layout) -> float:
-        """What grouped products move block by block of rows in a micro-step: an expert's weights, forward and for both
-        gradients, and where a device has several experts the float32 gradients of all of them."""
+        """What grouped products move block by block of rows in a micro-step: where a device has several experts, the
+        float32 gradients of all of them. An expert's weights are read while its block is multiplied."""
         work, facts = placed.workload, placed.facts(layout)
         each = [one.decision for one in placed.weights if is_expert(one.decision) and not is_router(one.decision)]
         if not each or not facts.tokens:
@@ -190,8 +192,7 @@ class Clock:
         ranks = facts.ways(owned_axes(facts, each[0]))
         rows = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
         here, one_expert = work.num_experts // ranks, sum(one.leaf.size // work.num_experts for one in each)
-        moved = one_expert * (3 * work.compute_itemsize + (here > 1) * 4 * here)
-        return moved * -(-rows // EXPERT_ROWS)
+        return one_expert * (here > 1) * 4 * here * -(-rows // EXPERT_ROWS)
 
     def _handed_on(self, placed: Placed, layout: Layout) -> float:
         """Bytes of what one microbatch hands on to the next stage, where no axis splits it but the whole sequence's."""
@@ -238,9 +239,10 @@ def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, 
         # Outside of the layers a micro-step gathers once for both directions.
         least = max(least, most // 2) if one.stack == 1 else least
     elif most > least and one.role != GRADIENTS and remat is not None:
-        # A layer that is computed again sends again, but not what its policy keeps, nor what nothing behind it needs.
-        is_kept = one.kind == "sum" and remat != "full"
-        least = least if is_kept else (least + most) // 2
+        # A layer that is computed again sends again, but not what its policy keeps, nor what nothing behind it needs:
+        # of exchanges all, of sums and gathers half, and seven eighths where a stage's F is another program.
+        is_kept, share = one.kind == "sum" and remat != "full", 1 if one.kind == "exchange" else 0.5
+        least = least if is_kept else least + int((0.875 if facts.by_stages else share) * (most - least))
     each = {axis for axis, *_ in one.counts}
     if each:  # sums over micro-steps that stay whole are reduced in each, but what stands outside of the layers behind
         scattered = tuple(axis for axis in one.scattered if axis not in each)

@@ -118,7 +118,7 @@ def check(case):
     held, time = estimated(case)
     # Never more than a fifth below: what would not fit must not be taken for what does.
     assert held.state_bytes + held.batch_bytes == case["argument_bytes"]
-    assert 0.8 <= held.peak_bytes / case["peak_bytes"] <= 1.21
+    assert 0.8 <= held.peak_bytes / case["peak_bytes"] <= 1.2
     assert 0.8 <= time.step_s / case["step_s"] <= 1.2
     return held, time
 
@@ -129,13 +129,21 @@ def test_memory_and_step_are_those_of_compiled_programs(at):
     check(COMPILED[at])
 
 
+def off_axes(case):
+    """Mesh axes of a hundredth of the bytes or more, and by how much the estimate of each is off."""
+    _, time = estimated(case)
+    least = sum(case["sent_bytes"].values()) / 100
+    return {axes: time.sent_bytes.get(axes, 0) / sent - 1 for axes, sent in case["sent_bytes"].items() if sent >= least}
+
+
 @pytest.mark.pod  # tracing them asks for cuDNN
-def test_axes_send_what_compiled_programs_send():
-    """Within 2 %: weights over fsdp, activations over tensor, and gradients over data."""
-    for at, axis in ((0, "fsdp"), (6, "tensor"), (6, "fsdp"), (10, "tensor"), (10, "fsdp")):
-        case = next(one for one in [COMPILED[at]] if axis in one["sent_bytes"])
-        _, time = estimated(case)
-        assert time.sent_bytes[axis] == pytest.approx(case["sent_bytes"][axis], rel=0.02)
+@pytest.mark.parametrize("at", [0, 1, 6, 9, 15, 25])
+def test_axes_send_what_compiled_programs_send(at):
+    """Weights over fsdp, activations over tensor, rows of tokens, with prefetch and without."""
+    off = off_axes(COMPILED[at])
+    assert off
+    # What stages hand on lies as XLA chose.
+    assert all(abs(error) <= 0.02 for axes, error in off.items() if axes != "stage"), off
 
 
 @pytest.mark.pod  # tracing them asks for cuDNN
@@ -150,11 +158,41 @@ def test_the_order_of_exposed_communication_is_that_of_compiled_programs():
     assert agree / len(pairs) >= 0.6  # Kendall's τ
 
 
+HELD_OUT = 6
+"""The last cases were compiled when the model of memory was made, and change nothing in it."""
+
+
 @pytest.mark.matrix
 def test_most_peaks_are_within_a_tenth():
-    near = sum(abs(estimated(one)[0].peak_bytes / one["peak_bytes"] - 1) <= 0.1 for one in COMPILED)
-    assert near >= 20
-    assert near >= len(COMPILED) * 3 / 4
+    near = [abs(estimated(one)[0].peak_bytes / one["peak_bytes"] - 1) <= 0.1 for one in COMPILED]
+    assert sum(near) >= len(COMPILED) * 5 / 6
+    assert sum(near[-HELD_OUT:]) >= HELD_OUT * 5 / 6
+
+
+@pytest.mark.matrix
+def test_nearly_all_axes_send_what_compiled_programs_send():
+    off = [error for one in COMPILED for error in off_axes(one).values()]
+    assert sum(abs(error) <= 0.02 for error in off) >= 0.9 * len(off)
+
+
+TABLE = Path(__file__).parent / "compiled.txt"
+
+
+def written():
+    """Every case with what was told of it, what the compiler said, and by how much they differ."""
+    lines = ["    peak compiled   off      step simulated   off"]
+    for one in COMPILED:
+        held, time = estimated(one)
+        peaks, steps = (held.peak_bytes / 1e9, one["peak_bytes"] / 1e9), (time.step_s, one["step_s"])
+        figures = f"{peaks[0]:5.1f} GB {peaks[1]:5.1f} GB {peaks[0] / peaks[1] - 1:+5.0%} "
+        figures += f"{steps[0]:7.2f} s {steps[1]:7.2f} s {steps[0] / steps[1] - 1:+5.0%}"
+        lines.append(f"{figures}  {one['recipe']} {one['cluster']} {' '.join(one['fields'])}".rstrip())
+    return "\n".join([*lines, ""])
+
+
+@pytest.mark.matrix
+def test_the_table_of_cases_is_up_to_date():
+    assert written() == TABLE.read_text(encoding="utf-8")
 
 
 # ---- The search ------------------------------------------------------------------------------------------------------
