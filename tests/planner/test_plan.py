@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshpar as mp
 from meshpar.commands.plan import with_plan
@@ -198,25 +200,34 @@ def test_the_table_of_cases_is_up_to_date():
 # ---- The search ------------------------------------------------------------------------------------------------------
 
 
-def test_no_layout_beats_the_best(small):
-    """Every mesh, strategy, policy and number of micro-steps on eight GPUs with little memory."""
-    gpu = dataclasses.replace(parse_cluster("h100:1x8").gpu, memory_bytes=25e6)
-    cluster = dataclasses.replace(parse_cluster("h100:1x8"), gpu=gpu)
-    search = Search(small, cluster)
-    best = search.best(3)
-    quickest = []
+def with_memory(name, memory_bytes):
+    cluster = parse_cluster(name)
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=memory_bytes))
+
+
+def exhaustive(search):
+    """Step times of every mesh, strategy, policy and number of micro-steps that fit."""
+    quickest, work = [], search.workload
     for sizes in search.meshes():
         for strategy in search.strategies(sizes):
             for remat, count in itertools.product((None, "dots", "full"), (1,) if strategy.pipeline else (1, 2, 4)):
                 layout = Layout(mesh=mp.MeshSpec(**sizes), strategy=strategy, remat=remat, accumulate=count)
                 try:
                     placed = search.placer.place(sizes, strategy)
+                    if work.rows % (placed.batch_ways * layout.microbatches):
+                        continue
                     held = memory.estimate(placed, layout)
+                    if held.peak_bytes <= search.limit_bytes:
+                        quickest.append(search.clock.estimate(placed, layout, held).step_s)
                 except mp.MeshparError:
                     continue
-                pieces = placed.batch_ways * layout.microbatches
-                if held.peak_bytes <= search.limit_bytes and small.rows % pieces == 0:
-                    quickest.append(search.clock.estimate(placed, layout, held).step_s)
+    return quickest
+
+
+def test_no_layout_beats_the_best(small):
+    """On eight GPUs with little memory."""
+    search = Search(small, with_memory("h100:1x8", 25e6))
+    best, quickest = search.best(3), exhaustive(search)
     assert len(best) == 3
     assert len(quickest) > 50
     assert best[0].time.step_s == pytest.approx(min(quickest))
@@ -224,15 +235,40 @@ def test_no_layout_beats_the_best(small):
     assert [one.time.step_s for one in best] == sorted(one.time.step_s for one in best)
 
 
-def test_more_gpus_never_hold_more_state_and_sums_send_no_less_than_the_bound(small):
-    placer, before = Placer(small), np.inf
-    for ranks in (1, 2, 4, 8):
-        placed = placer.place(dict(mp.MeshSpec(fsdp=ranks)), mp.fsdp())
-        assert placed.state_bytes <= before
-        before = placed.state_bytes
-    layout = Layout(mesh=mp.MeshSpec(data=8), strategy=mp.ddp())
-    found = Search(small, parse_cluster("h100:1x8")).estimate(layout)
-    assert found.time.sent_bytes["data"] >= 2 * 7 / 8 * 4 * CONFIG.num_params
+@pytest.mark.matrix
+@settings(deadline=None, max_examples=20)
+@given(
+    nodes=st.sampled_from([1, 2, 4]), per_node=st.sampled_from([1, 2, 4, 8]), memory_bytes=st.floats(10e6, 200e6),
+    rows=st.sampled_from([4, 8, 16, 24]),
+)  # fmt: skip
+def test_no_layout_beats_the_best_of_any_small_cluster(small, nodes, per_node, memory_bytes, rows):
+    tokens_of = small.tokens // small.rows
+    work = dataclasses.replace(small, rows=rows, tokens=rows * tokens_of, batch=tokens(rows, tokens_of))
+    search = Search(work, with_memory(f"h100:{nodes}x{per_node}", memory_bytes))
+    best, quickest = search.best(1), exhaustive(search)
+    assert bool(best) == bool(quickest)
+    if best:
+        assert best[0].time.step_s <= min(quickest) * (1 + 1e-9)
+        assert best[0].memory.peak_bytes <= search.limit_bytes
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    strategy=st.sampled_from(["zero1()", "zero2()", "fsdp()", "fsdp(prefetch=1)", "fsdp() | tensor_parallel()"]),
+    tensor=st.sampled_from([1, 2]), ranks=st.sampled_from([1, 2, 4, 8]), more=st.sampled_from([2, 4]),
+)  # fmt: skip
+def test_more_gpus_never_hold_more_state_and_sums_send_no_less_than_the_bound(small, strategy, tensor, ranks, more):
+    placer, strategy = Placer(small), mp.parallel.parse_strategy(strategy)
+    states = [
+        placer.place(dict(mp.MeshSpec(fsdp=count, tensor=tensor)), strategy).state_bytes
+        for count in (ranks, ranks * more)
+    ]
+    assert states[0] >= states[1]
+    # Gradients of all but the table, whose rows may travel: what a scatter sends of them at the least.
+    count = min(ranks * more, 16)
+    layout = Layout(mesh=mp.MeshSpec(fsdp=count), strategy=mp.fsdp())
+    sent = Search(small, parse_cluster(f"h100:{count}x1")).estimate(layout).time.sent_bytes["fsdp"]
+    assert sent >= (count - 1) / count * 4 * (CONFIG.num_params - CONFIG.vocab_size * CONFIG.embed_dim)
 
 
 def test_a_part_takes_part_by_its_answers(small, monkeypatch):
@@ -304,9 +340,9 @@ def test_mistakes_say_what_is_short_and_what_would_fit():
     cluster = dataclasses.replace(parse_cluster("h100:1x2"), gpu=small)
     with pytest.raises(mp.MeshparError, match=r"the smallest layout found takes .* too much .* take about \d+ nodes"):
         mp.plan(CONFIG, tokens(16, 64), cluster)
-    for given, text in (("h1000:1x8", "h100"), ("h100:0x8", "a cluster has at least one")):
+    for named, text in (("h1000:1x8", "h100"), ("h100:0x8", "a cluster has at least one")):
         with pytest.raises(mp.MeshparError, match=text):
-            mp.plan(CONFIG, tokens(16, 64), given)
+            mp.plan(CONFIG, tokens(16, 64), named)
     with pytest.raises(mp.MeshparError, match="it is a whole number from 1 on"):
         mp.plan(CONFIG, tokens(16, 64), "h100:1x8", top=0)
 
