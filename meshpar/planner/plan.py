@@ -28,7 +28,7 @@ from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
 from meshpar.planner.hardware import Cluster, parse_cluster
 from meshpar.planner.layout import Layout
-from meshpar.planner.search import Found, Search, shortage
+from meshpar.planner.search import MEMORY_ERROR, TIME_ERROR, Found, Search, shortage
 from meshpar.planner.units import si
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
@@ -44,8 +44,8 @@ from meshpar.training.step import TrainStep
 from meshpar.training.xla import Options
 
 Of = TypeVar("Of")
-MEMORY_ERROR, BYTES_ERROR, TIME_ERROR = 0.10, 0.02, 0.20
-"""Shares by which estimates are expected to miss the compiled peak, bytes of an axis and step; more is told."""
+BYTES_ERROR = 0.02
+"""Share by which estimates are expected to miss the compiled bytes of an axis; more is told."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,7 +274,7 @@ def plan(
     return Plans(
         cluster=cluster.name,
         considered=search.considered,
-        rates=_rates(search),
+        rates=search.rates,
         plans=tuple(plans),
         advice=advice(work, cluster, search.limit_bytes),
         left_out=tuple(left_out),
@@ -309,17 +309,6 @@ def _traces(search: Search, layout: Layout, loss: Callable[..., Any]) -> bool:
     except MeshparError:
         return False
     return True
-
-
-def _rates(search: Search) -> str:
-    cluster, links = search.cluster, "data-sheet links and NCCL's latencies"
-    if cluster.axes or cluster.permutes:
-        links = f"links measured along {', '.join(dict.fromkeys((*cluster.axes, *cluster.permutes)))}"
-    return (
-        f"estimates: products at an assumed {search.clock.efficiency:.0%} of the data sheet's peak, {links}; of most "
-        f"compiled programs they missed the peak memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to "
-        f"{TIME_ERROR:.0%}"
-    )
 
 
 def _nothing_fits(search: Search) -> MeshparError:

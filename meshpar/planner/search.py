@@ -36,6 +36,8 @@ from meshpar.sharding.types import MeshparError, axes_of_spec, problem
 
 FILL = 0.90
 """Share of a GPU's memory that a plan may fill by estimate: the CUDA context and NCCL's buffers take some, too."""
+MEMORY_ERROR, TIME_ERROR = 0.10, 0.20
+"""Shares by which estimates are expected to miss the compiled peak and step; more is told."""
 MOST_PLACED = 120
 """Strategies on meshes that are looked at closely, the most promising first."""
 
@@ -76,6 +78,18 @@ class Search:
         for remat in POLICIES:  # policies that keep the same of this model are one
             seen.setdefault((workload.held[remat], workload.flops[remat]), remat)  # type: ignore[arg-type]
         self.policies = tuple(seen.values())
+
+    @property
+    def rates(self) -> str:
+        """Which figures the times are made of, and how far off they were found to be."""
+        cluster, links = self.cluster, "data-sheet links and NCCL's latencies"
+        if cluster.axes or cluster.permutes:
+            links = f"links measured along {', '.join(dict.fromkeys((*cluster.axes, *cluster.permutes)))}"
+            links += f" ({cluster.source})" * bool(cluster.source)
+        return (
+            f"estimates: products at {self.clock.source}, {links}; of most compiled programs they missed the peak "
+            f"memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to {TIME_ERROR:.0%}"
+        )
 
     def best(self, top: int) -> list[Found]:
         """The quickest layouts that fit, each resolved as training resolves it."""

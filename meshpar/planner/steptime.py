@@ -124,6 +124,11 @@ class Clock:
         self.cluster, self.efficiency = cluster, efficiency
         self._prices: dict[tuple[str, tuple[str, ...], tuple[int, ...]], _Price] = {}
 
+    @property
+    def source(self) -> str:
+        """At which rate products are told, and who says so."""
+        return f"an assumed {self.efficiency:.0%} of the data sheet's peak"
+
     def floor_s(self, placed: Placed, layout: Layout) -> float:
         """A time that no layout of these takes less than: the products, without bubble or messages."""
         work = placed.workload
