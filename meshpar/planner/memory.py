@@ -127,9 +127,9 @@ def _of_weights(placed: Placed, layout: Layout, facts: Facts) -> _OfWeights:
     wide, width = _reduce_itemsize(placed), placed.workload.compute_itemsize
 
     def elements(weights: Sequence[Weight]) -> int:
-        return max((layer_elements(facts, one.decision, _gather_axes(facts, one)) for one in weights), default=0)
+        return max((layer_elements(facts, one.decision, gather_axes(facts, one)) for one in weights), default=0)
 
-    gathered = [one for one in heads if _gather_axes(facts, one)]
+    gathered = [one for one in heads if gather_axes(facts, one)]
     # Where ranks have a part of the head each, the gradient of its input is made first, which they sum.
     held = 0 if facts.tensor_axes else width * elements(gathered)
     is_whole = facts.exchanges_rows or facts.by_stages or heads == tables
@@ -215,7 +215,7 @@ def _reduce_itemsize(placed: Placed) -> int:
     return np.dtype(work.precision.reduce_dtype(work.precision.compute or work.leaves[0].dtype)).itemsize
 
 
-def _gather_axes(facts: Facts, one: Weight) -> set[str]:
+def gather_axes(facts: Facts, one: Weight) -> set[str]:
     """Axes over which a parameter is gathered before use."""
     split, decision = set(split_axes(facts, one.decision.spec)), one.decision
     return split - set(facts.tensor_axes) - set(owned_axes(facts, decision))
@@ -225,7 +225,7 @@ def _copies(placed: Placed, facts: Facts) -> int:
     """Parameters in the compute dtype: cast before they are gathered; those of a stage are gathered once a step."""
     found, width = 0, placed.workload.compute_itemsize
     for one in facts.weights:
-        axes = _gather_axes(facts, one) if facts.by_stages else set()
+        axes = gather_axes(facts, one) if facts.by_stages else set()
         if width != one.decision.leaf.dtype.itemsize or axes:
             found += width * one.decision.leaf.size // num_shards(without_axes(one.decision.spec, axes), placed.sizes)
     return found
@@ -236,7 +236,7 @@ def _layer_weights(placed: Placed, facts: Facts) -> int:
     width, reduce = placed.workload.compute_itemsize, _reduce_itemsize(placed)
     gathered = gradients = widest = 0
     for one in placed.weights:
-        if one.decision.leaf.is_stacked and (axes := _gather_axes(facts, one)):
+        if one.decision.leaf.is_stacked and (axes := gather_axes(facts, one)):
             elements = layer_elements(facts, one.decision, axes)
             gathered, gradients = gathered + width * elements, gradients + reduce * elements
             widest = max(widest, reduce * elements)

@@ -366,7 +366,7 @@ def compiled(
     sent: dict[str, float] = {}
     for label, kinds in report.to_json()["totals"].items():
         sent[label] = sum(one["bytes_sent_per_device"] for one in kinds.values())
-    step_s, exposed = _step_s(search, report), dict(report.compute.exposed_s)
+    step_s, exposed = _step_s(search, found, report), dict(report.compute.exposed_s)
     peak = report.memory.peak_bytes
     return Compiled(
         peak_bytes=peak,
@@ -379,12 +379,14 @@ def compiled(
     )
 
 
-def _step_s(search: Search, report: Report) -> float:
-    """The simulated step, with products at the share of the peak that estimates have."""
-    compute = report.compute
+def _step_s(search: Search, found: Found, report: Report) -> float:
+    """The simulated step, with products at the share of the peak that the estimate has."""
+    compute, work = report.compute, search.workload
+    flops = work.flops[found.layout.remat] * work.rows / search.cluster.num_devices
+    efficiency = flops / found.time.compute_s / search.clock.peak_flops_per_s(work)
     assert compute.predicted_step_s is not None
     assert compute.compute_s is not None
-    return compute.predicted_step_s + compute.compute_s * (1 / search.clock.efficiency - 1)
+    return compute.predicted_step_s + compute.compute_s * (1 / efficiency - 1)
 
 
 def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) -> Iterator[str]:
