@@ -271,7 +271,9 @@ def _names_of(shape: tuple[int, ...], leaves: Sequence[Leaf]) -> tuple[str | Non
             if shape and leaf.names is not None and leaf.shape[span] == shape and "layers" not in leaf.names[span]:
                 return tuple(map(_activation, leaf.names[span]))
     by_size = {n: name for leaf in leaves for n, name in zip(leaf.shape, leaf.names or (), strict=False)}
-    return tuple(_activation(by_size.get(size)) for size in shape)
+    found = [_activation(by_size.get(size)) for size in shape]
+    # Of dims of one size the first has the name: a head's group may be as large as there are groups.
+    return tuple(None if name in found[:at] else name for at, name in enumerate(found))
 
 
 def _activation(name: str | None) -> str | None:

@@ -271,6 +271,14 @@ def test_more_gpus_never_hold_more_state_and_sums_send_no_less_than_the_bound(sm
     assert sent >= (count - 1) / count * 4 * (CONFIG.num_params - CONFIG.vocab_size * CONFIG.embed_dim)
 
 
+def test_as_many_heads_of_a_group_as_groups_are_not_split_twice():
+    """Arrays of blockwise attention have a dim of groups and one of their heads: here both are of size 4."""
+    config = dataclasses.replace(CONFIG, num_heads=16, num_kv_heads=4, head_dim=16, attention="blockwise")
+    search = Search(workload(config, 8, 64), parse_cluster("h100:1x8"))
+    layout = Layout(mesh=mp.MeshSpec(fsdp=4, tensor=2), strategy=mp.fsdp() | mp.tensor_parallel())
+    assert search.estimate(layout).memory.kept_bytes > 0
+
+
 def test_a_part_takes_part_by_its_answers(small, monkeypatch):
     """A new parallelism on an axis of its own, of which no line of the planner knows."""
 
