@@ -69,6 +69,7 @@ HOUSE: dict[str, list[str] | str] = {
     "planner.steptime": ["planner.memory"],
     "planner.search": ["planner.steptime"],
     "planner.advice": ["planner.workload"],
+    "planner.growth": ["planner.search"],
     "planner.plan": ["planner.search", "planner.advice"],
     "bench": ABOVE,
     "commands.plots": ABOVE,

@@ -138,6 +138,37 @@ def collectives(
             plots.collectives(found).savefig(plot)
 
 
+@bench.command("gpu", short_help="FLOP/s of products by size, for a profile.")
+@click.option(
+    "--size", "sizes", metavar="N", multiple=True, type=click.IntRange(min=1),
+    help="n of n × n matrices; may be repeated.  [default: 512 to 16384, on CPUs 64 to 512]",
+)  # fmt: skip
+@click.option("--dtype", metavar="TYPE", default="bfloat16", show_default=True, help="bfloat16, float16, float32.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Runs; the median is kept.")
+@click.option(
+    "--save", metavar="FILE", type=click.Path(dir_okay=False),
+    help="Write a profile for `plan --cluster FILE`, or add the products to the one that is there.",
+)  # fmt: skip
+@output_options
+def gpu(sizes: tuple[int, ...], dtype: str, repeats: int, save: str | None, as_json: bool) -> None:
+    """Products of square matrices on the first device, by size, and what a copy moves.
+
+    With --save they stand in a profile beside links (`meshpar bench collectives --save`): `meshpar plan` takes them
+    in place of the assumed share of the data sheet's peak.
+    """
+    prepare_devices(None)
+    from meshpar.bench.gpu import products
+
+    if save:
+        _check_file(save, (".json",))
+    found = products(sizes=sizes, dtype=dtype, repeats=repeats)
+    print_report(found, as_json=as_json)
+    if save:
+        profile = found.profile(save)
+        profile.save(save)
+        click.echo(f"saved {save}: {profile.name}", err=True)
+
+
 @bench.command("moe", short_help="MoE layers against one-hot einsums.")
 @click.option(
     "--experts", "num_experts", metavar="E", multiple=True, type=click.IntRange(min=1),

@@ -226,6 +226,10 @@ def cli() -> None:
 
 def _xla(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> None:
     """`--xla NAME=VALUE` is `--set xla.NAME=VALUE`, whichever of the two click looks at first."""
+    for one in given:
+        if not re.fullmatch(r"[^=]+=.+", one):
+            exists = "it is the name of an option, =, and its value"
+            raise problem(f"--xla {one}", "set an option of XLA's", exists, "write --xla xla_gpu_async_dot=true, say")
     context.meta[__name__] = tuple(f"xla.{one.lstrip('-')}" for one in given)
     if "assignments" in context.params:
         context.params["assignments"] += context.meta[__name__]
@@ -342,6 +346,7 @@ def shard(
     prepare_devices(None)
     from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
     from meshpar.sharding.table import shardings
+    from meshpar.training.xla import check_options
 
     given = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
     found = load_recipe(recipe, devices=devices).override(*given, *assignments)
@@ -352,6 +357,7 @@ def shard(
             "one axis is -1, which takes what is left of a number of devices",
             "say how many: --devices 4096",
         )
+    check_options(found.xla)  # changes no sharding, but whoever looks here trains with it next
     over = found.mesh.abstract(devices)
     model = build_model(found)
     tx = build_optimizer(found, model, over)

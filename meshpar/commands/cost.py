@@ -6,11 +6,13 @@ import os
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from meshpar.commands.cli import output_options, prepare_devices, print_report
 from meshpar.sharding.errors import problem
 
 if TYPE_CHECKING:
+    from meshpar.planner.calculators import Sheet
     from meshpar.planner.hardware import Link, Profile
 
 CLUSTER = "h100:8x8"
@@ -62,7 +64,7 @@ def cost(
     ALGORITHM is an all-reduce: ring, recursive-doubling, halving-doubling, tree, hierarchical, root, parameter-server;
     or reduce-scatter, all-gather, all-to-all, broadcast, message, doubling-all-gather, halving-reduce-scatter.
 
-    Closed forms of the literature, with your numbers: meshpar cost zero params=70e9 ranks=64; and memory, bubble, tp,
+    Closed forms of the literature, with your numbers: meshpar cost zero params=70B ranks=64; and memory, bubble, tp,
     moe, remat, accumulate.
 
     In a cluster the ranks stand one after the other: N that fit a node use the links inside it, more use the network.
@@ -70,15 +72,14 @@ def cost(
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: an accelerator is not even looked for
     prepare_devices(None)
     from meshpar.planner.accounts import ALL_REDUCES, account, compare
-    from meshpar.planner.calculators import CALCULATORS, calculate
+    from meshpar.planner.calculators import CALCULATORS
     from meshpar.planner.hardware import Cluster
     from meshpar.planner.units import parse_bytes
 
-    over, nbytes = _links(cluster, alpha, bandwidth), parse_bytes(payload)
     if algorithm is not None and algorithm in CALCULATORS:
-        given = {name: parse_bytes(value) for name, _, value in (one.partition("=") for one in numbers)}
-        print_report(calculate(algorithm, given, over if isinstance(over, Cluster) else None), as_json=as_json)
+        print_report(_sheet(algorithm, numbers, cluster), as_json=as_json)
         return
+    over, nbytes = _links(cluster, alpha, bandwidth), parse_bytes(payload)
     _check_none(algorithm, numbers)
     axes = (axis,) if axis else ()
     mesh = {axis: ranks} if axis else None
@@ -105,6 +106,27 @@ def _check_none(algorithm: str | None, numbers: tuple[str, ...]) -> None:
     if numbers:
         exists, fix = f"they are for {', '.join(CALCULATORS)}", "use --ranks, --bytes and the other options"
         raise problem(f"meshpar cost {algorithm}", f"take {' '.join(numbers)}", exists, fix)
+
+
+def _sheet(name: str, numbers: tuple[str, ...], cluster: str | None) -> Sheet:
+    """What a calculator says; refuses what is not NUMBER=VALUE, given twice, or an option of the algorithms."""
+    from meshpar.planner.calculators import calculate
+    from meshpar.planner.hardware import parse_cluster
+
+    where, context = f"meshpar cost {name}", click.get_current_context()
+    names = [one.partition("=")[0] for one in numbers]
+    for one in numbers:
+        if "=" not in one or names.count(one.partition("=")[0]) > 1:
+            exists = "it is NUMBER=VALUE, each number once"
+            raise problem(where, f"take `{one}`", exists, "write it as ranks=64")
+    for option in context.command.params:
+        is_given = context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+        if is_given and option.name in ("ranks", "payload", "axis", "alpha", "bandwidth", "inner", "servers"):
+            exists, fix = "it takes NUMBER=VALUE and --cluster", "write ranks=64, say, and leave the option out"
+            raise problem(where, f"use {option.opts[0]}", exists, fix)
+    given = {one: value for one, _, value in (number.partition("=") for number in numbers)}
+    named = CLUSTER if cluster is None and name == "tp" else cluster
+    return calculate(name, given, None if named is None else parse_cluster(named))
 
 
 def _check_used(algorithm: str, inner: int | None, servers: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 @click.option("--save", metavar="FILE", type=click.Path(dir_okay=False), help="Write the plans, for train --plan FILE.")
 @click.option("--why-not", metavar="AXES", help="Instead: why a mesh is not the plan, as fsdp=8,tensor=8.")
 @click.option("--strategy", metavar="STRATEGY", help="With --why-not: the strategy on it.")
+@click.option("--growth", is_flag=True, help="Instead: the model on one node to 16,384 GPUs, by kind of layout.")
+@click.option("--plot", metavar="FILE", type=click.Path(dir_okay=False), help="With --growth: draw it.")
 def plan(
     recipe: str,
     assignments: tuple[str, ...],
@@ -39,6 +42,8 @@ def plan(
     save: str | None,
     why_not: str | None,
     strategy: str | None,
+    growth: bool,
+    plot: str | None,
 ) -> None:
     """The best layouts for a recipe: `meshpar plan recipes/llama3_8b.py --cluster h100:8x8 --verify 1`.
 
@@ -47,19 +52,46 @@ def plan(
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
     prepare_devices(None)
-    if save:
-        check_folder(save)
-    if strategy and not why_not:
+    for path in (save, plot):
+        if path:
+            check_folder(path)
+    if plot and not growth:
+        raise problem("--plot", f"draw {plot}", "it goes with --growth", "leave it out, or ask for the growth")
+    if growth and (verify or save or why_not is not None):
+        exists, fix = "it goes with neither of --verify, --save, --why-not", "ask for one of them"
+        raise problem("--growth", "tell how layouts grow", exists, fix)
+    if strategy is not None and why_not is None:
         raise problem("--strategy", f"use {strategy}", "it goes with --why-not", "leave it out, or name a mesh")
+    if why_not is not None and not why_not.strip():
+        raise problem("--why-not", "look at no mesh", "it names the axes of one", "write --why-not fsdp=8,tensor=8")
+    if growth:
+        _grow(recipe, cluster, assignments, plot=plot, as_json=as_json)
+        return
     with contextlib.redirect_stdout(sys.stderr):  # a recipe may print; the report has standard output for itself
         found = plans_for(recipe, cluster, assignments, top=top, verify=verify)
     if save:
         with writing(save):
             found.save(save)
-    if why_not:
-        click.echo(found.why_not(mesh=why_not, strategy=strategy))
+    if why_not is not None:
+        answer = found.why_not(mesh=why_not, strategy=strategy)
+        click.echo(json.dumps({"mesh": why_not, "strategy": strategy, "why_not": answer}) if as_json else answer)
         return
     print_report(found, as_json=as_json)
+
+
+def _grow(recipe: str, cluster: str, assignments: tuple[str, ...], *, plot: str | None, as_json: bool) -> None:
+    from meshpar.planner.growth import grow
+
+    with contextlib.redirect_stdout(sys.stderr):
+        search = plans_for(recipe, cluster, assignments, top=1, verify=0).search
+    assert search is not None
+    found = grow(search.workload, search.cluster)
+    print_report(found, as_json=as_json)
+    if plot:
+        from meshpar.commands import plots
+
+        with writing(plot):
+            plots.growth(found).savefig(plot)
 
 
 def plans_for(path: str, cluster: str, assignments: tuple[str, ...], *, top: int, verify: int) -> Plans:
@@ -82,6 +114,7 @@ def plans_for(path: str, cluster: str, assignments: tuple[str, ...], *, top: int
         loss=recipe.loss,
         tx=build_optimizer(recipe, model, MeshSpec().abstract(1)),
         precision=recipe.precision,
+        xla=recipe.xla,
         bound_factor=getattr(getattr(recipe.model, "moe", None), "bound_factor", None),
     )
 

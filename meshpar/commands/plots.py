@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshpar.compiled.memory import Memory
     from meshpar.compiled.report import Report
     from meshpar.pipeline.schedules import Schedule, ScheduleTimeline
+    from meshpar.planner.growth import Growth
 
 Curve = Iterable[tuple[float, float]]
 """Points (step, value)."""
@@ -678,6 +679,36 @@ def collectives(found: Collectives, *, title: str | None = None) -> Figure:
         panel.set_title(f"{collective} over {axis}={rows[0].num_ranks}", fontsize=10)
         panel.legend(fontsize=8, ncols=2)
     figure.suptitle(f"{found.title}\nmeasured, and the fitted model (dashed)" if title is None else title)
+    return figure
+
+
+def growth(found: Growth, *, title: str | None = None) -> Figure:
+    """Tokens a second of one GPU against the number of GPUs: the same batch on the left, a growing one on the right.
+
+    One line for each kind of layout; it is dashed from where the layout no longer pays.
+
+    Args:
+      found: from `meshpar.planner.growth.grow`.
+      title: above the picture.
+    """
+    scalings = list(dict.fromkeys(one.scaling for one in found.sizes))
+    figure, panels = figure_of(6.2 * len(scalings), 4.2, columns=len(scalings), rows=1)
+    colors = axis_colors(found.kinds, {"zero1": INK})
+    for scaling, panel in zip(scalings, panels, strict=True):
+        for kind in found.kinds:
+            sizes, stops = found.of(scaling, kind), found.stops(scaling, kind)
+            curve = [(one.num_gpus, one.tokens_per_s) for one in sizes]
+            pays = [point for point in curve if stops is None or point[0] <= stops]
+            if curve:
+                panel.plot(*_points(curve), color=colors[kind], lw=1, ls="--", alpha=0.6)
+                panel.plot(*_points(pays), color=colors[kind], lw=1.6, marker="o", ms=4, label=kind)
+        batch = "the same batch" if scaling == "strong" else "as many rows a GPU"
+        panel.set(xscale="log", xlabel="GPUs", ylabel="tokens/s of one GPU", ylim=(0, None))
+        panel.set_title(f"{scaling} scaling: {batch}", fontsize=10)
+        panel.set_xticks(ticks := sorted({one.num_gpus for one in found.sizes})[::2], [f"{num:,}" for num in ticks])
+        panel.minorticks_off()
+        panel.legend(fontsize=7)
+    figure.suptitle(f"{found.gpu}, dashed where a layout no longer pays" if title is None else title)
     return figure
 
 

@@ -22,7 +22,7 @@ from meshpar.collectives import blockwise_attention
 from meshpar.collectives.attention import capped
 from meshpar.models import context
 from meshpar.models.config import Attention, RopeScaling
-from meshpar.models.lookup import exchanged_rows, lookup_of
+from meshpar.models.lookup import GATHERED, exchanged_rows, lookup_of
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
 from meshpar.sharding.regions import outer_axes
 from meshpar.sharding.types import axes_of_spec, problem, spec_axes
@@ -79,7 +79,8 @@ def embed(
     if how is not None:
         signed = jax.dtypes.canonicalize_dtype(jnp.promote_types(tokens_BT.dtype, jnp.int32))  # numbers of rows below 0
         return residual(exchanged_rows(how, table_VE, tokens_BT.astype(signed)))
-    x_BTE = _take(table_VE.shape[0], table_VE, tokens_BT)
+    with jax.named_scope(GATHERED):
+        x_BTE = _take(table_VE.shape[0], table_VE, tokens_BT)
     return residual(constrain(x_BTE, "batch", "seq", "act_embed"))
 
 

@@ -29,6 +29,8 @@ from meshpar.sharding.types import axis_sizes, spec_axes
 
 SCOPE = "exchanged_rows"
 """Name of the kernels' scope, by which a traced step tells that they are in it."""
+GATHERED = "gathered_table"
+"""Name of the scope of lookups that could have gone by it."""
 
 
 @dataclasses.dataclass(frozen=True)

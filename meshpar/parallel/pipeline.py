@@ -11,7 +11,7 @@ from meshpar.parallel.part import Need, Part, RuleSets, Trial, activations, axes
 from meshpar.parallel.promise import Facts
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.rules import BATCH_AXES
-from meshpar.sharding.types import near, problem
+from meshpar.sharding.types import MeshparError, near, problem
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules import Schedule
@@ -70,6 +70,17 @@ class Pipeline(Part):
                 where, exists = f"pipeline_parallel(chunks={self.chunks})", "a file says which parts a stage holds"
                 raise problem(where, f"run `{self.schedule}` with so many", exists, "leave chunks out")
         else:
+            self._check_table()
+
+    def _check_table(self) -> None:
+        """Raises `ValueError` for what the schedule cannot run, told by a few microbatches: a table of many takes long.
+
+        Schedules ask for a number of microbatches, for even ones, or for multiples of the stages: the few are alike.
+        """
+        around = 2 * self.stages
+        try:
+            _made(self.schedule, self.stages, min(self.microbatches, around + self.microbatches % around), self.chunks)
+        except MeshparError:
             self.table()
 
     def table(self) -> Schedule:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from meshpar.planner import cost
+from meshpar.planner.accounts import account
 from meshpar.planner.hardware import Cluster
-from meshpar.planner.units import si
+from meshpar.planner.units import parse_count, si
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import near, problem
 
@@ -62,18 +63,18 @@ def zero_messages(stage: Stage) -> float:
     return 1.5 if stage == "zero3" else 1.0
 
 
-def zero(*, params: float = 7e9, ranks: float = 64) -> Sheet:
+def zero(*, params: int = 7 * 10**9, ranks: int = 64) -> Sheet:
     """State of every ZeRO stage on one of N ranks, and what is sent."""
-    num_ranks, rows = int(ranks), []
+    rows = []
     forms = {"ddp": "16 Ψ", "zero1": "(4 + 12/N) Ψ", "zero2": "(2 + 14/N) Ψ", "zero3": "16/N Ψ; HSDP: N of one group"}
     for stage in get_args(Stage):
-        each = zero_bytes_per_param(stage, num_ranks)
+        each = zero_bytes_per_param(stage, ranks)
         sent = f"sends {zero_messages(stage):g}× data parallelism's"
         rows += [(stage, params * each, "B", forms[stage]), (f"{stage} a parameter", each, "", sent)]
-    return Sheet(title=f"{params:.4g} parameters on {num_ranks} ranks", rows=tuple(rows))
+    return Sheet(title=f"{params:.4g} parameters on {ranks} ranks", rows=tuple(rows))
 
 
-def memory(*, params: float = 70e9, tensor: float = 1, stages: float = 1, ranks: float = 1) -> Sheet:
+def memory(*, params: int = 70 * 10**9, tensor: int = 1, stages: int = 1, ranks: int = 1) -> Sheet:
     """Weights, gradients, optimizer on a GPU of T × P × N, of which the N ranks of data parallelism are ZeRO-1."""
     mine = params / tensor / stages
     rows = (
@@ -82,17 +83,15 @@ def memory(*, params: float = 70e9, tensor: float = 1, stages: float = 1, ranks:
         ("weights", WEIGHT * mine, "B", "2 Ψ/(T P)"),
         ("gradients", GRADIENT * mine, "B", "2 Ψ/(T P)"),
         ("Adam and master copy", (OPTIMIZER + MASTER) * mine, "B", "12 Ψ/(T P)"),
-        ("ZeRO-1 over N", mine * zero_bytes_per_param("zero1", int(ranks)), "B", "(4 + 12/N) Ψ/(T P)"),
-        ("ZeRO-3 over N", mine * zero_bytes_per_param("zero3", int(ranks)), "B", "16/N Ψ/(T P)"),
+        ("ZeRO-1 over N", mine * zero_bytes_per_param("zero1", ranks), "B", "(4 + 12/N) Ψ/(T P)"),
+        ("ZeRO-3 over N", mine * zero_bytes_per_param("zero3", ranks), "B", "16/N Ψ/(T P)"),
     )
     return Sheet(title=f"{params:.4g} parameters, T={tensor:g}, P={stages:g}, N={ranks:g}", rows=rows)
 
 
-def bubble(*, stages: float = 4, microbatches: float = 8, chunks: float = 2) -> Sheet:
+def bubble(*, stages: int = 4, microbatches: int = 8, chunks: int = 2) -> Sheet:
     """Bubble fractions in closed form, F = B = W; `meshpar schedule` simulates the tables."""
     p, m, v = stages, microbatches, chunks
-    if min(p, m, v) < 1:
-        raise problem("bubble", f"run p={p:g}, m={m:g}, v={v:g}", "each is at least 1", "give 1 or more")
     rows = (
         ("gpipe, 1f1b", (p - 1) / (m + p - 1), "", "(p−1)/(m+p−1)"),
         ("interleaved-1f1b", (p - 1) / (v * m + p - 1), "", "(p−1)/(v m+p−1)"),
@@ -102,28 +101,25 @@ def bubble(*, stages: float = 4, microbatches: float = 8, chunks: float = 2) -> 
     return Sheet(title=f"bubbles of {p:g} stages, {m:g} microbatches, {v:g} chunks", rows=rows)
 
 
-def tp(
-    *, rows: float = 1, seq: float = 4096, width: float = 4096, ranks: float = 8, cluster: Cluster | None = None
-) -> Sheet:
+def tp(*, rows: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, cluster: Cluster | None = None) -> Sheet:
     """Tensor parallelism: the payload of one of a layer's four all-reduces, and a square matmul beside it."""
-    payload, flops = 2 * rows * seq * width, cost.matmul_flops(int(rows * seq), int(width), int(width))
+    payload, flops = 2 * rows * seq * width, cost.matmul_flops(rows * seq, width, width)
     found = [
         ("payload", payload, "B", "2 b s d"),
-        ("sent a layer", 4 * cost.bytes_sent("all-reduce", payload, int(ranks)), "B", "4 · 2(N−1)/N · 2 b s d"),
+        ("sent a layer", 4 * cost.bytes_sent("all-reduce", payload, ranks), "B", "4 · 2(N−1)/N · 2 b s d"),
         ("matmul", flops, "FLOP", "2 b s d²"),
     ]
     if cluster is not None:
-        time_s = cost.collective_time_s("all-reduce", payload, int(ranks), cluster.inside)
+        best = min((account(name, payload, ranks, cluster) for name in ("ring", "tree")), key=lambda one: one.time_s)
+        where = "inside a node" if ranks <= cluster.gpus_per_node else "between nodes"
         found += [
-            ("all-reduce", time_s, "s", "2(N−1) α + 2(N−1)/N · n β, inside a node"),
+            ("all-reduce", best.time_s, "s", f"{best.algorithm.name} {where}: meshpar cost {best.algorithm.name}"),
             ("matmul at peak", flops / cluster.gpu.bf16_flops_per_s, "s", "2 b s d² / peak"),
         ]
     return Sheet(title=f"tensor parallelism over {ranks:g} ranks", rows=tuple(found))
 
 
-def moe(
-    *, rows: float = 1, seq: float = 4096, k: float = 8, width: float = 7168, ranks: float = 64, layers: float = 58
-) -> Sheet:
+def moe(*, rows: int = 1, seq: int = 4096, k: int = 8, width: int = 7168, ranks: int = 64, layers: int = 58) -> Sheet:
     """Expert parallelism: elements of one all-to-all of a rank, and of all layers there and back."""
     each = rows * seq * k * width / ranks
     found = (
@@ -134,7 +130,7 @@ def moe(
     return Sheet(title=f"all-to-alls over {ranks:g} ranks of experts", rows=found)
 
 
-def remat(*, layers: float = 64) -> Sheet:
+def remat(*, layers: int = 64) -> Sheet:
     """Activation checkpointing: layers' inputs held, and compute (Chen et al. 2016, "Sublinear Memory Cost")."""
     found = (
         ("held without", layers, "", "L"),
@@ -144,9 +140,9 @@ def remat(*, layers: float = 64) -> Sheet:
     return Sheet(title=f"checkpointing of {layers:g} layers", rows=found)
 
 
-def accumulate(*, params: float = 7e9, ranks: float = 64, steps: float = 8) -> Sheet:
+def accumulate(*, params: int = 7 * 10**9, ranks: int = 64, steps: int = 8) -> Sheet:
     """Gradient accumulation under ZeRO: reduced in every micro-step into shards, or summed whole and reduced once."""
-    sent = cost.bytes_sent("reduce-scatter", GRADIENT * params, int(ranks))
+    sent = cost.bytes_sent("reduce-scatter", GRADIENT * params, ranks)
     found = (
         ("each: held", GRADIENT * params / ranks, "B", "2Ψ/N"),
         ("each: sent", steps * sent, "B", "steps · (N−1)/N · 2Ψ"),
@@ -161,17 +157,23 @@ CALCULATORS: Mapping[str, Callable[..., Sheet]] = {
 }
 
 
-def calculate(name: str, numbers: Mapping[str, float], cluster: Cluster | None = None) -> Sheet:
+def calculate(name: str, numbers: Mapping[str, str | float], cluster: Cluster | None = None) -> Sheet:
     """A calculator by its name.
 
+    Args:
+      name: of `CALCULATORS`.
+      numbers: by name, each whole and at least 1; as text `70e9`, `70B`, `8k`, too.
+      cluster: whose links `tp` goes over.
+
     Raises:
-      ValueError: a number that it does not take, or that is below 0 or not finite.
+      ValueError: a number that it does not take, or is none; a cluster for another calculator, or one too small.
     """
-    make = CALCULATORS[name]
+    where, make = f"meshpar cost {name}", CALCULATORS[name]
     known = [one for one in inspect.signature(make).parameters if one != "cluster"]
-    for key, value in numbers.items():
+    for key in numbers:
         if key not in known:
-            raise problem(f"meshpar cost {name}", f"take `{key}`", f"it takes {', '.join(known)}", near(key, known))
-        if not 0 < value < math.inf:
-            raise problem(f"meshpar cost {name}", f"take {key}={value:g}", "it is a number above 0", "give one")
-    return make(**numbers, **({"cluster": cluster} if name == "tp" else {}))
+            raise problem(where, f"take `{key}`", f"it takes {', '.join(known)}", near(key, known))
+    if cluster is not None and name != "tp":
+        raise problem(where, f"use the cluster {cluster.name}", "only tp has a message to price", "leave it out")
+    found: dict[str, Any] = {key: parse_count(value, f"{where} {key}={value}") for key, value in numbers.items()}
+    return make(**found, **({"cluster": cluster} if name == "tp" else {}))

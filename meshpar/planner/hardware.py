@@ -160,6 +160,8 @@ class Cluster(_Measured):
     """Between GPUs of one node."""
     across: Link
     """Between nodes."""
+    products: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    """FLOP/s that were measured of products of n × n matrices, by n (`meshpar bench gpu`); empty: none were."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -243,6 +245,7 @@ class Cluster(_Measured):
             "gpus_per_node": self.gpus_per_node,
             "inside": dataclasses.asdict(self.inside),
             "across": dataclasses.asdict(self.across),
+            **({"products": {str(n): rate for n, rate in self.products.items()}} if self.products else {}),
             **super().to_json(),
         }
 
@@ -253,7 +256,7 @@ class Cluster(_Measured):
         Raises:
           ValueError: a field is missing, unknown or of the wrong kind.
         """
-        _check_fields(data, {"gpu", "nodes", "gpus_per_node", "inside", "across", *_MEASURED})
+        _check_fields(data, {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", *_MEASURED})
         try:
             gpu = data["gpu"] if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
             gpu = gpu if isinstance(gpu, Gpu) else _gpu_from_json(gpu)
@@ -263,7 +266,7 @@ class Cluster(_Measured):
             links: dict[str, Any] = _axes_from_json(data)
             for key in ("inside", "across"):
                 links[key] = dataclasses.replace(getattr(usual, key), **data.get(key, {}))
-            return dataclasses.replace(usual, **links)
+            return dataclasses.replace(usual, products=_products_from_json(data.get("products", {})), **links)
         except MeshparError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -380,6 +383,15 @@ def _axes_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
         _check(field, links, isinstance(links, Mapping), "a link for each mesh axis")
         found[field] = {axis: _link_from_json(f"{field}.{axis}", link) for axis, link in links.items()}
     return found
+
+
+def _products_from_json(data: Any) -> dict[int, float]:
+    is_rates = isinstance(data, Mapping) and all(
+        str(n).isdigit() and int(n) > 0 and isinstance(rate, int | float) and 0 < rate < math.inf
+        for n, rate in data.items()
+    )
+    _check("products", data, is_rates, 'FLOP/s by the size of the matrices, as {"4096": 6.2e14}')
+    return {int(n): float(rate) for n, rate in sorted(data.items(), key=lambda item: int(item[0]))}
 
 
 def _link_from_json(field: str, data: Any) -> Link:

@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from meshpar.models.lookup import rows_travel
 from meshpar.parallel import Strategy, from_json, leaves
-from meshpar.parallel.promise import Facts, Promised, Weight, of_stage
+from meshpar.parallel.promise import Facts, Promised, Weight, is_looked_up, of_stage, size_of
 from meshpar.planner.workload import Held, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.table import ByStage
-from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, num_shards, problem
+from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, num_shards, problem, spec_axes
 
 Of = TypeVar("Of")
 
@@ -133,7 +134,7 @@ class Placed:
         weights = self.weights
         if pipelined is not None:
             weights = tuple(of_stage(one, pipelined.axis, pipelined.stages) for one in weights)
-        return self.strategy.facts(
+        facts = self.strategy.facts(
             self.sizes,
             weights=weights,
             batch_axes=self.batch_axes,
@@ -147,15 +148,63 @@ class Placed:
             compute=work.precision.compute,
             reduce=work.precision.reduce,
         )
+        return dataclasses.replace(facts, exchanges_rows=work.looks_up and bool(looked_up(facts)))
 
     def sent(self, facts: Facts) -> Iterator[tuple[Promised, float]]:
         """What a step sends, by XLA and by kernels, each with the share of it that a device sends."""
         share, strategy = 1.0, self.strategy
-        yield from ((one, 1.0) for one in leaves.promised(facts))
+        yield from ((one, 1.0) for one in (*leaves.promised(facts), *_rows_sent(facts)))
         if strategy.pipeline is not None:  # layers are promised for the whole model: a stage has its share
             share, facts = 1 / strategy.pipeline.stages, dataclasses.replace(facts, weights=self.weights)
         for part in strategy.parts:
             yield from ((one, share) for one in (*part.promise(facts), *part.kernels(facts)))
+
+
+def looked_up(facts: Facts) -> Weight | None:
+    """The table whose rows travel to the tokens that name them, as `models.lookup.lookup_of` decides; else None."""
+    if facts.by_stages or facts.is_tied or facts.is_by_device or not facts.tokens:
+        return None
+    for one in facts.weights:
+        if is_looked_up(one.decision):
+            vocab, width = _of_table(facts, one)
+            tokens = facts.tokens // facts.ways(facts.sequence_axes)
+            rows = size_of(one.decision, "vocab") // facts.ways(vocab)
+            can_be = width and set(width) <= set(facts.batch_axes) and set(facts.sequence_axes) <= set(vocab)
+            if can_be and rows_travel(tokens, rows, facts.compute_dtype(one.decision)):
+                return one
+    return None
+
+
+def _of_table(facts: Facts, one: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Axes that split a table's rows, and its width."""
+    by_name = dict(zip(one.decision.leaf.names or (), one.decision.spec, strict=False))
+    vocab = facts.ordered(spec_axes(by_name.get("vocab")))
+    return vocab, facts.ordered(set(spec_axes(by_name.get("embed"))) - set(vocab))
+
+
+def _rows_sent(facts: Facts) -> Iterator[Promised]:
+    """What `models.lookup` sends: numbers of rows, rows to their tokens, their gradients back."""
+    one = looked_up(facts) if facts.exchanges_rows else None
+    if one is None or facts.tokens is None:
+        return
+    (vocab, width), embed = _of_table(facts, one), size_of(one.decision, "embed")
+    dtype, steps = facts.wire(facts.compute_dtype(one.decision)), facts.accumulate
+    between, rest = facts.sequence_axes, tuple(axis for axis in vocab if axis not in facts.sequence_axes)
+    summed = tuple(axis for axis in (*facts.batch_axes, *facts.context_axes) if axis not in width)
+    all_rows = facts.tokens * embed
+    send = functools.partial(Promised, role="rows of the table", tensors=(one.decision.path,), outside=True)
+    own = all_rows // facts.ways(between)
+    yield send(kind="gather", axes=width, elements=facts.tokens * facts.ways(width), dtype="s32", count=(steps, steps))
+    yield send(kind="exchange", axes=width, elements=own, dtype=dtype, count=(2 * steps, 2 * steps))
+    if between:
+        yield send(kind="sum", axes=between, scattered=between, elements=all_rows, dtype=dtype, count=(steps, steps))
+        yield send(kind="gather", axes=between, elements=all_rows, dtype=dtype, count=(steps, steps))
+    if rest:
+        yield send(kind="sum", axes=rest, elements=own, dtype=dtype, count=(steps, steps))
+    if summed:
+        part = one.decision.leaf.size // facts.ways((*vocab, *width))
+        # XLA may add the micro-steps' up before it sends them.
+        yield send(kind="sum", axes=facts.ordered(summed), elements=part, dtype="f32", count=(1, steps))
 
 
 class Placer:

@@ -2,18 +2,26 @@
 
     peak = state + batch + kept + gradients + copies + the larger of what the head and what one layer holds beside
 
-State is exact. What the backward pass keeps of every layer follows from the trace, by remat policy. The rest is how
-XLA was seen to schedule such steps: of the loss it holds two arrays of logits in the compute dtype, or one and the
-float32 gradient of the head; of a layer that is computed again everything that its backward pass reads; gradients of
-micro-steps beside their sum. Of stages it holds what waits between a microbatch's B and W, and one and a half of it
-more.
+State is exact. What the backward pass keeps of every layer follows from the trace, by remat policy. The rest is what
+the buffers of compiled programs hold at their peak, which is in the backward pass of the head or of a layer:
+
+    of the head     the gradient of the logits, the head's gradient, whole and in the dtype of its reduction, the head
+                    itself where it was gathered; with prefetch what the last layer, which stands behind the loop, keeps
+    of a layer      what is computed again, gathered weights of this layer and the next, the widest whole gradient. With
+                    prefetch this layer's weights and all its whole gradients, and those of the layer behind it, which
+                    are reduced meanwhile. Where nothing gathers the head, its gradient is made behind the layers, and
+                    that of the logits waits for it.
+    of both         sums over micro-steps, laid out as the update; a stack of the layers' gradients in the compute
+                    dtype; the whole gradient of a table that is looked up, unless rows are exchanged
+
+Of stages a device holds what waits between a microbatch's B and W, and one and a half of it more.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +31,7 @@ from meshpar.parallel.promise import (
     Facts,
     Weight,
     has_vocabulary,
+    is_looked_up,
     is_router,
     layer_elements,
     owned_axes,
@@ -48,13 +57,13 @@ class MemoryEstimate(Plain):
     kept_bytes: int
     """Activations for the backward pass; under stages those of as many microbatches as the schedule holds."""
     gradients_bytes: int
-    """Sums over micro-steps or microbatches; without such 0, for they are among what a layer holds."""
+    """Sums over micro-steps or microbatches, and beside them the layers' gradients of one micro-step."""
     copies_bytes: int
     """Parameters in the compute dtype; gathered once a step, those of a stage."""
     head_bytes: int
-    """Logits and what their loss holds beside."""
+    """Of the head's backward pass: gradients of the logits, of the head and of the table, gathered weights."""
     layer_bytes: int
-    """Of one layer's backward pass: what it computes again, gathered weights, gradients, rows of experts."""
+    """Of one layer's backward pass: what it computes again, gathered weights, whole gradients, rows of experts."""
 
     derived = ("peak_bytes",)
 
@@ -77,17 +86,22 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     kept = int(rows * sum(each for each, one in _held(placed, layout.remat) if one.layers))
     inside = [(each / one.layers, one) for each, one in _held(placed, None) if one.layers]
     again = int(rows * sum(each for each, one in inside if not one.is_routed))
-    whole = placed.once((layout.accumulate > 1, facts.is_prefetched), lambda: _of_weights(placed, layout, facts))
-    layer = whole.layer + max(again - kept // work.num_layers, 0) + _routed_bytes(placed, facts, rows)
+    # Whether rows are exchanged follows from the tokens of a micro-step.
+    key = layout.accumulate > 1, facts.is_prefetched, facts.exchanges_rows
+    whole = placed.once(key, lambda: _of_weights(placed, layout, facts))
+    logits, fresh = _logits_bytes(placed, rows), max(again - kept // work.num_layers, 0)
+    head = logits + whole.head + whole.table + fresh * facts.is_prefetched
+    layer = whole.layer + whole.table + fresh + logits * (not whole.gathers_head) + _routed_bytes(placed, facts, rows)
     if placed.strategy.pipeline is not None:
         kept, layer = _staged(placed, kept, rows), 2 * _ends_bytes(placed)
+        head = max(2 * logits, logits + whole.head)
     return MemoryEstimate(
         state_bytes=placed.state_bytes,
         batch_bytes=work.batch_bytes // placed.batch_ways,
         kept_bytes=kept,
         gradients_bytes=whole.sums,
         copies_bytes=whole.copies,
-        head_bytes=max(2 * (logits := _logits_bytes(placed, rows)), logits + whole.head),
+        head_bytes=head,
         layer_bytes=layer,
     )
 
@@ -98,21 +112,34 @@ class _OfWeights(NamedTuple):
     sums: int
     copies: int
     layer: int
-    """Gathered weights of a layer, and gradients that are made beside their sums."""
+    """Gathered weights of a layer and its gradients, before they are scattered."""
     head: int
-    """The gradient of the head, before it is scattered."""
+    """The gradient of the head, before it is scattered, and the head where it was gathered."""
+    table: int
+    """The gradient of a table that is looked up whole."""
+    gathers_head: bool
 
 
 def _of_weights(placed: Placed, layout: Layout, facts: Facts) -> _OfWeights:
-    sums, current = _gradients(placed, layout)
-    heads = [one for one in placed.weights if has_vocabulary(one.decision) and not one.decision.leaf.is_stacked]
-    elements = max((layer_elements(facts, one.decision, _gather_axes(facts, one)) for one in heads), default=0)
+    of_vocabulary = [one for one in placed.weights if has_vocabulary(one.decision)]
+    tables = [one for one in of_vocabulary if is_looked_up(one.decision)]
+    heads = [one for one in of_vocabulary if one not in tables] or tables
+    wide, width = _reduce_itemsize(placed), placed.workload.compute_itemsize
+
+    def elements(weights: Sequence[Weight]) -> int:
+        return max((layer_elements(facts, one.decision, gather_axes(facts, one)) for one in weights), default=0)
+
+    gathered = [one for one in heads if gather_axes(facts, one)]
+    # Where ranks have a part of the head each, the gradient of its input is made first, which they sum.
+    held = 0 if facts.tensor_axes else width * elements(gathered)
+    is_whole = facts.exchanges_rows or facts.by_stages or heads == tables
     return _OfWeights(
-        sums=sums,
+        sums=_sums(placed, layout),
         copies=_copies(placed, facts),
-        # While one layer's weights are used, the scheduler has the next under way.
-        layer=current + _layer_weights(placed, facts, 2 + facts.is_prefetched),
-        head=_reduce_itemsize(placed) * elements,
+        layer=_layer_weights(placed, facts),
+        head=wide * elements(heads) + held,
+        table=0 if is_whole else wide * elements(tables),
+        gathers_head=bool(gathered),
     )
 
 
@@ -123,7 +150,7 @@ def _staged(placed: Placed, kept: int, rows: int) -> int:
     held = holds(pipelined)
     inside = (each for each, one in _held(placed, None) if one.layers and one.itemsize == work.compute_itemsize)
     handed = rows * sum(inside)
-    return int((kept * held.microbatches + handed * (held.between + 1.5)) / pipelined.stages)
+    return int((kept * held.microbatches + handed * (held.between + 1.5 * held.share)) / pipelined.stages)
 
 
 def _ends_bytes(placed: Placed) -> int:
@@ -144,6 +171,8 @@ class Holds:
     """Waiting between B and W."""
     copies: float
     """How often each parameter is held, over all stages."""
+    share: float
+    """Of a stage's layers, those that run at a time: a chunk."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -156,7 +185,7 @@ def holds(pipelined: Pipeline) -> Holds:
     done = (schedule.table[..., 0] >= 0).astype(int).cumsum(0)
     behind = np.vstack([np.zeros_like(done[:1]), done[:-1]])
     waiting = (done[:, :, B] - behind[:, :, W]).max()
-    return Holds(schedule.peak_activations.max() * share, waiting * share, schedule.copies)
+    return Holds(schedule.peak_activations.max() * share, waiting * share, schedule.copies, share)
 
 
 def _held(placed: Placed, remat: Remat) -> Iterator[tuple[float, Held]]:
@@ -164,23 +193,21 @@ def _held(placed: Placed, remat: Remat) -> Iterator[tuple[float, Held]]:
     return zip(placed.held_row_bytes[remat], placed.workload.held[remat], strict=True)
 
 
-def _gradients(placed: Placed, layout: Layout) -> tuple[int, int]:
-    """Bytes of the sums over micro-steps, and of gradients of layers that are made beside them."""
-    pipelined = placed.strategy.pipeline
+def _sums(placed: Placed, layout: Layout) -> int:
+    """Bytes of sums over micro-steps or microbatches, and of the layers' gradients of one micro-step."""
+    pipelined, work = placed.strategy.pipeline, placed.workload
     copies = 1.0 if pipelined is None else holds(pipelined).copies
     whole_over = () if pipelined is None else placed.batch_axes
-    width = _reduce_itemsize(placed)
-    all_bytes = layers = 0
+    width, is_summed, found = _reduce_itemsize(placed), layout.accumulate > 1 or pipelined is not None, 0
     for one in placed.weights:
-        spec = one.grads if layout.accumulate > 1 else one.update
         leaf = one.decision.leaf
-        nbytes = width * leaf.size // num_shards(without_axes(spec, whole_over), placed.sizes)
-        all_bytes += int(nbytes * copies) if leaf.is_stacked else nbytes
-        # Scattered gradients are new arrays; what is whole is added where the sum stands.
-        fresh = layout.accumulate == 1 or num_shards(one.grads, placed.sizes) > 1
-        layers += nbytes * leaf.is_stacked * fresh
-    is_summed = layout.accumulate > 1 or pipelined is not None
-    return (all_bytes, layers * (layout.accumulate > 1)) if is_summed else (0, layers)
+        if is_summed:
+            nbytes = width * leaf.size // num_shards(without_axes(one.update, whole_over), placed.sizes)
+            found += int(nbytes * copies) if leaf.is_stacked else nbytes
+        if leaf.is_stacked and pipelined is None:
+            spec = one.grads if layout.accumulate > 1 else one.update
+            found += work.compute_itemsize * leaf.size // num_shards(spec, placed.sizes)
+    return found
 
 
 def _reduce_itemsize(placed: Placed) -> int:
@@ -188,7 +215,7 @@ def _reduce_itemsize(placed: Placed) -> int:
     return np.dtype(work.precision.reduce_dtype(work.precision.compute or work.leaves[0].dtype)).itemsize
 
 
-def _gather_axes(facts: Facts, one: Weight) -> set[str]:
+def gather_axes(facts: Facts, one: Weight) -> set[str]:
     """Axes over which a parameter is gathered before use."""
     split, decision = set(split_axes(facts, one.decision.spec)), one.decision
     return split - set(facts.tensor_axes) - set(owned_axes(facts, decision))
@@ -198,21 +225,22 @@ def _copies(placed: Placed, facts: Facts) -> int:
     """Parameters in the compute dtype: cast before they are gathered; those of a stage are gathered once a step."""
     found, width = 0, placed.workload.compute_itemsize
     for one in facts.weights:
-        axes = _gather_axes(facts, one) if facts.by_stages else set()
+        axes = gather_axes(facts, one) if facts.by_stages else set()
         if width != one.decision.leaf.dtype.itemsize or axes:
             found += width * one.decision.leaf.size // num_shards(without_axes(one.decision.spec, axes), placed.sizes)
     return found
 
 
-def _layer_weights(placed: Placed, facts: Facts, layers: int) -> int:
-    """Gathered weights of so many layers, and the whole gradient of one layer's widest matrix."""
+def _layer_weights(placed: Placed, facts: Facts) -> int:
+    """Gathered weights and whole gradients of a layer; see above for which of them are there at once."""
     width, reduce = placed.workload.compute_itemsize, _reduce_itemsize(placed)
-    gathered = widest = 0
+    gathered = gradients = widest = 0
     for one in placed.weights:
-        if one.decision.leaf.is_stacked and (axes := _gather_axes(facts, one)):
+        if one.decision.leaf.is_stacked and (axes := gather_axes(facts, one)):
             elements = layer_elements(facts, one.decision, axes)
-            gathered, widest = gathered + width * elements, max(widest, reduce * elements)
-    return layers * gathered + widest
+            gathered, gradients = gathered + width * elements, gradients + reduce * elements
+            widest = max(widest, reduce * elements)
+    return gathered + 2 * gradients if facts.is_prefetched else 2 * gathered + widest
 
 
 def _logits_bytes(placed: Placed, rows: int) -> int:

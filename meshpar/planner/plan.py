@@ -8,11 +8,13 @@ print(plans.why_not(mesh="fsdp=8,tensor=8"))
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 import jax
 import optax
@@ -26,7 +28,7 @@ from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
 from meshpar.planner.hardware import Cluster, parse_cluster
 from meshpar.planner.layout import Layout
-from meshpar.planner.search import Found, Search, shortage
+from meshpar.planner.search import MEMORY_ERROR, TIME_ERROR, Found, Search, shortage
 from meshpar.planner.units import si
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
@@ -34,14 +36,16 @@ from meshpar.sharding.context import use
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.table import human_bytes
-from meshpar.sharding.types import MeshparError, PyTree, is_whole, problem
+from meshpar.sharding.types import MeshparError, PyTree, is_whole, near, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Precision
 from meshpar.training.state import abstract_state
 from meshpar.training.step import TrainStep
+from meshpar.training.xla import Options
 
-MEMORY_ERROR, BYTES_ERROR, TIME_ERROR = 0.10, 0.02, 0.20
-"""Shares by which estimates are expected to miss the compiled peak, bytes of an axis and step; more is told."""
+Of = TypeVar("Of")
+BYTES_ERROR = 0.02
+"""Share by which estimates are expected to miss the compiled bytes of an axis; more is told."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,8 @@ class Plans(Printed):
     """Which figures the times are made of, and how far off they were found to be."""
     plans: tuple[Plan, ...]
     advice: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """What was estimated to fit, and compiled does not."""
     search: Search | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __getitem__(self, at: int) -> Plan:
@@ -120,7 +126,7 @@ class Plans(Printed):
 
     def to_json(self) -> dict[str, Any]:
         """The plans as plain data; `load_plans` reads them back."""
-        fields = ("cluster", "considered", "rates", "advice")
+        fields = ("cluster", "considered", "rates", "advice", "left_out")
         return {**{field: getattr(self, field) for field in fields}, "plans": [one.to_json() for one in self.plans]}
 
     def save(self, path: str | Path) -> None:
@@ -152,8 +158,12 @@ class Plans(Printed):
           remat, accumulate: of its step.
 
         Raises:
-          ValueError: a text that cannot be read, or plans that were loaded from a file.
+          ValueError: a text that cannot be read, plans that were loaded from a file, or how its step is cut without a
+            strategy.
         """
+        if strategy is None and (remat is not None or accumulate != 1):
+            exists, fix = "without a strategy the quickest way to cut its step is told", "name the strategy, too"
+            raise problem("why_not", f"use remat={remat!r}, accumulate={accumulate}", exists, fix)
         if self.search is None:
             exists, fix = "it remembers no model", "ask the plans that mp.plan gave"
             raise problem("plans from a file", "tell why a layout is not among them", exists, fix)
@@ -199,8 +209,8 @@ class Plans(Printed):
             for at, one in enumerate(self.plans, 1)
         ]
         notes = [f"{at}: {note}" for at, one in enumerate(self.plans, 1) if one.compiled for note in one.compiled.notes]
-        caption = "\n".join([self.rates, *notes, "", *self.advice])
-        title = f"{self.cluster}: the best {len(self)} of {self.considered:,} strategies on meshes"
+        caption = "\n".join([self.rates, *notes, *self.left_out, "", *self.advice])
+        title = f"{self.cluster}: the best {len(self)} layouts of {self.considered:,} strategies on meshes"
         return table(title, columns, rows, left=columns[:6], caption=caption)
 
 
@@ -221,6 +231,7 @@ def plan(
     tx: optax.GradientTransformation | None = None,
     precision: Precision | None = None,
     bound_factor: float | None = None,
+    xla: Options = MappingProxyType({}),
 ) -> Plans:
     """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps.
 
@@ -236,15 +247,16 @@ def plan(
       tx: the optimizer; None: AdamW.
       precision: of the step; None: bfloat16 compute on float32 parameters.
       bound_factor: room for rows of MoE layers, where the model's config does not say it.
+      xla: compile options, as of `train_step`, for what is compiled.
 
     Raises:
-      ValueError: nothing fits, with what is short and by how much; no such cluster; what the model or the loss raises.
+      ValueError: nothing fits, with what is short and by how much, by estimate or as compiled; no such cluster; what
+        the model or the loss raises.
     """
     cluster = parse_cluster(cluster)
     for name, value, least in (("top", top, 1), ("verify", verify, 0)):
         if not is_whole(value, least):
             raise problem(f"plan({name}={value!r})", "give so many plans", f"it is a whole number from {least} on", "5")
-    bound_factor = getattr(getattr(model, "moe", None), "bound_factor", bound_factor)
     work = describe(
         model if isinstance(model, Model) else model.build(),
         batch,
@@ -252,19 +264,20 @@ def plan(
         tx=optax.adamw(3e-4) if tx is None else tx,
         precision=Precision(compute="bfloat16") if precision is None else precision,
         cluster=cluster,
-        bound_factor=bound_factor,
+        bound_factor=getattr(getattr(model, "moe", None), "bound_factor", bound_factor),
     )
     search = Search(work, cluster)
     found = list(_running(search, loss, top))
     if not found:
-        asked = f"train {sum(leaf.size for leaf in work.leaves):,} parameters on batches of {work.rows} rows"
-        raise problem(f"plan for `{cluster.name}`", asked, shortage(search), _nearest(search))
+        raise _nothing_fits(search)
+    plans, left_out = _verified(search, found, loss, verify, xla)
     return Plans(
         cluster=cluster.name,
         considered=search.considered,
-        rates=_rates(search),
-        plans=tuple(_verified(search, found, loss, verify)),
+        rates=search.rates,
+        plans=tuple(plans),
         advice=advice(work, cluster, search.limit_bytes),
+        left_out=tuple(left_out),
         search=search,
     )
 
@@ -298,15 +311,10 @@ def _traces(search: Search, layout: Layout, loss: Callable[..., Any]) -> bool:
     return True
 
 
-def _rates(search: Search) -> str:
-    cluster, links = search.cluster, "data-sheet links and NCCL's latencies"
-    if cluster.axes or cluster.permutes:
-        links = f"links measured along {', '.join(dict.fromkeys((*cluster.axes, *cluster.permutes)))}"
-    return (
-        f"estimates: products at an assumed {search.clock.efficiency:.0%} of the data sheet's peak, {links}; of most "
-        f"compiled programs they missed the peak memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to "
-        f"{TIME_ERROR:.0%}"
-    )
+def _nothing_fits(search: Search) -> MeshparError:
+    work = search.workload
+    asked = f"train {sum(leaf.size for leaf in work.leaves):,} parameters on batches of {work.rows} rows"
+    return problem(f"plan for `{search.cluster.name}`", asked, shortage(search), _nearest(search))
 
 
 def _nearest(search: Search) -> str:
@@ -324,28 +332,41 @@ def _nearest(search: Search) -> str:
 # ---- By the compiler -------------------------------------------------------------------------------------------------
 
 
-def _verified(search: Search, found: Sequence[Found], loss: Callable[..., Any], verify: int) -> list[Plan]:
-    work, cluster = search.workload, search.cluster
-    if not verify:
-        return [Plan.of(one, work, cluster) for one in found]
-    with PodProcess() as pod:
-        told = [compiled(search, one, loss, pod) for one in found[:verify]]
-    plans = [Plan.of(one, work, cluster, how) for one, how in zip(found, told, strict=False)]
-    plans = sorted((one for one in plans if one.compiled and one.compiled.fits), key=lambda one: one.step_s)
-    return plans + [Plan.of(one, work, cluster) for one in found[verify:]]
+def _verified(
+    search: Search, found: Sequence[Found], loss: Callable[..., Any], verify: int, xla: Options
+) -> tuple[list[Plan], list[str]]:
+    """The plans, of which so many are compiled and fit, before those that are not; and what turned out not to fit."""
+    work, cluster, rest = search.workload, search.cluster, list(found)
+    plans: list[Plan] = []
+    left_out: list[str] = []
+    with PodProcess() if verify else contextlib.nullcontext() as pod:
+        while rest and len(plans) < verify:
+            one = rest.pop(0)
+            told = compiled(search, one, loss, cast(PodProcess, pod), xla=xla)
+            if told.fits:
+                plans.append(Plan.of(one, work, cluster, told))
+            else:
+                left_out.append(f"does not fit: {one.layout.label}: compiled it takes {human_bytes(told.peak_bytes)}")
+    if not plans and not rest:
+        exists, fix = "; ".join(left_out), f"look at more than {len(found)}: --top {2 * len(found)}"
+        raise problem(f"plan for `{cluster.name}`", "confirm it by the compiler", exists, fix)
+    plans.sort(key=lambda one: one.step_s)
+    return plans + [Plan.of(one, work, cluster) for one in rest], left_out
 
 
-def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodProcess) -> Compiled:
+def compiled(
+    search: Search, found: Found, loss: Callable[..., Any], pod: PodProcess, *, xla: Options = MappingProxyType({})
+) -> Compiled:
     """A layout compiled for the cluster; errors are those of `explain`."""
     layout, work = found.layout, search.workload
-    options = StepOptions(accumulate=layout.accumulate, precision=work.precision, remat=layout.remat)
+    options = StepOptions(accumulate=layout.accumulate, precision=work.precision, remat=layout.remat, xla=xla)
     mesh = layout.mesh.abstract(search.cluster.num_devices)
     state = abstract_state(work.model, work.tx, mesh=mesh, strategy=layout.strategy, precision=work.precision)
     report = explain(TrainStep(loss, options), state, work.batch, search.cluster, pod=pod, advise=False)
     sent: dict[str, float] = {}
     for label, kinds in report.to_json()["totals"].items():
         sent[label] = sum(one["bytes_sent_per_device"] for one in kinds.values())
-    step_s, exposed = _step_s(search, report), dict(report.compute.exposed_s)
+    step_s, exposed = _step_s(search, found, report), dict(report.compute.exposed_s)
     peak = report.memory.peak_bytes
     return Compiled(
         peak_bytes=peak,
@@ -358,12 +379,14 @@ def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodPro
     )
 
 
-def _step_s(search: Search, report: Report) -> float:
-    """The simulated step, with products at the share of the peak that estimates have."""
-    compute = report.compute
+def _step_s(search: Search, found: Found, report: Report) -> float:
+    """The simulated step, with products at the share of the peak that the estimate has."""
+    compute, work = report.compute, search.workload
+    flops = work.flops[found.layout.remat] * work.rows / search.cluster.num_devices
+    efficiency = flops / found.time.compute_s / search.clock.peak_flops_per_s(work)
     assert compute.predicted_step_s is not None
     assert compute.compute_s is not None
-    return compute.predicted_step_s + compute.compute_s * (1 / search.clock.efficiency - 1)
+    return compute.predicted_step_s + compute.compute_s * (1 / efficiency - 1)
 
 
 def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) -> Iterator[str]:
@@ -393,7 +416,8 @@ def load_plans(path: str | Path) -> Plans:
     where, fix = f"plans `{path}`", "write them with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        plans = Plans(**{**data, "plans": tuple(map(_plan, data["plans"])), "advice": tuple(data["advice"])})
+        lists = {field: tuple(data[field]) for field in ("advice", "left_out") if field in data}
+        plans = _made(Plans, {**data, **lists, "plans": tuple(_plan(one, where) for one in data["plans"])}, where)
         if not plans.plans:
             raise problem(where, "take one of them", "it holds none", fix)
         return plans
@@ -403,6 +427,21 @@ def load_plans(path: str | Path) -> Plans:
         raise problem(where, "read them", f"{type(error).__name__}: {error}", fix) from None
 
 
-def _plan(data: Mapping[str, Any]) -> Plan:
-    told = data["compiled"] and Compiled(**{**data["compiled"], "notes": tuple(data["compiled"]["notes"])})
-    return Plan(**{**data, "layout": Layout.from_json(data["layout"]), "compiled": told})
+def _plan(data: Mapping[str, Any], where: str) -> Plan:
+    read: dict[str, Any] = {"layout": Layout.from_json(data["layout"])}
+    if told := data.get("compiled"):
+        read["compiled"] = _made(Compiled, {**told, "notes": tuple(told.get("notes", ()))}, where)
+    return _made(Plan, {**data, **read}, where)
+
+
+def _made(kind: type[Of], data: Mapping[str, Any], where: str) -> Of:
+    """A value of plain data, which have its fields and no others."""
+    fields = {one.name: one for one in dataclasses.fields(kind) if one.name != "search"}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            raise problem(where, f"read `{key}`", f"a {kind.__name__} has no such field", near(key, fields))
+    for key in fields:
+        if key not in data:
+            fix = "write them anew with meshpar plan"
+            raise problem(where, f"read `{key}`", f"this {kind.__name__} lacks it", fix)
+    return kind(**data)

@@ -27,7 +27,7 @@ from meshpar.planner import memory
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.layout import Layout, Placed, Placer
 from meshpar.planner.memory import MemoryEstimate
-from meshpar.planner.steptime import COPIES, COVER, PASSES, Clock, TimeEstimate, hidden_of_weights
+from meshpar.planner.steptime import COPIES, COVER, COVER_AHEAD, PASSES, Clock, TimeEstimate, hidden_of_weights
 from meshpar.planner.workload import POLICIES, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
@@ -36,6 +36,8 @@ from meshpar.sharding.types import MeshparError, axes_of_spec, problem
 
 FILL = 0.90
 """Share of a GPU's memory that a plan may fill by estimate: the CUDA context and NCCL's buffers take some, too."""
+MEMORY_ERROR, TIME_ERROR = 0.10, 0.20
+"""Shares by which estimates are expected to miss the compiled peak and step; more is told."""
 MOST_PLACED = 120
 """Strategies on meshes that are looked at closely, the most promising first."""
 
@@ -76,6 +78,18 @@ class Search:
         for remat in POLICIES:  # policies that keep the same of this model are one
             seen.setdefault((workload.held[remat], workload.flops[remat]), remat)  # type: ignore[arg-type]
         self.policies = tuple(seen.values())
+
+    @property
+    def rates(self) -> str:
+        """Which figures the times are made of, and how far off they were found to be."""
+        cluster, links = self.cluster, "data-sheet links and NCCL's latencies"
+        if cluster.axes or cluster.permutes:
+            links = f"links measured along {', '.join(dict.fromkeys((*cluster.axes, *cluster.permutes)))}"
+            links += f" ({cluster.source})" * bool(cluster.source)
+        return (
+            f"estimates: products at {self.clock.source}, {links}; of most compiled programs they missed the peak "
+            f"memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to {TIME_ERROR:.0%}"
+        )
 
     def best(self, top: int) -> list[Found]:
         """The quickest layouts that fit, each resolved as training resolves it."""
@@ -165,7 +179,8 @@ class Search:
             fill = np.array([1 + (one.stages - 1) / one.microbatches for one in pipes if one is not None])
             busy_s = (busy_s + COPIES * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
         hidden = np.array([hidden_of_weights(facts, is_ahead=bool(one.prefetched_axes)) for _, one in members])
-        exposed_s = np.maximum(wire_s * (1 - hidden), wire_s - COVER * busy_s)
+        cover = np.array([COVER_AHEAD if one.prefetched_axes else COVER for _, one in members])
+        exposed_s = np.maximum(wire_s * (1 - hidden), wire_s - cover * busy_s)
         return np.stack([busy_s + wait_s + exposed_s, state])
 
     @property
@@ -257,9 +272,20 @@ class Search:
                 f"{placed.batch_ways} ranks split the batch, and each {layout.microbatches} times",
                 f"use a batch of {-(-self.workload.rows // pieces) * pieces} rows, or fewer pieces",
             )
+        self._check_axes(layout.strategy, sizes)
         self.resolve(placed)
         held = memory.estimate(placed, layout)
         return Found(layout=layout, memory=held, time=self.clock.estimate(placed, layout, held))
+
+    def _check_axes(self, strategy: Strategy, sizes: Mapping[str, int]) -> None:
+        """Raises `ValueError` for an axis along which every rank would do the same."""
+        used = {axis for rules in strategy.rules for axis in rules.axes}
+        used |= {axis for part in strategy.parts for axis in part.axes}
+        for axis, size in sizes.items():
+            if size > 1 and axis not in used:
+                exists = f"nothing is split over it: its {size} ranks would repeat the same rows"
+                asked = f"train by {strategy.label}"
+                raise problem(f"mesh axis `{axis}`", asked, exists, f"take one of {', '.join(self._axes())}")
 
     def resolve(self, placed: Placed) -> None:
         """Resolve every leaf as training does; errors as in `shardings`."""

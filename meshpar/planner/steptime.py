@@ -29,19 +29,20 @@ from meshpar.parallel.promise import (
     Promised,
     is_expert,
     is_router,
+    layer_elements,
     owned_axes,
 )
 from meshpar.pipeline.traffic import traffic
 from meshpar.planner import cost
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.layout import Layout, Placed
-from meshpar.planner.memory import MemoryEstimate
-from meshpar.planner.workload import Remat
+from meshpar.planner.memory import MemoryEstimate, gather_axes
+from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.printing import Plain
 
 MATMUL_EFFICIENCY = 0.65
-"""Share of the peak that products reach, assumed, for nothing measured it here: published training of dense decoders on
-H100s reaches 40 to 55 % of it with all else in the step (`tests/planner/test_published.py`)."""
+"""Share of the peak that products reach where a profile has none measured: assumed, for published training of dense
+decoders on H100s reaches 40 to 55 % of it with all else in the step (`tests/planner/test_published.py`)."""
 PASSES = 3
 """How often what the backward pass would keep of a layer is moved: written, read back, and its gradient."""
 COPIES = 2.5
@@ -57,8 +58,9 @@ EXPERT_ROWS = 512
 CROWDED = 0.77
 """Share of the memory above which next to nothing is hidden: of programs with weights gathered ahead, those of 62 GB
 and more hid 3 % of it, one of 55 GB 70 %."""
-COVER = 0.4
-"""Share of compute that can hide messages at all."""
+COVER, COVER_AHEAD = 0.4, 0.7
+"""Share of compute that can hide messages at all, and where weights are gathered a layer ahead, which all of the layer
+before can hide."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,15 +121,37 @@ def rhythm(pipelined: Pipeline, recomputed: float) -> Rhythm:
 class Clock:
     """Times of layouts on a cluster."""
 
-    def __init__(self, cluster: Cluster, *, efficiency: float = MATMUL_EFFICIENCY) -> None:
-        self.cluster, self.efficiency = cluster, efficiency
+    def __init__(self, cluster: Cluster, *, efficiency: float | None = None) -> None:
+        self.cluster, self.efficiency = cluster, efficiency or MATMUL_EFFICIENCY
+        self.products = {} if efficiency else dict(sorted(cluster.products.items()))
         self._prices: dict[tuple[str, tuple[str, ...], tuple[int, ...]], _Price] = {}
+
+    @property
+    def source(self) -> str:
+        """At which rate products are told, and who says so."""
+        if self.products:
+            sizes = f"{min(self.products):,} to {max(self.products):,}"
+            return f"the rates measured of matrices of {sizes} ({self.cluster.source})"
+        return f"an assumed {self.efficiency:.0%} of the data sheet's peak"
 
     def floor_s(self, placed: Placed, layout: Layout) -> float:
         """A time that no layout of these takes less than: the products, without bubble or messages."""
         work = placed.workload
-        peak = self.cluster.gpu.bf16_flops_per_s if work.compute_itemsize <= 2 else self.cluster.gpu.fp32_flops_per_s
-        return work.flops[layout.remat] * work.rows / self.cluster.num_devices / (peak * self.efficiency)
+        most = max(self.products.values(), default=self.peak_flops_per_s(work) * self.efficiency)
+        return work.flops[layout.remat] * work.rows / self.cluster.num_devices / most
+
+    def peak_flops_per_s(self, work: Workload) -> float:
+        """Of products in the dtype that layers compute in, by the data sheet."""
+        gpu = self.cluster.gpu
+        return gpu.bf16_flops_per_s if work.compute_itemsize <= 2 else gpu.fp32_flops_per_s
+
+    def _products_s(self, placed: Placed, layout: Layout) -> float:
+        """Of all products of a step, at the rate that was measured of matrices as large as those of the layers."""
+        least_s = self.floor_s(placed, layout)
+        if not self.products:
+            return least_s
+        rates, sizes = list(self.products.values()), [math.log(n) for n in self.products]
+        return least_s * max(rates) / float(np.interp(math.log(product_size(placed, layout)), sizes, rates))
 
     def is_crowded(self, memory: MemoryEstimate) -> bool:
         """Whether a step holds so much that XLA's scheduler starts messages late, to hold no more."""
@@ -149,7 +173,7 @@ class Clock:
                 sent[label] += share * count * nbytes * price.sent
                 network[label] += time_s
                 hidden[label] += time_s * _hidden(facts, one)
-        compute_s, moved, stretch = self.floor_s(placed, layout), self._moved_bytes(placed, layout, memory), 1.0
+        compute_s, moved, stretch = self._products_s(placed, layout), self._moved_bytes(placed, layout, memory), 1.0
         if pipelined is not None:
             work = placed.workload
             beat = rhythm(pipelined, round(3 * work.flops[layout.remat] / work.model_flops - 3, 1))
@@ -161,7 +185,8 @@ class Clock:
             network[pipelined.axis] += beat.hops * price.time_s(nbytes)
         memory_s = moved / self.cluster.gpu.memory_bytes_per_s
         # What is hidden is hidden behind compute, of which there may be less.
-        covered = min(1.0, COVER * (compute_s + memory_s) / max(sum(hidden.values()), 1e-12))
+        cover_s = (COVER_AHEAD if facts.is_prefetched else COVER) * (compute_s + memory_s)
+        covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
         covered *= 0.1 if self.is_crowded(memory) else 1.0
         return TimeEstimate(
             compute_s=compute_s,
@@ -181,8 +206,8 @@ class Clock:
         return moved + layout.microbatches * self._of_experts(placed, layout) / stages
 
     def _of_experts(self, placed: Placed, layout: Layout) -> float:
-        """What grouped products move block by block of rows in a micro-step: an expert's weights, forward and for both
-        gradients, and where a device has several experts the float32 gradients of all of them."""
+        """What grouped products move block by block of rows in a micro-step: where a device has several experts, the
+        float32 gradients of all of them. An expert's weights are read while its block is multiplied."""
         work, facts = placed.workload, placed.facts(layout)
         each = [one.decision for one in placed.weights if is_expert(one.decision) and not is_router(one.decision)]
         if not each or not facts.tokens:
@@ -190,8 +215,7 @@ class Clock:
         ranks = facts.ways(owned_axes(facts, each[0]))
         rows = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
         here, one_expert = work.num_experts // ranks, sum(one.leaf.size // work.num_experts for one in each)
-        moved = one_expert * (3 * work.compute_itemsize + (here > 1) * 4 * here)
-        return moved * -(-rows // EXPERT_ROWS)
+        return one_expert * (here > 1) * 4 * here * -(-rows // EXPERT_ROWS)
 
     def _handed_on(self, placed: Placed, layout: Layout) -> float:
         """Bytes of what one microbatch hands on to the next stage, where no axis splits it but the whole sequence's."""
@@ -212,6 +236,16 @@ class Clock:
             lines = tuple((one.steps * link.alpha_s, one.bytes_in_turn * link.beta_s_per_byte) for one in forms)
             self._prices[key] = _Price(lines, forms[0].bytes_sent)
         return self._prices[key]
+
+
+def product_size(placed: Placed, layout: Layout) -> float:
+    """n of the square matrices whose product has as many FLOPs as that of a micro-step's tokens with a weight of a
+    layer, the mean weight by its FLOPs."""
+    facts = placed.facts(layout)
+    weights = [one for one in facts.weights if one.decision.leaf.is_stacked and one.decision.leaf.layer_ndim > 1]
+    elements = [layer_elements(facts, one.decision, gather_axes(facts, one)) for one in weights]
+    mean = sum(size * size for size in elements) / max(sum(elements), 1)
+    return max((facts.tokens or facts.rows or 1) * max(mean, 1), 1) ** (1 / 3)
 
 
 class _Price(NamedTuple):
@@ -238,9 +272,10 @@ def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, 
         # Outside of the layers a micro-step gathers once for both directions.
         least = max(least, most // 2) if one.stack == 1 else least
     elif most > least and one.role != GRADIENTS and remat is not None:
-        # A layer that is computed again sends again, but not what its policy keeps, nor what nothing behind it needs.
-        is_kept = one.kind == "sum" and remat != "full"
-        least = least if is_kept else (least + most) // 2
+        # A layer that is computed again sends again, but not what its policy keeps, nor what nothing behind it needs:
+        # of exchanges all, of sums and gathers half, and seven eighths where a stage's F is another program.
+        is_kept, share = one.kind == "sum" and remat != "full", 1 if one.kind == "exchange" else 0.5
+        least = least if is_kept else least + int((0.875 if facts.by_stages else share) * (most - least))
     each = {axis for axis, *_ in one.counts}
     if each:  # sums over micro-steps that stay whole are reduced in each, but what stands outside of the layers behind
         scattered = tuple(axis for axis in one.scattered if axis not in each)

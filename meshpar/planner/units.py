@@ -1,4 +1,4 @@
-"""Figures as people write them: `24.5 GB`, `3.89 ms`, `450 GB/s`, and `14GB` read back. SI: 1 kB is 1e3 bytes."""
+"""Figures as people write them: `24.5 GB`, `3.89 ms`, `450 GB/s`, and `14GB` or `70B` read back. SI: 1 kB is 1e3."""
 
 from __future__ import annotations
 
@@ -38,3 +38,31 @@ def parse_bytes(text: str) -> float:
     except ValueError:
         exists = "it is no number of bytes"
         raise problem(f"`{text}`", "be read as bytes", exists, "write 14e9, 14GB or 256kB (SI: 1 kB is 1e3)") from None
+
+
+MOST = 10**18
+"""The largest count that is taken: products of several stay finite."""
+
+
+def parse_count(given: str | float, where: str) -> int:
+    """A count that a user wrote: `64`, `70e9`, or `70B`, `8M`, `4k` (SI; `B` and `G` are 1e9).
+
+    Args:
+      given: the text, or a number.
+      where: it was given, for the error.
+
+    Raises:
+      ValueError: no whole number from 1 to 1e18.
+    """
+    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?) *([kmgbt]?)", str(given).strip().lower())
+    try:
+        if found is None:
+            raise ValueError
+        value = float(found.group(1)) * {**_LARGE, "b": 1e9}[found.group(2)]
+        # The nearest whole number: 1.1e9 is not one to the last bit.
+        if not 1 <= value <= MOST or abs(value - round(value)) > 1e-9 * value:
+            raise ValueError
+        return round(value)
+    except ValueError:
+        exists = "it is a whole number from 1 to 1e18"
+        raise problem(where, "count by it", exists, "write 64, 70e9 or 70B (SI: k is 1e3, M 1e6, B 1e9)") from None

@@ -23,6 +23,7 @@ from meshpar.compiled.model_flops import matmul_flops
 from meshpar.compiled.promise import rows_and_tokens
 from meshpar.compiled.target import traced_for
 from meshpar.compiled.traced import inner_jaxprs
+from meshpar.models.lookup import GATHERED
 from meshpar.parallel import ddp
 from meshpar.parallel.promise import is_expert, is_router, with_layers
 from meshpar.planner.hardware import Cluster
@@ -92,6 +93,8 @@ class Workload:
     model_flops: float
     """For one row: three forward passes."""
     held: Mapping[Remat, tuple[Held, ...]]
+    looks_up: bool
+    """Whether tokens are looked up by `models.lookup`."""
     choices: int
     """Experts that a token visits; 0 without experts."""
     bound_factor: float | None
@@ -159,7 +162,7 @@ def describe(
     held: dict[Remat, tuple[Held, ...]] = {}
     with traced_for(cluster), use(one, ddp()):
         alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
-        choices = _choices(alone, leaves)
+        choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
         # Products with experts' weights run in loops whose length the routing tells: counted in closed form.
         visited = choices * sum(leaf.size // leaf.shape[_expert_dim(leaf)] for leaf in leaves if _expert_dim(leaf))
         forward = matmul_flops(alone) / marker + 2 * visited * (seq_len or 1)
@@ -172,7 +175,8 @@ def describe(
     extra = [leaf_of(path, x) for path, x in tree_leaves_with_paths(variables.extra)]
     return Workload(
         model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
-        tokens=tokens, flops=flops, model_flops=3 * forward, held=held, choices=choices, bound_factor=bound_factor,
+        tokens=tokens, flops=flops, model_flops=3 * forward, held=held, looks_up=looks_up, choices=choices,
+        bound_factor=bound_factor,
         whole_bytes=sum(leaf.nbytes for leaf in extra) + 4 + 8 + 4,
     )  # fmt: skip
 
@@ -267,7 +271,9 @@ def _names_of(shape: tuple[int, ...], leaves: Sequence[Leaf]) -> tuple[str | Non
             if shape and leaf.names is not None and leaf.shape[span] == shape and "layers" not in leaf.names[span]:
                 return tuple(map(_activation, leaf.names[span]))
     by_size = {n: name for leaf in leaves for n, name in zip(leaf.shape, leaf.names or (), strict=False)}
-    return tuple(_activation(by_size.get(size)) for size in shape)
+    found = [_activation(by_size.get(size)) for size in shape]
+    # Of dims of one size the first has the name: a head's group may be as large as there are groups.
+    return tuple(None if name in found[:at] else name for at, name in enumerate(found))
 
 
 def _activation(name: str | None) -> str | None:
@@ -278,6 +284,14 @@ def _choices(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
     """Experts that a token visits: what `top_k` takes out of all of them."""
     experts = {leaf.shape[-1] for leaf in leaves if is_router(_whole(leaf))}
     return max((k for k, of in _top_k(jaxpr) if of in experts), default=0)
+
+
+def _is_in_scope(jaxpr: Any, scope: str) -> bool:
+    """Whether something of a traced function stands in a named scope."""
+    return any(
+        scope in str(one.source_info.name_stack) or any(_is_in_scope(inner, scope) for inner, _ in inner_jaxprs(one))
+        for one in jaxpr.eqns
+    )
 
 
 def _top_k(jaxpr: Any) -> Iterator[tuple[int, int]]:

@@ -74,7 +74,9 @@ def check_options(options: Options) -> Options:
     for name, value in options.items():
         if not isinstance(name, str) or not name.startswith("xla_") or not isinstance(value, Value):
             fix = "write it without dashes, as xla_gpu_all_gather_combine_threshold_bytes=1073741824"
-            exists = f"names begin with xla_, values are Python's numbers, bools or words, no {type(value).__name__}"
+            exists = "the names of XLA's options begin with xla_"
+            if isinstance(name, str) and name.startswith("xla_"):
+                exists = f"values are Python's numbers, bools or words, no {type(value).__name__}"
             raise problem(where, f"set {name!r} to {value!r}", exists, fix)
         if name == LATENCIES:
             check_latencies(where, str(value))

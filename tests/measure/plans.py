@@ -1,6 +1,7 @@
 """Programs that the planner's estimates are held to, compiled for GPUs: `python -m tests.measure.plans`.
 
-Writes `tests/planner/compiled.json`, in some 15 minutes on two cores. Needs the `cudnn` extra.
+Writes `tests/planner/compiled.json` and a table of it, `compiled.txt`, in some 15 minutes on two cores. Needs the
+`cudnn` extra.
 """
 
 from __future__ import annotations
@@ -308,6 +309,48 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "batch_size=512",
         ),
     ),
+    (
+        B8,
+        "h100:2x8",
+        ("strategy=fsdp()", "mesh=fsdp=16", "remat=minimal", "batch_size=32", "accumulate=2"),
+    ),
+    (
+        B8,
+        "h100:16x8",
+        ("strategy=hsdp(prefetch=1)", "mesh=data=8,fsdp=16", "remat=full", "batch_size=256", "accumulate=1"),
+    ),
+    (
+        B70,
+        "h100:16x8",
+        ("strategy=fsdp()|tensor_parallel()", "mesh=fsdp=32,tensor=4", "remat=full", "batch_size=64", "accumulate=2"),
+    ),
+    (
+        B70,
+        "h100:32x8",
+        (
+            "strategy=pipeline_parallel(stages=8,microbatches=16)|fsdp()|tensor_parallel(sequence=True)",
+            "mesh=stage=8,fsdp=4,tensor=8",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=64",
+        ),
+    ),
+    (
+        "mixtral_8x7b",
+        "h100:16x8",
+        ("mesh=fsdp=32,expert=4", "batch_size=128", "accumulate=1"),
+    ),
+    (
+        "llama3_405b",
+        "h100:64x8",
+        (
+            "strategy=fsdp()|tensor_parallel(sequence=True)",
+            "mesh=fsdp=64,tensor=8",
+            "remat=full",
+            "batch_size=128",
+            "accumulate=2",
+        ),
+    ),
 )
 """A recipe, a cluster, and fields of the recipe."""
 
@@ -342,6 +385,9 @@ def main() -> None:
             found.append(measured(*case, pod))
             print(*case, found[-1]["peak_bytes"], file=sys.stderr, flush=True)
     FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    from tests.planner.test_plan import TABLE, written
+
+    TABLE.write_text(written(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 
 import pytest
 
 import meshpar as mp
 from meshpar.planner.calculators import (
+    CALCULATORS,
     accumulate,
     bubble,
     calculate,
@@ -19,6 +22,7 @@ from meshpar.planner.calculators import (
     zero_bytes_per_param,
 )
 from meshpar.planner.hardware import parse_cluster
+from meshpar.planner.units import parse_count
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -75,11 +79,38 @@ def test_a_tensor_parallel_payload_facts_4():
     assert round(found["matmul at peak"] / 3 * 1e3, 3) == round(2 * 4096**3 / 312e12 / 3 * 1e3, 3)
 
 
+def test_a_message_over_more_ranks_than_a_node_has_goes_between_nodes():
+    inside, between = (tp(cluster=parse_cluster("h100:16x4"), ranks=ranks) for ranks in (4, 64))
+    assert between["all-reduce"] > 4 * inside["all-reduce"]
+    assert "between nodes" in str(between)
+    with pytest.raises(mp.MeshparError, match="it has 4 GPUs"):
+        tp(cluster=parse_cluster("h100:1x4"), ranks=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("64", 64), ("70B", 70e9), ("7.5b", 7.5e9), ("8M", 8e6), ("4k", 4e3), ("70e9", 70e9), (8.0, 8)]
+)
+def test_counts_are_read_as_people_write_them(text, number):
+    assert parse_count(text, "here") == number
+
+
+@pytest.mark.parametrize("text", ["0.5", "0", "-1", "1e300", "nan", "inf", "", "8x", "7.0000001", True])
+def test_what_is_no_count(text):
+    with pytest.raises(mp.MeshparError, match="a whole number from 1 to 1e18"):
+        calculate("zero", {"ranks": text})
+
+
+@pytest.mark.parametrize("name", CALCULATORS)
+def test_the_largest_numbers_overflow_nothing(name):
+    known = [one for one in inspect.signature(CALCULATORS[name]).parameters if one != "cluster"]
+    assert all(math.isfinite(row[1]) for row in calculate(name, dict.fromkeys(known, "1e18")).rows)
+
+
 def test_mistakes():
     with pytest.raises(mp.MeshparError, match="it takes params, ranks"):
         calculate("zero", {"parms": 1e9})
-    with pytest.raises(mp.MeshparError, match="a number above 0"):
-        calculate("zero", {"params": -1})
+    with pytest.raises(mp.MeshparError, match="only tp has a message"):
+        calculate("zero", {}, parse_cluster("h100:1x8"))
 
 
 def test_the_command(meshpar):
@@ -89,3 +120,23 @@ def test_the_command(meshpar):
     code, _, error = meshpar("cost", "ring", "params=70e9")
     assert code == 2
     assert "they are for zero, memory" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("zero", "--ranks", "8"), "use --ranks"),
+        (("zero", "--bytes", "1MB"), "use --bytes"),
+        (("tp", "--alpha", "1e-6", "--bandwidth", "1e9"), "use --alpha"),
+        (("memory", "--axis", "data"), "use --axis"),
+        (("moe", "--inner", "4", "--servers", "2"), "use --inner"),
+        (("moe", "--servers", "2"), "use --servers"),
+        (("bubble", "--cluster", "h100:1x8"), "only tp has a message"),
+        (("zero", "ranks"), "it is NUMBER=VALUE"),
+        (("zero", "ranks=8", "ranks=9"), "each number once"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(meshpar, words, wanted):
+    code, _, error = meshpar("cost", *words)
+    assert code == 2
+    assert wanted in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -11,6 +12,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshpar as mp
 from meshpar.commands.plan import with_plan
@@ -23,7 +26,7 @@ from meshpar.parallel.tensor import Tensor
 from meshpar.planner import memory
 from meshpar.planner.hardware import parse_cluster
 from meshpar.planner.layout import Layout, Placer
-from meshpar.planner.plan import load_plans
+from meshpar.planner.plan import Compiled, _verified, load_plans
 from meshpar.planner.search import Search
 from meshpar.planner.steptime import Clock
 from meshpar.planner.workload import describe
@@ -117,7 +120,7 @@ def check(case):
     held, time = estimated(case)
     # Never more than a fifth below: what would not fit must not be taken for what does.
     assert held.state_bytes + held.batch_bytes == case["argument_bytes"]
-    assert 0.8 <= held.peak_bytes / case["peak_bytes"] <= 1.21
+    assert 0.8 <= held.peak_bytes / case["peak_bytes"] <= 1.2
     assert 0.8 <= time.step_s / case["step_s"] <= 1.2
     return held, time
 
@@ -128,13 +131,21 @@ def test_memory_and_step_are_those_of_compiled_programs(at):
     check(COMPILED[at])
 
 
+def off_axes(case):
+    """Mesh axes of a hundredth of the bytes or more, and by how much the estimate of each is off."""
+    _, time = estimated(case)
+    least = sum(case["sent_bytes"].values()) / 100
+    return {axes: time.sent_bytes.get(axes, 0) / sent - 1 for axes, sent in case["sent_bytes"].items() if sent >= least}
+
+
 @pytest.mark.pod  # tracing them asks for cuDNN
-def test_axes_send_what_compiled_programs_send():
-    """Within 2 %: weights over fsdp, activations over tensor, and gradients over data."""
-    for at, axis in ((0, "fsdp"), (6, "tensor"), (6, "fsdp"), (10, "tensor"), (10, "fsdp")):
-        case = next(one for one in [COMPILED[at]] if axis in one["sent_bytes"])
-        _, time = estimated(case)
-        assert time.sent_bytes[axis] == pytest.approx(case["sent_bytes"][axis], rel=0.02)
+@pytest.mark.parametrize("at", [0, 1, 6, 9, 15, 25])
+def test_axes_send_what_compiled_programs_send(at):
+    """Weights over fsdp, activations over tensor, rows of tokens, with prefetch and without."""
+    off = off_axes(COMPILED[at])
+    assert off
+    # What stages hand on lies as XLA chose.
+    assert all(abs(error) <= 0.02 for axes, error in off.items() if axes != "stage"), off
 
 
 @pytest.mark.pod  # tracing them asks for cuDNN
@@ -149,35 +160,74 @@ def test_the_order_of_exposed_communication_is_that_of_compiled_programs():
     assert agree / len(pairs) >= 0.6  # Kendall's τ
 
 
+HELD_OUT = 6
+"""The last cases were compiled when the model of memory was made, and change nothing in it."""
+
+
 @pytest.mark.matrix
 def test_most_peaks_are_within_a_tenth():
-    near = sum(abs(estimated(one)[0].peak_bytes / one["peak_bytes"] - 1) <= 0.1 for one in COMPILED)
-    assert near >= 20
-    assert near >= len(COMPILED) * 3 / 4
+    near = [abs(estimated(one)[0].peak_bytes / one["peak_bytes"] - 1) <= 0.1 for one in COMPILED]
+    assert sum(near) >= len(COMPILED) * 5 / 6
+    assert sum(near[-HELD_OUT:]) >= HELD_OUT * 5 / 6
+
+
+@pytest.mark.matrix
+def test_nearly_all_axes_send_what_compiled_programs_send():
+    off = [error for one in COMPILED for error in off_axes(one).values()]
+    assert sum(abs(error) <= 0.02 for error in off) >= 0.9 * len(off)
+
+
+TABLE = Path(__file__).parent / "compiled.txt"
+
+
+def written():
+    """Every case with what was told of it, what the compiler said, and by how much they differ."""
+    lines = ["    peak compiled   off      step simulated   off"]
+    for one in COMPILED:
+        held, time = estimated(one)
+        peaks, steps = (held.peak_bytes / 1e9, one["peak_bytes"] / 1e9), (time.step_s, one["step_s"])
+        figures = f"{peaks[0]:5.1f} GB {peaks[1]:5.1f} GB {peaks[0] / peaks[1] - 1:+5.0%} "
+        figures += f"{steps[0]:7.2f} s {steps[1]:7.2f} s {steps[0] / steps[1] - 1:+5.0%}"
+        lines.append(f"{figures}  {one['recipe']} {one['cluster']} {' '.join(one['fields'])}".rstrip())
+    return "\n".join([*lines, ""])
+
+
+@pytest.mark.matrix
+def test_the_table_of_cases_is_up_to_date():
+    assert written() == TABLE.read_text(encoding="utf-8")
 
 
 # ---- The search ------------------------------------------------------------------------------------------------------
 
 
-def test_no_layout_beats_the_best(small):
-    """Every mesh, strategy, policy and number of micro-steps on eight GPUs with little memory."""
-    gpu = dataclasses.replace(parse_cluster("h100:1x8").gpu, memory_bytes=25e6)
-    cluster = dataclasses.replace(parse_cluster("h100:1x8"), gpu=gpu)
-    search = Search(small, cluster)
-    best = search.best(3)
-    quickest = []
+def with_memory(name, memory_bytes):
+    cluster = parse_cluster(name)
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=memory_bytes))
+
+
+def exhaustive(search):
+    """Step times of every mesh, strategy, policy and number of micro-steps that fit."""
+    quickest, work = [], search.workload
     for sizes in search.meshes():
         for strategy in search.strategies(sizes):
             for remat, count in itertools.product((None, "dots", "full"), (1,) if strategy.pipeline else (1, 2, 4)):
                 layout = Layout(mesh=mp.MeshSpec(**sizes), strategy=strategy, remat=remat, accumulate=count)
                 try:
                     placed = search.placer.place(sizes, strategy)
+                    if work.rows % (placed.batch_ways * layout.microbatches):
+                        continue
                     held = memory.estimate(placed, layout)
+                    if held.peak_bytes <= search.limit_bytes:
+                        quickest.append(search.clock.estimate(placed, layout, held).step_s)
                 except mp.MeshparError:
                     continue
-                pieces = placed.batch_ways * layout.microbatches
-                if held.peak_bytes <= search.limit_bytes and small.rows % pieces == 0:
-                    quickest.append(search.clock.estimate(placed, layout, held).step_s)
+    return quickest
+
+
+def test_no_layout_beats_the_best(small):
+    """On eight GPUs with little memory."""
+    search = Search(small, with_memory("h100:1x8", 25e6))
+    best, quickest = search.best(3), exhaustive(search)
     assert len(best) == 3
     assert len(quickest) > 50
     assert best[0].time.step_s == pytest.approx(min(quickest))
@@ -185,15 +235,48 @@ def test_no_layout_beats_the_best(small):
     assert [one.time.step_s for one in best] == sorted(one.time.step_s for one in best)
 
 
-def test_more_gpus_never_hold_more_state_and_sums_send_no_less_than_the_bound(small):
-    placer, before = Placer(small), np.inf
-    for ranks in (1, 2, 4, 8):
-        placed = placer.place(dict(mp.MeshSpec(fsdp=ranks)), mp.fsdp())
-        assert placed.state_bytes <= before
-        before = placed.state_bytes
-    layout = Layout(mesh=mp.MeshSpec(data=8), strategy=mp.ddp())
-    found = Search(small, parse_cluster("h100:1x8")).estimate(layout)
-    assert found.time.sent_bytes["data"] >= 2 * 7 / 8 * 4 * CONFIG.num_params
+@pytest.mark.matrix
+@settings(deadline=None, max_examples=20)
+@given(
+    nodes=st.sampled_from([1, 2, 4]), per_node=st.sampled_from([1, 2, 4, 8]), memory_bytes=st.floats(10e6, 200e6),
+    rows=st.sampled_from([4, 8, 16, 24]),
+)  # fmt: skip
+def test_no_layout_beats_the_best_of_any_small_cluster(small, nodes, per_node, memory_bytes, rows):
+    tokens_of = small.tokens // small.rows
+    work = dataclasses.replace(small, rows=rows, tokens=rows * tokens_of, batch=tokens(rows, tokens_of))
+    search = Search(work, with_memory(f"h100:{nodes}x{per_node}", memory_bytes))
+    best, quickest = search.best(1), exhaustive(search)
+    assert bool(best) == bool(quickest)
+    if best:
+        assert best[0].time.step_s <= min(quickest) * (1 + 1e-9)
+        assert best[0].memory.peak_bytes <= search.limit_bytes
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    strategy=st.sampled_from(["zero1()", "zero2()", "fsdp()", "fsdp(prefetch=1)", "fsdp() | tensor_parallel()"]),
+    tensor=st.sampled_from([1, 2]), ranks=st.sampled_from([1, 2, 4, 8]), more=st.sampled_from([2, 4]),
+)  # fmt: skip
+def test_more_gpus_never_hold_more_state_and_sums_send_no_less_than_the_bound(small, strategy, tensor, ranks, more):
+    placer, strategy = Placer(small), mp.parallel.parse_strategy(strategy)
+    states = [
+        placer.place(dict(mp.MeshSpec(fsdp=count, tensor=tensor)), strategy).state_bytes
+        for count in (ranks, ranks * more)
+    ]
+    assert states[0] >= states[1]
+    # Gradients of all but the table, whose rows may travel: what a scatter sends of them at the least.
+    count = min(ranks * more, 16)
+    layout = Layout(mesh=mp.MeshSpec(fsdp=count), strategy=mp.fsdp())
+    sent = Search(small, parse_cluster(f"h100:{count}x1")).estimate(layout).time.sent_bytes["fsdp"]
+    assert sent >= (count - 1) / count * 4 * (CONFIG.num_params - CONFIG.vocab_size * CONFIG.embed_dim)
+
+
+def test_as_many_heads_of_a_group_as_groups_are_not_split_twice():
+    """Arrays of blockwise attention have a dim of groups and one of their heads: here both are of size 4."""
+    config = dataclasses.replace(CONFIG, num_heads=16, num_kv_heads=4, head_dim=16, attention="blockwise")
+    search = Search(workload(config, 8, 64), parse_cluster("h100:1x8"))
+    layout = Layout(mesh=mp.MeshSpec(fsdp=4, tensor=2), strategy=mp.fsdp() | mp.tensor_parallel())
+    assert search.estimate(layout).memory.kept_bytes > 0
 
 
 def test_a_part_takes_part_by_its_answers(small, monkeypatch):
@@ -230,10 +313,19 @@ def test_plans_are_values(plans, tmp_path):
     changed = dataclasses.replace(again, plans=again.plans[1:])
     assert changed.diff(again)[0] == f"only there: {plans[0].layout.label}"
     shown = str(plans)
-    for text in ("the best 3 of", "an assumed 65% of the data sheet's peak", "begin with ddp()"):
+    for text in ("the best 3 layouts of", "an assumed 65% of the data sheet's peak", "begin with ddp()"):
         assert text in shown
     with pytest.raises(mp.MeshparError, match="it remembers no model"):
         again.why_not(mesh="fsdp=8")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    for change, text in (
+        ({"colour": 1}, "read `colour`, but a Plans has no such field"),
+        ({"rates": None}, "lacks it"),
+    ):
+        kept = {key: value for key, value in {**data, **change}.items() if value is not None}
+        (tmp_path / "other.json").write_text(json.dumps(kept))
+        with pytest.raises(mp.MeshparError, match=text):
+            load_plans(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +336,7 @@ def test_plans_are_values(plans, tmp_path):
         ({"mesh": "fsdp=3"}, "the sizes given multiply to 3"),
         ({"mesh": "stage=8", "strategy": "pipeline_parallel(stages=8, microbatches=2) | ddp()"}, "4 stacked layers"),
         ({"mesh": "fsdp=8", "strategy": "fsdp()", "accumulate": 3}, "cut a batch of 16 rows into 24"),
+        ({"mesh": "foo=8"}, "its 8 ranks would repeat the same rows"),
     ],
 )
 def test_why_not(plans, asked, answer):
@@ -255,11 +348,30 @@ def test_mistakes_say_what_is_short_and_what_would_fit():
     cluster = dataclasses.replace(parse_cluster("h100:1x2"), gpu=small)
     with pytest.raises(mp.MeshparError, match=r"the smallest layout found takes .* too much .* take about \d+ nodes"):
         mp.plan(CONFIG, tokens(16, 64), cluster)
-    for given, text in (("h1000:1x8", "h100"), ("h100:0x8", "a cluster has at least one")):
+    for named, text in (("h1000:1x8", "h100"), ("h100:0x8", "a cluster has at least one")):
         with pytest.raises(mp.MeshparError, match=text):
-            mp.plan(CONFIG, tokens(16, 64), given)
+            mp.plan(CONFIG, tokens(16, 64), named)
     with pytest.raises(mp.MeshparError, match="it is a whole number from 1 on"):
         mp.plan(CONFIG, tokens(16, 64), "h100:1x8", top=0)
+
+
+def test_how_a_step_is_cut_is_asked_of_a_strategy(plans):
+    with pytest.raises(mp.MeshparError, match="name the strategy, too"):
+        plans.why_not(mesh="fsdp=8", remat="full")
+
+
+def test_what_does_not_fit_as_compiled_is_left_out_and_the_next_compiled(plans, monkeypatch):
+    told = Compiled(peak_bytes=10**12, sent_bytes={}, exposed_s={}, hidden_fraction=None, step_s=1.0, fits=False)
+    answers = iter([told, dataclasses.replace(told, fits=True), *[told] * 3])
+    monkeypatch.setattr("meshpar.planner.plan.PodProcess", contextlib.nullcontext)
+    monkeypatch.setattr("meshpar.planner.plan.compiled", lambda *_, **__: next(answers))
+    how = plans.search, plans.search.best(3), next_token_loss, 1, {}
+    found, left_out = _verified(*how)
+    assert [one.compiled is not None for one in found] == [True, False]
+    assert "compiled it takes 1 TB" in left_out[0]
+    assert "1 TB" in str(dataclasses.replace(plans, left_out=tuple(left_out)))
+    with pytest.raises(mp.MeshparError, match="does not fit.*look at more than 3: --top 6"):
+        _verified(*how)
 
 
 @pytest.mark.pod
@@ -280,6 +392,12 @@ def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
     assert found.strategy.to_json() == best["layout"]["strategy"]
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
     assert (found.remat, found.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
+    told = ("--cluster", "h100:1x8", "--why-not", "fsdp=8")
+    code, out, _ = meshpar("plan", recipe, *told, "--json", *fields)
+    assert "times the best" in json.loads(out)["why_not"]
+    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--why-not", "")
+    assert code == 2
+    assert "it names the axes of one" in error
     code, _, error = meshpar("train", recipe, "--plan", tmp_path / "none.json")
     assert code == 2
     assert "write them with meshpar plan" in error

@@ -5,7 +5,7 @@
     Llama 3.1 8B, 128 GPUs     6,514            +31 %    the same
     Llama 2 7B, 8 GPUs         11,361           +6 %     rows of a GPU are assumed
     Llama 3.1 70B, 256 GPUs    829              -11 %    its products ran in 8 bits, and are told in 16
-    Llama 3.1 405B, 512 GPUs   100              -15 %    the same, and our executor moves more
+    Llama 3.1 405B, 512 GPUs   100              -16 %    the same, and our executor moves more
 
 torchtitan reports bandwidth and memory of its GPUs, which are told so, with the peak of an H100 NVL, the lower of the
 two between which it puts theirs.

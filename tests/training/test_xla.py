@@ -86,8 +86,8 @@ def test_a_strategy_that_prefetches_brings_what_it_needs():
         ({"xla_gpu_no_such": 1}, "No such compile option.*flags"),
         ({"xla_gpu_enable_latency_hiding_schedule": True}, f"did you mean {SCHEDULER}"),
         ({THRESHOLD: "many"}, "not a valid int64"),
-        ({"--" + THRESHOLD: 1}, "begin with xla_"),
-        ({THRESHOLD: None}, "begin with xla_"),
+        ({"--" + THRESHOLD: 1}, "names of XLA's options begin with xla_"),
+        ({THRESHOLD: None}, "no NoneType"),
     ],
 )
 def test_an_option_that_xla_has_not_is_told_before_the_step_is_traced(mesh8, options, wanted):
@@ -178,6 +178,16 @@ def test_an_option_has_no_fields(meshpar):
     assert code == 2
     assert "`xla.xla_no.such`" in error
     assert "has no fields" in error
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [("nope=3", "begin with xla_"), ("xla_no_such=1", "No such compile option"), ("xla_foo", "=, and its value")],
+)
+def test_shard_takes_no_option_that_xla_has_not(meshpar, option, wanted):
+    code, _, error = meshpar("shard", "recipes/gpt_stdlib.py", "--devices", "8", "--xla", option)
+    assert code == 2
+    assert wanted in error
 
 
 class Compiled(Exception):

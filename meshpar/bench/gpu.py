@@ -1,0 +1,114 @@
+"""The products of a device: FLOP/s of square bfloat16 matmuls by size, and what copies move, for a profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.bench.report import seconds_of
+from meshpar.planner import cost
+from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_profile
+from meshpar.planner.units import si
+from meshpar.sharding.printing import Plain, Printed, table
+from meshpar.sharding.types import is_whole, near, problem
+
+SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
+SMALL = (64, 128, 256, 512)
+"""On CPUs."""
+TARGET_S = 0.05
+"""A measured run is about so long."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Products(Printed, Plain):
+    """What was measured on one device. Prints as a table."""
+
+    device: str
+    """As jax calls its kind."""
+    dtype: str
+    flops_per_s: dict[int, float]
+    """By n of `[n, n] @ [n, n]`: medians."""
+    bytes_per_s: float
+    """What a copy of a large array reads and writes in a second."""
+    source: str
+
+    def profile(self, path: str | Path) -> Cluster:
+        """A cluster with these products: the one that a file holds, else one node of this GPU.
+
+        Raises:
+          ValueError: a device that the catalogue does not know, or a file of other devices.
+        """
+        gpu = gpu_of_kind(self.device)
+        if gpu is None:
+            exists = "the catalogue does not know it: there is nothing to plan for"
+            raise problem(f"the profile of a `{self.device}`", "hold its products", exists, "measure on a GPU it knows")
+        known = parse_profile(str(path)) if Path(path).exists() else None
+        if known is None:
+            known = cluster_of(gpu, nodes=1, gpus_per_node=jax.local_device_count())
+        if not isinstance(known, Cluster) or known.gpu.name != gpu.name:
+            exists = f"it holds {known.name}"
+            raise problem(f"profile `{path}`", f"add products of a {gpu.name} to it", exists, "name another file")
+        source = "; ".join(filter(None, (known.source, self.source)))
+        return dataclasses.replace(known, products=self.flops_per_s, source=source)
+
+    def __rich__(self) -> Any:
+        gpu = gpu_of_kind(self.device)
+        peak = None if gpu is None else gpu.bf16_flops_per_s
+        rows = [
+            (f"{n:,}", si(rate, "FLOP/s"), "" if peak is None else f"{rate / peak:.0%}")
+            for n, rate in self.flops_per_s.items()
+        ]
+        caption = f"copies move {si(self.bytes_per_s, 'B/s')}; {self.source}"
+        return table(f"{self.device}: {self.dtype} products", ("n", "rate", "of the data sheet"), rows, caption=caption)
+
+
+def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int = 5) -> Products:
+    """Measure products of square matrices and a copy on the first device.
+
+    Args:
+      sizes: n of each; none: `SIZES`, on CPUs `SMALL`.
+      dtype: `bfloat16`, `float16` or `float32`.
+      repeats: runs of each, of which the median is kept.
+
+    Raises:
+      ValueError: sizes or repeats that are no whole numbers from 1 on, or another dtype.
+    """
+    device = jax.devices()[0]
+    sizes = sizes or (SMALL if device.platform == "cpu" else SIZES)
+    if not all(is_whole(n, 1) for n in (*sizes, repeats)):
+        exists = "sizes and repeats are whole numbers from 1 on"
+        raise problem("bench gpu", f"measure {tuple(sizes)} {repeats} times", exists, "give 1024, say")
+    if dtype not in (known := ("bfloat16", "float16", "float32")):
+        raise problem("bench gpu", f"multiply in {dtype}", f"it is one of {', '.join(known)}", near(dtype, known))
+    rates = {n: cost.matmul_flops(n, n, n) / _product_s(n, dtype, repeats) for n in sorted(sizes)}
+    x = jnp.ones((max(sizes) * max(sizes) * 4,), jnp.float32)
+    copied_s = _time_s(lambda x, times: jax.lax.fori_loop(0, times, lambda _, x: x + 1, x), x, repeats)
+    today = datetime.date.today().isoformat()
+    return Products(
+        device=device.device_kind, dtype=dtype, flops_per_s=rates, bytes_per_s=2 * x.nbytes / copied_s,
+        source=f"meshpar bench gpu, jax {jax.__version__}, {device.device_kind}, {today}",
+    )  # fmt: skip
+
+
+def _product_s(n: int, dtype: str, repeats: int) -> float:
+    """Of one product: each is of the one before, so that none is left out."""
+    numbers = np.random.default_rng(0)
+    a, b = (jnp.asarray(numbers.normal(size=(n, n)) / n**0.5, dtype) for _ in range(2))
+    return _time_s(lambda x, times: jax.lax.fori_loop(0, times, lambda _, x: x @ b, x), a, repeats)
+
+
+def _time_s(run: Any, x: jax.Array, repeats: int) -> float:
+    program = jax.jit(run)
+    jax.block_until_ready(program(x, 1))
+    once_s = seconds_of(lambda: jax.block_until_ready(program(x, 2))) / 2
+    times = max(1, round(TARGET_S / max(once_s, 1e-7)))
+    took_s = [seconds_of(lambda: jax.block_until_ready(program(x, times))) for _ in range(repeats)]
+    return statistics.median(took_s) / times

@@ -1,0 +1,90 @@
+"""Products measured by size, as a profile that plans take in place of an assumed share of the peak."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.bench.gpu import Products, products
+from meshpar.models import next_token_loss
+from meshpar.planner.hardware import Link, cluster_of, gpu_by_name, parse_cluster
+from meshpar.planner.layout import Layout, Placer
+from meshpar.planner.search import Search
+from meshpar.planner.steptime import Clock, product_size
+from meshpar.planner.workload import describe
+from tests.compiled.planted import CONFIG
+
+MEASURED = Products(
+    device=gpu_by_name("h100").device_kinds[0], dtype="bfloat16", flops_per_s={16: 1e12, 1024: 3e14, 8192: 7e14},
+    bytes_per_s=2.9e12, source="meshpar bench gpu, here",
+)  # fmt: skip
+
+
+def test_what_is_measured_here(meshpar):
+    code, out, _ = meshpar("bench", "gpu", "--size", "8", "--size", "16", "--repeats", "2", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert list(found["flops_per_s"]) == ["8", "16"]
+    assert all(rate > 0 for rate in (*found["flops_per_s"].values(), found["bytes_per_s"]))
+    assert "8" in str(products(sizes=(8,), repeats=1))
+
+
+def test_a_profile_gets_them_beside_its_links(tmp_path):
+    file = tmp_path / "my.json"
+    MEASURED.profile(file).save(file)
+    found = parse_cluster(str(file))
+    assert found.products == MEASURED.flops_per_s
+    usual = cluster_of(gpu_by_name("h100"), nodes=4, gpus_per_node=8)
+    link = Link(alpha_s=1e-5, bytes_per_s=1e11)
+    dataclasses.replace(usual, axes={"fsdp": link}, source="links").save(file)
+    both = MEASURED.profile(file)
+    assert (both.nodes, both.axes, both.source) == (4, {"fsdp": link}, "links; meshpar bench gpu, here")
+    file.write_text(json.dumps({**both.to_json(), "products": {"4096": -1}}))
+    with pytest.raises(mp.MeshparError, match="FLOP/s by the size of the matrices"):
+        parse_cluster(str(file))
+
+
+def test_plans_take_the_rate_of_their_own_products(tmp_path):
+    batch = {name: jax.ShapeDtypeStruct((64, 64), np.int32) for name in ("inputs", "targets")}
+    how = {"tx": optax.adamw(1e-3), "precision": mp.Precision(compute="bfloat16")}
+    work = describe(CONFIG.build(), batch, next_token_loss, **how)
+    cluster = MEASURED.profile(tmp_path / "none.json")
+    strategy, sizes = mp.fsdp(), dict(mp.MeshSpec(fsdp=cluster.num_devices))
+    placed, search = Placer(work).place(sizes, strategy), Search(work, cluster)
+    times, of_size = [], []
+    for count in (1, 2, 8):
+        layout = Layout(mesh=mp.MeshSpec(fsdp=cluster.num_devices), strategy=strategy, accumulate=count)
+        times.append(search.estimate(layout).time.compute_s)
+        of_size.append(product_size(placed, layout))
+    assert times == sorted(times)  # smaller products, less efficient
+    assert times[2] > 1.2 * times[0]
+    # Eight times fewer tokens: half the n. On average as many numbers as a matrix of a layer has.
+    assert of_size[0] == pytest.approx(2 * of_size[2])
+    assert "the rates measured of matrices of 16 to 8,192 (meshpar bench gpu, here)" in search.rates
+    assert Clock(cluster, efficiency=1.0).source == "an assumed 100% of the data sheet's peak"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: products(sizes=(0,)), "whole numbers from 1 on"),
+        (lambda: products(dtype="int8"), "it is one of bfloat16"),
+        (lambda: products(sizes=(8,), repeats=1).profile("my.json"), "the catalogue does not know it"),
+    ],
+)
+def test_mistakes(make, text):
+    with pytest.raises(mp.MeshparError, match=text):
+        make()
+
+
+def test_products_are_not_added_to_a_profile_of_another_gpu(tmp_path):
+    file = tmp_path / "other.json"
+    cluster_of(gpu_by_name("a100"), nodes=1, gpus_per_node=8).save(file)
+    with pytest.raises(mp.MeshparError, match="add products of a h100"):
+        MEASURED.profile(file)

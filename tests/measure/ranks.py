@@ -1,0 +1,141 @@
+"""Ten layouts of a small model on eight host devices, told and timed: `python -m tests.measure.ranks`.
+
+Wants an idle machine: the devices share its cores, and layouts differ by less than other work on them. The planner
+goes by a profile measured just before: links along a mesh axis (`meshpar bench collectives`), products by size
+(`meshpar bench gpu`), of which eight devices on one machine have an eighth each. Prints told and measured step times
+and Kendall's τ of the two orders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+from collections.abc import Sequence
+
+if __name__ == "__main__":  # before jax is imported
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+import optax
+import rich
+
+import meshpar as mp
+from meshpar.bench.gpu import products
+from meshpar.bench.kernels import collectives
+from meshpar.bench.report import Figures, Measure, load, quartiles, seconds_of
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.parallel import parse_strategy
+from meshpar.planner.hardware import Cluster, cluster_of, gpu_by_name
+from meshpar.planner.layout import Layout
+from meshpar.planner.search import Search
+from meshpar.planner.workload import describe
+
+CONFIG = TransformerConfig(
+    vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=1024
+)
+ROWS, LENGTH, DEVICES = 32, 64, 8
+LAYOUTS: tuple[tuple[str, str, str | None, int], ...] = (
+    ("data=8", "ddp()", None, 1),
+    ("fsdp=8", "zero1()", None, 1),
+    ("fsdp=8", "fsdp()", None, 1),
+    ("fsdp=8", "fsdp()", "full", 1),
+    ("fsdp=8", "fsdp()", None, 4),
+    ("fsdp=4,tensor=2", "fsdp() | tensor_parallel()", None, 1),
+    ("fsdp=2,tensor=4", "fsdp() | tensor_parallel()", None, 1),
+    ("tensor=8", "ddp() | tensor_parallel(sequence=True)", None, 1),
+    ("tensor=8", "ddp() | tensor_parallel(sequence=True)", "full", 4),
+    ("data=2,stage=4", "pipeline_parallel(stages=4, microbatches=8) | ddp()", None, 1),
+)
+"""Mesh, strategy, recomputation, micro-steps."""
+FLOAT32 = mp.Precision()
+
+
+def profile() -> Cluster:
+    """The host devices as a cluster: what was measured of links and products."""
+    links = collectives("data=8", names=("all_reduce",), algorithms=("ring",), max_bytes=4e6, repeats=3)
+    fit = links.fit("data", "axes")
+    made = products(dtype="float32", repeats=3)
+    each = {n: rate / DEVICES for n, rate in made.flops_per_s.items()}
+    usual = cluster_of(gpu_by_name("h100"), nodes=1, gpus_per_node=DEVICES)
+    gpu = dataclasses.replace(
+        usual.gpu, fp32_flops_per_s=max(each.values()), memory_bytes_per_s=made.bytes_per_s / DEVICES, memory_bytes=1e12
+    )
+    link = fit.link if fit is not None and fit.link is not None else usual.inside
+    return dataclasses.replace(usual, gpu=gpu, inside=link, products=each, source=made.source)
+
+
+def layouts(chosen: Sequence[tuple[str, str, str | None, int]] = LAYOUTS) -> list[Layout]:
+    return [
+        Layout(mesh=mp.MeshSpec.parse(mesh), strategy=parse_strategy(strategy), remat=remat, accumulate=count)
+        for mesh, strategy, remat, count in chosen
+    ]
+
+
+def told(cluster: Cluster, wanted: Sequence[Layout]) -> list[float]:
+    """Step times by the planner."""
+    batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32) for name in ("inputs", "targets")}
+    work = describe(CONFIG.build(), batch, next_token_loss, tx=optax.adamw(1e-3), precision=FLOAT32)
+    search = Search(work, cluster)
+    return [search.estimate(layout).time.step_s for layout in wanted]
+
+
+def measured(wanted: Sequence[Layout], *, repeats: int) -> list[list[float]]:
+    """Seconds of steps, round by round, of every layout."""
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (ROWS, LENGTH)).astype(np.int32)
+    runs = []
+    for layout in wanted:
+        mesh = layout.mesh.build(jax.devices()[:DEVICES])
+        how = {"mesh": mesh, "strategy": layout.strategy, "key": jax.random.key(0)}
+        state = mp.init_state(CONFIG.build(), optax.adamw(1e-3), **how)
+        step = mp.train_step(next_token_loss, accumulate=layout.accumulate, remat=layout.remat, precision=FLOAT32)
+        runs.append(_Run(step, state, {"inputs": tokens, "targets": tokens}))
+    return [list(each) for each in zip(*([run() for run in runs] for _ in range(repeats)), strict=True)]
+
+
+class _Run:
+    def __init__(self, step: mp.TrainStep, state: mp.TrainState, batch: dict[str, np.ndarray]) -> None:
+        self.step, self.state, self.batch = step, state, batch
+        self()
+
+    def __call__(self) -> float:
+        """Seconds of one step."""
+
+        def run() -> None:
+            self.state, metrics = self.step(self.state, self.batch)
+            jax.block_until_ready(metrics)
+
+        return seconds_of(run)
+
+
+def kendall(first: Sequence[float], second: Sequence[float]) -> float:
+    """τ: pairs in the same order less those in the other, of all."""
+    pairs = list(itertools.combinations(range(len(first)), 2))
+    return float(sum(np.sign((first[a] - first[b]) * (second[a] - second[b])) for a, b in pairs)) / len(pairs)
+
+
+def ranked(chosen: Sequence[tuple[str, str, str | None, int]] = LAYOUTS, *, repeats: int = 7) -> Figures:
+    """Told and measured step times of every layout, and how alike their orders are."""
+    wanted = layouts(chosen)
+    estimates, times = told(profile(), wanted), measured(wanted, repeats=repeats)
+    rows = []
+    for layout, estimate, each in zip(wanted, estimates, times, strict=True):
+        low, middle, high = quartiles(each)
+        detail = f"told {1e3 * estimate:.0f} ms"
+        ms = {"value": 1e3 * middle, "low": 1e3 * low, "high": 1e3 * high}
+        rows.append(Measure(name=layout.label, unit="ms", detail=detail, **ms))
+    tau = kendall(estimates, [float(np.median(each)) for each in times])
+    return Figures(title=f"step times of layouts, Kendall's τ {tau:.2f}; {load()}", measures=tuple(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=7, help="rounds; the median is kept")
+    rich.print(ranked(repeats=parser.parse_args().repeats))
+
+
+if __name__ == "__main__":
+    main()

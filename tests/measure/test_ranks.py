@@ -1,0 +1,27 @@
+"""What the measurement of ranks rests on: orders compared by pairs, every layout told and timed."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshpar.planner.hardware import parse_cluster
+from tests.measure.ranks import LAYOUTS, kendall, layouts, ranked, told
+
+
+def test_orders_are_compared_pair_by_pair():
+    assert kendall([1, 2, 3, 4], [10, 20, 30, 40]) == 1
+    assert kendall([1, 2, 3, 4], [4, 3, 2, 1]) == -1
+    assert kendall([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.matrix
+def test_every_layout_is_told():
+    times = told(parse_cluster("h100:1x8"), layouts())
+    assert len(set(times)) == len(LAYOUTS)
+
+
+@pytest.mark.matrix
+def test_a_row_for_each_layout():
+    found = ranked(LAYOUTS[1:3], repeats=1)
+    assert [one.name for one in found.measures] == ["fsdp=8 · zero1()", "fsdp=8 · fsdp()"]
+    assert "Kendall" in found.title
