@@ -84,6 +84,9 @@ class Promise(Plain):
     """Messages of `shard_map` kernels, ours and the user's: as many as the traced step asks for, at the most."""
     small: tuple[Line, ...] = ()
     """Losses, metrics, norms."""
+    untold: tuple[Line, ...] = ()
+    """Over axes that path rules split parameters without names by: nothing says what activations send over these."""
+    untold_axes: tuple[str, ...] = ()
 
 
 # ---- What was found --------------------------------------------------------------------------------------------------
@@ -236,6 +239,7 @@ def hold(
     micro_steps: int = 1,
     longest: int = 0,
     batch_axes: Collection[str] = (),
+    untold_axes: Collection[str] = (),
 ) -> Promise:
     """Holds a program's collectives to what was promised, and to what its kernels were traced to send.
 
@@ -247,6 +251,7 @@ def hold(
       micro_steps: the step's `accumulate`, to tell the loop over them from the one over layers.
       longest: the longest dim of a parameter; what is summed over the batch and no longer is bookkeeping.
       batch_axes: over which gradients are summed.
+      untold_axes: of which no promise is made.
     """
     found = [part for one in collectives for part in per_array(one)]
     traced = _Traced(messages, sizes)
@@ -262,7 +267,7 @@ def hold(
     pool.stacks = frozenset(one.stack for one in promises if one.stack > 1)
     claims = _claimed(promises, pool)
     summed = {axis for one in promises if one.role == GRADIENTS for axis in one.axes} | set(batch_axes)
-    by_kind: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "unexpected": []}
+    by_kind: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "untold": [], "unexpected": []}
     for at, (one, runs) in enumerate(pool.left):
         beyond = one.count_per_step - served.get(at, one.count_per_step)
         if _is_bookkeeping(one, longest, summed):
@@ -271,7 +276,9 @@ def hold(
         # XLA may move a kernel's message, by which it loses its name.
         moved = runs if is_kernels[at] else traced.serve(one, runs)
         by_kind["kernels"].append((one, moved))
-        by_kind["unexpected"].append((one, runs - moved + beyond))
+        # Axes of no one shape come from moves between layouts, some of which are over these axes.
+        is_untold = bool(untold_axes) and (set(one.axes) & set(untold_axes) or not set(one.axes) <= sizes.keys())
+        by_kind["untold" if is_untold else "unexpected"].append((one, runs - moved + beyond))
     by_kind = {name: [(one, runs) for one, runs in items if runs] for name, items in by_kind.items()}
     return Promise(
         kept=_joined(line for claim in claims for line in _kept(claim, pool.sizes)),
@@ -279,6 +286,8 @@ def hold(
         unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes),
         kernels=_joined(_loose(f"kernel `{one.module or one.op_name}`", one, runs) for one, runs in by_kind["kernels"]),
         small=_joined(_loose("losses, metrics, norms, statistics", *item) for item in by_kind["small"]),
+        untold=_joined(_loose("activations", *item) for item in by_kind["untold"]),
+        untold_axes=tuple(axis for axis in sizes if axis in untold_axes),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -186,10 +187,6 @@ class _Nnx:
         return _split(module).extra
 
 
-_METHODS = ("__call__", "attend")
-"""By which modules hand on."""
-
-
 def _nnx_modules(module: Any) -> Any:
     """An NNX module, fresh from `nnx.merge`: it, and the modules in it, hold what they give."""
     from flax import nnx
@@ -201,6 +198,16 @@ def _nnx_modules(module: Any) -> Any:
     return module
 
 
+def _handing_on(cls: Any) -> Iterator[str]:
+    """Methods by which a module hands on: those that are called from outside, and not those of every module."""
+    from flax import nnx
+
+    for name in dir(cls):
+        is_own = name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
+        if is_own and inspect.isfunction(inspect.getattr_static(cls, name)):
+            yield name
+
+
 @functools.lru_cache(maxsize=4096)
 def _holding(cls: Any, path: str) -> Any:
     def holding(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +217,7 @@ def _holding(cls: Any, path: str) -> Any:
 
         return held
 
-    methods = {name: holding(getattr(cls, name)) for name in _METHODS if hasattr(cls, name)}
+    methods = {name: holding(getattr(cls, name)) for name in _handing_on(cls)}
     return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods})
 
 

@@ -18,7 +18,17 @@ from meshpar.sharding.context import apart, tracing
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
-from meshpar.sharding.types import AnyMesh, Leaf, PyTree, is_spec, near_or, problem, tree_leaves_with_paths
+from meshpar.sharding.types import (
+    AnyMesh,
+    Leaf,
+    PyTree,
+    axes_of_spec,
+    axis_sizes,
+    is_spec,
+    near_or,
+    problem,
+    tree_leaves_with_paths,
+)
 from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.precision import Precision, cast_floating
 
@@ -48,6 +58,14 @@ class Setup:
     def batch_axes(self) -> tuple[str, ...]:
         """Mesh axes of more than one rank that split the batch."""
         return split_by(self.batch_sharding)
+
+    @functools.cached_property
+    def splitting_modules(self) -> frozenset[str]:
+        """Modules with a parameter of their own that is split over axes that do not split the batch."""
+        sizes, batch = axis_sizes(self.mesh), set(self.batch_axes)
+        return frozenset(
+            one.path.rpartition("/")[0] for one in self.table.params if set(axes_of_spec(one.spec, sizes)) - batch
+        )
 
     @property
     def is_frozen(self) -> tuple[bool, ...]:
