@@ -19,7 +19,7 @@ from meshpar.compiled.cells import Cells
 from meshpar.compiled.census import Collective, census, on_stage
 from meshpar.compiled.clock.prediction import compute, overlap, why_not_timed
 from meshpar.compiled.clock.timeline import Timeline, timeline
-from meshpar.compiled.holding import Promise, hold, most_of
+from meshpar.compiled.holding import SMALL_SHARE, Promise, hold, most_of
 from meshpar.compiled.lint import Finding, lint
 from meshpar.compiled.memory import memory, remedies
 from meshpar.compiled.model_flops import model_flops, traced_alone
@@ -171,6 +171,7 @@ def held_to(
         promises = promised(
             setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows, vocab_chunks=chunks, uses=uses
         )
+        limits["small_share"] = SMALL_SHARE if uses else 0.0
         limits["untold_axes"] = facts_of(setup, options, batch, uses=uses).untold_axes
         return hold(promises, collectives, sent, micro_steps=options.accumulate, **limits)
     sent = () if jaxpr is None else messages(jaxpr, Cells(parts.schedule))

@@ -35,9 +35,10 @@ def uses(jaxpr: core.Jaxpr, num_params: int) -> tuple[Uses, ...]:
       many rows are looked up in it.
     """
     counts: dict[Any, Counter[int]] = {}
-    _count(jaxpr, {x: x.aval.size for x in jaxpr.invars[:num_params]}, counts, {x: x for x in jaxpr.invars}, 1)
+    params: list[Any] = jaxpr.invars[:num_params]
+    _count(jaxpr, {x: x.aval.size for x in params}, counts, {x: x for x in params}, 1)
     found = []
-    for x in jaxpr.invars[:num_params]:
+    for x in params:
         sizes = counts.get(x, Counter())
         rows = counts.get((x, "rows"), Counter()).total()
         slices = tuple(sorted((n, k) for n, k in sizes.items() if n != x.aval.size))
@@ -50,6 +51,7 @@ def _count(
 ) -> None:
     """Adds to `counts` what equations do with the variables in `sizes`, each of which is (a slice of) a parameter."""
     of, sizes = dict(of), dict(sizes)
+    eqn: Any
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         taken = [x for x in eqn.invars if not isinstance(x, core.Literal) and x in sizes]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -82,7 +83,7 @@ def _as_used(facts: Facts, weight: Weight, one: Promised) -> Iterator[Promised]:
         return
     is_wide = bool(use.rows) and bool(set(axes_of_spec(weight.decision.spec[1:])) & set(one.axes))
     may_share = bool(facts.untold_axes) and (one.kind == "sum" or leaf.nbytes <= MIN_SHARDED_BYTES)
-    is_due = use.whole and not (use.slices or is_wide or may_share)
+    is_due = bool(use.whole) and not (use.slices or is_wide or may_share)
     times = max(use.whole, 1)
 
     def as_often(one: Promised, times: int, *, is_due: bool) -> Promised:
@@ -102,11 +103,9 @@ def _rows_exchanged(facts: Facts, one: Promised, leaf: Leaf, num_rows: int) -> I
     """Rows that each device looks up in its part of every row of a table, sent to those whose tokens they are."""
     whole = num_rows // facts.ways(facts.batch_axes) * math.prod(leaf.shape[1:])
     most = 2 * facts.micro_steps
-    for kind, elements, dtype in (("exchange", whole, one.dtype), ("gather", num_rows, "s32")):
-        yield dataclasses.replace(
-            one, kind=kind, elements=elements, dtype=dtype, count=(0, most), counts=(), scattered=(), whole=False,
-            stacked=None,
-        )  # fmt: skip
+    free: dict[str, Any] = {"count": (0, most), "counts": (), "scattered": (), "whole": False, "stacked": None}
+    yield dataclasses.replace(one, kind="exchange", elements=whole, **free)
+    yield dataclasses.replace(one, kind="gather", elements=num_rows, dtype="s32", **free)
 
 
 def _as_chunks(facts: Facts, weight: Weight) -> Weight:

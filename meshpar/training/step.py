@@ -23,7 +23,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.activations import check_seen, held_between_modules
-from meshpar.sharding.context import Ambient, ambient, apart, auto_sizes, tracing
+from meshpar.sharding.context import ambient, apart, auto_sizes, tracing
 from meshpar.sharding.types import PyTree, axes_of_spec, near_or, problem, tree_leaves_with_paths
 from meshpar.training.batch import as_given, as_rows, check_batch, with_auto_types
 from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
@@ -98,10 +98,9 @@ class _Program:
 
 
 def _traced(trace: Callable[[TrainState, PyTree], Any], state: TrainState, batch: PyTree) -> Any:
-    try:
+    with contextlib.suppress(_LaysNothingOut):
         return trace(state, batch)
-    except _LaysNothingOut:
-        return trace(state, batch)
+    return trace(state, batch)
 
 
 class TrainStep(_Program):
@@ -383,10 +382,11 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     is_local = all(auto_sizes(here)[axis] == 1 for axis in setup.batch_axes)
     if boundaries.num_held or is_local or not _split_as_batch(setup):
         return
-    if not by_rows:
+    if by_rows:
+        _warn_of_free_activations(setup)
+    elif setup.model.kind != "functions":  # which hand nothing on that could be held
         _LAYS_NOTHING_OUT.add(setup)
         raise _LaysNothingOut
-    _warn_of_free_activations(setup)
 
 
 _LAYS_NOTHING_OUT: weakref.WeakSet[Setup] = weakref.WeakSet()

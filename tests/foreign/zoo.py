@@ -32,8 +32,8 @@ class Case:
     """How a user splits the work of its layers over `tensor`, by path."""
     rules: mp.Rules = dataclasses.field(default_factory=mp.Rules)
     """For names of the model's own; every strategy is joined with them."""
-    rtol: float = 2e-5
-    """Of losses after five steps in float32: sums over devices are taken in another order."""
+    costly: str = "nothing"
+    """Pattern of modules whose activations cannot stay where they are, so that `explain` rightly says so."""
 
 
 def tokens(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -126,7 +126,7 @@ def llama() -> Case:
 
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=SEQ,
+        max_position_embeddings=64,
     )  # fmt: skip
     module = transformers.FlaxLlamaForCausalLM(config, _do_init=False).module
 
@@ -156,7 +156,7 @@ def resnet() -> Case:
         return cross_entropy(logits, batch["targets"])
 
     paths = {r".*/convolution/kernel": (None, None, None, "tensor")}
-    return Case(mp.from_linen(module, PIXELS.transpose(0, 2, 3, 1)), loss, images, paths, rtol=1e-4)
+    return Case(mp.from_linen(module, PIXELS.transpose(0, 2, 3, 1)), loss, images, paths)
 
 
 def bart() -> Case:
@@ -173,7 +173,10 @@ def bart() -> Case:
         places, ones = jnp.broadcast_to(PLACES[:1], ids.shape), jnp.ones_like(ids)
         return cross_entropy(model(ids, ones, ids, ones, places, places).logits, batch["targets"])
 
-    paths = {r".*/(q_proj|k_proj|v_proj|fc1)/kernel": ("fsdp", "tensor"), r".*/(out_proj|fc2)/kernel": ("tensor", "fsdp")}
+    paths = {
+        r".*/(q_proj|k_proj|v_proj|fc1)/kernel": ("fsdp", "tensor"),
+        r".*/(out_proj|fc2)/kernel": ("tensor", "fsdp"),
+    }
     return Case(mp.from_linen(module, IDS, ONES, IDS, ONES, PLACES, PLACES), loss, tokens, paths)
 
 
@@ -214,7 +217,8 @@ def nano_moe() -> Case:
         return cross_entropy(logits, batch["targets"]) + 0.01 * aux
 
     paths = {r".*/expert_\d/Dense_0/kernel": ("fsdp", "tensor"), r".*/expert_\d/Dense_1/kernel": ("tensor", "fsdp")}
-    return Case(mp.from_linen(NanoMoE(config), IDS), loss, tokens, paths)
+    # It picks its experts' outputs by three arrays of indices at once: XLA cannot see that rows stay where they are.
+    return Case(mp.from_linen(NanoMoE(config), IDS), loss, tokens, paths, costly=r".*/MoELayer_.*|.*/NanoMoE")
 
 
 # ---- NNX -------------------------------------------------------------------------------------------------------------
@@ -295,7 +299,9 @@ def graph() -> Case:
 
     return Case(
         mp.from_nnx(lambda rngs: GCN(16, WIDTH, 2, LABELS, rngs=rngs)),
-        lambda model, batch: cross_entropy(jax.vmap(model)(batch["nodes"], batch["edges"]), batch["targets"]),
+        lambda model, batch: cross_entropy(
+            mp.constrain(jax.vmap(model)(batch["nodes"], batch["edges"]), "batch", None, None), batch["targets"]
+        ),
         batch,
         {r".*/kernel": ("fsdp", "tensor")},
     )
@@ -326,7 +332,9 @@ def equinox() -> Case:
             return jax.vmap(lambda x: self.mlp(self.norm(x)))(x)
 
     # What is no array is made once, outside.
-    static = eqx.partition(eqx.filter_eval_shape(Net, jax.random.key(0)), lambda x: isinstance(x, jax.ShapeDtypeStruct))[1]
+    static = eqx.partition(
+        eqx.filter_eval_shape(Net, jax.random.key(0)), lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )[1]
 
     def apply(params, ids):
         logits = jax.vmap(eqx.combine(params, static))(mp.constrain(ids, "batch", None))
