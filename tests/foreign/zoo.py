@@ -13,7 +13,7 @@ import optax
 
 import meshpar as mp
 
-ROWS, SEQ, VOCAB, WIDTH, LABELS = 16, 8, 64, 32, 8
+ROWS, SEQ, VOCAB, WIDTH, LABELS = 32, 8, 64, 32, 8
 IDS = np.zeros((ROWS, SEQ), np.int32)
 ONES = np.ones_like(IDS)
 PLACES = np.broadcast_to(np.arange(SEQ, dtype=np.int32), IDS.shape)

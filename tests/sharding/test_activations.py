@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,26 @@ def test_rules_lay_out_what_named_modules_give(kind):
     assert "activations={" in repr(rules)
 
 
+def test_a_model_that_names_parameters_alone_has_its_activations_held_too():
+    class Named(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+            self.table = nnx.Param(init(rngs.params(), (WIDTH, WIDTH)))
+            self.up = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=rngs)
+
+        def encode(self, x):
+            return x @ self.table[...]
+
+        def __call__(self, x):
+            return self.up(self.encode(x))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        specs = _specs(_state(mp.from_nnx(Named), mp.fsdp()))
+    assert len(specs) >= 3, "of two modules and three methods"
+    assert set(specs) == {P(("data", "fsdp", "expert"), None, None)}
+
+
 def test_an_activation_rule_that_fits_nothing_is_an_error():
     for given, match in (
         ({"blok0/up": ("batch", None, None)}, "`blok0/up`.*none of the 8 modules.*did you mean `block0/up`"),
@@ -129,7 +150,8 @@ def test_an_activation_rule_that_fits_nothing_is_an_error():
         state = _state(MODELS["nnx"](), FSDP | mp.Rules(activations=given))
         with pytest.raises(mp.MeshparError, match=match):
             mp.train_step(_loss).trace(state, X)
-    for given, match in (({"out": "batch"}, "one name or None for each dim"), ({"(": None}, "no regular expression")):
+    for given, match in (({"out": "batch"}, "one name or None for each dim"), ({"(": None}, "no regular expression"),
+                         ([], "`activations` is a list")):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):
             mp.Rules(activations=given)
 
