@@ -30,6 +30,9 @@ import numpy as np
 from meshpar.compiled.parts import Parts
 from meshpar.parallel import leaves
 from meshpar.parallel.promise import (
+    GRADIENTS,
+    RENEWED,
+    WEIGHTS,
     Facts,
     Promised,
     Uses,
@@ -72,7 +75,15 @@ def promised(
     """
     facts = facts_of(setup, options, batch, on_cpu=on_cpu, uses=uses)
     facts = dataclasses.replace(facts, exchanges_rows=exchanges_rows, vocab_chunks=vocab_chunks)
-    return setup.strategy.promise(facts)
+    free = set(facts.untold_axes)
+    return tuple(_not_due(one) if free & set(one.axes) else one for one in setup.strategy.promise(facts))
+
+
+def _not_due(one: Promised) -> Promised:
+    """The same where nothing says how activations lie: it may be sent in another form."""
+    of_leaf = one.role in (WEIGHTS, GRADIENTS, RENEWED)
+    counts = tuple((axis, 0, most) for axis, _, most in one.counts)
+    return one if of_leaf else dataclasses.replace(one, count=(0, one.count[1]), counts=counts)
 
 
 def facts_of(

@@ -81,7 +81,9 @@ def _as_used(facts: Facts, weight: Weight, one: Promised) -> Iterator[Promised]:
     if use is None:
         yield one
         return
-    is_wide = bool(use.rows) and bool(set(axes_of_spec(weight.decision.spec[1:])) & set(one.axes))
+    # A table itself, or the gradient of its rows where that alone is split.
+    width = {*axes_of_spec(weight.decision.spec[1:]), *axes_of_spec(weight.update[1:])}
+    is_wide = bool(use.rows) and bool(width & set(one.axes))
     may_share = bool(facts.untold_axes) and (one.kind == "sum" or leaf.nbytes <= MIN_SHARDED_BYTES)
     is_due = bool(use.whole) and not (use.slices or is_wide or may_share)
     times = max(use.whole, 1)
@@ -106,6 +108,8 @@ def _rows_exchanged(facts: Facts, one: Promised, leaf: Leaf, num_rows: int) -> I
     free: dict[str, Any] = {"count": (0, most), "counts": (), "scattered": (), "whole": False, "stacked": None}
     yield dataclasses.replace(one, kind="exchange", elements=whole, **free)
     yield dataclasses.replace(one, kind="gather", elements=num_rows, dtype="s32", **free)
+    # Over the axes of the batch that do not split the table, the rows themselves may be gathered first.
+    yield dataclasses.replace(one, kind="gather", elements=num_rows * math.prod(leaf.shape[1:]), **free)
 
 
 def _as_chunks(facts: Facts, weight: Weight) -> Weight:

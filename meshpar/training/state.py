@@ -59,12 +59,17 @@ class Setup:
         """Mesh axes of more than one rank that split the batch."""
         return split_by(self.batch_sharding)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of every mesh axis."""
+        return axis_sizes(self.mesh)
+
     @functools.cached_property
     def splitting_modules(self) -> frozenset[str]:
         """Modules with a parameter of their own that is split over axes that do not split the batch."""
-        sizes, batch = axis_sizes(self.mesh), set(self.batch_axes)
+        batch = set(self.batch_axes)
         return frozenset(
-            one.path.rpartition("/")[0] for one in self.table.params if set(axes_of_spec(one.spec, sizes)) - batch
+            one.path.rpartition("/")[0] for one in self.table.params if set(axes_of_spec(one.spec, self.sizes)) - batch
         )
 
     @property

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.activations import check_seen, held_between_modules
 from meshpar.sharding.context import ambient, apart, auto_sizes, tracing
-from meshpar.sharding.types import PyTree, axes_of_spec, near_or, problem, tree_leaves_with_paths
+from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, near_or, problem, tree_leaves_with_paths
 from meshpar.training.batch import as_given, as_rows, check_batch, with_auto_types
 from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
 from meshpar.training.options import StepOptions
@@ -380,7 +380,9 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     check_seen(boundaries, here)
     # An engine that gives each device its own rows leaves nothing of them to the compiler.
     is_local = all(auto_sizes(here)[axis] == 1 for axis in setup.batch_axes)
-    if boundaries.num_held or is_local or not _split_as_batch(setup):
+    updates = jax.tree.leaves(setup.layout.updates, is_leaf=is_spec)
+    is_split = any(set(axes_of_spec(spec, setup.sizes)) & set(setup.batch_axes) for spec in updates)
+    if boundaries.num_held or is_local or not is_split:
         return
     if by_rows:
         _warn_of_free_activations(setup)
@@ -402,14 +404,11 @@ def lays_nothing_out(setup: Setup) -> bool:
     return not setup.model.names() or setup in _LAYS_NOTHING_OUT
 
 
-def _split_as_batch(setup: Setup) -> list[str]:
-    """Parameters that are split over axes of the batch."""
-    return [d.path for d in setup.table.params if set(axes_of_spec(d.spec)) & set(setup.batch_axes) and d.shards > 1]
-
-
 def _warn_of_free_activations(setup: Setup) -> None:
     """Tell it where nothing says how activations lie, and parameters are split over the axes of the batch."""
-    split = _split_as_batch(setup)
+    split = [d.path for d in setup.table.params if set(axes_of_spec(d.spec, setup.sizes)) & set(setup.batch_axes)]
+    if not split:
+        return
     axes = ", ".join(f"`{axis}`" for axis in setup.batch_axes)
     warnings.warn(
         f"nothing says how activations of this model lie, and {len(split)} parameters (`{split[0]}`, ...) are split "

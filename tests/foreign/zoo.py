@@ -209,7 +209,7 @@ def nano_moe() -> Case:
     from nano_moe import NanoMoE, NanoMoEConfig
 
     config = NanoMoEConfig(
-        vocab_size=VOCAB, n_layers=2, n_heads=4, d_model=WIDTH, d_ff=64, block_size=SEQ, dropout_rate=0.0
+        vocab_size=VOCAB, n_layers=2, n_heads=4, d_model=WIDTH, d_ff=64, n_experts=3, block_size=SEQ, dropout_rate=0.0
     )
 
     def loss(model, batch):
