@@ -21,14 +21,14 @@ BIN := $(VENV)/bin
 # A file's tests stay on one worker, so that what a module's fixtures compile is compiled once.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 # One case of each family: `make test`. What is left out (`REST`): grids, recipes, notebooks, compilations for GPUs.
-QUICK := "not matrix and not pod"
-REST := "matrix or pod"
+QUICK := "not matrix and not pod and not foreign"
+REST := "(matrix or pod) and not foreign"
 # What the second interpreter runs: the spine.
 SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/parallel/test_strategies.py \
     tests/commands/test_launch.py tests/commands/test_recipe.py \
     $(addprefix tests/training/test_,$(addsuffix .py,state precision step checkpoint loop))
 
-.PHONY: help train test test-gate test-rest test-all test-subset durations lint format types notebooks programs bench constraints clean
+.PHONY: help train test test-foreign test-gate test-rest test-all test-subset durations lint format types notebooks programs bench constraints clean
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 | /p' Makefile | awk -F' [|] ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
@@ -46,6 +46,9 @@ test-gate: $(VENV)/.pods ## of what is left out, what a change must pass: recipe
 	$(PYTEST) -m "matrix and not pod" tests/test_notebooks.py tests/test_recipes.py tests/test_readme.py $(ARGS)
 
 test-all: test test-rest ## everything
+
+test-foreign: $(VENV)-foreign/.foreign ## models that nobody here wrote, in an environment of its own
+	$(VENV)-foreign/bin/python -m pytest -n $(WORKERS) --durations=5 -m foreign tests/foreign $(ARGS)
 
 test-subset: $(VENV)/.dev ## the spine's tests, for a second interpreter
 	$(PYTEST) -m $(QUICK) $(SUBSET) $(ARGS)
@@ -87,6 +90,11 @@ $(VENV)/.core: pyproject.toml constraints.txt
 $(VENV)/.dev: pyproject.toml constraints.txt
 	.ci/venv $(VENV) dev,aot $(INTERPRETER)
 	@touch $(VENV)/.core $@
+
+# Older versions of what other packages ask for.
+$(VENV)-foreign/.foreign: pyproject.toml tests/foreign/constraints.txt
+	PINS=tests/foreign/constraints.txt .ci/venv $(VENV)-foreign foreign $(INTERPRETER)
+	@touch $@
 
 # cuDNN, 2 GB, for what the quick tests leave out: the programs of recipes on GPUs.
 $(VENV)/.pods: pyproject.toml constraints.txt

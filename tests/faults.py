@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-QUICK = "not matrix and not pod"
+QUICK = "not matrix and not pod and not foreign"
 
 
 class Fault(NamedTuple):

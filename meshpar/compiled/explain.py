@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,19 +19,21 @@ from meshpar.compiled.cells import Cells
 from meshpar.compiled.census import Collective, census, on_stage
 from meshpar.compiled.clock.prediction import compute, overlap, why_not_timed
 from meshpar.compiled.clock.timeline import Timeline, timeline
-from meshpar.compiled.holding import Promise, hold, most_of
+from meshpar.compiled.holding import SMALL_SHARE, Promise, hold, most_of
 from meshpar.compiled.lint import Finding, lint
 from meshpar.compiled.memory import memory, remedies
-from meshpar.compiled.model_flops import model_flops
+from meshpar.compiled.model_flops import model_flops, traced_alone
 from meshpar.compiled.parts import Parts, parts_of
 from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.program import Program, compile_here
-from meshpar.compiled.promise import promised, promised_by_stage
+from meshpar.compiled.promise import facts_of, promised, promised_by_stage
 from meshpar.compiled.report import Report, Sent
 from meshpar.compiled.stages import stages
 from meshpar.compiled.target import mesh_on, require_aot, traced_for
 from meshpar.compiled.traced import by_stage, enters, messages, vocab_chunks
+from meshpar.compiled.uses import uses
 from meshpar.models import lookup
+from meshpar.parallel.promise import Uses
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
@@ -39,7 +41,7 @@ from meshpar.training.batch import as_rows
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import wide_work
 from meshpar.training.state import Setup, TrainState, abstract_state
-from meshpar.training.step import TrainStep
+from meshpar.training.step import TrainStep, lays_nothing_out
 from meshpar.training.xla import fingerprint, overlap_limit
 
 Compile = Callable[[jax.stages.Traced | jax.stages.Lowered], Program]
@@ -112,7 +114,8 @@ def _explain(
     if not reason and cluster is not None:
         times = timeline(program.module, collectives, cluster, cells, overlap_limit=overlap_limit(options))
     asked = model_flops(step, state, batch)
-    held = held_to(setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu)
+    used = _uses(step, state, batch)
+    held = held_to(setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=used)
     findings = lint(program, collectives, setup, step.options, cluster)
     return Report(
         devices=setup.mesh.size,
@@ -145,11 +148,12 @@ def held_to(
     parts: Parts | None = None,
     *,
     on_cpu: bool = False,
+    uses: Mapping[str, Uses] | None = None,
 ) -> Promise:
     """A program's collectives held to what the strategy promises and the kernels of the traced step send.
 
     Args:
-      setup, options, batch, on_cpu: as for `promise.promised`.
+      setup, options, batch, on_cpu, uses: as for `promise.promised`.
       collectives: the program's census.
       jaxpr: of the traced step; None: no kernel may send anything.
       parts: of a pipelined step, how stages cut the model.
@@ -164,11 +168,24 @@ def held_to(
         sent = () if jaxpr is None else messages(jaxpr)
         by_rows = jaxpr is not None and enters(jaxpr, lookup.SCOPE)
         chunks = 1 if jaxpr is None else vocab_chunks(jaxpr)
-        promises = promised(setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows, vocab_chunks=chunks)
+        promises = promised(
+            setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows, vocab_chunks=chunks, uses=uses
+        )
+        limits["small_share"] = SMALL_SHARE if uses else 0.0
+        limits["untold_axes"] = facts_of(setup, options, batch, uses=uses).untold_axes
         return hold(promises, collectives, sent, micro_steps=options.accumulate, **limits)
     sent = () if jaxpr is None else messages(jaxpr, Cells(parts.schedule))
     stages = enumerate(promised_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
     return most_of([hold(one, on_stage(collectives, stage), by_stage(sent, stage), **limits) for stage, one in stages])
+
+
+def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, Uses]:
+    """How parameters are used, by path, where the model lays nothing out; its names say it where it does."""
+    decisions = state.setup.table.params
+    if not lays_nothing_out(state.setup):
+        return {}
+    found = uses(traced_alone(step, state, batch), len(decisions))
+    return {one.path: use for one, use in zip(decisions, found, strict=True)}
 
 
 @contextlib.contextmanager

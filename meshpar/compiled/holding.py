@@ -22,6 +22,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from meshpar.compiled.census import Collective, bytes_sent, per_array
+from meshpar.compiled.scopes import layerless, of_layers
 from meshpar.compiled.traced import Message
 from meshpar.parallel.part import MIN_SHARDED_BYTES
 from meshpar.parallel.promise import GRADIENTS, ITEMSIZE, RENEWED, WEIGHTS, Promised
@@ -29,6 +30,9 @@ from meshpar.sharding.printing import Plain
 
 SMALL = 64
 """Arrays of up to so many numbers are bookkeeping: losses, metrics, norms."""
+SMALL_SHARE = 0.01
+"""Of the bytes a program sends. Where nothing lays activations out, XLA splits small ones as it likes: so much, in
+arrays of up to `MIN_SHARDED_BYTES` each, is not unexpected."""
 _RING = "collective-permute"
 
 
@@ -71,6 +75,8 @@ class Unexpected(Plain):
     """Per step."""
     fix: str
     """The suggested fix."""
+    layers: int = 1
+    """Of which it was found alike; their number is a star in `module`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +90,9 @@ class Promise(Plain):
     """Messages of `shard_map` kernels, ours and the user's: as many as the traced step asks for, at the most."""
     small: tuple[Line, ...] = ()
     """Losses, metrics, norms."""
+    untold: tuple[Line, ...] = ()
+    """Over axes that path rules split parameters without names by: nothing says what activations send over these."""
+    untold_axes: tuple[str, ...] = ()
 
 
 # ---- What was found --------------------------------------------------------------------------------------------------
@@ -236,6 +245,8 @@ def hold(
     micro_steps: int = 1,
     longest: int = 0,
     batch_axes: Collection[str] = (),
+    untold_axes: Collection[str] = (),
+    small_share: float = 0.0,
 ) -> Promise:
     """Holds a program's collectives to what was promised, and to what its kernels were traced to send.
 
@@ -247,22 +258,21 @@ def hold(
       micro_steps: the step's `accumulate`, to tell the loop over them from the one over layers.
       longest: the longest dim of a parameter; what is summed over the batch and no longer is bookkeeping.
       batch_axes: over which gradients are summed.
+      untold_axes: of which no promise is made.
+      small_share: of all bytes, that small arrays may send unexpectedly.
     """
     found = [part for one in collectives for part in per_array(one)]
     traced = _Traced(messages, sizes)
     is_kernels = [one.origin == "kernel" for one in found]
     # The smallest first: those that XLA split have the fewest to choose from.
-    served = {
-        at: traced.serve(found[at], found[at].count_per_step)
-        for at in sorted(range(len(found)), key=lambda at: _elements(found[at]))
-        if is_kernels[at]
-    }
+    smallest = sorted((at for at, is_one in enumerate(is_kernels) if is_one), key=lambda at: _elements(found[at]))
+    served = {at: traced.serve(found[at], found[at].count_per_step) for at in smallest}
     pool = _Pool([[one, served.get(at, one.count_per_step)] for at, one in enumerate(found)], dict(sizes), micro_steps)
     promises = [one.stacked if one.stacked is not None and pool.has_layers(one.stacked) else one for one in promises]
     pool.stacks = frozenset(one.stack for one in promises if one.stack > 1)
     claims = _claimed(promises, pool)
     summed = {axis for one in promises if one.role == GRADIENTS for axis in one.axes} | set(batch_axes)
-    by_kind: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "unexpected": []}
+    by_kind: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "untold": [], "unexpected": []}
     for at, (one, runs) in enumerate(pool.left):
         beyond = one.count_per_step - served.get(at, one.count_per_step)
         if _is_bookkeeping(one, longest, summed):
@@ -271,15 +281,29 @@ def hold(
         # XLA may move a kernel's message, by which it loses its name.
         moved = runs if is_kernels[at] else traced.serve(one, runs)
         by_kind["kernels"].append((one, moved))
-        by_kind["unexpected"].append((one, runs - moved + beyond))
+        # Axes of no one shape come from moves between layouts, some of which are over these axes.
+        is_untold = bool(untold_axes) and (set(one.axes) & set(untold_axes) or not set(one.axes) <= sizes.keys())
+        by_kind["untold" if is_untold else "unexpected"].append((one, runs - moved + beyond))
     by_kind = {name: [(one, runs) for one, runs in items if runs] for name, items in by_kind.items()}
+    _set_apart(by_kind, small_share * sum(one.bytes_sent_per_device * one.count_per_step for one in found))
     return Promise(
         kept=_joined(line for claim in claims for line in _kept(claim, pool.sizes)),
         missing=_joined(line for claim in claims for line in _missing(claim, pool.sizes)),
         unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes),
         kernels=_joined(_loose(f"kernel `{one.module or one.op_name}`", one, runs) for one, runs in by_kind["kernels"]),
         small=_joined(_loose("losses, metrics, norms, statistics", *item) for item in by_kind["small"]),
+        untold=_joined(_loose("activations", *item) for item in by_kind["untold"]),
+        untold_axes=tuple(axis for axis in sizes if axis in untold_axes),
     )
+
+
+def _set_apart(by_kind: dict[str, list[tuple[Collective, int]]], most: float) -> None:
+    """Counts small arrays as bookkeeping that are unexpected, where all of them together are so few bytes."""
+    is_small = [4 * _elements(one) <= MIN_SHARDED_BYTES for one, _ in by_kind["unexpected"]]
+    small = [item for item, chosen in zip(by_kind["unexpected"], is_small, strict=True) if chosen]
+    if sum(one.bytes_sent_per_device * runs for one, runs in small) <= most:
+        by_kind["small"] += small
+        by_kind["unexpected"] = [item for item in by_kind["unexpected"] if item not in small]
 
 
 class _Traced:
@@ -430,7 +454,7 @@ def _joined(lines: Iterable[Line]) -> tuple[Line, ...]:
 def _unexpected(
     left: Sequence[tuple[Collective, int]], promises: Sequence[Promised], sizes: Mapping[str, int]
 ) -> tuple[Unexpected, ...]:
-    joined: dict[tuple[Any, ...], Unexpected] = {}
+    alike: dict[tuple[Any, ...], list[Unexpected]] = {}
     for one, count in left:
         weight = _weight_of(one, promises, dict(sizes))
         found = Unexpected(
@@ -444,16 +468,21 @@ def _unexpected(
             bytes_sent_per_device=one.bytes_sent_per_device * count,
             fix=_fix(one, weight),
         )
-        key = (found.kind, found.axes, found.tensor, found.module, found.source)
-        if key in joined:
-            so_far = joined[key]
-            found = dataclasses.replace(
-                so_far,
-                count_per_step=so_far.count_per_step + found.count_per_step,
-                bytes_sent_per_device=so_far.bytes_sent_per_device + found.bytes_sent_per_device,
+        key = (found.kind, found.axes, layerless(found.tensor), layerless(found.module), found.source)
+        alike.setdefault(key, []).append(found)
+    joined = []
+    for some in alike.values():
+        modules = {one.module for one in some}
+        joined.append(
+            dataclasses.replace(
+                some[0],
+                module=of_layers(sorted(modules)),
+                count_per_step=sum(one.count_per_step for one in some),
+                bytes_sent_per_device=sum(one.bytes_sent_per_device for one in some),
+                layers=len(modules),
             )
-        joined[key] = found
-    return tuple(sorted(joined.values(), key=lambda one: -one.bytes_sent_per_device))
+        )
+    return tuple(sorted(joined, key=lambda one: -one.bytes_sent_per_device))
 
 
 def _weight_of(one: Collective, promises: Sequence[Promised], sizes: dict[str, int]) -> str:

@@ -70,6 +70,8 @@ class Finding(Plain):
     """The suggested fix."""
     nbytes: int
     """What it costs a device: bytes it sends in a step, or holds too much."""
+    count: int = 1
+    """Layers in which it was found alike; their number is a star in `module`."""
 
 
 def lint(
@@ -89,8 +91,25 @@ def lint(
       cluster: says which axes cross nodes; None: that is not looked at.
     """
     look = _Look(program, tuple(collectives), setup, options, cluster)
-    found = [finding for rule in _RULES for finding in rule(look)]
+    found = _of_layers(finding for rule in _RULES for finding in rule(look))
     return tuple(sorted(found, key=lambda one: (-one.nbytes, one.rule, one.module, one.source, one.what)))
+
+
+def _of_layers(found: Iterable[Finding]) -> list[Finding]:
+    """Findings that differ in the number of a layer only, as one."""
+    alike: dict[Any, list[Finding]] = {}
+    for one in found:
+        key = (one.rule, scopes.layerless(one.module), one.source, scopes.layerless(one.what), one.fix)
+        alike.setdefault(key, []).append(one)
+    return [
+        dataclasses.replace(
+            some[0],
+            module=scopes.of_layers([one.module for one in some]),
+            nbytes=sum(one.nbytes for one in some),
+            count=len(some),
+        )
+        for some in alike.values()
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -30,8 +30,12 @@ import numpy as np
 from meshpar.compiled.parts import Parts
 from meshpar.parallel import leaves
 from meshpar.parallel.promise import (
+    GRADIENTS,
+    RENEWED,
+    WEIGHTS,
     Facts,
     Promised,
+    Uses,
     Weight,
     merged,
     of_stage,
@@ -55,6 +59,7 @@ def promised(
     on_cpu: bool = False,
     exchanges_rows: bool = False,
     vocab_chunks: int = 1,
+    uses: Mapping[str, Uses] | None = None,
 ) -> tuple[Promised, ...]:
     """What a training step without stages promises to send.
 
@@ -66,13 +71,24 @@ def promised(
         all-reduce of the sum.
       exchanges_rows: whether the traced step looks tokens up by `meshpar.models.lookup`.
       vocab_chunks: in how many the output layer is used; `traced.vocab_chunks` tells.
+      uses: of parameters by path, for a model that lays no activations out; `uses.uses` tells.
     """
-    facts = facts_of(setup, options, batch, on_cpu=on_cpu)
+    facts = facts_of(setup, options, batch, on_cpu=on_cpu, uses=uses)
     facts = dataclasses.replace(facts, exchanges_rows=exchanges_rows, vocab_chunks=vocab_chunks)
-    return setup.strategy.promise(facts)
+    free = set(facts.untold_axes)
+    return tuple(_not_due(one) if free & set(one.axes) else one for one in setup.strategy.promise(facts))
 
 
-def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False) -> Facts:
+def _not_due(one: Promised) -> Promised:
+    """The same where nothing says how activations lie: it may be sent in another form."""
+    of_leaf = one.role in (WEIGHTS, GRADIENTS, RENEWED)
+    counts = tuple((axis, 0, most) for axis, _, most in one.counts)
+    return one if of_leaf else dataclasses.replace(one, count=(0, one.count[1]), counts=counts)
+
+
+def facts_of(
+    setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False, uses: Mapping[str, Uses] | None = None
+) -> Facts:
     """The facts of a training step; arguments as for `promised`."""
     sizes, batch_axes = axis_sizes(setup.mesh), setup.batch_axes
     rows, tokens = rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
@@ -91,6 +107,7 @@ def facts_of(setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = F
         compute=options.precision.compute,
         reduce=options.precision.reduce,
         on_cpu=on_cpu,
+        uses=uses or {},
     )
 
 

@@ -226,6 +226,9 @@ def _promise_verdict(promise: Promise) -> Cell:
         *([f"{len(promise.unexpected)} unexpected collective(s)"] if promise.unexpected else []),
         *([f"{len(promise.missing)} promise(s) not found"] if promise.missing else []),
     ]
+    if not broken and promise.untold_axes:
+        over = ", ".join(f"`{axis}`" for axis in promise.untold_axes)
+        return Cell(f"✔ sends what the strategy promised; over {over} nothing can be promised", "warn")
     if not broken:
         return Cell("✔ sends what the strategy promised, and nothing else", "good")
     return Cell("✘ " + ", ".join(broken), "bad" if promise.unexpected else "warn")
@@ -242,10 +245,22 @@ def _promise(report: Report) -> Section:
         parts.append(_lines("Kept", promise.kept, ""))
     if promise.kernels:
         parts.append(_lines("Sent by kernels", promise.kernels, ""))
+    if promise.untold_axes:
+        over = ", ".join(f"`{axis}`" for axis in promise.untold_axes)
+        parts.append(
+            Cell(
+                f"Rules split parameters over {over}, but nothing says how activations lie there, so what they send "
+                "cannot be held to anything. To have it held, give parameters names, mp.names(...), lay activations "
+                "out, Rules(activations=...), and join mp.tensor_parallel().",
+                "warn",
+            )
+        )
+        if promise.untold:
+            parts.append(_lines(f"Sent over {over}", promise.untold, ""))
     if promise.small:
         sent = human_bytes(sum(one.found_bytes for one in promise.small))
         count = sum(one.found_count for one in promise.small)
-        parts.append(Cell(f"Losses, metrics and norms: {count:,} small arrays, {sent} in all.", "faint"))
+        parts.append(Cell(f"Losses, metrics, norms and the like: {count:,} small arrays, {sent} in all.", "faint"))
     if not report.collectives:
         parts.append(Cell("Nothing is sent."))
     return Section(title="Promise", parts=tuple(parts))
@@ -300,7 +315,9 @@ def _unexpected(found: Sequence[Unexpected]) -> Table:
             Cell(f"{one.kind} over {'*'.join(one.axes)}", "bad"),
             Cell(f"{human_bytes(one.bytes_sent_per_device)} in {one.count_per_step:,}"),
             Cell(
-                f"{one.tensor} in {_where(one.module, one.source)}" + (f" ({one.operation})" if one.operation else "")
+                f"{one.tensor} in {_where(one.module, one.source)}"
+                + (f" ({one.operation})" if one.operation else "")
+                + f", in {one.layers} layers" * (one.layers > 1)
             ),
             Cell(fix),
         )
@@ -478,7 +495,7 @@ def _lint(report: Report) -> Section | None:
         (
             Cell(one.rule, "warn"),
             Cell(human_bytes(one.nbytes)),
-            Cell(f"{one.what} in {_where(one.module, one.source)}"),
+            Cell(f"{one.what} in {_where(one.module, one.source)}" + f", {one.count} alike" * (one.count > 1)),
             Cell(fix),
         )
         for one, fix in zip(report.findings, _once(one.fix for one in report.findings), strict=True)

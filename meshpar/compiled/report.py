@@ -83,7 +83,11 @@ class Report(Plain):
 
     @property
     def is_as_promised(self) -> bool:
-        """Whether nothing is sent that the strategy did not promise."""
+        """Whether nothing is sent that the strategy did not promise.
+
+        Of a model that lays no activations out this says: between modules they lie as the batch, and nothing is sent
+        but parameters and gradients. It says nothing of `promise.untold_axes`.
+        """
         return not self.promise.unexpected
 
     def to_json(self) -> dict[str, Any]:

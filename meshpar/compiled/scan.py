@@ -8,7 +8,9 @@ MAX_DEPTH = 200
 """Deepest nesting of brackets that is read; real programs stay below ten."""
 
 # Possessive quantifiers: none of these patterns can backtrack, whatever the text.
-_SPACE = re.compile(r"(?:[ \t\r\n]++|/\*(?:[^*]|\*(?!/))*+\*/|//[^\n]*+)*+")
+# Looks nowhere ahead: inside a possessive group that fails on early releases of Python 3.11.
+_COMMENT = r"/\*[^*]*+\*++(?:[^/*][^*]*+\*++)*+/"
+_SPACE = re.compile(r"(?:[ \t\r\n]++|" + _COMMENT + r"|//[^\n]*+)*+")
 _STRING = re.compile(r"\"[^\"\\]*+(?:\\.[^\"\\]*+)*+\"|'[^'\\]*+(?:\\.[^'\\]*+)*+'", re.DOTALL)
 _MARK = re.compile(r"[\"'(){}\[\]]|/\*")
 _PLAIN_VALUE = re.compile(r"[^,\"'(){}\[\]\n/]*+")
@@ -148,7 +150,7 @@ def split_top(text: str, line: int, separator: str = ",") -> list[str]:
 
 
 def _without_comments(text: str) -> str:
-    return re.sub(r"/\*(?:[^*]|\*(?!/))*+\*/", " ", text) if "/*" in text else text
+    return re.sub(_COMMENT, " ", text) if "/*" in text else text
 
 
 def unquote(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from meshpar.compiled.hlo import Frame, Instruction, Module
 
@@ -18,6 +19,21 @@ _PLUMBING = re.compile(
     r"[/\\](?:site|dist)-packages[/\\](?!meshpar[/\\])"
     r"|(?:\A|[/\\])meshpar[/\\](?:sharding|compiled|commands|training(?![/\\]engines))[/\\]"
 )
+
+
+def layerless(path: str) -> str:
+    """A path of a module with a star for its numbers: what layers of a stack that is not scanned have in common.
+
+    >>> layerless("transformer/h/0/attn"), layerless("block_1/mlp"), layerless("h_2/fc1")
+    ('transformer/h/*/attn', 'block_*/mlp', 'h_*/fc1')
+    """
+    return re.sub(r"(?<![A-Za-z0-9.])[0-9]+(?=/|$|`)", "*", path)
+
+
+def of_layers(paths: Collection[str]) -> str:
+    """Paths that `layerless` makes one, as one: with a star for each number in which they differ."""
+    parts = zip(*(path.split("/") for path in paths), strict=True)
+    return "/".join(some[0] if len(set(some)) == 1 else layerless(some[0]) for some in parts)
 
 
 def components(op_name: str) -> list[str]:

@@ -13,7 +13,9 @@ A stacked leaf counts once a layer, an output layer that is used in chunks of th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -33,6 +35,7 @@ from meshpar.parallel.promise import (
     size_of,
     split_axes,
 )
+from meshpar.sharding.types import Leaf, axes_of_spec
 
 
 def promised(facts: Facts) -> Iterator[Promised]:
@@ -44,7 +47,10 @@ def promised(facts: Facts) -> Iterator[Promised]:
                 if one is not None:
                     layered = _as_layers(weight)
                     stacked = make(of, layered) if layered is not None else None
-                    yield dataclasses.replace(one, stacked=stacked)
+                    if make is renewed:
+                        yield dataclasses.replace(one, stacked=stacked)
+                    else:
+                        yield from _as_used(facts, weight, dataclasses.replace(one, stacked=stacked))
     for weight in facts.weights:
         yield from _rows_gathered(facts, weight)
 
@@ -62,6 +68,48 @@ def _by_use(facts: Facts, weight: Weight) -> tuple[tuple[Facts, Weight], ...]:
     facts = dataclasses.replace(facts, is_tied=False)
     lookup, head = (facts, weight), (dataclasses.replace(facts, is_prefetched=True), _as_chunks(facts, weight))
     return (lookup, head) if is_looked_up(weight.decision) and is_head else (head,) if is_head else (lookup,)
+
+
+def _as_used(facts: Facts, weight: Weight, one: Promised) -> Iterator[Promised]:
+    """What is promised of a parameter, as often as the trace of a model that lays nothing out uses it.
+
+    Where nothing that has a gradient uses it, nothing is due. Where slices of it are used, XLA may send these instead,
+    and rows that are looked up in place of a table whose width is split. Axes of which no promise is made may share
+    the work on a small one, and on any gradient: then a part of it is sent.
+    """
+    leaf, use = weight.decision.leaf, facts.uses.get(weight.decision.path)
+    if use is None:
+        yield one
+        return
+    # A table itself, or the gradient of its rows where that alone is split.
+    width = {*axes_of_spec(weight.decision.spec[1:]), *axes_of_spec(weight.update[1:])}
+    is_wide = bool(use.rows) and bool(width & set(one.axes))
+    may_share = bool(facts.untold_axes) and (one.kind == "sum" or leaf.nbytes <= MIN_SHARDED_BYTES)
+    is_due = bool(use.whole) and not (use.slices or is_wide or may_share)
+    times = max(use.whole, 1)
+
+    def as_often(one: Promised, times: int, *, is_due: bool) -> Promised:
+        counts = tuple((axis, low if is_due else 0, times * high) for axis, low, high in one.counts)
+        return dataclasses.replace(one, count=(one.count[0] if is_due else 0, times * one.count[1]), counts=counts)
+
+    yield as_often(one, times, is_due=is_due)
+    parts = [*use.slices, *([(leaf.size // facts.ways(facts.untold_axes), times)] if may_share else [])]
+    for size, runs in parts:
+        if elements := one.elements * size // leaf.size:
+            yield as_often(dataclasses.replace(one, elements=elements, stacked=None), runs, is_due=False)
+    if is_wide:
+        yield from _rows_exchanged(facts, one, leaf, use.rows)
+
+
+def _rows_exchanged(facts: Facts, one: Promised, leaf: Leaf, num_rows: int) -> Iterator[Promised]:
+    """Rows that each device looks up in its part of every row of a table, sent to those whose tokens they are."""
+    whole = num_rows // facts.ways(facts.batch_axes) * math.prod(leaf.shape[1:])
+    most = 2 * facts.micro_steps
+    free: dict[str, Any] = {"count": (0, most), "counts": (), "scattered": (), "whole": False, "stacked": None}
+    yield dataclasses.replace(one, kind="exchange", elements=whole, **free)
+    yield dataclasses.replace(one, kind="gather", elements=num_rows, dtype="s32", **free)
+    # Over the axes of the batch that do not split the table, the rows themselves may be gathered first.
+    yield dataclasses.replace(one, kind="gather", elements=num_rows * math.prod(leaf.shape[1:]), **free)
 
 
 def _as_chunks(facts: Facts, weight: Weight) -> Weight:
@@ -136,7 +184,8 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
     runs = stack * facts.micro_steps
     # A table that is looked up and multiplied by has two gradients, which are summed after their reduction, as a layer
     # has one of every slice of the rows.
-    uses = 2 if facts.is_tied and has_vocabulary(decision) else facts.interleave if stack > 1 else 1
+    is_shared = facts.is_tied and has_vocabulary(decision) and decision.path not in facts.uses
+    uses = 2 if is_shared else facts.interleave if stack > 1 else 1
     counts: dict[str, tuple[int, int]] = {}
     # Micro-steps keep their sums as the gradients' rules say. XLA may add up what these leave whole before it sends.
     keeps_sums = facts.accumulate > 1 and not facts.is_once

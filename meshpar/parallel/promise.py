@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -99,6 +99,17 @@ class Weight:
     update: PartitionSpec
 
 
+class Uses(NamedTuple):
+    """How a model that lays no activations out uses a parameter; see `meshpar.compiled.uses`."""
+
+    whole: int
+    """Times."""
+    slices: tuple[tuple[int, int], ...] = ()
+    """(numbers in a slice, times)."""
+    rows: int = 0
+    """Looked up in it, in all."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
     """What a part has to know of a training step."""
@@ -124,6 +135,10 @@ class Facts:
     """Of one device in one micro-step."""
     tokens: int | None = None
     """Of one device in one micro-step; None when the batch holds no tokens."""
+    uses: Mapping[str, Uses] = dataclasses.field(default_factory=dict)
+    """Of parameters by path, of a model that lays no activations out."""
+    untold_axes: tuple[str, ...] = ()
+    """Axes that split such parameters and not the batch: nothing says what activations send over them."""
     choices: int = 0
     """Experts that a token visits; told for estimates only."""
     compute: str | None = None

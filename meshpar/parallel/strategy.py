@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshpar.parallel import leaves
 from meshpar.parallel.part import Need, Part, RuleSets, activations, axes_of
-from meshpar.parallel.promise import Facts, Promised, Weight, has_vocabulary, merged
+from meshpar.parallel.promise import Facts, Promised, Uses, Weight, has_vocabulary, merged
 from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
-from meshpar.sharding.types import MeshLike, axis_sizes, near, problem
+from meshpar.sharding.types import MeshLike, axes_of_spec, axis_sizes, near, problem
 
 if TYPE_CHECKING:
     from meshpar.parallel.pipeline import Pipeline
@@ -113,7 +114,7 @@ class Strategy:
 
     def facts(
         self, sizes: dict[str, int], *, weights: tuple[Weight, ...], batch_axes: tuple[str, ...], tokens: int | None,
-        **step: Any,
+        uses: Mapping[str, Uses] = MappingProxyType({}), **step: Any,
     ) -> Facts:  # fmt: skip
         """The facts of a step under this strategy: which axes split what follows from its rules of activations.
 
@@ -122,6 +123,7 @@ class Strategy:
           weights: the parameters.
           batch_axes: axes of more than one rank that split the batch.
           tokens: of one device in one micro-step, as if no axis split the sequence; None when the batch has none.
+          uses: of parameters whose activations nothing lays out, by path; `meshpar.compiled.uses` tells.
           **step: other fields of `Facts`.
         """
         rules = self.activations
@@ -134,13 +136,17 @@ class Strategy:
         width = axes_of(*(name for name in rules.names if name not in ("batch", "act_expert", "seq", *REFINES)))
         context = axes_of("seq") - width - set(batch_axes)
         sequence = axes_of("norm_seq") - context
+        free = (one.decision for one in weights if one.decision.leaf.names is None or one.decision.path in uses)
+        untold = {axis for one in free for axis in axes_of_spec(one.spec, sizes)} - set(batch_axes)
         return Facts(
             sizes=sizes,
             weights=weights,
             batch_axes=batch_axes,
-            tensor_axes=tuple(axis for axis in sizes if axis in (width | sequence) - set(batch_axes)),
+            tensor_axes=tuple(axis for axis in sizes if axis in (width | sequence | untold) - set(batch_axes)),
             sequence_axes=tuple(axis for axis in sizes if axis in sequence),
             context_axes=tuple(axis for axis in sizes if axis in context),
+            uses=uses,
+            untold_axes=tuple(axis for axis in sizes if axis in untold),
             tokens=None if tokens is None else tokens // math.prod(sizes[axis] for axis in context),
             quantize=self.quantize,
             is_prefetched=bool(self.prefetched_axes),

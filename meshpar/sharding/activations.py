@@ -27,6 +27,9 @@ class Boundaries:
     """Of the batch that is traced."""
     by_rows: bool
     """Whether an array with that many rows lies as the batch where no rule names its module."""
+    splitting: frozenset[str] = frozenset()
+    """Modules with a parameter of their own that splits work over other axes than the batch's: of what they give, the
+    compiler splits the other dims."""
     seen: set[str] = dataclasses.field(default_factory=set)
     """Paths of the modules that have handed something on."""
     num_held: int = 0
@@ -34,14 +37,17 @@ class Boundaries:
 
 
 @contextlib.contextmanager
-def held_between_modules(num_rows: int, *, by_rows: bool) -> Iterator[Boundaries]:
+def held_between_modules(
+    num_rows: int, *, by_rows: bool, splitting: frozenset[str] = frozenset()
+) -> Iterator[Boundaries]:
     """Put in force, around a model, that what its modules give is held.
 
     Args:
       num_rows: of the batch.
       by_rows: whether also what no `Rules(activations=...)` names, along the batch alone.
+      splitting: modules of which other dims than the batch are left to the compiler.
     """
-    boundaries = Boundaries(num_rows, by_rows)
+    boundaries = Boundaries(num_rows, by_rows, splitting)
     with within(boundaries=boundaries):
         yield boundaries
 
@@ -81,7 +87,10 @@ def handed_on(path: str, out: PyTree) -> PyTree:
     boundaries.seen.add(path)
     rule = next((rule for rule in reversed(here.rules.by_module) if rule.fires(path)), None)
     if rule is None:
-        return jax.tree.map(lambda x: _with_rows(x, boundaries), out) if boundaries.by_rows else out
+        if not boundaries.by_rows:
+            return out
+        others = PartitionSpec.UNCONSTRAINED if path in boundaries.splitting else None
+        return jax.tree.map(lambda x: _with_rows(x, boundaries, others), out)
     names = () if rule.value is None else rule.value.names
     ranks = {x.ndim for x in jax.tree.leaves(out) if isinstance(x, jax.Array)}
     if rule.value is not None and len(names) not in ranks:
@@ -94,8 +103,8 @@ def handed_on(path: str, out: PyTree) -> PyTree:
     return jax.tree.map(lambda x: constrain(x, *names) if rule.value and jnp.ndim(x) == len(names) else x, out)
 
 
-def _with_rows(x: Any, boundaries: Boundaries) -> Any:
-    """An array whose first dim is the batch, that dim split as the batch; how the others lie is the compiler's."""
+def _with_rows(x: Any, boundaries: Boundaries, others: Any) -> Any:
+    """An array whose first dim is the batch, that dim split as the batch, and each other dim as given."""
     if not (isinstance(x, jax.Array) and x.ndim > 1 and x.shape[0] == boundaries.num_rows):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -104,5 +113,4 @@ def _with_rows(x: Any, boundaries: Boundaries) -> Any:
     if not spec_axes(spec[0]):
         return x
     boundaries.num_held += 1
-    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(spec[0], *free))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(spec[0], *[others] * (x.ndim - 1)))

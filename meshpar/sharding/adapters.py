@@ -7,8 +7,11 @@ what a loss function calls.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
+import inspect
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -186,10 +189,6 @@ class _Nnx:
         return _split(module).extra
 
 
-_METHODS = ("__call__", "attend")
-"""By which modules hand on."""
-
-
 def _nnx_modules(module: Any) -> Any:
     """An NNX module, fresh from `nnx.merge`: it, and the modules in it, hold what they give."""
     from flax import nnx
@@ -201,6 +200,16 @@ def _nnx_modules(module: Any) -> Any:
     return module
 
 
+def _handing_on(cls: Any) -> Iterator[str]:
+    """Methods by which a module hands on: those that are called from outside, and not those of every module."""
+    from flax import nnx
+
+    for name in dir(cls):
+        is_own = name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
+        if is_own and inspect.isfunction(inspect.getattr_static(cls, name)):
+            yield name
+
+
 @functools.lru_cache(maxsize=4096)
 def _holding(cls: Any, path: str) -> Any:
     def holding(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +219,7 @@ def _holding(cls: Any, path: str) -> Any:
 
         return held
 
-    methods = {name: holding(getattr(cls, name)) for name in _METHODS if hasattr(cls, name)}
+    methods = {name: holding(getattr(cls, name)) for name in _handing_on(cls)}
     return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods})
 
 
@@ -392,16 +401,37 @@ def _bare_boxes() -> Iterator[None]:
     """While a Linen module is traced, named parameters come out of their boxes as they are.
 
     In a mesh Flax constrains what it takes out of a box by the names, also where it only asks for the shape that a
-    layer would make, and for a `DenseGeneral` before that shape has all the dims that are named.
+    layer would make, and for a `DenseGeneral` before that shape has all the dims that are named. What other threads
+    take out meanwhile is constrained as ever.
     """
-    from flax.linen import spmd
-
-    box, unbox = spmd.LogicallyPartitioned, spmd.LogicallyPartitioned.unbox
-    box.unbox = lambda self, apply_constraint=True: self.value  # type: ignore[method-assign]
+    _look_before_unboxing()
+    token = _BARE.set(True)
     try:
         yield
     finally:
-        box.unbox = unbox  # type: ignore[method-assign]
+        _BARE.reset(token)
+
+
+_BARE: contextvars.ContextVar[bool] = contextvars.ContextVar("bare_boxes", default=False)
+
+
+@functools.cache
+def _look_before_unboxing() -> None:
+    """Once: Flax's boxes look whether they are to give what they hold as it is. They are Flax's own otherwise."""
+    from flax.linen import spmd
+
+    constrained = spmd.LogicallyPartitioned.unbox
+
+    @functools.wraps(constrained)
+    def unbox(self: Any, apply_constraint: bool = True) -> Any:
+        return constrained(self, apply_constraint and not _BARE.get())
+
+    with _UNBOXING:
+        if getattr(spmd.LogicallyPartitioned.unbox, "__wrapped__", None) is None:
+            spmd.LogicallyPartitioned.unbox = unbox  # type: ignore[method-assign]
+
+
+_UNBOXING = threading.Lock()
 
 
 @contextlib.contextmanager

@@ -257,6 +257,10 @@ class Rules:
           >>> Rules.from_logical_axis_rules([("batch", "data"), ("mlp", "model")], axes={"model": "tensor"}).axes
           frozenset({'data', 'tensor'})
         """
+        _check_mapping("axes", axes, "{'model': 'tensor'}", of="Rules.from_logical_axis_rules")
+        if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
+            where, exists = "Rules.from_logical_axis_rules", f"`rules` is a {type(rules).__name__}"
+            raise problem(where, "read a list of rules", exists, 'write [("mlp", "tensor"), ("embed", None)]')
         lines: dict[str, list[tuple[int, Any]]] = {}
         for number, line in enumerate(rules):
             name, choice = _checked_line(line)
@@ -419,12 +423,13 @@ def _is_axes(value: Any) -> bool:
     return named and len(set(value)) == len(value)
 
 
-def _check_mapping(field: str, given: Any, example: str) -> None:
-    if not isinstance(given or {}, Mapping):
+def _check_mapping(field: str, given: Any, example: str, of: str = "Rules") -> None:
+    if not (given is None or isinstance(given, Mapping)):
         raise problem(
-            f"Rules({field}={given!r})",
-            "match paths",
-            f"`{field}` is a {type(given).__name__}, and must map each pattern to a layout",
+            f"{of}({field}={given!r})",
+            "match paths" if of == "Rules" else "name axes otherwise",
+            f"`{field}` is a {type(given).__name__}, and must map each "
+            + ("pattern to a layout" if of == "Rules" else "axis of theirs to one of yours"),
             f"write {field}={example}",
         )
 

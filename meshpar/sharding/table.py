@@ -323,11 +323,15 @@ def _with_frozen(leaves: list[Leaf], trainable: Trainable) -> list[Leaf]:
     except re.error as error:
         exists, fix = f"it is no regular expression ({error})", "write one that matches a parameter's whole path"
         raise problem(where, "choose parameters by it", exists, fix) from error
-    if not any(chosen(path) for path in paths):
+    said = {path: chosen(path) for path in paths}
+    for path in (path for path in paths if callable(trainable) and not isinstance(said[path], bool)):
+        exists = f"of `{path}` it says {said[path]!r}, no truth"
+        raise problem(where, "choose parameters by it", exists, "return True or False, as lambda path: 'lora' in path")
+    if not any(said.values()):
         exists = f"it chooses none of the model's {len(paths)} parameters"
         otherwise = "choose one by its whole path"
         raise problem(where, "train something", exists, near_or(str(trainable), paths, otherwise))
-    return [dataclasses.replace(leaf, is_trained=bool(chosen(leaf.path))) for leaf in leaves]
+    return [dataclasses.replace(leaf, is_trained=bool(said[leaf.path])) for leaf in leaves]
 
 
 def _leaves(tree: PyTree, names: Mapping[str, Names]) -> list[Leaf]:

@@ -18,7 +18,17 @@ from meshpar.sharding.context import apart, tracing
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
-from meshpar.sharding.types import AnyMesh, Leaf, PyTree, is_spec, near_or, problem, tree_leaves_with_paths
+from meshpar.sharding.types import (
+    AnyMesh,
+    Leaf,
+    PyTree,
+    axes_of_spec,
+    axis_sizes,
+    is_spec,
+    near_or,
+    problem,
+    tree_leaves_with_paths,
+)
 from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.precision import Precision, cast_floating
 
@@ -48,6 +58,19 @@ class Setup:
     def batch_axes(self) -> tuple[str, ...]:
         """Mesh axes of more than one rank that split the batch."""
         return split_by(self.batch_sharding)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of every mesh axis."""
+        return axis_sizes(self.mesh)
+
+    @functools.cached_property
+    def splitting_modules(self) -> frozenset[str]:
+        """Modules with a parameter of their own that is split over axes that do not split the batch."""
+        batch = set(self.batch_axes)
+        return frozenset(
+            one.path.rpartition("/")[0] for one in self.table.params if set(axes_of_spec(one.spec, self.sizes)) - batch
+        )
 
     @property
     def is_frozen(self) -> tuple[bool, ...]:
@@ -238,11 +261,15 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
         the same on every process. Each is cast to the dtype of the state's and laid out as that lies.
 
     Raises:
-      ValueError: a parameter that is missing or unknown, has another shape, or is no number where the state's is one.
+      ValueError: a parameter that is missing or unknown, has another shape, is no number where the state's is one, is
+        infinite or not a number, or larger than the state's dtype holds.
 
     Example:
       >>> state = load_params(state, {**state.params, "head": new_head})  # the others as they are
     """
+    if not isinstance(state, TrainState):
+        exists = f"its first argument is a {type(state).__name__}"
+        raise problem("load_params", "put weights in", exists, "give it the state of mp.init_state(...)")
     setup = state.setup
     given = dict(tree_leaves_with_paths(params.to_pure_dict() if hasattr(params, "to_pure_dict") else params))
     known = {decision.path: decision for decision in setup.table.params}
@@ -273,7 +300,27 @@ def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
             f"the model has {leaf.dtype.name}{list(leaf.shape)}",
             "transpose, reshape or cast it first",
         )
-    return x.astype(leaf.dtype)
+    if not kinds[0]:
+        _check_kept(path, x, leaf.dtype, bool(np.all(x.astype(leaf.dtype) == x)))
+        return x.astype(leaf.dtype)
+    if not bool(jnp.isfinite(x).all() if isinstance(x, jax.Array) else np.isfinite(x.astype(np.float64)).all()):
+        where, exists = f"load_params, `{path}`", "some are infinite or not a number"
+        raise problem(where, "train from these weights", exists, "look at where they come from: a step cannot mend it")
+    with np.errstate(over="ignore"):
+        cast = x.astype(leaf.dtype)
+    _check_kept(path, x, leaf.dtype, bool(jnp.isfinite(cast).all()))
+    return cast
+
+
+def _check_kept(path: str, x: Any, dtype: np.dtype, is_kept: bool) -> None:
+    if not is_kept:
+        largest = float(abs(x).max())
+        raise problem(
+            f"load_params, `{path}`",
+            f"take {x.dtype.name} as {dtype.name}",
+            f"its numbers go up to {largest:.3g}, which {dtype.name} does not hold",
+            "scale or clip them first, or make the state with mp.Precision(params=...) of a wider dtype",
+        )
 
 
 def _key_data(key: jax.Array | int) -> np.ndarray:

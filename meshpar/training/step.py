@@ -22,9 +22,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.sharding.activations import Boundaries, check_seen, held_between_modules
-from meshpar.sharding.context import Ambient, ambient, apart, auto_sizes, tracing
-from meshpar.sharding.types import PyTree, axes_of_spec, near_or, problem, tree_leaves_with_paths
+from meshpar.sharding.activations import check_seen, held_between_modules
+from meshpar.sharding.context import ambient, apart, auto_sizes, tracing
+from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, near_or, problem, tree_leaves_with_paths
 from meshpar.training.batch import as_given, as_rows, check_batch, with_auto_types
 from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
 from meshpar.training.options import StepOptions
@@ -78,7 +78,7 @@ class _Program:
         program = self.jitted(state, batch)
         if state.setup not in self._told:
             self._told.add(state.setup)
-            self._tell(program.trace(state, batch))
+            self._tell(_traced(program.trace, state, batch))
         return program(state, batch)
 
     def _tell(self, traced: Any) -> None:
@@ -88,13 +88,19 @@ class _Program:
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
-        return self.jitted(state, batch).trace(state, batch)
+        return _traced(self.jitted(state, batch).trace, state, batch)
 
     @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract."""
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
-        return self.jitted(state, batch).lower(state, batch)
+        return _traced(self.jitted(state, batch).lower, state, batch)
+
+
+def _traced(trace: Callable[[TrainState, PyTree], Any], state: TrainState, batch: PyTree) -> Any:
+    with contextlib.suppress(_LaysNothingOut):
+        return trace(state, batch)
+    return trace(state, batch)
 
 
 class TrainStep(_Program):
@@ -376,19 +382,42 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     here = ambient()
     assert here is not None
     num_rows = max((np.shape(x)[0] for x in jax.tree.leaves(rows) if np.ndim(x)), default=0)
-    with held_between_modules(num_rows, by_rows=not setup.model.names()) as boundaries:
+    by_rows = lays_nothing_out(setup)
+    with held_between_modules(num_rows, by_rows=by_rows, splitting=setup.splitting_modules) as boundaries:
         yield
-    if trains:
-        check_seen(boundaries, here)
-        _warn_of_free_activations(setup, boundaries, here)
-
-
-def _warn_of_free_activations(setup: Setup, boundaries: Boundaries, here: Ambient) -> None:
-    """Tell it where nothing says how activations lie, and parameters are split over the axes of the batch."""
-    split = [d.path for d in setup.table.params if set(axes_of_spec(d.spec)) & set(setup.batch_axes) and d.shards > 1]
+    if not trains:
+        return
+    check_seen(boundaries, here)
     # An engine that gives each device its own rows leaves nothing of them to the compiler.
     is_local = all(auto_sizes(here)[axis] == 1 for axis in setup.batch_axes)
-    if boundaries.num_held or not boundaries.by_rows or not split or is_local:
+    updates = jax.tree.leaves(setup.layout.updates, is_leaf=is_spec)
+    is_split = any(set(axes_of_spec(spec, setup.sizes)) & set(setup.batch_axes) for spec in updates)
+    if boundaries.num_held or is_local or not is_split:
+        return
+    if by_rows:
+        _warn_of_free_activations(setup)
+    elif setup.model.kind != "functions":  # which hand nothing on that could be held
+        _LAYS_NOTHING_OUT.add(setup)
+        raise _LaysNothingOut
+
+
+_LAYS_NOTHING_OUT: weakref.WeakSet[Setup] = weakref.WeakSet()
+"""Of models that name parameters and no activation; a trace tells."""
+
+
+class _LaysNothingOut(Exception):
+    """Raised in a trace that is then made anew, with activations held."""
+
+
+def lays_nothing_out(setup: Setup) -> bool:
+    """Whether the model leaves activations to what holds them between its modules. Known once a step is traced."""
+    return not setup.model.names() or setup in _LAYS_NOTHING_OUT
+
+
+def _warn_of_free_activations(setup: Setup) -> None:
+    """Tell it where nothing says how activations lie, and parameters are split over the axes of the batch."""
+    split = [d.path for d in setup.table.params if set(axes_of_spec(d.spec, setup.sizes)) & set(setup.batch_axes)]
+    if not split:
         return
     axes = ", ".join(f"`{axis}`" for axis in setup.batch_axes)
     warnings.warn(

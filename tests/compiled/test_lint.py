@@ -161,6 +161,7 @@ def test_findings_are_plain_data(compiled):
         "source": "",
         "what": one.what,
         "fix": one.fix,
+        "count": 1,
         "nbytes": 3 * 512 * 256 * 4 * 7 // 8,  # the table and its two moments, of which an eighth would do
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +91,8 @@ def _specs(state, loss=_loss, **options) -> list[P]:
 def test_what_modules_without_names_give_lies_as_the_batch(kind, monkeypatch):
     state = _state(MODELS[kind]())
     specs = _specs(state)
-    free = P.UNCONSTRAINED
     assert len(specs) >= 2 * 7 - 1, "what each of seven modules gives, and its gradient"
-    assert set(specs) == {P(("data", "fsdp", "expert"), free, free)}
+    assert set(specs) == {P(("data", "fsdp", "expert"), None, None)}
     step = mp.train_step(_loss)
     report = mp.explain(step, state, X)
     assert not report.promise.unexpected
@@ -116,9 +116,29 @@ def test_rules_lay_out_what_named_modules_give(kind):
     specs = _specs(state)
     rows = ("data", "fsdp", "expert")
     assert specs.count(P(rows, None, "tensor")) == 2 * 2, "two modules, forward and backward"
-    assert specs.count(P(rows, P.UNCONSTRAINED, P.UNCONSTRAINED)) >= 2 * 4 - 1
+    assert specs.count(P(rows, None, None)) >= 2 * 4 - 1
     assert mp.Rules.from_json(rules.to_json()) == rules
     assert "activations={" in repr(rules)
+
+
+def test_a_model_that_names_parameters_alone_has_its_activations_held_too():
+    class Named(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+            self.table = nnx.Param(init(rngs.params(), (WIDTH, WIDTH)))
+            self.up = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=rngs)
+
+        def encode(self, x):
+            return x @ self.table[...]
+
+        def __call__(self, x):
+            return self.up(self.encode(x))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        specs = _specs(_state(mp.from_nnx(Named), mp.fsdp()))
+    assert len(specs) >= 3, "of two modules and three methods"
+    assert set(specs) == {P(("data", "fsdp", "expert"), None, None)}
 
 
 def test_an_activation_rule_that_fits_nothing_is_an_error():
@@ -130,7 +150,8 @@ def test_an_activation_rule_that_fits_nothing_is_an_error():
         state = _state(MODELS["nnx"](), FSDP | mp.Rules(activations=given))
         with pytest.raises(mp.MeshparError, match=match):
             mp.train_step(_loss).trace(state, X)
-    for given, match in (({"out": "batch"}, "one name or None for each dim"), ({"(": None}, "no regular expression")):
+    for given, match in (({"out": "batch"}, "one name or None for each dim"), ({"(": None}, "no regular expression"),
+                         ([], "`activations` is a list")):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):
             mp.Rules(activations=given)
 

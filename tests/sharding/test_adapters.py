@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.sharding import adapters
 from meshpar.sharding.types import tree_leaves_with_paths
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -536,3 +539,33 @@ def test_a_linen_module_takes_its_methods_and_arguments():
     x = jnp.ones((2, 3))
     np.testing.assert_allclose(bound(x, double=True), bound(x) * 2)
     np.testing.assert_allclose(bound(x, method="half") * 2, bound(x))
+
+
+def test_boxes_that_other_threads_open_meanwhile_are_constrained_as_ever():
+    box = nn.LogicallyPartitioned(jnp.ones((8, 8)), ("rows", None), rules=(("rows", "fsdp"),))
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    entered, left = threading.Event(), threading.Event()
+
+    def constraints() -> int:
+        with jax.set_mesh(mesh):
+            return str(jax.make_jaxpr(lambda: box.unbox())()).count("sharding_constraint")
+
+    def first() -> None:
+        with adapters._bare_boxes():
+            entered.set()
+            left.wait()
+
+    assert constraints() == 1
+    thread = threading.Thread(target=first)
+    thread.start()
+    entered.wait()
+    try:
+        assert constraints() == 1, "a model is traced in another thread"
+        with adapters._bare_boxes():
+            left.set()
+            thread.join()
+            assert constraints() == 0, "another thread has ended its own"
+    finally:
+        left.set()
+        thread.join()
+    assert constraints() == 1

@@ -380,5 +380,11 @@ def test_mistakes_in_a_list_of_rules():
     for entry in ("batch", ("batch",), ("batch", 3), (None, "data"), ("batch", ("data", "data"))):
         with pytest.raises(mp.MeshparError, match="an entry is a logical name and a mesh axis"):
             mp.Rules.from_logical_axis_rules([entry])
+    for rules, axes, match in (
+        (None, None, "`rules` is a NoneType"), ("mlp", None, "`rules` is a str"), ({"mlp": None}, None, "is a dict"),
+        (FLAX_LIST, 5, "axes=5.*`axes` is a int"),
+    ):  # fmt: skip
+        with pytest.raises(mp.MeshparError, match=f"from_logical_axis_rules.*{match}"):
+            mp.Rules.from_logical_axis_rules(rules, axes=axes)
     with pytest.raises(mp.MeshparError, match="batch='rows'.*no such name"):
         mp.Rules.from_logical_axis_rules(FLAX_LIST, batch="rows")

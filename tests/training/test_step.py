@@ -480,7 +480,8 @@ def test_frozen_parameters_cost_no_gradient_no_reduction_no_optimizer_state(opti
 def test_what_cannot_be_frozen_is_an_error():
     mesh = mp.MeshSpec(fsdp=8).build()
     for trainable, match in (("lora", "chooses none of the model's 3 parameters.*did you mean"), ("(", "no regular"),
-                             (["base"], "is a list, and must be a pattern")):  # fmt: skip
+                             (["base"], "is a list, and must be a pattern"),
+                             (lambda path: "yes", "of `base` it says 'yes', no truth.*return True")):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):
             mp.init_state(_adapted(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), key=0, trainable=trainable)
     state = mp.abstract_state(_adapted(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), trainable="lora/a")

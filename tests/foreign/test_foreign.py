@@ -1,0 +1,155 @@
+"""Models that nobody here wrote train on a mesh as on one device, and `explain` raises no false alarm about them.
+
+`make test-foreign` runs these in an environment of their own: the newest versions that they work with are not ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.training.state import abstract_state, make_setup
+from tests.equal import mesh_of
+from tests.foreign import zoo
+
+pytestmark = [pytest.mark.foreign, pytest.mark.filterwarnings("ignore")]
+
+PACKAGES = {
+    **dict.fromkeys(("gpt2", "bert", "vit", "llama", "resnet", "bart"), "transformers"),
+    **dict.fromkeys(("tunix_llama", "tunix_qwen3"), "tunix"),
+    "unet": "diffusers",
+    "nano_moe": "nano_moe",
+    "mamba2": "mamba2_jax",
+    "graph": "jraphx",
+    "equinox": "equinox",
+    "haiku": "haiku",
+}
+STRATEGIES = {
+    "fsdp": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), 1),
+    "fsdp|tensor by path": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp(min_bytes=0), 1),
+    "zero1": (mp.MeshSpec(fsdp=8), mp.zero1(min_bytes=0), 1),
+    "hsdp": (mp.MeshSpec(data=2, fsdp=4), mp.hsdp(min_bytes=0), 1),
+    "accumulate": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), 2),
+}
+
+
+def needs(package: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        pytest.skip(f"needs {package}, which `make test-foreign` installs: {error}")
+
+
+@functools.cache
+def case_of(name: str) -> zoo.Case:
+    return zoo.CASES[name]()
+
+
+def batches(case: zoo.Case) -> list:
+    rng = np.random.default_rng(0)
+    return [case.batch(rng) for _ in range(5)]
+
+
+def setup_of(case: zoo.Case, spec: mp.MeshSpec, strategy, *, by_path: bool = False):
+    rules = case.rules | mp.Rules(paths=case.paths) if by_path else case.rules
+    # Adam's usual epsilon would let it divide rounding noise by rounding noise where a gradient is zero.
+    return make_setup(case.model, optax.adam(1e-3, eps=1e-6), mesh=mesh_of(spec), strategy=strategy | rules)
+
+
+def losses_of(case: zoo.Case, setup, start, accumulate: int) -> list[float]:
+    """On one device rows come in the order in which micro-steps of eight devices have them."""
+    state, found = jax.device_put(start.replace(setup=setup), setup.shardings), []
+    step = mp.train_step(lambda model, batch, key: (case.loss(model, batch), {}), accumulate=accumulate)
+    for batch in batches(case):
+        if accumulate == 2 and setup.mesh.size == 1:
+            batch = jax.tree.map(_as_eight_devices, batch)
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return found
+
+
+def _as_eight_devices(x: np.ndarray) -> np.ndarray:
+    return np.moveaxis(x.reshape(8, 2, -1, *x.shape[1:]), 1, 0).reshape(x.shape)
+
+
+@functools.cache
+def alone(name: str, accumulate: int):
+    """(state, losses) on one device."""
+    setup = setup_of(case_of(name), mp.MeshSpec(), mp.ddp())
+    start = jax.device_get(setup.init(0))
+    return start, losses_of(case_of(name), setup, start, accumulate)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", zoo.CASES)
+def test_five_steps_are_those_of_one_device(name, strategy):
+    needs(PACKAGES[name])
+    case, (spec, parts, accumulate) = case_of(name), STRATEGIES[strategy]
+    start, expected = alone(name, accumulate)
+    setup = setup_of(case, spec, parts, by_path="path" in strategy)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = losses_of(case, setup, start, accumulate)
+    # Float32, sums over devices in another order.
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert not [one for one in told if "activations of this model" in str(one.message)]
+    assert any(decision.shards > 1 for decision in (*setup.table.params, *setup.table.optimizer))
+
+
+@pytest.mark.call_stacks
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", zoo.CASES)
+def test_explain_raises_no_false_alarm(name, strategy):
+    needs(PACKAGES[name])
+    case, (spec, parts, accumulate) = case_of(name), STRATEGIES[strategy]
+    setup = setup_of(case, spec, parts, by_path="path" in strategy)
+    step = mp.train_step(lambda model, batch, key: (case.loss(model, batch), {}), accumulate=accumulate)
+    report = mp.explain(step, setup.abstract, batches(case)[0])
+    assert not [one for one in report.promise.unexpected if not re.fullmatch(case.costly, one.module)], str(report)
+    assert not report.promise.missing, str(report)
+    assert report.promise.kept
+    assert report.promise.untold_axes == (("tensor",) if "path" in strategy else ())
+    assert ("over `tensor` nothing can be promised" in str(report)) == ("path" in strategy and report.is_as_promised)
+
+
+def test_gpt2_sends_and_holds_no_more_than_the_annotated_decoder(pod):
+    """GPT-2 small without names under `mp.fsdp()`, 64 rows of 512 tokens in bfloat16 on eight H100s."""
+    needs("transformers")
+    import transformers
+
+    config = transformers.GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    module = transformers.FlaxGPT2LMHeadModel(config, _do_init=False, dtype=jnp.bfloat16).module
+    ids = jax.ShapeDtypeStruct((64, 512), np.int32)
+
+    def loss(model, batch, key):
+        ids = batch["inputs"]
+        logits = model(ids, jnp.ones_like(ids), jnp.broadcast_to(jnp.arange(512), ids.shape)).logits
+        return zoo.cross_entropy(logits.astype(jnp.float32), batch["targets"]), {}
+
+    # As many parameters in a layer: three matrices of 2,048 in its MLP instead of two of 3,072.
+    annotated = TransformerConfig(
+        vocab_size=50_256, num_layers=12, embed_dim=768, num_heads=12, num_kv_heads=12, head_dim=64, mlp_dim=2048,
+        tied_embeddings=True,
+    ).build()  # fmt: skip
+    found = []
+    for model, loss_fn in ((mp.from_linen(module, ids, ids, ids), loss), (annotated, next_token_loss)):
+        mesh = mp.MeshSpec(fsdp=8).abstract(devices=8)
+        state = abstract_state(model, optax.adamw(1e-3), mesh=mesh, strategy=mp.fsdp())
+        step = mp.train_step(loss_fn, precision=mp.Precision(compute="bfloat16"))
+        report = mp.explain(step, state, {"inputs": ids, "targets": ids}, "h100:1x8", pod=pod, advise=False)
+        assert report.is_as_promised, str(report)
+        assert not report.promise.missing, str(report)
+        sent = sum(one.collective.bytes_sent_per_step for one in report.collectives)
+        found.append((sent, report.memory.peak_bytes, report.timeline.step_s))
+    for mine, theirs in zip(*found, strict=True):
+        assert mine <= 1.1 * theirs
