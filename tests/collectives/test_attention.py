@@ -20,6 +20,31 @@ from meshpar.planner import cost
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 
+
+def tile_forward(q, k, v, *, scale, causal):
+    """What a library's kernel for one tile does, with all its scores."""
+    k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    wide = jnp.promote_types(q.dtype, "float32")
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=wide) * scale
+    if causal:
+        scores = jnp.where(jnp.tri(q.shape[2], dtype=bool), scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    return jnp.einsum("bhqk,bhkd->bhqd", jnp.exp(scores - lse[..., None]).astype(v.dtype), v), lse
+
+
+def tile_backward(q, k, v, o, lse, do, *, scale, causal):
+    """The derivative of `sum(weights @ v * do)` by what the scores are, with weights and output of the whole row."""
+
+    def weighted(q, k, v):
+        given = tile_forward(q, k, v, scale=scale, causal=causal)
+        part, tile_lse = (x.astype(lse.dtype) for x in given)
+        share = jnp.exp(tile_lse - lse)[..., None] * do
+        return jnp.sum(part * share) - jnp.sum(jax.lax.stop_gradient(jnp.sum(o * do, -1)) * jnp.exp(tile_lse - lse))
+
+    return jax.grad(weighted, argnums=(0, 1, 2))(q, k, v)
+
+
+STAND_IN = mc.TileKernel(tile_forward, tile_backward)
 COUNTS = cases(3, grid=[1, 2, 3, 5, 8])
 CASES = {
     "zigzag": {},
@@ -28,6 +53,10 @@ CASES = {
     "contiguous": {"order": "contiguous"},
     "contiguous, small tiles": {"order": "contiguous", "tile": 2},
     "all to all": {"causal": False},
+    "zigzag, by a kernel": {"kernel": STAND_IN},
+    "zigzag, by a kernel in small tiles": {"kernel": STAND_IN, "tile": 1, "scale": 0.3},
+    "contiguous, by a kernel": {"kernel": STAND_IN, "order": "contiguous", "tile": 2},
+    "all to all, by a kernel": {"kernel": STAND_IN, "causal": False},
     "all to all, small tiles": {"causal": False, "order": "contiguous", "tile": 3},
 }
 
@@ -45,7 +74,7 @@ def kernel(axis="x", **options):
 
 
 def plain(**options):
-    what = {name: value for name, value in options.items() if name != "tile"}
+    what = {name: value for name, value in options.items() if name not in ("tile", "kernel")}
     return lambda qkv: reference.ring_attention(*qkv, **what)
 
 
@@ -71,7 +100,7 @@ def close(found, expected, tolerance):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_values_and_gradients_are_those_of_attention_over_the_whole_sequence(ranks, count):
-    cases = CASES if count == 5 else ["zigzag, small tiles", "contiguous", "all to all"]
+    cases = CASES if count == 5 else ["zigzag, small tiles", "zigzag, by a kernel", "contiguous", "all to all"]
     with jax.enable_x64(True):
         close(*both(ranks(count), cases, "float64"), 1e-12)
 
