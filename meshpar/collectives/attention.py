@@ -64,6 +64,7 @@ def ring_attention(
     causal: bool = True,
     order: Literal["zigzag", "contiguous"] = "zigzag",
     scale: float | None = None,
+    cap: float | None = None,
     tile: int | None = None,
     kernel: TileKernel | None = None,
 ) -> Float[Array, "B t H D"]:
@@ -89,6 +90,7 @@ def ring_attention(
         "contiguous" rank i has the i-th of N parts; under a causal mask early ranks then wait for late ones. Without
         the mask the two are the same.
       scale: of the scores before softmax; None: `D ** -0.5`.
+      cap: scores s become `cap tanh(s / cap)`; None: they stay. Not with a `kernel`.
       tile: positions in a tile: the divisor of a rank's t (of t/2 in zigzag order) that is nearest to this; None: 512,
         with a `kernel` as many as can be.
       kernel: what attends within a tile, as `meshpar.collectives.cudnn.TILES`; None: plain matmuls. Its results are
@@ -96,7 +98,7 @@ def ring_attention(
         not.
 
     Raises:
-      ValueError: no such axis here, shapes that do not go together, an odd t in zigzag order.
+      ValueError: no such axis here, shapes that do not go together, an odd t in zigzag order, a cap and a kernel.
 
     Sources: Liu et al. 2023, "Ring Attention"; Brandon et al. 2023, "Striped Attention", for the balance.
     """
@@ -110,11 +112,14 @@ def ring_attention(
     if scale is not None and not isinstance(scale, int | float):
         exists = "it is a number that is known while tracing"
         raise problem("ring_attention", f"use scale={scale!r}", exists, "give one, or scale the queries")
+    if cap is not None and kernel is not None:
+        exists = "a kernel for tiles takes none"
+        raise problem("ring_attention", f"bend scores by cap={cap!r}", exists, "leave out one of them")
     if order == "zigzag":
         check_two_chunks("ring_attention", q.shape[1], 1)
     length = q.shape[1] // 2 if order == "zigzag" else q.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ring = _Ring(axis, num_ranks, causal, order, scale, kernel=kernel)
+    ring = _Ring(axis, num_ranks, causal, order, scale, cap=cap, kernel=kernel)
     tile = tile or (TILE if kernel is None else length)
     q, k, v = varying_alike(axis, q, k, v)
     with jax.named_scope("ring_attention"):

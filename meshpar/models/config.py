@@ -117,13 +117,13 @@ class TransformerConfig:
     attention: Attention = "xla"
     """Attention over whole sequences: "xla" runs anywhere and holds all scores; "blockwise" runs anywhere, too, in
     memory that grows with the sequence (`meshpar.collectives.blockwise_attention`); "cudnn" is cuDNN's flash attention
-    (GPUs, bfloat16 or float16 compute). None falls back to another."""
+    (GPUs, bfloat16 or float16 compute). None falls back to another. Under `context_parallel()` sequences are attended
+    to round a ring of ranks in tiles, which are cuDNN's kernel with "cudnn" and plain matmuls with the other two."""
     attention_window: int | None = None
     """A position sees itself and so many less one before it, in every layer; None: all before it. Not round a ring of
     ranks."""
     attention_cap: float | None = None
-    """Scores s of attention become `cap tanh(s / cap)` (Gemma Team 2024, "Gemma 2"); None: they stay. Not by cuDNN, and
-    not round a ring of ranks."""
+    """Scores s of attention become `cap tanh(s / cap)` (Gemma Team 2024, "Gemma 2"); None: they stay. Not by cuDNN."""
     tensor_matmul: TensorMatmul = "xla"
     """Matmuls of a block under `tensor_parallel(sequence=True)`: "xla" leaves what they need to the compiler, as an
     all-gather before and a reduce-scatter behind; "overlapped" sends blocks of rows while it multiplies others

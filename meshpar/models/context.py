@@ -33,6 +33,7 @@ from meshpar.sharding.context import ambient, constrain, spec_of
 from meshpar.sharding.regions import outer_axes, per_device
 from meshpar.sharding.types import axis_sizes, problem, spec_axes
 
+
 def sequence_axes(x: Array, name: str = "attn_seq") -> tuple[str, ...]:
     """Mesh axes of more than one rank over which the rules in force split the sequence of x `[B, T, ...]`.
 
@@ -80,6 +81,7 @@ def ring(
     v_BTKD: Float[Array, "B T K D"],
     *,
     scale: float | None = None,
+    cap: float | None = None,
     kernel: TileKernel | None = None,
 ) -> Float[Array, "B T H D"]:
     """Causal attention over a sequence in zigzag order, split over `sequence_axes`; the rest as in `ring_attention`.
@@ -87,7 +89,7 @@ def ring(
     Per device where rows and heads are split too: both are apart from each other, so nothing is left to the compiler.
     Where rules split query heads and not key heads, heads stay the compiler's, unless the tiles are a library's kernel.
     """
-    attention = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), scale=scale, kernel=kernel)
+    attention = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), scale=scale, cap=cap, kernel=kernel)
     if kernel is not None:
         return by_device(attention, q_BTHD, k_BTKD, kv_heads="attn_kv_heads")(q_BTHD, k_BTKD, v_BTKD)
     q = spec_of(q_BTHD, "batch", "attn_seq", "attn_heads", None)

@@ -426,9 +426,10 @@ def whole_attention(
         # Kernels mark what they give themselves, with what else their backward pass needs: marked twice, it is kept so.
         o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if implementation == "xla" else o_BTHW
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
-    _refuse(f"attention={implementation!r}", "go round a ring", segments=segments_BT, window=window, cap=cap)
     kernel = cudnn.TILES if implementation == "cudnn" else None
-    return _in_one_width(functools.partial(context.ring, kernel=kernel), q_BTHD, k_BTKD, v_BTKW)
+    bent = cap if implementation == "cudnn" else None
+    _refuse(f"attention={implementation!r}", "go round a ring", segments=segments_BT, window=window, cap=bent)
+    return _in_one_width(functools.partial(context.ring, cap=cap, kernel=kernel), q_BTHD, k_BTKD, v_BTKW)
 
 
 def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T H D"]:

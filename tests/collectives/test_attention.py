@@ -18,39 +18,16 @@ from meshpar.compiled.census import census
 from meshpar.compiled.clock import work
 from meshpar.planner import cost
 from meshpar.sharding.types import MeshparError
+from tests.collectives.tiles import STAND_IN
 from tests.grid import cases
 
-
-def tile_forward(q, k, v, *, scale, causal):
-    """What a library's kernel for one tile does, with all its scores."""
-    k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-    wide = jnp.promote_types(q.dtype, "float32")
-    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=wide) * scale
-    if causal:
-        scores = jnp.where(jnp.tri(q.shape[2], dtype=bool), scores, -jnp.inf)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    return jnp.einsum("bhqk,bhkd->bhqd", jnp.exp(scores - lse[..., None]).astype(v.dtype), v), lse
-
-
-def tile_backward(q, k, v, o, lse, do, *, scale, causal):
-    """The derivative of `sum(weights @ v * do)` by what the scores are, with weights and output of the whole row."""
-
-    def weighted(q, k, v):
-        given = tile_forward(q, k, v, scale=scale, causal=causal)
-        part, tile_lse = (x.astype(lse.dtype) for x in given)
-        share = jnp.exp(tile_lse - lse)[..., None] * do
-        return jnp.sum(part * share) - jnp.sum(jax.lax.stop_gradient(jnp.sum(o * do, -1)) * jnp.exp(tile_lse - lse))
-
-    return jax.grad(weighted, argnums=(0, 1, 2))(q, k, v)
-
-
-STAND_IN = mc.TileKernel(tile_forward, tile_backward)
 COUNTS = cases(3, grid=[1, 2, 3, 5, 8])
 CASES = {
     "zigzag": {},
     "zigzag, small tiles": {"tile": 1},
     "zigzag, scaled": {"scale": 0.3},
     "contiguous": {"order": "contiguous"},
+    "zigzag, capped": {"cap": 0.5},
     "contiguous, small tiles": {"order": "contiguous", "tile": 2},
     "all to all": {"causal": False},
     "zigzag, by a kernel": {"kernel": STAND_IN},
@@ -294,6 +271,7 @@ Q, KV = (2, 4, 4, 3), (2, 4, 2, 3)
         ((Q, KV, KV), {"axis": "y"}, "mesh axis `y`"),
         ((Q, KV, KV), {"causal": "no"}, "causal='no'"),
         ((Q, KV, KV), {"scale": "a"}, "scale='a'"),
+        ((Q, KV, KV), {"cap": 3.0, "kernel": STAND_IN}, "cap=3.0.*a kernel for tiles takes none"),
     ],
 )
 def test_what_does_not_fit_is_told(ranks, shapes, options, message):
