@@ -104,19 +104,7 @@ def ring_attention(
     """
     num_ranks = ranks_of("ring_attention", axis)
     _check("ring_attention", q, k, v)
-    check_choice("ring_attention", "order", order, ORDERS)
-    if tile is not None:
-        checked_count("ring_attention", "tile", tile)
-    if not isinstance(causal, bool):
-        raise problem("ring_attention", f"use causal={causal!r}", "it is True or False", "give one of them")
-    if scale is not None and not isinstance(scale, int | float):
-        exists = "it is a number that is known while tracing"
-        raise problem("ring_attention", f"use scale={scale!r}", exists, "give one, or scale the queries")
-    if cap is not None and kernel is not None:
-        exists = "a kernel for tiles takes none"
-        raise problem("ring_attention", f"bend scores by cap={cap!r}", exists, "leave out one of them")
-    if order == "zigzag":
-        check_two_chunks("ring_attention", q.shape[1], 1)
+    _check_ring(q.shape[1], order=order, causal=causal, scale=scale, cap=cap, tile=tile, kernel=kernel)
     length = q.shape[1] // 2 if order == "zigzag" else q.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ring = _Ring(axis, num_ranks, causal, order, scale, cap=cap, kernel=kernel)
@@ -471,6 +459,22 @@ def _at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 def _full_like(x: Array, shape: tuple[int, ...], value: float, dtype: jnp.dtype) -> Array:
     """A constant that varies over the axes over which x does, as what a loop carries must."""
     return varying(jnp.full(shape, value, dtype), tuple(sorted(jax.typeof(x).manual_axis_type.varying)))
+
+
+def _check_ring(length: int, *, order: str, causal: Any, scale: Any, cap: Any, tile: Any, kernel: Any) -> None:
+    check_choice("ring_attention", "order", order, ORDERS)
+    if tile is not None:
+        checked_count("ring_attention", "tile", tile)
+    if not isinstance(causal, bool):
+        raise problem("ring_attention", f"use causal={causal!r}", "it is True or False", "give one of them")
+    if scale is not None and not isinstance(scale, int | float):
+        exists = "it is a number that is known while tracing"
+        raise problem("ring_attention", f"use scale={scale!r}", exists, "give one, or scale the queries")
+    if cap is not None and kernel is not None:
+        exists = "a kernel for tiles takes none"
+        raise problem("ring_attention", f"bend scores by cap={cap!r}", exists, "leave out one of them")
+    if order == "zigzag":
+        check_two_chunks("ring_attention", length, 1)
 
 
 def _check(where: str, q: Array, k: Array, v: Array) -> None:
