@@ -114,9 +114,9 @@ class TransformerConfig:
     """The output layer is the embedding table, not a matrix of its own."""
     param_dtype: str = "float32"
     """Dtype in which parameters are made. Compute follows the dtype of the parameters the model is given."""
-    attention: Attention = "xla"
-    """Attention over whole sequences: "xla" runs anywhere and holds all scores; "blockwise" runs anywhere, too, in
-    memory that grows with the sequence (`meshpar.collectives.blockwise_attention`); "cudnn" is cuDNN's flash attention
+    attention: Attention = "blockwise"
+    """Attention over whole sequences: "blockwise" runs anywhere, in memory that grows with the sequence
+    (`meshpar.collectives.blockwise_attention`); "xla" runs anywhere, too, and holds all scores; "cudnn" is cuDNN's flash attention
     (GPUs, bfloat16 or float16 compute). None falls back to another. Under `context_parallel()` sequences are attended
     to round a ring of ranks in tiles, which are cuDNN's kernel with "cudnn" and plain matmuls with the other two."""
     attention_window: int | None = None
