@@ -116,9 +116,10 @@ class TransformerConfig:
     """Dtype in which parameters are made. Compute follows the dtype of the parameters the model is given."""
     attention: Attention = "blockwise"
     """Attention over whole sequences: "blockwise" runs anywhere, in memory that grows with the sequence
-    (`meshpar.collectives.blockwise_attention`); "xla" runs anywhere, too, and holds all scores; "cudnn" is cuDNN's flash attention
-    (GPUs, bfloat16 or float16 compute). None falls back to another. Under `context_parallel()` sequences are attended
-    to round a ring of ranks in tiles, which are cuDNN's kernel with "cudnn" and plain matmuls with the other two."""
+    (`meshpar.collectives.blockwise_attention`); "xla" runs anywhere, too, and holds all scores; "cudnn" is cuDNN's
+    flash attention (GPUs, bfloat16 or float16 compute). None falls back to another. Under `context_parallel()` the
+    sequence is attended to round a ring of ranks in tiles, which are cuDNN's kernel with "cudnn" and plain matmuls with
+    the other two."""
     attention_window: int | None = None
     """A position sees itself and so many less one before it, in every layer; None: all before it. Not round a ring of
     ranks."""
