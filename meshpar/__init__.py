@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from meshpar.training.checkpoint import Checkpoints
     from meshpar.training.layers import Aux, scan_layers
     from meshpar.training.loop import fit
+    from meshpar.training.moments import moments_in, offloaded
     from meshpar.training.precision import Precision
     from meshpar.training.state import TrainState, abstract_state, init_state, load_params
     from meshpar.training.step import eval_step, train_step
@@ -65,7 +66,7 @@ __all__ = [
     "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy", "TrainState", "__version__",
     "abstract_state", "bench", "collectives", "compiled", "constrain", "context_parallel", "custom", "data", "ddp",
     "eval_step", "expert_parallel", "explain", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp",
-    "hsdp", "init_state", "load_params", "models", "moe", "names", "pipeline", "pipeline_parallel", "plan", "planner",
-    "plots", "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "zero1",
-    "zero2", "zero3",
+    "hsdp", "init_state", "load_params", "models", "moe", "moments_in", "names", "offloaded", "pipeline",
+    "pipeline_parallel", "plan", "planner", "plots", "replicated", "scan_layers", "shard_batch", "shardings",
+    "tensor_parallel", "train_step", "use", "zero1", "zero2", "zero3",
 ]  # fmt: skip

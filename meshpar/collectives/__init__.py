@@ -11,6 +11,7 @@
                                           └─► hierarchical.py       reduction.py  all_reduce ─► bucket.py
            quantized.py       the same with a byte an element: encode ─► XLA's own collective ─► decode, sum
     attention.py   blockwise_attention; ring_attention, over sequences in the order of order.py: zigzag, to_zigzag, ...
+    cudnn.py       tiles for the ring that are cuDNN's kernel
 
     reference.py   what each of them computes, in plain global-view jax.numpy
 
@@ -26,8 +27,8 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
-    from meshpar.collectives import reference
-    from meshpar.collectives.attention import blockwise_attention, ring_attention
+    from meshpar.collectives import cudnn, reference
+    from meshpar.collectives.attention import TileKernel, blockwise_attention, ring_attention
     from meshpar.collectives.auto import Choice, choose
     from meshpar.collectives.bucket import bucketed_all_reduce
     from meshpar.collectives.exchange import all_to_all
@@ -48,9 +49,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Choice", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all", "blockwise_attention",
+    "Choice", "TileKernel", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all", "blockwise_attention",
     "broadcast", "bucketed_all_reduce",
-    "choose", "dequantize", "from_zigzag", "gather", "hierarchical_all_reduce", "hierarchical_all_to_all",
+    "choose", "cudnn", "dequantize", "from_zigzag", "gather", "hierarchical_all_reduce", "hierarchical_all_to_all",
     "matmul_reduce_scatter", "quantize", "quantized_all_gather", "quantized_all_reduce", "quantized_reduce_scatter",
     "reduce", "reduce_scatter", "reference", "ring_attention", "scatter", "shift", "to_zigzag", "unzigzag", "zigzag",
 ]  # fmt: skip

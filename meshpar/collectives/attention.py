@@ -2,7 +2,8 @@
 
 Work is done tile by tile: a tile is a run of queries against a run of keys, and what a mask rules out is on no list of
 tiles. Softmax is taken online, in float32 at the least. The backward pass makes the tiles again from the saved
-log-sum-exp of every query, and gradients of keys and values travel with them until they are home.
+log-sum-exp of every query, and gradients of keys and values travel with them until they are home. A tile is plain
+matmuls, or the kernel of a library, of which results are joined by their log-sum-exps.
 
 Shape suffixes: n tiles of s positions each make up a rank's t positions; B batch, K key/value heads, G query heads for
 each of them, D head width.
@@ -37,6 +38,21 @@ Tiles: TypeAlias = Int[Array, "P 2"]
 _Part: TypeAlias = Literal["all", "first", "second"]
 """Of a list: the whole of it, or one half."""
 Carry = TypeVar("Carry")
+TILE = 512
+"""Positions in a tile of plain matmuls: scores of `B H 512²` are all that a device holds of them."""
+
+
+class TileKernel(NamedTuple):
+    """Attention of a run of queries to a run of keys, `[B, H, s, D]` and `[B, K, s, D]`, as a library's kernel does it.
+
+    Both functions are given `scale` and `causal` by name; with `causal` both runs are of the same positions.
+    """
+
+    forward: Callable[..., tuple[Array, Array]]
+    """(q, k, v) -> (o, the log-sum-exp of every query's scaled scores `[B, H, s]`)."""
+    backward: Callable[..., tuple[Array, Array, Array]]
+    """(q, k, v, o, lse, do) -> what the tile adds to (dq, dk, dv), where o and lse are of all keys, not of the tile's:
+    scores less lse are then the logarithms of the weights that the whole row of the softmax has."""
 
 
 def ring_attention(
@@ -48,7 +64,9 @@ def ring_attention(
     causal: bool = True,
     order: Literal["zigzag", "contiguous"] = "zigzag",
     scale: float | None = None,
-    tile: int = 512,
+    cap: float | None = None,
+    tile: int | None = None,
+    kernel: TileKernel | None = None,
 ) -> Float[Array, "B t H D"]:
     """Softmax attention of all queries to all keys of a sequence whose positions are split over the ranks.
 
@@ -72,26 +90,25 @@ def ring_attention(
         "contiguous" rank i has the i-th of N parts; under a causal mask early ranks then wait for late ones. Without
         the mask the two are the same.
       scale: of the scores before softmax; None: `D ** -0.5`.
-      tile: positions in a tile: the divisor of a rank's t (of t/2 in zigzag order) that is nearest to this.
+      cap: scores s become `cap tanh(s / cap)`; None: they stay. Not with a `kernel`.
+      tile: positions in a tile: the divisor of a rank's t (of t/2 in zigzag order) that is nearest to this; None: 512,
+        with a `kernel` as many as can be.
+      kernel: what attends within a tile, as `meshpar.collectives.cudnn.TILES`; None: plain matmuls. Its results are
+        added up in float32, each rounded to the dtype of q before; scores of a tile are then the kernel's to hold or
+        not.
 
     Raises:
-      ValueError: no such axis here, shapes that do not go together, an odd t in zigzag order.
+      ValueError: no such axis here, shapes that do not go together, an odd t in zigzag order, a cap and a kernel.
 
     Sources: Liu et al. 2023, "Ring Attention"; Brandon et al. 2023, "Striped Attention", for the balance.
     """
     num_ranks = ranks_of("ring_attention", axis)
     _check("ring_attention", q, k, v)
-    check_choice("ring_attention", "order", order, ORDERS)
-    checked_count("ring_attention", "tile", tile)
-    if not isinstance(causal, bool):
-        raise problem("ring_attention", f"use causal={causal!r}", "it is True or False", "give one of them")
-    if scale is not None and not isinstance(scale, int | float):
-        exists = "it is a number that is known while tracing"
-        raise problem("ring_attention", f"use scale={scale!r}", exists, "give one, or scale the queries")
-    if order == "zigzag":
-        check_two_chunks("ring_attention", q.shape[1], 1)
+    _check_ring(q.shape[1], order=order, causal=causal, scale=scale, cap=cap, tile=tile, kernel=kernel)
     length = q.shape[1] // 2 if order == "zigzag" else q.shape[1]
-    ring = _Ring(axis, num_ranks, causal, order, q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    ring = _Ring(axis, num_ranks, causal, order, scale, cap=cap, kernel=kernel)
+    tile = tile or (TILE if kernel is None else length)
     q, k, v = varying_alike(axis, q, k, v)
     with jax.named_scope("ring_attention"):
         cut = functools.partial(_cut, size=_nearest_divisor(length, tile))
@@ -109,7 +126,7 @@ def blockwise_attention(
     window: int | None = None,
     cap: float | None = None,
     segments: Int[Array, "B T"] | None = None,
-    tile: int = 512,
+    tile: int = TILE,
 ) -> Float[Array, "B T H D"]:
     """Causal softmax attention in memory that grows with T and not with its square: the ring's tiles, on one rank.
 
@@ -157,6 +174,7 @@ class _Ring(NamedTuple):
     scale: float
     window: int | None = None
     cap: float | None = None
+    kernel: TileKernel | None = None
 
     def next(self, x: Array) -> Array:
         """Of the rank before: after s steps the block here is that of rank i - s."""
@@ -203,8 +221,7 @@ def _forward(ring: _Ring, q: Array, kv: Array, segments: Array | None) -> tuple[
         _full_like(q, q.shape[:-1], -np.inf, wide),
         _full_like(q, q.shape[:-1], 0, wide),
     )
-    own = functools.partial(_tile_forward, ring, q, kv, segments, ring.causal)
-    softmax = _each(_own_tiles(ring, len(q), q.shape[-2]), own, softmax)
+    softmax = _own(ring, q, functools.partial(_tile_forward, ring, q, kv, segments), softmax)
     if N > 1:
         held = _loop(1, N - 1, step, (coming, softmax))
         _, softmax = step(N - 1, held, is_last=True)
@@ -218,7 +235,7 @@ def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Ar
     """The gradients of a block travel one step behind it, and take in those of every rank on their way."""
     q, kv, o, lse, segments = saved
     N, wide = ring.num_ranks, _at_least_float32(q.dtype)
-    rows = (q, do, lse, jnp.sum(do.astype(wide) * o.astype(wide), axis=-1))
+    rows = (q, do, lse, jnp.sum(do.astype(wide) * o.astype(wide), axis=-1) if ring.kernel is None else o)
     none = _full_like(kv, kv.shape, 0, wide)
 
     def visit(s: Any, kv: Array, gradients: _Gradients, part: _Part) -> _Gradients:
@@ -238,10 +255,9 @@ def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Ar
         return coming, *visit(s, kv, _Gradients(dq, dkv), "second")
 
     # The rank's own tiles in two parts: one while the first block arrives, one while the last gradients come home.
-    own = functools.partial(_tile_backward, ring, rows, kv, segments, ring.causal)
-    tiles = _own_tiles(ring, len(q), q.shape[-2])
+    own = functools.partial(_tile_backward, ring, rows, kv, segments)
     coming = ring.next(kv) if N > 1 else kv
-    dq, mine = _each(_part(tiles, "first"), own, _Gradients(_full_like(q, q.shape, 0, wide), none))
+    dq, mine = _own(ring, q, own, _Gradients(_full_like(q, q.shape, 0, wide), none), "first")
     home = none
     if N > 1:
         after = ring.next(coming) if N > 2 else coming
@@ -249,7 +265,7 @@ def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Ar
         held = _loop(2, N - 1, step, held)
         _, dq, leaving = step(N - 1, held, is_last=True) if N > 2 else held
         home = ring.next(leaving)
-    dq, mine = _each(_part(tiles, "second"), own, _Gradients(dq, mine))
+    dq, mine = _own(ring, q, own, _Gradients(dq, mine), "second")
     return dq.astype(q.dtype), (home + mine).astype(kv.dtype), None
 
 
@@ -269,11 +285,18 @@ def _loop(first: int, end: int, step: Callable[[Any, Carry], Carry], carry: Carr
 # ---- Lists of tiles --------------------------------------------------------------------------------------------------
 
 
-def _own_tiles(ring: _Ring, n: int, size: int) -> Tiles:
-    """Of a rank's queries and its own keys. Its positions rise in either order, so a causal mask is a triangle."""
+def _own(ring: _Ring, q: Array, tile: Callable[..., Carry], carry: Carry, part: _Part = "all") -> Carry:
+    """Work on a rank's queries and its own keys. Its positions rise in either order: a causal mask is a triangle."""
+    n, size = len(q), q.shape[-2]
     window = n * size if ring.window is None else ring.window
     near = (window + size - 2) // size  # the first query of a tile sees so many tiles back
-    return _pairs((i, j) for i in range(n) for j in range(n) if i - near <= j <= i or not ring.causal)
+    pairs = [(i, j) for i in range(n) for j in range(n) if i - near <= j <= i or not ring.causal]
+    pairs = {"all": pairs, "first": pairs[: len(pairs) // 2], "second": pairs[len(pairs) // 2 :]}[part]
+    if ring.kernel is None or not ring.causal:
+        return _each(_pairs(pairs), functools.partial(tile, ring.causal), carry)
+    for mask in (True, False):  # of a kernel the mask is one or none: it runs through the tiles on the diagonal
+        carry = _each(_pairs((i, j) for i, j in pairs if (i == j) is mask), functools.partial(tile, mask), carry)
+    return carry
 
 
 def _in_step(
@@ -296,7 +319,7 @@ def _in_step(
 
 
 def _pairs(pairs: Iterable[tuple[int, int]]) -> Tiles:
-    return jnp.asarray(list(pairs), "int32")
+    return jnp.asarray(list(pairs), "int32").reshape(-1, 2)
 
 
 def _part(tiles: Tiles, part: _Part) -> Tiles:
@@ -318,12 +341,20 @@ def _tile_forward(
     i, j = at
     k, v = take(kv, j)
     before = _Softmax(*(take(x, i) for x in softmax))
-    # Where a tile shows a query nothing, its weights are those of a top that the next one lowers to nothing.
-    scores, _ = _scores(ring, take(q, i), k, _seen(ring, q.shape[-2], segments, at, mask))
-    top = jnp.maximum(before.top_nBKGs, scores.max(-1))
-    weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(before.top_nBKGs - top)
-    values = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v, top.dtype)
-    after = _Softmax(before.sum_nBKGsD * kept[..., None] + values, top, before.total_nBKGs * kept + weights.sum(-1))
+    if ring.kernel is None:
+        # Where a tile shows a query nothing, its weights are those of a top that the next one lowers to nothing.
+        scores, _ = _scores(ring, take(q, i), k, _seen(ring, q.shape[-2], segments, at, mask))
+        top = jnp.maximum(before.top_nBKGs, scores.max(-1))
+        weights = jnp.exp(scores - top[..., None])
+        total, values = weights.sum(-1), _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v, top.dtype)
+    else:
+        o, lse = ring.kernel.forward(_heads(take(q, i)), k, v, scale=ring.scale, causal=mask)
+        o, lse = (_groups(x, k.shape[1]).astype(before.top_nBKGs.dtype) for x in (o, lse))
+        top = jnp.maximum(before.top_nBKGs, lse)
+        total = jnp.exp(lse - top)
+        values = o * total[..., None]
+    kept = jnp.exp(before.top_nBKGs - top)
+    after = _Softmax(before.sum_nBKGsD * kept[..., None] + values, top, before.total_nBKGs * kept + total)
     return _Softmax(*(put(x, new, i) for x, new in zip(softmax, after, strict=True)))
 
 
@@ -337,16 +368,37 @@ def _tile_backward(
     at: Array,
 ) -> _Gradients:
     i, j = at
-    q, do, lse, do_o = (take(x, i) for x in rows)
+    q, do, lse, o = (take(x, i) for x in rows)
     k, v = take(kv, j)
-    scores, slope = _scores(ring, q, k, _seen(ring, q.shape[-2], segments, at, mask))
+    if ring.kernel is None:
+        dq, dk, dv = _plain_backward(ring, q, k, v, o, lse, do, _seen(ring, q.shape[-2], segments, at, mask))
+    else:
+        given = (_heads(q), k, v, _heads(o), _heads(lse), _heads(do))
+        dq, dk, dv = ring.kernel.backward(*given, scale=ring.scale, causal=mask)
+        dq = _groups(dq, k.shape[1])
+    return _Gradients(_added(gradients.q_nBKGsD, dq, i), _added(gradients.kv_n2BKsD, jnp.stack([dk, dv]), j))
+
+
+def _plain_backward(
+    ring: _Ring, q: Array, k: Array, v: Array, do_o: Array, lse: Array, do: Array, seen: Array | None
+) -> tuple[Array, Array, Array]:
+    """Of a kernel's arguments, but instead of o the sum of `do * o`, all that is needed of it."""
+    scores, slope = _scores(ring, q, k, seen)
     weights = jnp.exp(scores - lse[..., None])
     d_weights = _einsum("bkgqd,bksd->bkgqs", do, v, lse.dtype)
     d_scores = (weights * (d_weights - do_o[..., None]) * slope * ring.scale).astype(q.dtype)
     dq = _einsum("bkgqs,bksd->bkgqd", d_scores, k, lse.dtype)
     dk = _einsum("bkgqs,bkgqd->bksd", d_scores, q, lse.dtype)
     dv = _einsum("bkgqs,bkgqd->bksd", weights.astype(do.dtype), do, lse.dtype)
-    return _Gradients(_added(gradients.q_nBKGsD, dq, i), _added(gradients.kv_n2BKsD, jnp.stack([dk, dv]), j))
+    return dq, dk, dv
+
+
+def _heads(x_BKGs: Array) -> Array:
+    return x_BKGs.reshape(x_BKGs.shape[0], -1, *x_BKGs.shape[3:])
+
+
+def _groups(x_BHs: Array, num_kv_heads: int) -> Array:
+    return x_BHs.reshape(x_BHs.shape[0], num_kv_heads, -1, *x_BHs.shape[2:])
 
 
 def _scores(ring: _Ring, q: Array, k: Array, seen: Array | None) -> tuple[Array, Array | float]:
@@ -383,7 +435,7 @@ def _einsum(formula: str, a: Array, b: Array, wide: jnp.dtype) -> Array:
 
 
 def _added(tiles: Array, new: Array, at: Array) -> Array:
-    return put(tiles, take(tiles, at) + new, at)
+    return put(tiles, take(tiles, at) + new.astype(tiles.dtype), at)
 
 
 # ---- Parts -----------------------------------------------------------------------------------------------------------
@@ -407,6 +459,22 @@ def _at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 def _full_like(x: Array, shape: tuple[int, ...], value: float, dtype: jnp.dtype) -> Array:
     """A constant that varies over the axes over which x does, as what a loop carries must."""
     return varying(jnp.full(shape, value, dtype), tuple(sorted(jax.typeof(x).manual_axis_type.varying)))
+
+
+def _check_ring(length: int, *, order: str, causal: Any, scale: Any, cap: Any, tile: Any, kernel: Any) -> None:
+    check_choice("ring_attention", "order", order, ORDERS)
+    if tile is not None:
+        checked_count("ring_attention", "tile", tile)
+    if not isinstance(causal, bool):
+        raise problem("ring_attention", f"use causal={causal!r}", "it is True or False", "give one of them")
+    if scale is not None and not isinstance(scale, int | float):
+        exists = "it is a number that is known while tracing"
+        raise problem("ring_attention", f"use scale={scale!r}", exists, "give one, or scale the queries")
+    if cap is not None and kernel is not None:
+        exists = "a kernel for tiles takes none"
+        raise problem("ring_attention", f"bend scores by cap={cap!r}", exists, "leave out one of them")
+    if order == "zigzag":
+        check_two_chunks("ring_attention", length, 1)
 
 
 def _check(where: str, q: Array, k: Array, v: Array) -> None:

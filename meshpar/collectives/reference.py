@@ -123,6 +123,7 @@ def ring_attention(
     causal: bool = True,
     order: str = "zigzag",
     scale: float | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "N B t H D"]:
     """Softmax attention over the whole sequence, the rows put one behind the other in the order of its positions.
 
@@ -132,7 +133,7 @@ def ring_attention(
     q, k, v = (_joined(x, 1, tiled=True) for x in (q, k, v))
     if order == "zigzag":
         q, k, v = (unzigzag(x, num_ranks) for x in (q, k, v))
-    o = _attention(q, k, v, jnp.tri(q.shape[1], dtype=bool) | (not causal), scale, None)
+    o = _attention(q, k, v, jnp.tri(q.shape[1], dtype=bool) | (not causal), scale, cap)
     return jnp.stack(jnp.split(zigzag(o, num_ranks) if order == "zigzag" else o, num_ranks, axis=1))
 
 

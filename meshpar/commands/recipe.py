@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from meshpar.data.source import DataSource
@@ -33,6 +34,7 @@ from meshpar.sharding.context import use
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, is_whole, near, path_str, problem
+from meshpar.training.moments import DTYPES, moments_in, offloaded
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Precision
 from meshpar.training.step import TrainStep
@@ -77,6 +79,10 @@ class AdamW:
     """Times the learning rate, taken from the weights every step."""
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this global norm; None leaves them."""
+    moments: str | None = None
+    """Dtype in which both moments are kept, as in `mp.moments_in`; None: that of the parameters."""
+    offload: bool = False
+    """Whether both lie in the host's memory between updates, as in `mp.offloaded`."""
 
     def __post_init__(self) -> None:
         known = ("cosine", "linear", "constant")
@@ -94,6 +100,11 @@ class AdamW:
         for name in ("lr", "eps", "clip_norm", "schedule_steps"):
             value = getattr(self, name)
             _check(f"AdamW.{name}", value, value is None or value > 0, "it is above 0")
+        _check("AdamW.moments", self.moments, self.moments in (None, *DTYPES), f"it is None or of {', '.join(DTYPES)}")
+        for name in ("b1", "b2") if self.moments == "bfloat16" else ():
+            beta, finest = getattr(self, name), float(jnp.finfo("bfloat16").eps) / 2
+            rule = f'with moments="bfloat16" it is at most {1 - finest:.4f}: steps of less are rounded away'
+            _check(f"AdamW.{name}", beta, 1 - beta >= finest, rule)
 
     def learning_rate(self, steps: int) -> Callable[[Any], Any]:
         """The learning rate by step, of a run of this many steps.
@@ -132,7 +143,9 @@ class AdamW:
             weight_decay=self.weight_decay,
             mask=functools.partial(decayed, names=names),
         )
-        return adamw if self.clip_norm is None else optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
+        tx = adamw if self.clip_norm is None else optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
+        tx = tx if self.moments is None else moments_in(tx, self.moments)
+        return offloaded(tx) if self.offload else tx
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

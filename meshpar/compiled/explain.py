@@ -133,7 +133,7 @@ def _explain(
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options),
-        notes=tuple(_notes(program, collectives)),
+        notes=tuple(_notes(program, collectives, account.host_bytes)),
         stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
         timeline=times,
     )
@@ -240,8 +240,10 @@ def _wide_compute(step: TrainStep, jaxpr: Any) -> Iterator[Finding]:
         yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
 
 
-def _notes(program: Program, collectives: tuple[Collective, ...]) -> list[str]:
+def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: int) -> list[str]:
     notes = []
+    if host_bytes:
+        notes.append("the link to the host is not on the clock: what is offloaded crosses it twice a step")
     if program.target == "cpu":
         notes.append("XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, which sends twice the bytes")
         notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and waits for every collective")
@@ -331,6 +333,6 @@ def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
             f"it has {cluster.num_devices} GPUs",
             f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster",
         )
-    mesh = mesh_on(cluster, setup.mesh)
+    mesh = mesh_on(cluster, setup.mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
     kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
     return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **kept)

@@ -109,7 +109,7 @@ class Memory(Plain):
     fits: bool | None
     """Whether the peak is within the limit; None without one."""
     host_bytes: int = 0
-    """Temporaries in the host's memory, what is offloaded there; in none of the others."""
+    """In the host's memory, for each device: offloaded optimizer state and temporaries; in none of the others."""
     note: str = ""
     """What stands in the way although it fits."""
     largest: tuple[Contributor, ...] = ()
@@ -145,7 +145,7 @@ def memory(
         peak_bytes=peak,
         limit_bytes=limit,
         fits=None if limit is None else peak <= limit,
-        host_bytes=program.host_temporary_bytes,
+        host_bytes=program.host_temporary_bytes + setup.table.totals.host_bytes,
         note=_note(peak, limit),
         largest=_largest(program, setup),
     )
@@ -218,7 +218,7 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
 def _largest(program: Program, setup: Setup) -> tuple[Contributor, ...]:
     found = [
         *_grouped(setup, setup.table.params, "parameters"),
-        *_grouped(setup, setup.table.optimizer, "optimizer state"),
+        *_grouped(setup, [one for one in setup.table.optimizer if not one.is_on_host], "optimizer state"),
         *_temporaries(program),
     ]
     return tuple(sorted(found, key=lambda one: (-one.nbytes, one.what, one.module, one.shape)))

@@ -16,6 +16,7 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh
 
+from meshpar.compiled.clock.work import causal_share
 from meshpar.compiled.traced import inner_jaxprs, num_trips
 from meshpar.sharding.context import tracing
 from meshpar.sharding.types import PyTree
@@ -121,11 +122,13 @@ def _ragged_dot_flops(equation: Any) -> int:
 
 
 def _attention_flops(equation: Any) -> int:
-    """Scores and their product with the values: `4 B H T S D`, half of it behind a causal mask, as the kernel runs."""
+    """Scores and their product with the values: `4 B H T S D`, and of it what a causal mask and a window leave."""
     query, key = (invar.aval.shape for invar in equation.invars[:2])
     is_BTHD = equation.params["layout"] == 0  # cuDNN's numbering: 0 is [B, T, H, D], 1 is [B, H, T, D]
-    whole = 4 * math.prod(query) * (key[1] if is_BTHD else key[2])
-    return whole // 2 if "CAUSAL" in str(equation.params.get("mask_type")) else whole
+    num_keys = key[1] if is_BTHD else key[2]
+    whole, params = 4 * math.prod(query) * num_keys, equation.params
+    is_causal = "CAUSAL" in str(params.get("mask_type"))
+    return causal_share(whole, num_keys, params.get("sliding_window_length")) if is_causal else whole
 
 
 _PRODUCTS: Mapping[str, Callable[[Any], int]] = {

@@ -470,6 +470,9 @@ def _compute(report: Report) -> Section:
             (Cell("the model asks for"), Cell(human_flops(compute.model_flops_per_device)), Cell(over, "faint"))
         )
     parts = [Table(columns=("FLOPs a device and step", "number>", ""), rows=tuple(rows))]
+    if compute.library_calls:
+        calls = tuple((Cell(target), Cell(f"{times:,}")) for target, times in compute.library_calls.items())
+        parts.append(Table(columns=("kernels of libraries", "calls a step>"), rows=calls))
     if compute.predicted_step_s is not None:
         parts.append(_step_time(report))
     return Section(title="Compute", parts=tuple(parts))

@@ -47,13 +47,16 @@ def topology(cluster: str | Cluster) -> list[jax.Device]:
     return list(described.devices)
 
 
-def mesh_on(cluster: Cluster, mesh: AnyMesh) -> AnyMesh:
+def mesh_on(cluster: Cluster, mesh: AnyMesh, *, offloads: bool = False) -> AnyMesh:
     """A mesh of a cluster's compile-only devices, shaped like another of as many.
 
     Kernels of libraries look at the devices they are lowered for. Where jax has taken the CUDA plugin for unusable, as
-    it does without a GPU unless `JAX_PLATFORMS=cpu` is set before it starts, the mesh is one of no devices.
+    it does without a GPU unless `JAX_PLATFORMS=cpu` is set before it starts, the mesh is one of no devices. So it is
+    where state `offloads`: such devices know one memory only, and a sharding on them forgets another's name.
     """
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    if offloads:
+        return abstract
     try:
         devices = np.array(topology(cluster), dtype=object)
     except NotImplementedError:  # jax's word for a platform whose plugin it has not loaded
@@ -70,8 +73,11 @@ def traced_for(cluster: Cluster | None) -> Iterator[None]:
     if cluster is None:
         yield
         return
+    from jax._src import dispatch
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
+    # In a region that is manual over the whole mesh it is lowered without a look at devices, which may be abstract.
+    others = {one for one in dispatch.prim_requires_devices_during_lowering if "dot_product_attention" not in one.name}
     here = cluster.gpu.chip.compute_capability
 
     def wanted(text: str) -> tuple[int, ...]:
@@ -80,6 +86,7 @@ def traced_for(cluster: Cluster | None) -> Iterator[None]:
     with (
         mock.patch.object(attention, "check_compute_capability", lambda text: here >= wanted(text)),
         mock.patch.object(attention, "is_cuda_compute_capability_equal", lambda text: here == wanted(text)),
+        mock.patch.object(dispatch, "prim_requires_devices_during_lowering", others),
     ):
         yield
 

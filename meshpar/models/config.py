@@ -114,16 +114,17 @@ class TransformerConfig:
     """The output layer is the embedding table, not a matrix of its own."""
     param_dtype: str = "float32"
     """Dtype in which parameters are made. Compute follows the dtype of the parameters the model is given."""
-    attention: Attention = "xla"
-    """Attention over whole sequences: "xla" runs anywhere and holds all scores; "blockwise" runs anywhere, too, in
-    memory that grows with the sequence (`meshpar.collectives.blockwise_attention`); "cudnn" is cuDNN's flash attention
-    (GPUs, bfloat16 or float16 compute). None falls back to another."""
+    attention: Attention = "blockwise"
+    """Attention over whole sequences: "blockwise" runs anywhere, in memory that grows with the sequence
+    (`meshpar.collectives.blockwise_attention`); "xla" runs anywhere, too, and holds all scores; "cudnn" is cuDNN's
+    flash attention (GPUs, bfloat16 or float16 compute). None falls back to another. Under `context_parallel()` the
+    sequence is attended to round a ring of ranks in tiles, which are cuDNN's kernel with "cudnn" and plain matmuls with
+    the other two."""
     attention_window: int | None = None
     """A position sees itself and so many less one before it, in every layer; None: all before it. Not round a ring of
     ranks."""
     attention_cap: float | None = None
-    """Scores s of attention become `cap tanh(s / cap)` (Gemma Team 2024, "Gemma 2"); None: they stay. Not by cuDNN, and
-    not round a ring of ranks."""
+    """Scores s of attention become `cap tanh(s / cap)` (Gemma Team 2024, "Gemma 2"); None: they stay. Not by cuDNN."""
     tensor_matmul: TensorMatmul = "xla"
     """Matmuls of a block under `tensor_parallel(sequence=True)`: "xla" leaves what they need to the compiler, as an
     all-gather before and a reduce-scatter behind; "overlapped" sends blocks of rows while it multiplies others

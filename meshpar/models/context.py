@@ -27,13 +27,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.collectives import from_zigzag, ring_attention, zigzag
+from meshpar.collectives.attention import TileKernel
 from meshpar.parallel.context import repeats
 from meshpar.sharding.context import ambient, constrain, spec_of
 from meshpar.sharding.regions import outer_axes, per_device
 from meshpar.sharding.types import axis_sizes, problem, spec_axes
-
-TILE = 512
-"""Positions in a tile of attention: scores of `B H 512²` are all that a device holds of them."""
 
 
 def sequence_axes(x: Array, name: str = "attn_seq") -> tuple[str, ...]:
@@ -83,24 +81,28 @@ def ring(
     v_BTKD: Float[Array, "B T K D"],
     *,
     scale: float | None = None,
+    cap: float | None = None,
+    kernel: TileKernel | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Causal attention over a sequence in zigzag order, split over `sequence_axes`; `scale` as in `ring_attention`.
+    """Causal attention over a sequence in zigzag order, split over `sequence_axes`; the rest as in `ring_attention`.
 
     Per device where rows and heads are split too: both are apart from each other, so nothing is left to the compiler.
-    Where rules split query heads and not key heads, heads stay the compiler's.
+    Where rules split query heads and not key heads, heads stay the compiler's, unless the tiles are a library's kernel.
     """
+    attention = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), scale=scale, cap=cap, kernel=kernel)
+    if kernel is not None:
+        return by_device(attention, q_BTHD, k_BTKD, kv_heads="attn_kv_heads")(q_BTHD, k_BTKD, v_BTKD)
     q = spec_of(q_BTHD, "batch", "attn_seq", "attn_heads", None)
     kv = spec_of(k_BTKD, "batch", "attn_seq", "attn_kv_heads", None)
     if q[2] != kv[2]:
         q = kv = PartitionSpec(*q[:2])
-    kernel = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), scale=scale, tile=TILE)
-    return per_device(kernel, (q, kv, kv), q)(q_BTHD, k_BTKD, v_BTKD)
+    return per_device(attention, (q, kv, kv), q)(q_BTHD, k_BTKD, v_BTKD)
 
 
 def by_device(
     kernel: Callable[..., Array], q_BTHD: Float[Array, "B T H D"], k_BTKD: Float[Array, "B T K D"], *, kv_heads: str
 ) -> Callable[..., Array]:
-    """A kernel for attention on whole sequences, given each device's own rows and heads.
+    """A kernel for attention, given each device's own rows, heads, and positions where they are split.
 
     The compiler cannot split a library's kernel, so nothing is left to it: the region is manual over the whole mesh.
 

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, Integer
 
-from meshpar.collectives import blockwise_attention
+from meshpar.collectives import blockwise_attention, cudnn
 from meshpar.collectives.attention import capped
 from meshpar.models import context
 from meshpar.models.config import Attention, RopeScaling
@@ -302,21 +302,8 @@ def _by_cudnn(
     attention = functools.partial(
         jax.nn.dot_product_attention, scale=scale, is_causal=True, local_window_size=near, implementation="cudnn"
     )
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    try:
-        if device is not None and device.platform == "cpu":
-            raise RuntimeError("the mesh is of CPU devices")
+    with cudnn.refusals_told(q_BTHD, k_BTKD, v_BTKD):
         return attention(q_BTHD, k_BTKD, v_BTKD)
-    except (RuntimeError, ValueError) as error:
-        shapes = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in (q_BTHD, k_BTKD, v_BTKD))
-        raise problem(
-            'attention="cudnn"',
-            f"attend with {shapes} on one device",
-            str(error).partition("\n")[0].rstrip("."),
-            "where cuDNN is missing, pip install 'meshpar[cuda12]' (or [cudnn], to compile for GPUs without one); for "
-            'what it does not take, --set model.attention=xla or TransformerConfig(attention="xla"), which holds the '
-            "scores of attention in memory",
-        ) from error
 
 
 def _in_one_width(attention: Callable[..., Array], q_BTHD: Array, k_BTKD: Array, v_BTKW: Array) -> Array:
@@ -424,6 +411,7 @@ def whole_attention(
 ) -> Float[Array, "B T H W"]:
     """Causal attention of a whole sequence: where the rules split it inside attention, round a ring, in its order.
 
+    Round the ring "xla" and "blockwise" are the same, plain tiles, and with "cudnn" the tiles are its kernel.
     Where they split it around attention only, heads are scattered and the sequence is gathered here, and the other way
     round behind it.
     """
@@ -439,16 +427,10 @@ def whole_attention(
         # Kernels mark what they give themselves, with what else their backward pass needs: marked twice, it is kept so.
         o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if implementation == "xla" else o_BTHW
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
-    _refuse(f"attention={implementation!r}", "go round a ring", segments=segments_BT, window=window, cap=cap)
-    if implementation != "xla":
-        axes = context.sequence_axes(q_BTHD)
-        raise problem(
-            f"TransformerConfig(attention={implementation!r})",
-            f"attend over a sequence that is split over {' × '.join(f'`{axis}`' for axis in axes)}",
-            "it takes whole sequences only; a split one is attended to round a ring of ranks",
-            'use context_parallel(kind="all-to-all"), attention="xla", or leave out context_parallel()',
-        )
-    return _in_one_width(context.ring, q_BTHD, k_BTKD, v_BTKW)
+    kernel = cudnn.TILES if implementation == "cudnn" else None
+    bent = cap if implementation == "cudnn" else None
+    _refuse(f"attention={implementation!r}", "go round a ring", segments=segments_BT, window=window, cap=bent)
+    return _in_one_width(functools.partial(context.ring, cap=cap, kernel=kernel), q_BTHD, k_BTKD, v_BTKW)
 
 
 def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T H D"]:

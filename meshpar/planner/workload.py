@@ -190,7 +190,7 @@ def _whole(leaf: Leaf) -> Decision:
 
 
 def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Leaf]) -> tuple[Slot, ...]:
-    """The optimizer's arrays, each split as its owner: a spec that names every dim says which dims it has."""
+    """The optimizer's arrays on the device, each split as its owner: a spec of all dims says which dims it has."""
     axes = [tuple(f"{at}.{dim}" for dim in range(len(leaf.shape))) for at, leaf in enumerate(leaves)]
     mesh = {axis: 1 for each in axes for axis in each}
     marked = [
@@ -201,6 +201,7 @@ def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Le
     return tuple(
         Slot(one.leaf.nbytes, at[0][0] if at else None, tuple(dim for _, dim in at))
         for one, at in zip(found, placed, strict=True)
+        if not one.is_on_host
     )
 
 

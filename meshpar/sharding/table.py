@@ -39,6 +39,7 @@ from meshpar.sharding.types import (
     spec_axes,
     tree_leaves_with_paths,
 )
+from meshpar.training.moments import Offloaded
 from meshpar.training.precision import Precision, cast_floating
 
 Trainable: TypeAlias = str | Callable[[str], bool] | None
@@ -53,6 +54,8 @@ class Totals(NamedTuple):
     optimizer_bytes: int
     state_bytes: int
     num_params: int
+    host_bytes: int = 0
+    """Of the optimizer's state, what lies in the host's memory, for each device; in none of the others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,8 @@ class ShardingTable(Printed):
     def totals(self) -> Totals:
         """What one device holds. State is what stays between steps: parameters, optimizer state, the model's extras."""
         params, grads, optimizer, extra = (
-            sum(d.bytes_per_device for d in part) for part in (self.params, self.grads, self.optimizer, self.extra)
+            sum(d.bytes_per_device for d in part if not d.is_on_host)
+            for part in (self.params, self.grads, self.optimizer, self.extra)
         )
         return Totals(
             params_bytes=params,
@@ -82,6 +86,7 @@ class ShardingTable(Printed):
             optimizer_bytes=optimizer,
             state_bytes=params + optimizer + extra,
             num_params=sum(d.leaf.size for d in self.params),
+            host_bytes=sum(d.bytes_per_device for d in self.optimizer if d.is_on_host),
         )
 
     def __getitem__(self, path: str) -> Decision:
@@ -106,7 +111,9 @@ class ShardingTable(Printed):
             title=f"mesh {human_mesh(self.mesh)} · {self.strategy}",
             caption=f"{totals.num_params:,} parameters · per device: params {human_bytes(totals.params_bytes)}, "
             f"grads {human_bytes(totals.grads_bytes)}, optimizer {human_bytes(totals.optimizer_bytes)}, "
-            f"state {human_bytes(totals.state_bytes)}" + "".join(map(self._idle_line, self.idle)),
+            f"state {human_bytes(totals.state_bytes)}"
+            + f", on the host {human_bytes(totals.host_bytes)}" * bool(totals.host_bytes)
+            + "".join(map(self._idle_line, self.idle)),
         )
         for column in ("path", "shape", "dtype", "names", "rule", "spec"):
             table.add_column(column, overflow="fold")
@@ -353,7 +360,9 @@ def optimizer_decisions(
     )
     owners = [None if owner is _NO_OWNER else owner for owner in jax.tree.leaves(slots)]
     found = tree_leaves_with_paths(opt_state)
-    return [_slot_decision(path, x, owner, mesh) for (path, x), owner in zip(found, owners, strict=True)]
+    decisions = [_slot_decision(path, x, owner, mesh) for (path, x), owner in zip(found, owners, strict=True)]
+    is_offloaded = isinstance(tx, Offloaded)
+    return [dataclasses.replace(d, is_on_host=is_offloaded and bool(d.leaf.shape)) for d in decisions]
 
 
 _NO_OWNER = object()

@@ -92,6 +92,8 @@ class Decision:
     """False when the leaf is replicated and no rule said it should be."""
     sources: frozenset[tuple[str, str]] = frozenset()
     """The rules that were used, each as (origin, key): the others are idle."""
+    is_on_host: bool = False
+    """Whether it lies in the host's memory between steps."""
 
     @property
     def path(self) -> str:

@@ -415,7 +415,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
     An odd factor has an inverse, so that no change of a single word leaves the sum as it was. Integer sums do not
     depend on their order, and so not on the mesh.
     """
-    words = _words(x)
+    words = _words(jax.device_put(x, jax.memory.Space.Device))  # from the host, where optimizer state is offloaded
     place = jnp.zeros(words.shape, jnp.uint32)
     for dim in range(words.ndim):
         stride = np.uint32(math.prod(words.shape[dim + 1 :]) % 2**32)

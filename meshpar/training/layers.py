@@ -276,6 +276,9 @@ def with_aux(given: Any) -> tuple[Any, Aux | None]:
 MATMUL = "matmul"
 """Name, for `jax.checkpoint`, of the result of a matmul with a weight that policies cannot see for what it is."""
 
+ATTENTION = "attention"
+"""Name, for `jax.checkpoint`, of what attention gives, and of what its kernels keep beside that."""
+
 _NAMED = jax.checkpoint_policies.save_only_these_names(MATMUL)
 
 REMAT_POLICIES: dict[str, Callable[..., Any]] = {
@@ -287,9 +290,6 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
 }
 """What a rematerialised layer keeps: nothing but its input; results of matmuls with weights; of all matmuls."""
 
-ATTENTION = "attention"
-"""Name, for `jax.checkpoint`, of what attention gives, and of what its kernels keep beside that."""
-
 
 def _mark_of(primitive: Any, params: Mapping[str, Any]) -> str | None:
     """The name that an operation gives its results; cuDNN's attention is one, which nobody can mark from outside."""
@@ -298,12 +298,17 @@ def _mark_of(primitive: Any, params: Mapping[str, Any]) -> str | None:
     return ATTENTION if "dot_product_attention_fwd" in primitive.name else None
 
 
-def _minimal(primitive: Any, *operands: Any, **params: Any) -> bool:
-    is_attention = _mark_of(primitive, params) == ATTENTION
-    return is_attention or REMAT_POLICIES["dots"](primitive, *operands, **params)
+def _with_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """The policy, which keeps what attention gives, too: the matmuls of its kernels are not to be seen from outside."""
+
+    def kept(primitive: Any, *operands: Any, **params: Any) -> Any:
+        return _mark_of(primitive, params) == ATTENTION or policy(primitive, *operands, **params)
+
+    return kept
 
 
-REMAT_POLICIES["minimal"] = _minimal
+REMAT_POLICIES["minimal"] = _with_attention(REMAT_POLICIES["dots"])
+REMAT_POLICIES["all_dots"] = _with_attention(REMAT_POLICIES["all_dots"])
 
 
 def remat_policy(remat: str, seen: set[str] | None = None) -> Callable[..., Any]:

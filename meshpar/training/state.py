@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,6 +90,23 @@ class Setup:
         """A tree of PartitionSpecs as NamedShardings on this mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
+    def _between_steps(self, shardings: PyTree) -> PyTree:
+        """Of the optimizer's state: what is offloaded lies in pinned memory of the host."""
+        return self._offloaded(lambda sharding: sharding.with_memory_kind("pinned_host"), shardings)
+
+    def _offloaded(self, f: Callable[[Any], Any], opt_state: PyTree) -> PyTree:
+        """A tree like the optimizer's state, f of those that are offloaded."""
+        pairs = zip(jax.tree.leaves(opt_state), self.table.optimizer, strict=True)
+        return jax.tree.unflatten(jax.tree.structure(opt_state), [f(x) if d.is_on_host else x for x, d in pairs])
+
+    def for_update(self, grads: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """Gradients and the optimizer's state, traced, all in the device's memory."""
+        if not any(decision.is_on_host for decision in self.table.optimizer):
+            return grads, opt_state
+        # XLA would fetch it while gradients are made, and hold both: the barrier has it come when they are there.
+        grads, opt_state = jax.lax.optimization_barrier((grads, opt_state))
+        return grads, self._offloaded(lambda x: jax.device_put(x, jax.memory.Space.Device), opt_state)
+
     @functools.cached_property
     def shardings(self) -> TrainState:
         """A NamedSharding for every array of the state."""
@@ -96,7 +114,7 @@ class Setup:
         return TrainState(
             step=whole,
             params=self.named(self.layout.params),
-            opt_state=self.named(self.layout.optimizer),
+            opt_state=self._between_steps(self.named(self.layout.optimizer)),
             extra=self.named(self.layout.extra),
             key=whole,
             skipped=whole,

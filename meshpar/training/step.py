@@ -458,7 +458,8 @@ def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainS
     # the new parameters makes one gather each.
     old = constrained(setup.trained(state.params), shards)
     grads = jax.tree.map(lambda g, p: mean(g).astype(p.dtype), constrained(sums.grads, shards), old)
-    updates, opt_state = setup.tx.update(grads, state.opt_state, old)
+    grads, before_update = setup.for_update(grads, state.opt_state)
+    updates, opt_state = setup.tx.update(grads, before_update, old)
     params = optax.apply_updates(old, updates)
     metrics = {"loss": loss, **metrics}
     skipped, extra = state.skipped, setup.model.after_update(sums.extra)
@@ -468,7 +469,7 @@ def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainS
         params, opt_state, extra = jax.tree.map(
             lambda new, before: jnp.where(finite, new, before),
             (params, opt_state, extra),
-            (old, state.opt_state, state.extra),
+            (old, before_update, state.extra),
         )
         skipped = skipped + jnp.where(finite, 0, 1)
         metrics |= {"grad_norm": norm, "finite": finite}

@@ -18,6 +18,7 @@ from meshpar.compiled.census import census
 from meshpar.compiled.clock import work
 from meshpar.planner import cost
 from meshpar.sharding.types import MeshparError
+from tests.collectives.tiles import STAND_IN
 from tests.grid import cases
 
 COUNTS = cases(3, grid=[1, 2, 3, 5, 8])
@@ -26,8 +27,13 @@ CASES = {
     "zigzag, small tiles": {"tile": 1},
     "zigzag, scaled": {"scale": 0.3},
     "contiguous": {"order": "contiguous"},
+    "zigzag, capped": {"cap": 0.5},
     "contiguous, small tiles": {"order": "contiguous", "tile": 2},
     "all to all": {"causal": False},
+    "zigzag, by a kernel": {"kernel": STAND_IN},
+    "zigzag, by a kernel in small tiles": {"kernel": STAND_IN, "tile": 1, "scale": 0.3},
+    "contiguous, by a kernel": {"kernel": STAND_IN, "order": "contiguous", "tile": 2},
+    "all to all, by a kernel": {"kernel": STAND_IN, "causal": False},
     "all to all, small tiles": {"causal": False, "order": "contiguous", "tile": 3},
 }
 
@@ -45,7 +51,7 @@ def kernel(axis="x", **options):
 
 
 def plain(**options):
-    what = {name: value for name, value in options.items() if name != "tile"}
+    what = {name: value for name, value in options.items() if name not in ("tile", "kernel")}
     return lambda qkv: reference.ring_attention(*qkv, **what)
 
 
@@ -71,7 +77,7 @@ def close(found, expected, tolerance):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_values_and_gradients_are_those_of_attention_over_the_whole_sequence(ranks, count):
-    cases = CASES if count == 5 else ["zigzag, small tiles", "contiguous", "all to all"]
+    cases = CASES if count == 5 else ["zigzag, small tiles", "zigzag, by a kernel", "contiguous", "all to all"]
     with jax.enable_x64(True):
         close(*both(ranks(count), cases, "float64"), 1e-12)
 
@@ -265,6 +271,7 @@ Q, KV = (2, 4, 4, 3), (2, 4, 2, 3)
         ((Q, KV, KV), {"axis": "y"}, "mesh axis `y`"),
         ((Q, KV, KV), {"causal": "no"}, "causal='no'"),
         ((Q, KV, KV), {"scale": "a"}, "scale='a'"),
+        ((Q, KV, KV), {"cap": 3.0, "kernel": STAND_IN}, "cap=3.0.*a kernel for tiles takes none"),
     ],
 )
 def test_what_does_not_fit_is_told(ranks, shapes, options, message):

@@ -145,7 +145,8 @@ def test_shard_as_json(meshpar, tmp_path):
     assert code == 0
     found = json.loads(text)
     assert found["mesh"] == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 2}
-    assert set(found["totals"]) == {"params_bytes", "grads_bytes", "optimizer_bytes", "state_bytes", "num_params"}
+    parts = {f"{part}_bytes" for part in ("params", "grads", "optimizer", "state", "host")}
+    assert set(found["totals"]) == {*parts, "num_params"}
     for leaf in found["leaves"]:
         assert set(leaf) == {"path", "shape", "dtype", "names", "rule", "spec", "bytes_per_device"}
     (up,) = (leaf for leaf in found["leaves"] if leaf["path"] == "layers/mlp/up/kernel")

@@ -184,11 +184,13 @@ def test_cudnns_attention_counts_both_its_products(layout, query, key):
     """The library's primitive can be bound only where cuDNN is, so one of its name and form stands in for it."""
     primitive = core.Primitive("dot_product_attention_fwd_wrapper")
     primitive.def_abstract_eval(lambda q, k, v, **_: q)
-    for mask, halves in ((MaskType.NO_MASK, 2), (MaskType.CAUSAL, 1), (MaskType.PADDING_CAUSAL, 1)):
-        found = flops(
-            lambda q, k, v, mask=mask: primitive.bind(q, k, v, layout=layout, mask_type=mask), query, key, key
-        )
-        assert found == halves * 2 * (2 * 4 * 10 * 12 * 8)
+    causal = MaskType.CAUSAL
+    for mask, window, share in (
+        (MaskType.NO_MASK, None, 1), (causal, None, 1 / 2), (MaskType.PADDING_CAUSAL, None, 1 / 2), (causal, 6, 3 / 8)
+    ):  # fmt: skip
+        how = {"layout": layout, "mask_type": mask, "sliding_window_length": window}
+        found = flops(lambda q, k, v, how=how: primitive.bind(q, k, v, **how), query, key, key)
+        assert found == share * 4 * (2 * 4 * 10 * 12 * 8)
 
 
 def test_what_cannot_be_seen_into_is_named():

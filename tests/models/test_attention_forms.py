@@ -70,6 +70,14 @@ def test_a_step_is_the_plain_form_s_on_one_device(form, case):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("form", ["xla", "blockwise"])
+def test_a_cap_goes_round_the_ring(form):
+    tokens = {name: packed()[name] for name in ("inputs", "targets")}
+    cfg = config(attention=form, attention_window=None)
+    assert_equal(after_a_step(cfg, RING, tokens), after_a_step(cfg, MESHES["one"], tokens))
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("latent", [None, LATENT])
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_both_frameworks_and_latent_heads(framework, latent):
@@ -95,10 +103,10 @@ def test_packed_sequences_have_the_logits_they_have_alone():
 @pytest.mark.parametrize(
     ("changes", "case", "batch", "told"),
     [
-        ({}, RING, {}, "go round a ring does that here"),
+        ({}, RING, {}, "attention_window.*go round a ring.* does that here"),
+        ({"attention": "cudnn", "attention_window": None}, RING, {}, "attention_cap.*go round a ring"),
         ({"attention_window": None, "attention_cap": None}, RING, packed(), "rows of several sequences"),
         ({"attention": "cudnn"}, MESHES["one"], {}, "attend with attention_cap.*cuDNN.*blockwise"),
-        ({"attention": "blockwise", "attention_window": None, "attention_cap": None}, RING, {}, "context_parallel"),
     ],
 )
 def test_what_a_form_does_not_do_is_told(changes, case, batch, told):

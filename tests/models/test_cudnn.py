@@ -3,6 +3,7 @@ the library, and compiled for GPUs that are not here, where it is the library's.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import re
@@ -13,9 +14,13 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.collectives import cudnn
 from meshpar.compiled.clock import work
 from meshpar.models import LatentAttention, TransformerConfig, layers, next_token_loss
 from meshpar.models.layers import cached_attention
+from meshpar.models.published import llama3_8b
+from tests.collectives.tiles import STAND_IN
+from tests.grid import cases
 
 ROWS, SEQ = 16, 32
 FSDP_TP = (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(), {})
@@ -43,8 +48,8 @@ def config(attention, **changes):
     return TransformerConfig(**{**sizes, "head_dim": 8, "attention": attention, **changes})
 
 
-def batch(rows=ROWS, seq=SEQ):
-    tokens = np.random.default_rng(0).integers(0, 64, (rows, seq + 1), dtype=np.int32)
+def batch():
+    tokens = np.random.default_rng(0).integers(0, 64, (ROWS, SEQ + 1), dtype=np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
@@ -76,7 +81,7 @@ def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
 
 
 def test_a_mesh_of_cpu_devices_is_told():
-    with pytest.raises(mp.MeshparError, match="mesh is of CPU devices.*meshpar\\[cuda12\\].*model.attention=xla"):
+    with pytest.raises(mp.MeshparError, match="mesh is of CPU devices.*meshpar\\[cuda12\\].*model.attention=blockwise"):
         after_a_step(config("cudnn"), *FSDP_TP)
 
 
@@ -86,8 +91,46 @@ def test_what_cudnn_refuses_is_told_with_the_way_round(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
     q = np.ones((1, 4, 2, 7), np.float32)
-    with pytest.raises(mp.MeshparError, match=r"float32\[1, 4, 2, 7\].*multiple of 8.*attention=\"xla\""):
+    with pytest.raises(mp.MeshparError, match=r"float32\[1, 4, 2, 7\].*multiple of 8.*attention=\"blockwise\""):
         layers.causal_attention(q, q, q, implementation="cudnn")
+
+
+RINGS = {
+    "context, tensor": (mp.MeshSpec(context=4, tensor=2), mp.ddp() | mp.context_parallel() | mp.tensor_parallel(), {}),
+    "keys whole": (
+        mp.MeshSpec(context=2, tensor=4), mp.ddp() | mp.context_parallel() | mp.tensor_parallel() | KEYS_WHOLE, {}
+    ),
+    "latent": (mp.MeshSpec(fsdp=4, context=2), mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(), {}),
+    "once": (
+        mp.MeshSpec(fsdp=4, context=2), mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(),
+        {"accumulate": 2, "accumulate_mode": "once"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", cases("keys whole", grid=RINGS))
+def test_its_tiles_go_round_the_ring(monkeypatch, case):
+    """A stand-in of the kernel's signature, and plain attention on one device."""
+    given = set()
+
+    def forward(q, k, v, **how):
+        given.add((q.shape[1:3], k.shape[1]))
+        return STAND_IN.forward(q, k, v, **how)
+
+    monkeypatch.setattr(cudnn, "TILES", STAND_IN._replace(forward=forward))
+    changes = {"num_kv_heads": 8, "head_dim": 16, "latent": LATENT} if case == "latent" else {}
+    spec, strategy, options = RINGS[case]
+    found = after_a_step(config("cudnn", **changes), spec, strategy, options)
+    expected = after_a_step(config("xla", **changes), mp.MeshSpec(), mp.ddp(), {})
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), found[1], expected[1])
+    tensor, ranks = spec.get("tensor", 1), spec["context"]
+    assert given == {((8 // tensor, SEQ // ranks // 2), max((8 if changes else 2) // tensor, 1))}
+
+
+def test_a_ring_of_cpu_devices_is_told():
+    with pytest.raises(mp.MeshparError, match="mesh is of CPU devices.*meshpar\\[cuda12\\].*model.attention=blockwise"):
+        after_a_step(config("cudnn"), *RINGS["once"])
 
 
 # Compiled for GPUs ---------------------------------------------------------------------------------------------------
@@ -100,9 +143,11 @@ def pod_with_cudnn(pod):
     return pod
 
 
-def explained(pod, cfg, spec, strategy, options):
+def explained(pod, cfg, spec, strategy, options, shape=(16, 256), cluster="h100:1x8"):
     precision = mp.Precision(compute="bfloat16")
-    state = mp.abstract_state(cfg.build(), optax.adam(1e-3), mesh=spec.abstract(8), strategy=strategy)
+    state = mp.abstract_state(
+        cfg.build(), optax.adam(1e-3), mesh=spec.abstract(math.prod(spec.values())), strategy=strategy
+    )
     step = mp.train_step(next_token_loss, precision=precision, remat="full", **options)
     texts, compiled = [], pod.compile
 
@@ -112,7 +157,8 @@ def explained(pod, cfg, spec, strategy, options):
             texts.append(program)
             return program
 
-    report = mp.explain(step, state, batch(16, 256), "h100:1x8", pod=Kept(), advise=False)
+    tokens = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("inputs", "targets")}
+    report = mp.explain(step, state, tokens, cluster, pod=Kept(), advise=False)
     return report, texts[0]
 
 
@@ -127,6 +173,23 @@ def test_the_program_holds_the_kernel_and_sends_what_was_promised(pod_with_cudnn
     assert not report.promise.unexpected
     assert not report.promise.missing
     assert not work.custom_calls(program.module)
+
+
+@pytest.mark.pod
+def test_a_ring_of_its_tiles_is_what_compute_bounds(pod_with_cudnn):
+    """Two layers of Llama 3.1 8B, 131,072 tokens on 64 H100: both kernels, no array of scores, messages hidden."""
+    cfg = dataclasses.replace(llama3_8b(attention="cudnn"), num_layers=2)
+    strategy = mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel()
+    spec = mp.MeshSpec(fsdp=8, context=8)
+    report, program = explained(pod_with_cudnn, cfg, spec, strategy, {}, (8, 131072), "h100:8x8")
+    # 3 tiles of a rank's own and 2 of every other's; forward, again forward, and backward, in both layers.
+    tiles = 2 * (3 + 2 * 7)
+    assert report.compute.library_calls == {"__cudnn$fmhaSoftmax": 2 * tiles, "__cudnn$fmhaSoftmaxBackward": tiles}
+    assert not [one for one in work.largest_temporaries(program.module, 1000) if "8192,8192]" in one.shape]
+    assert report.compute.bound == "compute"
+    assert report.overlap.per_axis["context"] > 0.9
+    assert not report.promise.unexpected
+    assert not report.promise.missing
 
 
 @pytest.mark.pod

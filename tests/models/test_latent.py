@@ -241,10 +241,3 @@ def test_widths_that_are_none(changes, says):
     fields = {"q_rank": 12, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "v_dim": 14, **changes}
     with pytest.raises(mp.MeshparError, match=says):
         LatentAttention(**fields)
-
-
-def test_cudnn_over_a_split_sequence_is_told():
-    mesh = mp.MeshSpec(context=2).build(jax.devices()[:2])
-    model = CONFIG(attention="cudnn").build()
-    with pytest.raises(mp.MeshparError, match="leave out context_parallel"):
-        loss_and_gradient(model, random_params(CONFIG()), mesh, mp.context_parallel())

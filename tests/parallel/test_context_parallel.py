@@ -214,11 +214,6 @@ def test_sequences_are_two_chunks_for_each_rank():
         traced(config(), seq=12)
 
 
-def test_cudnn_takes_whole_sequences():
-    with pytest.raises(mp.MeshparError, match="attention='cudnn'.*split over `context`.*attention=\"xla\""):
-        traced(config(attention="cudnn"))
-
-
 @pytest.mark.parametrize(("spec", "rules"), [({"context": 8}, HEADS), ({"context": 4, "tensor": 2}, HEADS | TP)])
 def test_heads_that_cannot_be_scattered_are_told_with_how_many_ranks_can(spec, rules):
     wanted = "4 query heads: .*`context` \\(.*4 is not a multiple of 8.*let it be 1, 2, 4 ranks.*context_parallel\\(\\)"

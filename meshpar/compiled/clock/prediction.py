@@ -74,6 +74,8 @@ class Compute:
     """Of that, while compute waits."""
     bubble_s: float | None = None
     """Waiting for other stages, of the mean stage; None without stages or a timeline."""
+    library_calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """How often a step the program calls each kernel of a library, as `__cudnn$fmhaSoftmax`."""
     notes: tuple[str, ...] = ()
     """What the numbers leave out, or why there are none."""
 
@@ -83,6 +85,7 @@ class Compute:
         return found | {
             "network_s": dict(self.network_s),
             "exposed_s": dict(self.exposed_s),
+            "library_calls": dict(self.library_calls),
             "notes": list(self.notes),
         }
 
@@ -136,10 +139,8 @@ def compute(
     """
     flops = work.flops_per_step(module, cells)
     asked = model_flops.step / num_devices if model_flops is not None else None
-    opaque = (
-        f"the FLOPs in `{target}`, {times} a step, are not seen"
-        for target, times in work.custom_calls(module, cells).items()
-    )
+    unseen = work.custom_calls(module, cells)
+    opaque = (f"the FLOPs in `{target}`, {times} a step, are not seen" for target, times in unseen.items())
     fewer = "the program has fewer FLOPs than three forward passes: the batch itself needs no gradient"
     return Compute(
         flops_per_device=flops,
@@ -153,6 +154,7 @@ def compute(
         network_s=dict(timeline.network_s) if timeline is not None else {},
         exposed_s=timeline.exposed_s if timeline is not None else {},
         bubble_s=timeline.bubble_s if timeline is not None and cells is not None else None,
+        library_calls=dict(sorted((work.custom_calls(module, cells, seen=True) | unseen).items())),
         notes=(
             *((reason,) if reason else ()),
             *((fewer,) if asked is not None and flops < 0.99 * asked else ()),

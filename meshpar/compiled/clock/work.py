@@ -111,12 +111,13 @@ def _costs(module: Module) -> dict[str, int]:
     return cost
 
 
-def custom_calls(module: Module, cells: Cells | None = None) -> dict[str, int]:
-    """How often per step the program calls each kernel that `matmuls` cannot see into, by target.
+def custom_calls(module: Module, cells: Cells | None = None, *, seen: bool = False) -> dict[str, int]:
+    """How often per step the program calls each kernel of a library that `matmuls` cannot see into, by target.
 
     Args:
       module: the program.
       cells: of a pipelined program, of which the stage that calls most often counts.
+      seen: those whose products `matmuls` knows, instead.
     """
     found: dict[str, int] = {}
     for visit in executed(module):
@@ -124,7 +125,7 @@ def custom_calls(module: Module, cells: Cells | None = None) -> dict[str, int]:
         times = visit.times if counts is None else max(counts)
         for ins in visit.computation:
             target = ins.attributes.get("custom_call_target", "").strip('"')
-            if ins.opcode == "custom-call" and not _flops(visit.computation, ins):
+            if ins.opcode == "custom-call" and bool(_flops(visit.computation, ins)) is seen:
                 found[target] = found.get(target, 0) + times
     return found
 
@@ -274,15 +275,30 @@ def _product_flops(computation: Computation, ins: Instruction, contracted: Seque
 def _attention_flops(computation: Computation, ins: Instruction, num_products: int) -> int:
     """cuDNN's attention, of which every product is as large as the scores times the head width.
 
-    Forward there are two, backward five: the scores are made again. A causal mask leaves half of each out.
+    Forward there are two, backward five: the scores are made again. A causal mask leaves half of each out, a window all
+    that is farther back.
     """
     query = _array(computation, ins, 0)
     config = _nested(ins.backend_config, "cudnn_fmha_backend_config")
     scores = _nested(config, "intermediate_tensor_shape").get("dimensions")
     if query is None or not query.dims or not isinstance(scores, list):
         return 0
-    whole = 2 * math.prod(_dims(" ".join(map(str, scores)))) * query.dims[-1] * num_products
-    return whole // 2 if "CAUSAL" in str(config.get("mask_type", "")) else whole
+    dims = _dims(" ".join(map(str, scores)))
+    whole = 2 * math.prod(dims) * query.dims[-1] * num_products
+    if "CAUSAL" not in str(config.get("mask_type", "")):
+        return whole
+    return causal_share(whole, dims[-1], int(str(config.get("sliding_window_length") or 0)))
+
+
+def causal_share(whole: int, num_keys: int, window: int | None) -> int:
+    """Of `whole`, done for so many keys: what a causal mask leaves, and a window of so many positions (0, None: all).
+
+    Example:
+      >>> causal_share(800, 4, None), causal_share(800, 4, 4), causal_share(800, 4, 2)
+      (400, 400, 300)
+    """
+    near = min(window or num_keys, num_keys)
+    return whole * near * (2 * num_keys - near) // (2 * num_keys**2)
 
 
 def _convolution_flops(computation: Computation, ins: Instruction) -> int:

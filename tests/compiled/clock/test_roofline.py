@@ -107,11 +107,14 @@ def test_a_library_product_is_not_charged_its_scratch_space():
 
 
 @pytest.mark.parametrize(("direction", "products"), [("", 2), ("Backward", 5)])
-@pytest.mark.parametrize("mask", ["CAUSAL", "NO_MASK"])
-def test_cudnns_attention_is_charged_its_products(direction, products, mask):
+@pytest.mark.parametrize(
+    ("mask", "window", "share"), [("CAUSAL", 0, 1 / 2), ("NO_MASK", 0, 1), ("CAUSAL", 128, 7 / 32)]
+)
+def test_cudnns_attention_is_charged_its_products(direction, products, mask, window, share):
     """Head width 64, 2 rows, 8 heads, 256 queries, 512 keys; a causal mask leaves half out, scratch space is free."""
     scores = '"intermediate_tensor_shape": {"dimensions": ["2", "8", "256", "512"]}'
-    config = f'backend_config={{"cudnn_fmha_backend_config": {{{scores}, "mask_type": "{mask}"}}}}'
+    masks = f'"mask_type": "{mask}", "sliding_window_length": {window}'
+    config = f'backend_config={{"cudnn_fmha_backend_config": {{{scores}, {masks}}}}}'
     body = f"""
       q = bf16[2,256,8,64] parameter(0)
       k = bf16[2,512,2,64] parameter(1)
@@ -119,7 +122,7 @@ def test_cudnns_attention_is_charged_its_products(direction, products, mask):
     """  # noqa: E501
     found = kernel(body, "k1")
     whole = products * 2 * (2 * 8) * 256 * 512 * 64
-    assert found.flops == (whole // 2 if mask == "CAUSAL" else whole)
+    assert found.flops == whole * share
     assert found.moved_bytes == 2 * (2 * 8 * 256 * 64) * 2 + 2 * (2 * 512 * 2 * 64) + 4 * (2 * 8 * 256)
 
 

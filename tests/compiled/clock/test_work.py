@@ -75,6 +75,7 @@ def test_flops_of_a_cublas_call(target):
     module = hlo.parse(GEMM % (target, NUMBERS))
     assert work.flops_per_step(module) == 2 * 16 * 8 * 32
     assert work.custom_calls(module) == {"attention": 1}
+    assert work.custom_calls(module, seen=True) == {target: 1}
 
 
 def test_kernels_that_cannot_be_seen_into_are_named():

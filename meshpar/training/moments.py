@@ -1,0 +1,90 @@
+"""Optimizer state in less memory of the device: in fewer bits, or in the memory of the host.
+
+Both take any optax optimizer and give one, so that a layout, an account of memory and a plan learn it from there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from meshpar.sharding.types import PyTree, near_or, problem
+
+DTYPES = ("bfloat16",)
+"""In which moments can be kept. float16 ends where squares of gradients begin, at 6e-8."""
+
+
+class Offloaded(optax.GradientTransformationExtraArgs):
+    """An optimizer whose state lies in the host's memory between updates; made by `offloaded`."""
+
+    __slots__ = ()
+
+
+def offloaded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, with its state in pinned memory of the host between updates.
+
+    The step brings it to the device when the gradients are made, and takes it back: twice its bytes travel over the
+    link between the two in every step, so it pays where a step has many tokens. While gradients are made the device
+    holds less by its bytes; during the update it holds all of it, beside the gradients, as without. Values are the
+    same. Counters stay on the device.
+
+    Args:
+      tx: an optax optimizer; `offloaded(moments_in(tx, "bfloat16"))` halves what travels.
+
+    Raises:
+      ValueError: what is no optimizer.
+
+    Source: Ren et al. 2021, "ZeRO-Offload" (there the update is computed on the host, too).
+    """
+    tx = optax.with_extra_args_support(_checked("offloaded", tx))
+    return Offloaded(tx.init, tx.update)
+
+
+def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
+    """The optimizer, with what it keeps of every parameter in `dtype`; an update is computed as wide as it was.
+
+    Arrays of a float dtype are rounded to nearest when they are kept; counters and other scalars stay as they are. A
+    moving average `b m + (1 - b) x` moves by steps of `1 - b`, which must not round away: bfloat16 has 8 bits, so b is
+    at most `1 - 2⁻⁸` (Adam's usual b2 of 0.999 is above, 0.95 is not).
+
+    Args:
+      tx: an optax optimizer whose state belongs to its parameters, array by array.
+      dtype: "bfloat16".
+
+    Raises:
+      ValueError: what is no optimizer, or no such dtype.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.3: both moments of AdamW in bfloat16.
+    """
+    if dtype not in DTYPES:
+        exists = f"there is {', '.join(DTYPES)}"
+        raise problem(f"moments_in(dtype={dtype!r})", "keep moments in it", exists, near_or(str(dtype), DTYPES, "one"))
+    tx = optax.with_extra_args_support(_checked("moments_in", tx))
+
+    def is_moment(x: Any) -> bool:
+        return np.ndim(x) > 0 and jnp.issubdtype(x.dtype, jnp.floating)
+
+    def kept(state: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.astype(dtype) if is_moment(x) else x, state)
+
+    def init(params: PyTree) -> PyTree:
+        return kept(tx.init(params))
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None, **more: Any) -> tuple[PyTree, PyTree]:
+        like = jax.eval_shape(tx.init, grads if params is None else params)
+        state = jax.tree.map(lambda x, as_was: x.astype(as_was.dtype) if is_moment(x) else x, state, like)
+        updates, state = tx.update(grads, state, params, **more)
+        return updates, kept(state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _checked(where: str, tx: Any) -> optax.GradientTransformation:
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        exists = "it has no init and update, as an optax optimizer does"
+        raise problem(where, f"take {tx!r} as the optimizer", exists, "give it one, as optax.adamw(3e-4)")
+    return tx  # type: ignore[no-any-return]

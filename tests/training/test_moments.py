@@ -1,0 +1,152 @@
+"""Optimizer state in bfloat16 and in the host's memory: values, where it lies, and what is said of it."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.compiled.memory import memory
+from meshpar.compiled.program import compile_here
+from meshpar.models import TransformerConfig, next_token_loss
+
+CONFIG = TransformerConfig(
+    vocab_size=64, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128
+)
+TOKENS = np.random.default_rng(0).integers(0, 64, (16, 17), dtype=np.int32)
+BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+FSDP = mp.MeshSpec(fsdp=8)
+
+
+def after(tx, *, steps=2, strategy=None, **options):
+    state = mp.init_state(CONFIG.build(), tx, mesh=FSDP.build(), strategy=strategy or mp.fsdp(), key=0)
+    step = mp.train_step(next_token_loss, **options)
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+    return state, float(metrics["loss"])
+
+
+def moments(state):
+    return [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+
+
+def test_moments_are_kept_in_bfloat16_and_computed_with_as_before():
+    tx, small = optax.adam(1e-2), mp.moments_in(optax.adam(1e-2), "bfloat16")
+    params = {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "b": np.float32(2)}
+    state, expected = small.init(params), tx.init(params)
+    for k in range(3):
+        grads = jax.tree.map(lambda p, k=k: np.sin(p + k), params)
+        updates, state = small.update(grads, state, params)
+        wanted, expected = tx.update(grads, expected, params)
+        jax.tree.map(np.testing.assert_array_equal, updates, wanted)
+        rounded = jax.tree.map(lambda x: x.astype("bfloat16") if x.ndim else x, expected)
+        jax.tree.map(np.testing.assert_array_equal, state, rounded)
+        expected = jax.tree.map(lambda x: x.astype("float32") if x.dtype == "bfloat16" else x, rounded)
+    assert [x.dtype.name for x in jax.tree.leaves(state) if x.ndim] == ["bfloat16"] * 2
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return after(optax.adam(1e-2))
+
+
+def test_offloaded_it_lies_on_the_host_and_changes_nothing(plain):
+    state, loss = after(mp.offloaded(optax.adam(1e-2)))
+    assert loss == plain[1]
+    jax.tree.map(np.testing.assert_array_equal, state.params, plain[0].params)
+    assert {x.sharding.memory_kind for x in moments(state)} == {"pinned_host"}
+    kept = [state.params, [x for x in jax.tree.leaves(state.opt_state) if not x.ndim]]
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(kept)} == {"device"}
+    assert max(x.addressable_shards[0].data.size / x.size for x in moments(state)) == 1 / 8
+    totals, before = state.table.totals, plain[0].table.totals
+    counter = 4
+    assert (totals.optimizer_bytes, totals.host_bytes) == (counter, before.optimizer_bytes - counter)
+    assert totals.state_bytes == before.state_bytes - totals.host_bytes
+    assert "on the host" in str(state.table)
+    assert "on the host" not in str(plain[0].table)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("options", [{"nonfinite": "ignore"}, {"accumulate": 2, "accumulate_mode": "once"}])
+def test_both_in_other_steps(options):
+    both = mp.offloaded(
+        mp.moments_in(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95)), "bfloat16")
+    )
+    strategy = mp.zero1()
+    state, loss = after(both, strategy=strategy, **options)
+    assert {(x.dtype.name, x.sharding.memory_kind) for x in moments(state)} == {("bfloat16", "pinned_host")}
+    wide = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95))
+    assert loss == pytest.approx(after(wide, strategy=strategy, **options)[1], rel=1e-3)  # moments of 8 bits
+
+
+@pytest.mark.matrix
+def test_a_checkpoint_brings_it_back_to_the_host(tmp_path):
+    tx = mp.offloaded(optax.adam(1e-2))
+    state, _ = after(tx)
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        like = mp.abstract_state(CONFIG.build(), tx, mesh=FSDP.build(), strategy=mp.fsdp())
+        found = checkpoints.restore(like).state
+    jax.tree.map(np.testing.assert_array_equal, moments(found), moments(state))
+    assert {x.sharding.memory_kind for x in moments(found)} == {"pinned_host"}
+
+
+def test_pretrained_weights_begin_with_moments_on_the_host():
+    tx = mp.offloaded(optax.adam(1e-2))
+    state = mp.init_state(CONFIG.build(), tx, mesh=FSDP.build(), strategy=mp.fsdp(), key=0)
+    loaded = mp.load_params(state, state.params)
+    assert {x.sharding.memory_kind for x in moments(loaded)} == {"pinned_host"}
+
+
+def test_the_account_of_memory_says_where_it_lies(plain):
+    state = mp.abstract_state(CONFIG.build(), mp.offloaded(optax.adam(1e-2)), mesh=FSDP.build(), strategy=mp.fsdp())
+    program = compile_here(mp.train_step(next_token_loss).trace(state, BATCH))
+    account = memory(program, state.setup, BATCH, None)
+    assert account.host_bytes == plain[0].table.totals.optimizer_bytes - 4
+    assert account.optimizer_bytes == 4
+    assert not [one for one in account.largest if one.what == "optimizer state" and one.nbytes > 4]
+
+
+def test_the_recipe_s_optimizer_takes_both():
+    tx = mp.AdamW(moments="bfloat16", offload=True).build(steps=100, names={})
+    state = mp.abstract_state(CONFIG.build(), tx, mesh=FSDP.abstract(), strategy=mp.fsdp())
+    assert {(x.dtype.name, x.sharding.memory_kind) for x in moments(state)} == {("bfloat16", "pinned_host")}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: mp.AdamW(moments="bfloat16", b2=0.999), "b2.*0.999.*at most 0.9961"),
+        (lambda: mp.AdamW(moments="int3"), "moments.*int3.*bfloat16"),
+        (lambda: mp.moments_in(optax.adam(1e-3), "bfloat"), "bfloat.*did you mean `bfloat16`"),
+        (lambda: mp.moments_in(optax.adam, "bfloat16"), "it has no init and update"),
+        (lambda: mp.offloaded(3e-4), "take 0.0003 as the optimizer"),
+    ],
+)
+def test_what_does_not_go_is_told(make, says):
+    with pytest.raises(mp.MeshparError, match=says):
+        make()
+
+
+# Compiled for GPUs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pod
+def test_offloaded_the_gpu_holds_less_by_its_bytes(pod):
+    """Where the step holds more beside its state than the update does: 8 H100, XLA's figures."""
+    cfg = TransformerConfig(
+        vocab_size=512, num_layers=8, embed_dim=1024, num_heads=8, num_kv_heads=8, head_dim=128, mlp_dim=4096
+    )
+    batch = {name: jax.ShapeDtypeStruct((64, 1024), np.int32) for name in BATCH}
+    found = {}
+    for name, tx in {"plain": optax.adam(1e-3), "offloaded": mp.offloaded(optax.adam(1e-3))}.items():
+        state = mp.abstract_state(cfg.build(), tx, mesh=FSDP.abstract(), strategy=mp.fsdp())
+        step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
+        found[name] = mp.explain(step, state, batch, "h100:1x8", pod=pod, advise=False).memory
+    plain, offloaded = found["plain"], found["offloaded"]
+    moved = plain.optimizer_bytes - offloaded.optimizer_bytes
+    assert offloaded.host_bytes == moved
+    assert plain.peak_bytes - offloaded.peak_bytes == pytest.approx(moved, rel=0.05)
