@@ -173,19 +173,25 @@ def moe_layer(
     with jax.named_scope("moe"):
         if not cut.inner:
             return kernel(x, weights, bias)
-        inward, outward = (PartitionSpec(*(axes or None for axes in dims)) for dims in (cut.inward, cut.outward))
         same = PartitionSpec()
-        as_used = [PartitionSpec(*(axes or None for axes in dims)) for dims in cut.used]
-        each = [
-            Ahead(spec, used) if isinstance(weight, Ahead) else spec  # type: ignore[arg-type]
-            for weight, spec, used in zip(weights[1:], (inward, inward, outward), as_used, strict=True)
-        ]
-        specs = (cut.tokens, Weights(same, *each), same)  # type: ignore[arg-type]
+        specs = (cut.tokens, Weights(same, *_specs_of(weights[1:], cut)), same)  # type: ignore[arg-type]
         stats = RouterStats(*[same] * 4)  # type: ignore[arg-type]
         kept = jax.checkpoint(kernel, policy=_keeps, prevent_cse=False)
         if outer_axes():
             return _nested(kept, specs, (cut.out, stats))(x, weights, bias)
         return per_device(kept, specs, (cut.out, stats))(x, weights, bias)
+
+
+def _specs_of(experts: Sequence[Any], cut: _SplitAxes) -> list[Any]:
+    """How gate, up and down enter the layer's region: as they lie, and beside that as they are used, where gathered."""
+    lying, used = (
+        [PartitionSpec(*(axes or None for axes in dims)) for dims in of_each]
+        for of_each in ((cut.inward, cut.inward, cut.outward), cut.used)
+    )
+    return [
+        Ahead(*specs) if isinstance(weight, Ahead) else specs[0]  # type: ignore[arg-type]
+        for weight, *specs in zip(experts, lying, used, strict=True)
+    ]
 
 
 def _nested(kernel: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
