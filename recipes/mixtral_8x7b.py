@@ -27,8 +27,9 @@ def recipe(devices: int = 64) -> mp.Recipe:
     # Model: the real sizes. Nothing is dropped, and Mixtral's own auxiliary loss keeps the load even.
     model = mixtral_8x7b(attention="cudnn")
 
-    # Strategy: every rank of `expert` owns one expert, cut over fsdp; tokens are split over both axes.
-    strategy = mp.fsdp() | mp.expert_parallel()
+    # Strategy: every rank of `expert` owns one expert, cut over fsdp; tokens are split over both axes. Each layer's
+    # weights are gathered between nodes during the layer before.
+    strategy = mp.fsdp(prefetch=1) | mp.expert_parallel()
 
     # Data: your own text and tokenizer, from the command line.
     data = TextData(seq_len=8192, valid_batches=2, cache="runs/tokens")
