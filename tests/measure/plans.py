@@ -353,7 +353,10 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ),
     ),
 )
-"""A recipe, a cluster, and fields of the recipe. Rows are not interleaved: the planner does not know what that hides."""
+"""A recipe, a cluster, and fields of the recipe.
+
+Rows are not interleaved: the planner does not know what that hides.
+"""
 
 
 def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  # type: ignore[no-untyped-def]
