@@ -27,6 +27,7 @@ from meshpar.compiled.target import missing_aot
 from meshpar.compiled.traced import by_stage, messages
 from meshpar.compiled.walk import executed
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.models.lookup import GATHERED
 from meshpar.moe import MoEConfig, Routing
 from meshpar.pipeline import executor
 from meshpar.pipeline.schedules import make
@@ -241,7 +242,7 @@ def test_a_stage_runs_what_the_table_gives_it(built):
     one = built("zb-h1")
     counts = {c.module.rpartition("cell/")[2]: c.count_by_stage for c in one.collectives if c.count_by_stage}
     m, layers = 4, L // 2
-    assert counts["forward/if_first/first/embed"] == (m, 0)
+    assert counts[f"forward/if_first/first/embed/{GATHERED}"] == (m, 0)
     assert counts["backward/if_last/loss/loss"] == (0, m)
     assert counts["forward/stage/mlp"] == (m * layers, m * layers)
     assert traffic(make("dualpipe", 2, 3)).first.tolist() == [2, 1]
@@ -293,7 +294,7 @@ def test_a_collective_of_a_stage_names_the_models_own_line(built):
     found = [c for c in built("zb-h1").collectives if c.axes == ("tensor",) and c.count_by_stage]
     files = {c.source.rpartition(":")[0].rpartition("meshpar/")[2] for c in found}
     assert files <= {"models/transformer.py", "models/layers.py", "models/loss.py"}
-    assert {c.module.rpartition("/")[2] for c in found} >= {"attention", "mlp", "embed"}
+    assert {c.module.rpartition("/")[2] for c in found} >= {"attention", "mlp", GATHERED}
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe"])
