@@ -9,8 +9,8 @@ Hardware: 4,096 GPUs of 80 GB. State is 12 bytes a parameter over the 512 GPUs o
 16,777,216 tokens. Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
 `explain` finds 43 GB of 80 in use, 594 GB sent by each GPU over fsdp and 1.3 TB over tensor in a step, and only 11 GB
-over data, between the groups; and a step of 22.5 s at best, 44 % of the communication hidden; with its own latencies for
-XLA's scheduler (--save-latencies) 15.3 s and 92 %.
+over data, between the groups; and a step of 22.5 s at best, 44 % of the communication hidden; with its own latencies
+for XLA's scheduler (--save-latencies) 15.3 s and 92 %.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def recipe(devices: int = 4096) -> mp.Recipe:
     # Optimizer: the published peak rate, warm-up and weight decay.
     optimizer = mp.AdamW(lr=8e-5, warmup_steps=8000, weight_decay=0.1, clip_norm=1.0)
 
-    # Run: four rows of 8,192 tokens for each node, in two slices, one's messages over tensor behind the other's matmuls;
-    # layers keep their input only.
+    # Run: four rows of 8,192 tokens for each node, in two slices, one's messages over tensor behind the matmuls of the
+    # other; layers keep their input only.
     return mp.Recipe(
         name="llama3_405b",
         mesh=mesh,
