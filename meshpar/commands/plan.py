@@ -120,7 +120,7 @@ def plans_for(path: str, cluster: str, assignments: tuple[str, ...], *, top: int
 
 
 def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
-    """The recipe under the first of the plans in a file.
+    """The recipe under the first of the plans in a file, its rows not interleaved.
 
     Raises:
       ValueError: no plans there.
@@ -128,4 +128,5 @@ def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
     from meshpar.planner.plan import load_plans
 
     layout = load_plans(path)[0].layout
-    return recipe.replace(mesh=layout.mesh, strategy=layout.strategy, remat=layout.remat, accumulate=layout.accumulate)
+    fields = {"mesh": layout.mesh, "strategy": layout.strategy, "remat": layout.remat, "accumulate": layout.accumulate}
+    return recipe.replace(**fields, interleave=1)  # plans are made for whole rows

@@ -388,10 +388,11 @@ def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
     code, out, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--top", 1, "--save", file, "--json", *fields)
     assert (code, error) == (0, "")
     (best,) = json.loads(out)["plans"]
-    found = with_plan(load_recipe(recipe), file)
+    found = with_plan(load_recipe(recipe).replace(interleave=2), file)
     assert found.strategy.to_json() == best["layout"]["strategy"]
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
     assert (found.remat, found.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
+    assert found.interleave == 1
     told = ("--cluster", "h100:1x8", "--why-not", "fsdp=8")
     code, out, _ = meshpar("plan", recipe, *told, "--json", *fields)
     assert "times the best" in json.loads(out)["why_not"]
