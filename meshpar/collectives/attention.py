@@ -148,6 +148,7 @@ def blockwise_attention(
     Gemma Team 2024, "Gemma 2", for the cap.
     """
     _check("blockwise_attention", q, k, v)
+    _check_limits("blockwise_attention", q, window, cap, segments)
     size = min(checked_count("blockwise_attention", "tile", tile), q.shape[1])
     beyond = -q.shape[1] % size
 
@@ -162,6 +163,19 @@ def blockwise_attention(
         o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1), segments_nBs)
         o = jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape[0], -1, *q.shape[2:])
         return o[:, : q.shape[1]]
+
+
+def _check_limits(where: str, q: Array, window: int | None, cap: float | None, segments: Array | None) -> None:
+    if window is not None:
+        checked_count(where, "window", window)
+    if cap is not None and not cap > 0:
+        raise problem(f"{where}(cap={cap!r})", "bend scores by it", "it is above 0", "use 50.0, say, or None")
+    if segments is not None and (
+        jnp.shape(segments) != q.shape[:2] or not jnp.issubdtype(jnp.result_type(segments), jnp.integer)
+    ):
+        given = f"{jnp.result_type(segments)}{list(jnp.shape(segments))}"
+        exists = f"they are whole numbers, {list(q.shape[:2])}"
+        raise problem(f"{where}(segments=...)", f"take {given}", exists, "give one number for every position")
 
 
 class _Ring(NamedTuple):

@@ -6,13 +6,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import click
 
 from meshpar.commands.cli import (
-    check_folder,
+    PICTURES,
+    check_file,
     devices_option,
     field_options,
     layout_options,
@@ -22,9 +22,6 @@ from meshpar.commands.cli import (
     writing,
 )
 from meshpar.sharding.errors import problem
-
-PICTURES = (".png", ".svg", ".pdf")
-"""What a plot is written as."""
 
 
 @click.group()
@@ -112,7 +109,7 @@ def collectives(
 
     for path, suffixes in ((save, (".json",)), (plot, PICTURES)):
         if path:
-            _check_file(path, suffixes)
+            check_file(path, suffixes)
     largest = max_bytes or ("1MB" if jax.default_backend() == "cpu" else "100MB")
     with _live() as progress:
         found = kernels.collectives(
@@ -160,7 +157,10 @@ def gpu(sizes: tuple[int, ...], dtype: str, repeats: int, save: str | None, as_j
     from meshpar.bench.gpu import products
 
     if save:
-        _check_file(save, (".json",))
+        check_file(save, (".json",))
+        if dtype != "bfloat16":
+            exists, fix = "a profile's are of bfloat16, which plans are made for", "leave out --dtype, or --save"
+            raise problem("--save", f"keep products of {dtype}", exists, fix)
     found = products(sizes=sizes, dtype=dtype, repeats=repeats)
     print_report(found, as_json=as_json)
     if save:
@@ -280,10 +280,3 @@ def _save(found: Any, path: str) -> None:
     click.echo(f"saved {path}: {profile.name}", err=True)
     if found.poor:
         click.secho(f"meshpar: {found.poor}", fg="yellow", err=True)
-
-
-def _check_file(path: str, suffixes: tuple[str, ...]) -> None:
-    if Path(path).suffix not in suffixes:
-        exists = f"its name ends in neither of {', '.join(suffixes)}" if len(suffixes) > 1 else "a profile is a .json"
-        raise problem(path, "write to it", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")
-    check_folder(path)

@@ -381,6 +381,22 @@ def print_report(report: Any, *, as_json: bool) -> None:
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
+PICTURES = (".png", ".svg", ".pdf")
+"""What a plot is written as."""
+
+
+def check_file(path: str, suffixes: tuple[str, ...]) -> None:
+    """See that a file to write has a name that says what it is, and a folder.
+
+    Raises:
+      ValueError: it has not.
+    """
+    if Path(path).suffix not in suffixes:
+        exists = f"its name ends in neither of {', '.join(suffixes)}" if len(suffixes) > 1 else "a profile is a .json"
+        raise problem(path, "write to it", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")
+    check_folder(path)
+
+
 def check_folder(path: str) -> None:
     """Raises `ValueError` where a file cannot be written: before minutes of work, not after."""
     folder = Path(path).absolute().parent

@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
-from meshpar.commands.cli import check_folder, field_options, prepare_devices, print_report, writing
+from meshpar.commands.cli import (
+    PICTURES,
+    check_file,
+    check_folder,
+    field_options,
+    prepare_devices,
+    print_report,
+    writing,
+)
 from meshpar.sharding.errors import problem
 
 if TYPE_CHECKING:
@@ -55,10 +64,12 @@ def plan(
     for path in (save, plot):
         if path:
             check_folder(path)
+    if plot and growth:
+        check_file(plot, PICTURES)
     if plot and not growth:
         raise problem("--plot", f"draw {plot}", "it goes with --growth", "leave it out, or ask for the growth")
-    if growth and (verify or save or why_not is not None):
-        exists, fix = "it goes with neither of --verify, --save, --why-not", "ask for one of them"
+    if growth and (verify or save or why_not is not None or _is_given("top")):
+        exists, fix = "it goes with none of --top, --verify, --save, --why-not", "ask for one of them"
         raise problem("--growth", "tell how layouts grow", exists, fix)
     if strategy is not None and why_not is None:
         raise problem("--strategy", f"use {strategy}", "it goes with --why-not", "leave it out, or name a mesh")
@@ -77,6 +88,10 @@ def plan(
         click.echo(json.dumps({"mesh": why_not, "strategy": strategy, "why_not": answer}) if as_json else answer)
         return
     print_report(found, as_json=as_json)
+
+
+def _is_given(option: str) -> bool:
+    return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
 def _grow(recipe: str, cluster: str, assignments: tuple[str, ...], *, plot: str | None, as_json: bool) -> None:

@@ -100,6 +100,7 @@ class AdamW:
         for name in ("lr", "eps", "clip_norm", "schedule_steps"):
             value = getattr(self, name)
             _check(f"AdamW.{name}", value, value is None or value > 0, "it is above 0")
+        _check("AdamW.offload", self.offload, isinstance(self.offload, bool), "it is True or False")
         _check("AdamW.moments", self.moments, self.moments in (None, *DTYPES), f"it is None or of {', '.join(DTYPES)}")
         for name in ("b1", "b2") if self.moments == "bfloat16" else ():
             beta, finest = getattr(self, name), float(jnp.finfo("bfloat16").eps) / 2

@@ -91,14 +91,15 @@ def _scattered(facts: Facts) -> Iterator[Promised]:
     for (_, stack), of in found.items():
         if "kv_heads" not in of or facts.tokens is None:
             continue
-        runs, weights = stack * facts.accumulate, (*of["kv_heads"], *of.get("heads", ()))
+        slices = facts.interleave if stack > 1 else 1
+        runs, weights = stack * facts.accumulate * slices, (*of["kv_heads"], *of.get("heads", ()))
         for numbers in _numbers_a_token(facts, of["kv_heads"][0], of.get("heads", [])):
             for direction, most in (("forward", facts.recomputed(stack)), ("backward", 1)):
                 yield Promised(
                     role=f"heads scattered for attention, {direction}",
                     kind="exchange",
                     axes=facts.context_axes,
-                    elements=facts.tokens * numbers,
+                    elements=facts.tokens // slices * numbers,
                     dtype=facts.wire(facts.compute_dtype(of["kv_heads"][0])),
                     count=(runs, most * runs),
                     tensors=tuple(decision.path for decision in weights),

@@ -184,7 +184,8 @@ class Plans(Printed):
                 f"{one.layout.label} does not fit: {human_bytes(held)} of {human_bytes(limit)} a GPU, "
                 f"{human_bytes(held - limit)} too much; most of it {largest.removesuffix('_bytes')}"
             )
-        longer = one.time.step_s / best.step_s
+        # Both estimated, though the best may have been compiled, too.
+        longer = one.time.step_s / self.search.estimate(best.layout).time.step_s
         waits = ", ".join(f"{si(time_s, 's')} for {axes}" for axes, time_s in _longest(one.time.exposed_s))
         return (
             f"{one.layout.label} fits and takes {si(one.time.step_s, 's')} a step, {longer:.2f} times the best; bound "

@@ -39,7 +39,7 @@ from meshpar.sharding.types import (
     spec_axes,
     tree_leaves_with_paths,
 )
-from meshpar.training.moments import Offloaded
+from meshpar.training.moments import on_host
 from meshpar.training.precision import Precision, cast_floating
 
 Trainable: TypeAlias = str | Callable[[str], bool] | None
@@ -361,8 +361,11 @@ def optimizer_decisions(
     owners = [None if owner is _NO_OWNER else owner for owner in jax.tree.leaves(slots)]
     found = tree_leaves_with_paths(opt_state)
     decisions = [_slot_decision(path, x, owner, mesh) for (path, x), owner in zip(found, owners, strict=True)]
-    is_offloaded = isinstance(tx, Offloaded)
-    return [dataclasses.replace(d, is_on_host=is_offloaded and bool(d.leaf.shape)) for d in decisions]
+    offloaded = jax.tree.leaves(on_host(opt_state))
+    return [
+        dataclasses.replace(d, is_on_host=is_away and bool(d.leaf.shape))
+        for d, is_away in zip(decisions, offloaded, strict=True)
+    ]
 
 
 _NO_OWNER = object()

@@ -10,8 +10,9 @@ with matmuls of the other: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (sec
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,8 +21,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.sharding.activations import rows_cut
-from meshpar.sharding.context import ambient, spec_of
-from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, problem
+from meshpar.sharding.context import ambient, current, spec_of
+from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_sizes, problem
 from meshpar.training.reports import is_counted
 
 
@@ -41,6 +42,29 @@ def joined(parts: tuple[PyTree, ...]) -> PyTree:
     return jax.tree.map(lambda *xs: _joined(xs), *parts)
 
 
+def check_rows(x: PyTree, beside: PyTree, count: int) -> None:
+    """See that x has the batch first, and what stands beside it either that or one row.
+
+    Raises:
+      ValueError: it has not; or x is one row of it, under `jax.vmap`.
+    """
+    where, boundaries = f"train_step(interleave={count})", current().boundaries
+    leaves, asked = jax.tree.leaves(x), f"run layers on {count} slices of the rows"
+    if any(type(leaf).__name__ == "BatchTracer" for leaf in leaves):
+        exists = "the layers run under jax.vmap, which shows them one row"
+        raise problem(where, asked, exists, "run scan_layers on the whole batch, or use interleave=1")
+    rows = leaves[0].shape[0] if boundaries is None and leaves and jnp.ndim(leaves[0]) else 0
+    rows = rows if boundaries is None else boundaries.num_rows
+    for leaf in leaves:
+        if jnp.shape(leaf)[:1] != (rows,):
+            exists = f"x of scan_layers has shape {jnp.shape(leaf)}, and the batch {rows} rows"
+            raise problem(where, asked, exists, "make the batch the first dim of every leaf of x, or use interleave=1")
+    for leaf in jax.tree.leaves(beside):
+        if jnp.shape(leaf)[:1] not in ((rows,), (1,)):
+            exists = f"`beside` of scan_layers has shape {jnp.shape(leaf)}, and x {rows} rows"
+            raise problem(where, asked, exists, "give it a first dim of as many rows, or of one, x[None], for all")
+
+
 def in_slices(layer: Callable[..., Any], beside: PyTree, count: int) -> Callable[..., Any]:
     """The layer as one of a tuple of slices of x; weights, and what else it has of its own, are the same for all.
 
@@ -50,14 +74,15 @@ def in_slices(layer: Callable[..., Any], beside: PyTree, count: int) -> Callable
 
     Returns:
       (tuple of x, params, others...) -> tuple of x, or (that, Aux). Of an `Aux` counts are sums over slices, and the
-      loss and all else means. Random keys among the others are another for each slice.
+      loss and all else means. Typed random keys (`jax.random.key`) among the others are another for each slice; of
+      keys of other kinds, and of those that a layer closes over, all slices draw the same numbers.
     """
     rows = max((jnp.shape(one)[0] for one in jax.tree.leaves(beside)), default=1)
     own = [beside] * count if rows == 1 else _beside(beside, count)
 
     def each(xs: tuple[PyTree, ...], params: PyTree, *others: PyTree) -> Any:
         more = [() if beside is None else (one,) for one in own]
-        with rows_cut(count):
+        with rows_cut(count), _refusals_explained(count):
             given = [
                 layer(x, params, *(_own_keys(other, at) for other in others), *more[at]) for at, x in enumerate(xs)
             ]
@@ -66,6 +91,21 @@ def in_slices(layer: Callable[..., Any], beside: PyTree, count: int) -> Callable
         return ys if aux[0] is None else (ys, jax.tree.map(_over_slices, *aux))
 
     return each
+
+
+@contextlib.contextmanager
+def _refusals_explained(count: int) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if isinstance(error, MeshparError):
+            raise
+        raise problem(
+            f"train_step(interleave={count})",
+            "run a layer on a slice of the rows",
+            str(error).partition("\n")[0].rstrip("."),
+            "where layers close over rows, give these to scan_layers(beside=...); or use interleave=1",
+        ) from error
 
 
 def _over_slices(*of_each: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import Offloadable
 
 from meshpar.sharding.context import current, within
 from meshpar.sharding.types import PyTree, near, near_or, problem
-from meshpar.training.interleaved import in_slices, joined, slices
+from meshpar.training.interleaved import check_rows, in_slices, joined, slices
 from meshpar.training.precision import Numerics
 
 _Leaf = TypeVar("_Leaf")
@@ -49,7 +49,8 @@ class Aux(NamedTuple):
 class Ahead:
     """A weight that a kernel gathers itself, as a layer is given it where that is done during the layer before.
 
-    The kernel computes with `whole`, and hands the gradient to `shard`. A model's own modules pass it on as a weight.
+    The kernel computes with `whole`, and hands the gradient to `shard`. A model's own modules pass it on as a weight;
+    where they compute with it themselves it is `shard`, which the compiler gathers there.
     """
 
     shard: jax.Array
@@ -57,21 +58,26 @@ class Ahead:
     whole: jax.Array
     """The same numbers, gathered. A constant: it has no gradient."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.shard.shape
+    def __jax_array__(self) -> jax.Array:
+        return self.shard
 
-    @property
-    def ndim(self) -> int:
-        return self.shard.ndim
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shard", "whole"):  # of one that is not made yet
+            raise AttributeError(name)
+        return getattr(self.shard, name)
 
-    @property
-    def dtype(self) -> Any:
-        return self.shard.dtype
+    def __getitem__(self, index: Any) -> Any:
+        return self if index is Ellipsis else self.shard[index]
 
-    def __getitem__(self, index: Any) -> Ahead:
-        assert index is Ellipsis, "only the kernel that gathers it can look into it"
-        return self
+
+def _of_shard(name: str) -> Any:
+    return lambda self, *others: getattr(self.shard, name)(*others)
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    for _operator in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Ahead, _operator, _of_shard(_operator))
+setattr(Ahead, "__neg__", _of_shard("__neg__"))  # noqa: B010
 
 
 Layer: TypeAlias = Callable[[Any, PyTree], Any]
@@ -153,6 +159,7 @@ def scan_layers(
     context = current().numerics
     count = 1 if context is None or caches is not None else context.interleave
     if count > 1:
+        check_rows(x, beside, count)
         each = in_slices(lambda *given: with_aux(layer(*given)), beside, count)
         out, aux = with_aux(_scan(each, slices(x, count), (params, extra, None), at, staged))
         return joined(out) if aux is None else (joined(out), aux)

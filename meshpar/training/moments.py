@@ -5,6 +5,7 @@ Both take any optax optimizer and give one, so that a layout, an account of memo
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,16 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar.sharding.types import PyTree, near_or, problem
+from meshpar.sharding.types import PyTree, problem
 
 DTYPES = ("bfloat16",)
 """In which moments can be kept. float16 ends where squares of gradients begin, at 6e-8."""
 
 
-class Offloaded(optax.GradientTransformationExtraArgs):
-    """An optimizer whose state lies in the host's memory between updates; made by `offloaded`."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+    """State of an optimizer that lies in the host's memory between updates, also as a part of another's state."""
 
-    __slots__ = ()
+    state: Any
 
 
 def offloaded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -41,7 +44,19 @@ def offloaded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     Source: Ren et al. 2021, "ZeRO-Offload" (there the update is computed on the host, too).
     """
     tx = optax.with_extra_args_support(_checked("offloaded", tx))
-    return Offloaded(tx.init, tx.update)
+
+    def update(grads: PyTree, kept: OnHost, params: PyTree = None, **more: Any) -> tuple[PyTree, OnHost]:
+        updates, state = tx.update(grads, kept.state, params, **more)
+        return updates, OnHost(state)
+
+    return optax.GradientTransformationExtraArgs(lambda params: OnHost(tx.init(params)), update)
+
+
+def on_host(state: PyTree) -> PyTree:
+    """Of every leaf of an optimizer's state, whether it lies on the host."""
+    return jax.tree.map(
+        lambda x: jax.tree.map(lambda _: isinstance(x, OnHost), x), state, is_leaf=lambda x: isinstance(x, OnHost)
+    )
 
 
 def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
@@ -62,7 +77,7 @@ def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTr
     """
     if dtype not in DTYPES:
         exists = f"there is {', '.join(DTYPES)}"
-        raise problem(f"moments_in(dtype={dtype!r})", "keep moments in it", exists, near_or(str(dtype), DTYPES, "one"))
+        raise problem(f"moments_in(dtype={dtype!r})", "keep moments in it", exists, 'write "bfloat16"')
     tx = optax.with_extra_args_support(_checked("moments_in", tx))
 
     def is_moment(x: Any) -> bool:

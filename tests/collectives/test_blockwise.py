@@ -79,6 +79,23 @@ def test_a_window_leaves_tiles_out():
     assert tiles(window=17) == 31
 
 
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"window": 0}, "window"),
+        ({"window": -1}, "window"),
+        ({"cap": 0.0}, "above 0"),
+        ({"segments": jnp.zeros((2, 12), jnp.int32)}, r"whole numbers, \[2, 6\]"),
+        ({"segments": jnp.zeros(6, jnp.int32)}, r"whole numbers, \[2, 6\]"),
+        ({"segments": jnp.zeros((2, 6))}, r"whole numbers, \[2, 6\]"),
+    ],
+)
+def test_limits_that_are_none_are_told(limits, said):
+    q = jnp.ones((2, 6, 2, 4))
+    with pytest.raises(ValueError, match=said):
+        mc.blockwise_attention(q, q, q, **limits)
+
+
 def test_shapes_that_do_not_go_together_are_told():
     q, k, v, _ = arrays()
     with pytest.raises(ValueError, match="blockwise_attention.*4 query heads are no multiple of 3"):

@@ -14,6 +14,7 @@ import pytest
 import meshpar as mp
 from meshpar.models import TransformerConfig
 from meshpar.parallel import parse_strategy
+from meshpar.sharding.activations import held_between_modules
 from meshpar.sharding.types import MeshparError
 from meshpar.training.interleaved import joined, slices
 from meshpar.training.precision import Precision, numerics
@@ -132,11 +133,21 @@ def test_slices_leave_rows_on_their_devices():
     assert not any(kind in text for kind in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
 
 
-def test_what_is_sent_is_what_is_promised():
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    cases(
+        (mp.MeshSpec(fsdp=4, tensor=2), AHEAD),
+        grid=[
+            (mp.MeshSpec(fsdp=4, tensor=2), AHEAD),
+            (mp.MeshSpec(fsdp=2, context=2), 'fsdp() | context_parallel(kind="all-to-all")'),
+            (mp.MeshSpec(fsdp=2, context=2), "fsdp() | context_parallel()"),
+            (mp.MeshSpec(data=2, tensor=2), "ddp() | tensor_parallel()"),
+        ],
+    ),
+)
+def test_what_is_sent_is_what_is_promised(mesh, strategy):
     model = CONFIG.build()
-    state = mp.init_state(
-        model, optax.adam(1e-2), mesh=mesh_of(mp.MeshSpec(fsdp=4, tensor=2)), strategy=parse_strategy(AHEAD), key=0
-    )
+    state = mp.init_state(model, optax.adam(1e-2), mesh=mesh_of(mesh), strategy=parse_strategy(strategy), key=0)
     step = mp.train_step(mp.models.next_token_loss, interleave=2, remat="full")
     batch = {name: np.zeros((8, 8), np.int32) for name in ("inputs", "targets")}
     assert mp.explain(step, state, batch).is_as_promised
@@ -173,7 +184,31 @@ def test_a_model_without_layers():
         mp.train_step(loss, interleave=2)(state, np.ones((8, 4), np.float32))
 
 
-@pytest.mark.parametrize(("x", "said"), [(jnp.ones((3, 2)), "no multiple of that"), (jnp.ones(()), "no dim of rows")])
+def test_rows_that_are_not_the_batch():
+    """Cut as if they were, a sequence would lose the attention between its halves."""
+
+    def layer(x, one):
+        return x * one["w"]
+
+    with held_between_modules(4, by_rows=False), pytest.raises(MeshparError, match=r"shape \(6, 2\), and the batch 4"):
+        run(layer, jnp.ones((6, 2)), 2)
+    with pytest.raises(MeshparError, match=r"under jax\.vmap"):
+        jax.vmap(lambda one: run(layer, one, 2))(jnp.ones((4, 6, 2)))
+
+
+@pytest.mark.parametrize("beside", [jnp.float32(2), jnp.ones((2, 1)), (jnp.ones((4, 1)), 3)])
+def test_what_stands_beside_has_rows_or_one(beside):
+    with pytest.raises(MeshparError, match=r"`beside` of scan_layers.*of as many rows, or of one"):
+        run(lambda x, one, beside: x, jnp.ones((4, 2)), 2, beside=beside)
+
+
+def test_what_a_layer_closes_over_is_not_cut():
+    rows = jnp.ones((4, 2))
+    with pytest.raises(MeshparError, match=r"scan_layers\(beside=\.\.\.\)"):
+        run(lambda x, one: x * rows, rows, 2)
+
+
+@pytest.mark.parametrize(("x", "said"), [(jnp.ones((3, 2)), "no multiple of that"), (jnp.ones(()), "the batch 0 rows")])
 def test_x_without_rows(x, said):
     with pytest.raises(MeshparError, match=said):
         run(lambda x, one: x * one["w"], x, 2)

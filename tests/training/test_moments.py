@@ -68,6 +68,21 @@ def test_offloaded_it_lies_on_the_host_and_changes_nothing(plain):
     assert "on the host" not in str(plain[0].table)
 
 
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda tx: mp.moments_in(tx, "bfloat16"),
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        lambda tx: optax.masked(tx, lambda params: jax.tree.map(lambda _: True, params)),
+        lambda tx: optax.apply_if_finite(tx, 3),
+    ],
+)
+def test_offloaded_as_a_part_of_another_optimizer(within):
+    tx, tokens = within(mp.offloaded(optax.adam(1e-2))), {"mesh": FSDP.build(), "strategy": mp.fsdp()}
+    state = mp.abstract_state(CONFIG.build(), tx, **tokens)
+    assert {x.sharding.memory_kind for x in moments(state)} == {"pinned_host"}
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("options", [{"nonfinite": "ignore"}, {"accumulate": 2, "accumulate_mode": "once"}])
 def test_both_in_other_steps(options):

@@ -18,7 +18,7 @@ from meshpar.sharding.types import MeshparError
 from meshpar.training.engines.prefetch import Layout, prefetched
 from meshpar.training.layers import REMAT_POLICIES, Aux, scanned
 from tests.compiled.overlap_counter import per_loop
-from tests.equal import assert_same, model_of
+from tests.equal import assert_same, mesh_of, model_of
 from tests.grid import cases
 from tests.models import test_moe as moe
 from tests.parallel import test_equality as dense
@@ -148,6 +148,35 @@ def test_an_moe_layer_gathers_no_weights_that_are_there(framework):
     assert found[0]["all-gather"] >= 2 * 2 * 3
     assert found[1]["all-gather"] == 0
     assert found[0]["reduce-scatter"] == found[1]["reduce-scatter"] == 2 * 3
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, w: jnp.einsum("bd,edf->bf", x, w),
+        lambda x, w: (x @ w).sum(0),
+        lambda x, w: (x @ w.astype(x.dtype)).mean(0),
+        lambda x, w: x @ (w * 2)[0] + x @ w[1],
+        lambda x, w: x @ jnp.asarray(w).sum(0) - x @ (-w).mean(0),
+    ],
+)
+def test_layers_that_compute_with_experts_themselves(use):
+    """As a weight that nobody gathered ahead."""
+    spec = mp.MeshSpec(fsdp=2)
+    model = mp.from_functions(
+        lambda key: {"layers": {"up": jax.random.normal(key, (2, 4, 8, 8))}},
+        lambda params, x: mp.scan_layers(lambda x, one: jnp.tanh(use(x, one["up"])), x, params["layers"]),
+        names={"layers/up": ("layers", "expert", "embed", "mlp")},
+    )
+    losses = []
+    for prefetch in (0, 1):
+        strategy = mp.fsdp(prefetch=prefetch, min_bytes=0)
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh_of(spec), strategy=strategy, key=0)
+        step = mp.train_step(lambda model, batch, key: (jnp.mean(model(batch) ** 2), {}))
+        for _ in range(2):
+            state, metrics = step(state, np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 CONFIG = TransformerConfig(
