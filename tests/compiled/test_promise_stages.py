@@ -74,6 +74,7 @@ def decoder(case, size):
     cfg = TransformerConfig(
         vocab_size=V, num_layers=L, embed_dim=D * size, num_heads=4, num_kv_heads=4, head_dim=D * size // 4,
         mlp_dim=F * size, tied_embeddings=case.tied, moe=experts if case.experts else None,
+        attention="xla" if size > 1 else "blockwise",  # whose FLOPs are the model's: a tile is computed whole
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((T * size,), np.int32)
     return cfg.build(), next_token_loss, {"inputs": tokens, "targets": tokens}

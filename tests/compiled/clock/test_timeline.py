@@ -519,8 +519,9 @@ LAYERS, ROWS, SEQ = 4, 16, 1024
 def decoder(pod):
     """(module, census, timeline) of a fully sharded decoder's step."""
     config = TransformerConfig(
-        vocab_size=8192, num_layers=LAYERS, embed_dim=2048, num_heads=16, num_kv_heads=16, head_dim=128, mlp_dim=6144
-    )
+        vocab_size=8192, num_layers=LAYERS, embed_dim=2048, num_heads=16, num_kv_heads=16, head_dim=128, mlp_dim=6144,
+        attention="xla",  # without loops of its own
+    )  # fmt: skip
     mesh = mp.MeshSpec(fsdp=8).abstract()
     state = mp.abstract_state(config.build(), optax.adam(1e-3), mesh=mesh, strategy=mp.fsdp())
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"))
