@@ -80,7 +80,7 @@ def test_mistakes(work, meshpar, tmp_path):
     recipe = Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py"
     for words, text in (
         (("--plot", tmp_path / "a.png"), "it goes with --growth"),
-        (("--growth", "--verify", "1"), "neither of --verify"),
+        (("--growth", "--verify", "1"), "none of --top, --verify"),
     ):
         code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", *words)
         assert code == 2
