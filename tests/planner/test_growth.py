@@ -33,6 +33,7 @@ def grown(work):
     return grow(work, CLUSTER, most=32)
 
 
+@pytest.mark.matrix
 def test_every_size_is_what_the_search_tells_of_its_layout(work, grown):
     assert {(one.scaling, one.num_gpus) for one in grown.sizes} == {
         (scaling, num) for scaling in ("strong", "weak") for num in (8, 16, 32)
@@ -66,6 +67,7 @@ def test_a_layout_pays_while_a_gpu_does_half_of_what_it_did():
         assert text in shown
 
 
+@pytest.mark.matrix
 def test_a_picture_has_a_line_for_each_kind(grown):
     figure = plots.growth(grown)
     strong, weak = figure.axes

@@ -136,7 +136,7 @@ def test_slices_leave_rows_on_their_devices():
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     cases(
-        (mp.MeshSpec(fsdp=4, tensor=2), AHEAD),
+        (mp.MeshSpec(data=2, tensor=2), "ddp() | tensor_parallel()"),
         grid=[
             (mp.MeshSpec(fsdp=4, tensor=2), AHEAD),
             (mp.MeshSpec(fsdp=2, context=2), 'fsdp() | context_parallel(kind="all-to-all")'),

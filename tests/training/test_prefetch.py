@@ -130,7 +130,7 @@ def test_no_weight_is_kept_for_the_backward_pass():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_an_moe_layer_gathers_no_weights_that_are_there(framework):
     """Its region takes them whole, and scatters the gradients of three matrices as ever."""
     spec, batch = mp.MeshSpec(fsdp=2, expert=2), jax.ShapeDtypeStruct((8, 8), np.int32)
@@ -150,22 +150,22 @@ def test_an_moe_layer_gathers_no_weights_that_are_there(framework):
     assert found[0]["reduce-scatter"] == found[1]["reduce-scatter"] == 2 * 3
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda x, w: jnp.einsum("bd,edf->bf", x, w),
-        lambda x, w: (x @ w).sum(0),
-        lambda x, w: (x @ w.astype(x.dtype)).mean(0),
-        lambda x, w: x @ (w * 2)[0] + x @ w[1],
-        lambda x, w: x @ jnp.asarray(w).sum(0) - x @ (-w).mean(0),
-    ],
-)
+USES = {
+    "einsum": lambda x, w: jnp.einsum("bd,edf->bf", x, w),
+    "matmul": lambda x, w: (x @ w).sum(0),
+    "cast": lambda x, w: (x @ w.astype(x.dtype)).mean(0),
+    "item": lambda x, w: x @ (w * 2)[0] + x @ w[1],
+    "array": lambda x, w: x @ jnp.asarray(w).sum(0) - x @ (-w).mean(0),
+}
+
+
+@pytest.mark.parametrize("use", cases("item", grid=USES))
 def test_layers_that_compute_with_experts_themselves(use):
     """As a weight that nobody gathered ahead."""
     spec = mp.MeshSpec(fsdp=2)
     model = mp.from_functions(
         lambda key: {"layers": {"up": jax.random.normal(key, (2, 4, 8, 8))}},
-        lambda params, x: mp.scan_layers(lambda x, one: jnp.tanh(use(x, one["up"])), x, params["layers"]),
+        lambda params, x: mp.scan_layers(lambda x, one: jnp.tanh(USES[use](x, one["up"])), x, params["layers"]),
         names={"layers/up": ("layers", "expert", "embed", "mlp")},
     )
     losses = []
