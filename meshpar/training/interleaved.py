@@ -50,7 +50,7 @@ def check_rows(x: PyTree, beside: PyTree, count: int) -> None:
     """
     where, boundaries = f"train_step(interleave={count})", current().boundaries
     leaves, asked = jax.tree.leaves(x), f"run layers on {count} slices of the rows"
-    if any(type(leaf).__name__ == "BatchTracer" for leaf in leaves):
+    if any(type(leaf).__name__ == "BatchTracer" for leaf in leaves):  # jax gives the class no public name
         exists = "the layers run under jax.vmap, which shows them one row"
         raise problem(where, asked, exists, "run scan_layers on the whole batch, or use interleave=1")
     rows = leaves[0].shape[0] if boundaries is None and leaves and jnp.ndim(leaves[0]) else 0
