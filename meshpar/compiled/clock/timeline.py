@@ -65,6 +65,8 @@ class Op:
     """Mesh axes of a collective: `data*fsdp`; empty for others."""
     module: str
     """Named scopes it stands in: `decoder/mlp`."""
+    queued_s: float = 0.0
+    """Of a collective: from its start instruction until its link was free."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,8 +154,11 @@ class Timeline:
 
     @property
     def latencies(self) -> dict[str, float]:
-        """Seconds that one run of every kernel, collective and inner loop takes, by its instruction's name."""
-        return {op.name: op.end_s - op.start_s for one in self.segments for op in one.ops}
+        """Seconds from the start of one run of every kernel, collective and inner loop until it is over, by its
+        instruction's name. A collective waits for those before it on its link: XLA's scheduler, which lets several run
+        at a time, knows of no link that they share.
+        """
+        return {op.name: op.end_s - op.start_s + op.queued_s for one in self.segments for op in one.ops}
 
     @property
     def loops(self) -> tuple[Segment, ...]:
@@ -211,6 +216,7 @@ class _Flight:
     collective: Collective
     start_s: float
     end_s: float
+    queued_s: float = 0.0
     cover: Cover = "nothing"
 
 
@@ -361,7 +367,9 @@ class _Simulation:
             start_s = max(block.duration_s, *(block.free_s.get(link, 0.0) for link in links))
             end_s = start_s + self._time_s(one)
             block.free_s |= dict.fromkeys(links, end_s)
-            flights.append(_Flight(collective=one, start_s=start_s, end_s=end_s))
+            flights.append(
+                _Flight(collective=one, start_s=start_s, end_s=end_s, queued_s=start_s - block.duration_s)
+            )
         block.flights += flights
         if any(flight.collective.is_async for flight in flights):
             block.pending[ins.name] = flights
@@ -389,6 +397,7 @@ class _Simulation:
                     kind=one.kind,
                     label=one.axes_label,
                     module=one.module,
+                    queued_s=flight.queued_s,
                 )
             )
         block.ops.sort(key=lambda op: (op.start_s, op.end_s))
