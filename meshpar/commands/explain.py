@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from meshpar.compiled.against import Comparison
     from meshpar.compiled.budget import Budget, Difference
     from meshpar.compiled.clock.timeline import Timeline
+    from meshpar.compiled.latencies import Scheduled
     from meshpar.compiled.pod import PodProcess
     from meshpar.compiled.report import Report
     from meshpar.planner.hardware import Cluster
@@ -61,8 +62,8 @@ if TYPE_CHECKING:
     "--save-latencies",
     metavar="FILE.pbtxt",
     type=click.Path(dir_okay=False),
-    help="Write what kernels and collectives take by the clock, for XLA to schedule by: "
-    "--xla xla_gpu_pgle_profile_file_or_directory_path=FILE.pbtxt.",
+    help="Write what kernels and collectives take by the clock, of the quickest of three rounds, for XLA to schedule "
+    "by: --xla xla_gpu_pgle_profile_file_or_directory_path=FILE.pbtxt.",
 )
 @click.option(
     "--budget", metavar="FILE", type=click.Path(), help="Compare with a saved budget; --check holds the step to it."
@@ -115,12 +116,10 @@ def explain(
         if held_to is not None:
             held_to.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
         other = subject.against(against) if against else None
-        found = _explained(subject, other, held_to)
+        found = _explained(subject, other, held_to, save_latencies)
     print_report(found, as_json=as_json)
     if html:
         _save_page(found, subject, html)
-    if save_latencies:
-        _save_latencies(found.report, save_latencies)
     if save_budget:
         with writing(save_budget):
             Budget.of(found.report, subject.recipe.name).save(save_budget)
@@ -151,14 +150,6 @@ def _save_page(found: Explained, subject: Subject, path: str) -> None:
     page = as_page(found.report, title=title, pictures=_pictures(found), more=found.sections)
     with writing(path):
         Path(path).write_text(page, encoding="utf-8")
-
-
-def _save_latencies(report: Report, path: str) -> None:
-    from meshpar.training.xla import save_latencies
-
-    assert report.timeline is not None
-    with writing(path):
-        save_latencies(path, report.timeline.latencies)
 
 
 # ---- What is compiled ------------------------------------------------------------------------------------------------
@@ -258,6 +249,14 @@ class Subject:
 
         return report_on(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod)
 
+    def scheduled(self, pod: PodProcess | None, path: str) -> Scheduled:
+        """The programs that latencies make of it; those of the quickest are written to a file."""
+        from meshpar.compiled.latencies import schedule
+
+        assert self.cluster is not None
+        with writing(path):
+            return schedule(*self.step_and_state(), dict(self.batch), self.cluster, path, pod=pod)
+
 
 def _mesh_here(recipe: Recipe) -> AnyMesh:
     import jax
@@ -344,6 +343,8 @@ class Explained:
     report: Report
     comparison: Comparison | None = None
     budget: Budget | None = None
+    scheduled: Scheduled | None = None
+    """The programs of which the report is about the quickest."""
 
     @property
     def differences(self) -> tuple[Difference, ...]:
@@ -365,6 +366,9 @@ class Explained:
         if self.budget is not None:
             broken = any(one.is_over for one in self.differences)
             more["budget"] = plain({"differences": self.differences, "is_kept": not broken})
+        if self.scheduled is not None:
+            rounds = [_schedule(one) for one in self.scheduled.rounds]
+            more["latencies"] = plain({"own": _schedule(self.scheduled.own), "rounds": rounds})
         return {**self.report.to_json(), **more}
 
     @property
@@ -379,6 +383,16 @@ class Explained:
             )
             parts = lines or (Cell("✔ as the budget says", "good"),)
             found.append(Section(title="Budget", parts=parts))
+        if self.scheduled is not None:
+            said = [f"without: {_schedule_text(self.scheduled.own)}"]
+            for number, one in enumerate(self.scheduled.rounds, 1):
+                said.append(
+                    f"round {number}: {_schedule_text(one)}" + ", written and shown here" * (one is self.report)
+                )
+            gain = Cell("✔ quicker than without", "good")
+            if not self.scheduled.is_gain:
+                gain = Cell("✘ no gain: compile without them", "bad")
+            found.append(Section(title="Compiled by latencies", parts=(*(Cell(f"· {one}") for one in said), gain)))
         return tuple(found)
 
     def __rich__(self) -> Any:
@@ -389,7 +403,21 @@ class Explained:
         return Group(self.report, *(rich_of([section]) for section in self.sections))
 
 
-def _explained(subject: Subject, other: Subject | None, budget: Budget | None) -> Explained:
+def _schedule(report: Report) -> dict[str, Any]:
+    assert report.timeline is not None
+    hidden = report.overlap.hidden_fraction
+    return {"step_s": report.timeline.step_s, "hidden_fraction": hidden, "peak_bytes": report.memory.peak_bytes}
+
+
+def _schedule_text(report: Report) -> str:
+    from meshpar.planner.units import si
+
+    found = _schedule(report)
+    hidden = "" if found["hidden_fraction"] is None else f", {found['hidden_fraction']:.0%} hidden"
+    return f"{si(found['step_s'], 's')} a step{hidden}, {si(found['total_bytes'], 'B')} a device"
+
+
+def _explained(subject: Subject, other: Subject | None, budget: Budget | None, latencies: str | None) -> Explained:
     from meshpar.compiled.against import Comparison
     from meshpar.compiled.pod import PodError, PodProcess
 
@@ -397,7 +425,8 @@ def _explained(subject: Subject, other: Subject | None, budget: Budget | None) -
         click.echo(f"compiling {subject.recipe.name} for {subject.target} …", err=True)
     try:
         with contextlib.nullcontext() if subject.cluster is None else PodProcess() as pod:
-            report = subject.explained(pod)
+            scheduled = subject.scheduled(pod, latencies) if latencies else None
+            report = scheduled.quickest if scheduled else subject.explained(pod)
             second = other.explained(pod) if other is not None else None
     except PodError as error:
         raise click.ClickException(f"the compiler failed: {error}") from error
@@ -405,7 +434,7 @@ def _explained(subject: Subject, other: Subject | None, budget: Budget | None) -
     if second is not None and other is not None:
         labels = (_label(subject, other), _label(other, subject))
         comparison = Comparison(first=report, second=second, labels=labels)
-    return Explained(report=report, comparison=comparison, budget=budget)
+    return Explained(report=report, comparison=comparison, budget=budget, scheduled=scheduled)
 
 
 def _label(subject: Subject, other: Subject) -> str:

@@ -367,9 +367,7 @@ class _Simulation:
             start_s = max(block.duration_s, *(block.free_s.get(link, 0.0) for link in links))
             end_s = start_s + self._time_s(one)
             block.free_s |= dict.fromkeys(links, end_s)
-            flights.append(
-                _Flight(collective=one, start_s=start_s, end_s=end_s, queued_s=start_s - block.duration_s)
-            )
+            flights.append(_Flight(collective=one, start_s=start_s, end_s=end_s, queued_s=start_s - block.duration_s))
         block.flights += flights
         if any(flight.collective.is_async for flight in flights):
             block.pending[ins.name] = flights
