@@ -10,6 +10,7 @@ from meshpar.compiled.census import census
 from meshpar.compiled.clock.prediction import overlap
 from meshpar.compiled.clock.timeline import Timed, Timeline, timeline
 from meshpar.compiled.explain import on_cluster
+from meshpar.compiled.latencies import by_latencies, quickest, rounds
 from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.program import Program
 from meshpar.compiled.target import traced_for
@@ -22,6 +23,8 @@ from meshpar.training.step import TrainStep
 from meshpar.training.xla import OVERLAP_LIMIT, overlap_limit, pipelined
 
 Options = Mapping[str, Any]
+
+OWN, BY_LATENCIES = "as train has them", "as train has them, by latencies"
 
 
 def layer_bytes(step: TrainStep, state: TrainState) -> int:
@@ -57,8 +60,12 @@ SETS: Mapping[str, Options] = {
         **_PIPELINED, **_DOUBLE, _GATHER: 2**30, _SCATTER: 2**25, _REDUCE: 2**30,
         "xla_disable_hlo_passes": "rematerialization",
     },
+    OWN: {},
+    BY_LATENCIES: {},
 }  # fmt: skip
-"""XLA flags by the name of their set; a function is of (step, state). NVIDIA's: JAX Toolbox, "GPU performance"."""
+"""XLA flags by the name of their set; a function is of (step, state). NVIDIA's: JAX Toolbox, "GPU performance".
+
+The last two are the step's own: see `TrainStep.compile_options` and `meshpar.compiled.latencies`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,16 +145,25 @@ def rows(
     Raises:
       ValueError, PodError: as `explain` does.
     """
+    of = on_cluster(cluster, state).setup
     with traced_for(cluster):
         lowered = step.trace(on_cluster(cluster, state), batch).lower(lowering_platforms=("cuda",))
     with PodProcess() as pod:
+
+        def compiled(options: Options) -> tuple[Program, Timeline]:
+            program = pod.compile(lowered, cluster, options=options)
+            collectives = census(program.module, axis_sizes(state.setup.mesh))
+            return program, timeline(program.module, collectives, cluster, overlap_limit=overlap_limit(options))
+
         for name, given in sets.items():
             progress(f"{recipe}: {name}")
             options = {flag: value(step, state) if callable(value) else value for flag, value in given.items()}
-            options |= step.options.xla
-            program = pod.compile(lowered, cluster, options=options)
-            collectives = census(program.module, axis_sizes(state.setup.mesh))
-            times = timeline(program.module, collectives, cluster, overlap_limit=overlap_limit(options))
+            options |= step.compile_options(of) if name == OWN else step.options.xla
+            if name == BY_LATENCIES:
+                best = quickest(rounds(lambda file: compiled(by_latencies(step, file).compile_options(of))))
+                program, times = best.what, best.timeline
+            else:
+                program, times = compiled(options)
             yield _row(recipe, name, program, times)
 
 

@@ -367,7 +367,7 @@ class Explained:
             broken = any(one.is_over for one in self.differences)
             more["budget"] = plain({"differences": self.differences, "is_kept": not broken})
         if self.scheduled is not None:
-            rounds = [_schedule(one) for one in self.scheduled.rounds]
+            rounds = [_schedule(one.what) for one in self.scheduled.rounds]
             more["latencies"] = plain({"own": _schedule(self.scheduled.own), "rounds": rounds})
         return {**self.report.to_json(), **more}
 
@@ -386,9 +386,8 @@ class Explained:
         if self.scheduled is not None:
             said = [f"without: {_schedule_text(self.scheduled.own)}"]
             for number, one in enumerate(self.scheduled.rounds, 1):
-                said.append(
-                    f"round {number}: {_schedule_text(one)}" + ", written and shown here" * (one is self.report)
-                )
+                shown = ", written and shown here" * (one.what is self.report)
+                said.append(f"round {number}: {_schedule_text(one.what)}{shown}")
             gain = Cell("✔ quicker than without", "good")
             if not self.scheduled.is_gain:
                 gain = Cell("✘ no gain: compile without them", "bad")
@@ -426,7 +425,7 @@ def _explained(subject: Subject, other: Subject | None, budget: Budget | None, l
     try:
         with contextlib.nullcontext() if subject.cluster is None else PodProcess() as pod:
             scheduled = subject.scheduled(pod, latencies) if latencies else None
-            report = scheduled.quickest if scheduled else subject.explained(pod)
+            report = scheduled.quickest.what if scheduled else subject.explained(pod)
             second = other.explained(pod) if other is not None else None
     except PodError as error:
         raise click.ClickException(f"the compiler failed: {error}") from error

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
+from meshpar.compiled.clock.timeline import Timeline
 from meshpar.compiled.explain import explain, on_cluster
 from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.report import Report
@@ -13,11 +16,49 @@ from meshpar.planner.hardware import Cluster
 from meshpar.sharding.types import PyTree
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
-from meshpar.training.xla import LATENCIES, save_latencies
+from meshpar.training.xla import LATENCIES, Options, save_latencies
 
 ROUNDS = 3
-"""Programs that are compiled by latencies. Each schedule has queues of its own, so the next round's are others; by the
-third nothing more is gained on the shipped recipes."""
+"""Programs that are compiled by latencies: each schedule has queues of its own, by which the next one is made."""
+
+What = TypeVar("What")
+
+
+@dataclasses.dataclass(frozen=True)
+class Round(Generic[What]):
+    """A program that was compiled by latencies."""
+
+    what: What
+    timeline: Timeline
+    latencies: str
+    """What the file held."""
+
+
+def rounds(
+    compiled: Callable[[Path], tuple[What, Timeline]], before: Timeline | None = None
+) -> tuple[Round[What], ...]:
+    """Programs compiled by latencies, each by those of the one before.
+
+    Args:
+      compiled: what to compile by a file of latencies, and its simulation.
+      before: of the same program without latencies; None: it is compiled with a file that names nothing.
+    """
+    found: list[Round[What]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "latencies.pbtxt"
+        if before is None:
+            save_latencies(file, {"nothing": 0.0})
+            _, before = compiled(file)
+        for _ in range(ROUNDS):
+            save_latencies(file, before.latencies)
+            what, before = compiled(file)
+            found.append(Round(what, before, file.read_text(encoding="utf-8")))
+    return tuple(found)
+
+
+def quickest(found: tuple[Round[What], ...]) -> Round[What]:
+    """The one whose step is shortest by the clock."""
+    return min(found, key=lambda one: one.timeline.step_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,20 +67,20 @@ class Scheduled:
 
     own: Report
     """Compiled without latencies."""
-    rounds: tuple[Report, ...]
-    """Compiled by latencies, each by those of the one before."""
+    rounds: tuple[Round[Report], ...]
 
     @property
-    def quickest(self) -> Report:
-        """Of the rounds, the one whose step is shortest by the clock, of those that fit where any does."""
-        fit = [one for one in self.rounds if one.memory.fits is not False]
-        return min(fit or self.rounds, key=_step_s)
+    def quickest(self) -> Round[Report]:
+        """The one whose step is shortest by the clock, of those that fit where any does."""
+        fit = tuple(one for one in self.rounds if one.what.memory.fits is not False)
+        return quickest(fit or self.rounds)
 
     @property
     def is_gain(self) -> bool:
-        """Whether its step is shorter than without latencies, and no less fits."""
-        fits = self.quickest.memory.fits is not False or self.own.memory.fits is False
-        return fits and _step_s(self.quickest) < _step_s(self.own)
+        """Whether its step is shorter than without latencies, and it fits where that does."""
+        assert self.own.timeline is not None
+        fits = self.quickest.what.memory.fits is not False or self.own.memory.fits is False
+        return fits and self.quickest.timeline.step_s < self.own.timeline.step_s
 
 
 def schedule(
@@ -62,36 +103,21 @@ def schedule(
     """
     state = on_cluster(cluster, state)
     own = explain(step, state, batch, cluster, pod=pod)
-    rounds: list[Report] = []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "latencies.pbtxt"
-        timed = _by(step, file)
-        save_latencies(file, {"nothing": 0.0})
-        before = own
-        if _without_file(timed, state) != own.compile_options:  # other options, other instructions
-            before = explain(timed, state, batch, cluster, pod=pod, advise=False)
-        written: dict[int, str] = {}
-        for _ in range(ROUNDS):
-            assert before.timeline is not None
-            save_latencies(file, before.timeline.latencies)
-            before = explain(timed, state, batch, cluster, pod=pod, advise=False)
-            rounds.append(before)
-            written[id(before)] = file.read_text(encoding="utf-8")
-    found = Scheduled(own=own, rounds=tuple(rounds))
-    Path(path).write_text(written[id(found.quickest)], encoding="utf-8")
+    apart = {LATENCIES: ""}
+
+    def compiled(file: Path) -> tuple[Report, Timeline]:
+        report = explain(by_latencies(step, file), state, batch, cluster, pod=pod, advise=False)
+        assert report.timeline is not None
+        return report, report.timeline
+
+    # With latencies a step may have other options, and then its instructions have other names.
+    is_same = {**by_latencies(step, Path()).compile_options(state.setup), **apart} == {**own.compile_options, **apart}
+    found = Scheduled(own=own, rounds=rounds(compiled, own.timeline if is_same else None))
+    Path(path).write_text(found.quickest.latencies, encoding="utf-8")
     return found
 
 
-def _by(step: TrainStep, file: Path) -> TrainStep:
+def by_latencies(step: TrainStep, file: Path) -> TrainStep:
     """The step, compiled by a file of latencies."""
-    options = dataclasses.replace(step.options, xla={**step.options.xla, LATENCIES: str(file)})
-    return TrainStep(step.loss_fn, options)
-
-
-def _without_file(step: TrainStep, state: TrainState) -> dict[str, object]:
-    return {name: value for name, value in step.compile_options(state.setup).items() if name != LATENCIES}
-
-
-def _step_s(report: Report) -> float:
-    assert report.timeline is not None
-    return report.timeline.step_s
+    xla: Options = {**step.options.xla, LATENCIES: str(file)}
+    return TrainStep(step.loss_fn, dataclasses.replace(step.options, xla=xla))
