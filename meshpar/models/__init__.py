@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
-    from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig
+    from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
     from meshpar.models.loss import next_token_loss
     from meshpar.models.published import deepseek_v3, llama3_8b, llama3_70b, llama3_405b, mixtral_8x7b
     from meshpar.models.sampling import generate
@@ -17,6 +17,6 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "LatentAttention", "LinenTransformer", "RopeScaling", "Transformer", "TransformerConfig", "deepseek_v3", "generate",
-    "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "next_token_loss",
+    "LatentAttention", "LinenTransformer", "RopeScaling", "Transformer", "TransformerConfig", "YarnScaling",
+    "deepseek_v3", "generate", "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "next_token_loss",
 ]  # fmt: skip
