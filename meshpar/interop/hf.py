@@ -379,7 +379,7 @@ def to_hf(
         has_files = like is not None and any((Path(like) / name).exists() for name in (SINGLE, INDEX))
         files = stack.enter_context(Folder(like)) if like is not None and has_files else None
         made = _Made(family.tensors(config), params, extra, files, dtype)
-        kept = () if source is None else _shapes(family.kept(config, source.document), 2**20, Path(like or ""))
+        kept = [] if source is None else kept_names(source)
         made.kept = tuple(name for name in kept if files is not None and name in files.entries)
         fresh = stack.enter_context(whole_folder(folder))
         names = [*made.pieces, *made.kept]
@@ -391,6 +391,12 @@ def to_hf(
         write_json(fresh / CONFIG, document)
         copy_beside(like, fresh)
     return Path(folder)
+
+
+def kept_names(described: Described) -> list[str]:
+    """Tensors that our decoders do not run, and that a folder may have."""
+    config, family, document = described
+    return [name for one in family.kept(config, document) for name, _ in one.names()]
 
 
 def copy_beside(like: str | Path | None, folder: Path) -> None:
