@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
-    from meshpar import bench, collectives, compiled, data, models, moe, pipeline, planner
+    from meshpar import bench, collectives, compiled, data, interop, models, moe, pipeline, planner
     from meshpar.commands import plots
     from meshpar.commands.recipe import AdamW, Optax, Recipe, Sample
     from meshpar.compiled.explain import explain
@@ -66,7 +66,7 @@ __all__ = [
     "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy", "TrainState", "__version__",
     "abstract_state", "bench", "collectives", "compiled", "constrain", "context_parallel", "custom", "data", "ddp",
     "eval_step", "expert_parallel", "explain", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp",
-    "hsdp", "init_state", "load_params", "models", "moe", "moments_in", "names", "offloaded", "pipeline",
+    "hsdp", "init_state", "interop", "load_params", "models", "moe", "moments_in", "names", "offloaded", "pipeline",
     "pipeline_parallel", "plan", "planner", "plots", "replicated", "scan_layers", "shard_batch", "shardings",
     "tensor_parallel", "train_step", "use", "zero1", "zero2", "zero3",
 ]  # fmt: skip

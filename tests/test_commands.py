@@ -22,6 +22,8 @@ import click
 import pytest
 
 from meshpar.commands import cli
+from meshpar.commands.recipe import load_recipe
+from meshpar.models.config import TransformerConfig
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 1800
@@ -190,6 +192,21 @@ def tokenizer(path: Path) -> None:
     made.save(str(path))
 
 
+def pretrained(path: Path) -> Path:
+    """A small Llama over bytes, in a folder of Hugging Face's."""
+    pytest.importorskip("safetensors")
+    import jax
+    import optax
+
+    import meshpar as mp
+
+    config = load_recipe(ROOT / "recipes" / "finetune_hf.py").model
+    assert isinstance(config, TransformerConfig)
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    state = mp.init_state(config.build(), optax.identity(), mesh=mesh, strategy=mp.ddp(), key=0)
+    return mp.interop.to_hf(state, config, path)
+
+
 def files_written(words: list[str]) -> list[str]:
     """Files that a command is told to write."""
     options = ("--png", "--html", "--save", "--plot", "--save-budget", "--save-latencies")
@@ -243,6 +260,12 @@ def _cut(words: list[str]) -> tuple[list[str], list[str], list[str]]:
 def test_a_long_command_runs(one: Printed, tmp_path, child_env) -> None:
     here = folder(tmp_path)
     tokenizer(here / "data" / "tokenizer.json")
+    if "Llama-3.2-1B" in one.words:
+        pretrained(here / "Llama-3.2-1B")
+    if "runs/finetune_hf" in one.words:
+        source = pretrained(here / "source")
+        make = ["convert", "from-hf", str(source), "runs/finetune_hf"]
+        subprocess.run([sys.executable, "-m", "meshpar.commands.cli", *make], cwd=here, env=child_env, check=True)
     args = [re.sub(r"^/data\b", str(here / "data"), word) for word in within_budget(one.words)]
     done = subprocess.run(
         [sys.executable, "-m", "meshpar.commands.cli", *args],

@@ -43,7 +43,9 @@ def test_a_recipe_is_short_says_its_command_and_lies_on_its_mesh(file):
     assert f"{recipe.batch_size * recipe.data.seq_len:,}" in " ".join(docstring.split())
 
 
-@pytest.mark.parametrize("name", ["gpt_stdlib", "digits_linen", "long_context", "gpt_pipeline", "gpt_3d", "moe_stdlib"])
+@pytest.mark.parametrize(
+    "name", ["gpt_stdlib", "digits_linen", "long_context", "gpt_pipeline", "gpt_3d", "moe_stdlib", "finetune_hf"]
+)
 @pytest.mark.parametrize("devices", cases(6, grid=[1, 2, 3, 6, 8]))
 def test_small_recipes_fit_any_number_of_devices(name, devices):
     recipe = load_recipe(FOLDER / f"{name}.py", devices=devices)

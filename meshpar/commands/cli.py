@@ -143,6 +143,7 @@ COMMANDS: dict[str, Lazy] = {
         "meshpar.commands.cost:cost", "What a collective costs by each algorithm: steps, bytes, time, the formulas."
     ),
     "schedule": Lazy("meshpar.commands.schedule:schedule", "Show a pipeline schedule: its table, bubbles and memory."),
+    "convert": Lazy("meshpar.commands.convert:convert", "Hugging Face's folders to runs, and runs to such folders."),
     "bench": Lazy(
         "meshpar.commands.bench:bench",
         "Measure: a training step against bare jax.jit, collectives against XLA's own.",
@@ -267,6 +268,9 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
 )  # fmt: skip
 @click.option("--tokenizer", metavar="JSON", help="A Hugging Face tokenizer.json; the model's vocabulary follows it.")
 @click.option(
+    "--from-hf", metavar="DIR", help="Begin with the model, weights and tokenizer of a folder of Hugging Face's."
+)
+@click.option(
     "--plan", metavar="FILE", help="Mesh, strategy, remat and accumulate by the first plan of `meshpar plan`."
 )
 def train(
@@ -281,6 +285,7 @@ def train(
     fresh: bool,
     text: tuple[str, ...],
     tokenizer: str | None,
+    from_hf: str | None,
 ) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
@@ -304,9 +309,11 @@ def train(
     found = found.override(*assignments, *given)
     if text or tokenizer:
         found = found.replace(data=_own_text(found.data, text, tokenizer))
-    fit_vocab = tokenizer is not None and not any(a.startswith("model.vocab_size") for a in assignments)
+    fit_vocab = (
+        tokenizer is not None and from_hf is None and not any(a.startswith("model.vocab_size") for a in assignments)
+    )
     stream = sys.stderr if as_json else sys.stdout
-    outcome = run(found, out=out, devices=here, fresh=fresh, fit_vocab=fit_vocab, stream=stream)
+    outcome = run(found, out=out, devices=here, fresh=fresh, fit_vocab=fit_vocab, from_hf=from_hf, stream=stream)
     if as_json:
         _print_json({"folder": str(outcome.folder), **outcome.summary})
     if outcome.reason == "interrupted":

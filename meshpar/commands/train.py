@@ -7,11 +7,12 @@ runs/<name>/  recipe.json · sharding.txt · sharding.json · metrics.jsonl · c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +30,8 @@ from meshpar.commands.recipe import (
 )
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
+from meshpar.interop.hf import config_of, load_hf
+from meshpar.interop.runs import keep_beside
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
@@ -75,6 +78,7 @@ def train(
     devices: Sequence[jax.Device] | None = None,
     fresh: bool = False,
     fit_vocab: bool = False,
+    from_hf: str | Path | None = None,
     stream: IO[str] | None = None,
 ) -> Outcome:
     """Train a recipe, or go on with a run of the same name, and report.
@@ -85,6 +89,8 @@ def train(
       devices: default: all there are.
       fresh: begin anew; what an earlier run of this name wrote is moved aside.
       fit_vocab: give the model the vocabulary of the data's tokenizer.
+      from_hf: begin with the model and the weights of this folder of Hugging Face's; of the recipe's model stays how it
+        is computed, and the dtype of its parameters.
       stream: where progress and report are shown; standard output by default.
 
     Raises:
@@ -93,6 +99,7 @@ def train(
     screen = Screen(stream or sys.stdout)
     folder = Path(out) / recipe.name
 
+    recipe = recipe if from_hf is None else with_hf(recipe, from_hf)
     mesh = recipe.mesh.build(devices)
     source = recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
     recipe = _with_vocab(recipe, source, fit_vocab)
@@ -102,16 +109,52 @@ def train(
     setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
     _prepare_folder(folder, recipe, setup, fresh=fresh, screen=screen)
     screen.facts("meshpar train", _facts(recipe, setup, source, folder))
-    return _run(recipe, setup, source, folder, screen)
+    init = Setup.init
+    if from_hf is not None:
+        if jax.process_index() == 0:
+            keep_beside(from_hf, folder)
+        init = functools.partial(_pretrained, from_hf)  # type: ignore[assignment]
+    return _run(recipe, setup, source, folder, screen, init)
 
 
-def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Screen) -> Outcome:
+def _pretrained(from_hf: str | Path, setup: Setup, key: int) -> TrainState:
+    return load_hf(from_hf, setup, key=key)
+
+
+def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
+    """The recipe with the model of a folder of Hugging Face's, and its tokenizer where the data is text.
+
+    Raises:
+      ValueError: the recipe's model is no decoder; a config.json that is none of ours.
+    """
+    from meshpar.data import TextData
+    from meshpar.models.config import TransformerConfig
+
+    model, data = recipe.model, recipe.data
+    if not isinstance(model, TransformerConfig):
+        fix = "give the recipe a TransformerConfig, whose sizes are then those of the folder"
+        raise problem(f"--from-hf {folder}", "train its model", f"the recipe's is a {type(model).__name__}", fix)
+    kept = {name: getattr(model, name) for name in ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")}
+    tokenizer = Path(folder) / "tokenizer.json"
+    if isinstance(data, TextData) and tokenizer.exists():
+        data = dataclasses.replace(data, tokenizer=str(tokenizer))
+    return recipe.replace(model=config_of(folder, **kept), data=data)
+
+
+def _run(
+    recipe: Recipe,
+    setup: Setup,
+    source: Source,
+    folder: Path,
+    screen: Screen,
+    init: Callable[[Setup, Any], TrainState],
+) -> Outcome:
     sharding = setup.batch_sharding
     with (
         Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints,
         source.train(sharding) as batches,
     ):
-        state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches)
+        state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
         before = int(state.step)
         screen.line(_where_it_starts(before, recipe.steps))
         step = build_step(recipe)

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
-    from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig
+    from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
     from meshpar.models.loss import next_token_loss
-    from meshpar.models.published import deepseek_v3, llama3_8b, llama3_70b, llama3_405b, mixtral_8x7b
+    from meshpar.models.published import (
+        deepseek_v3,
+        kimi_k2,
+        llama3_8b,
+        llama3_70b,
+        llama3_405b,
+        mixtral_8x7b,
+        qwen3_8b,
+        qwen3_235b,
+    )
     from meshpar.models.sampling import generate
     from meshpar.models.transformer import Transformer
     from meshpar.models.transformer_linen import LinenTransformer
@@ -17,6 +26,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "LatentAttention", "LinenTransformer", "RopeScaling", "Transformer", "TransformerConfig", "deepseek_v3", "generate",
-    "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "next_token_loss",
+    "LatentAttention", "LinenTransformer", "RopeScaling", "Transformer", "TransformerConfig", "YarnScaling",
+    "deepseek_v3", "generate", "kimi_k2", "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "next_token_loss",
+    "qwen3_8b", "qwen3_235b",
 ]  # fmt: skip

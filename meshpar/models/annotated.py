@@ -44,13 +44,13 @@ def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
     return make
 
 
-def nnx_norm(cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None) -> nnx.RMSNorm:
-    """RMSNorm of the residual stream, or of something as wide as `width`."""
+def nnx_norm(cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed") -> nnx.RMSNorm:
+    """RMSNorm of the residual stream, or of something as wide as `width`; `name` is the logical one of its dim."""
     return nnx.RMSNorm(
         width or cfg.embed_dim,
         epsilon=cfg.norm_eps,
         param_dtype=jnp.dtype(cfg.param_dtype),
-        scale_init=nnx.with_partitioning(nnx.initializers.ones_init(), ("embed",)),
+        scale_init=nnx.with_partitioning(nnx.initializers.ones_init(), (name,)),
         rngs=rngs,
     )
 
@@ -82,7 +82,7 @@ def linen_kernel(inputs: Array, kernel: Array, *_: Any, **__: Any) -> Array:
     return kernel
 
 
-def linen_norm(cfg: TransformerConfig, name: str) -> nn.RMSNorm:
-    """RMSNorm over the last dim of what it is given."""
-    init = nn.with_logical_partitioning(nn.initializers.ones_init(), ("embed",))
+def linen_norm(cfg: TransformerConfig, name: str, *, dim: str = "embed") -> nn.RMSNorm:
+    """RMSNorm over the last dim of what it is given, whose logical name is `dim`."""
+    init = nn.with_logical_partitioning(nn.initializers.ones_init(), (dim,))
     return nn.RMSNorm(epsilon=cfg.norm_eps, param_dtype=jnp.dtype(cfg.param_dtype), scale_init=init, name=name)

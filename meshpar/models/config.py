@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshpar.collectives.check import check_choice
@@ -49,6 +50,36 @@ class RopeScaling:
                 "use 1.0 and 4.0",
             )
         check_whole("RopeScaling", "original_seq_len", self.original_seq_len)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """How YaRN stretches rotary frequencies: slow pairs by `factor`, fast ones not at all, a ramp between them.
+
+    Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models".
+    """
+
+    factor: float
+    """By how much the slow pairs are stretched."""
+    original_seq_len: int
+    """Sequence length before the stretch, in tokens."""
+    beta_fast: float = 32.0
+    """Pairs that turn more often than this over `original_seq_len` are left alone."""
+    beta_slow: float = 1.0
+    """Pairs that turn less often than this are stretched in full."""
+    rotated_factor: float = 1.0
+    """Cosines and sines are multiplied by it (the paper's square root of 1/t)."""
+    score_factor: float = 1.0
+    """Scores are multiplied by it, those of the part that is not rotated too; with `latent` only (DeepSeek-V3)."""
+
+    def __post_init__(self) -> None:
+        for field in ("rotated_factor", "score_factor", "beta_slow"):
+            check_positive("YarnScaling", field, getattr(self, field), "1.0")
+        check_whole("YarnScaling", "original_seq_len", self.original_seq_len)
+        for field, least in (("factor", 1.0), ("beta_fast", self.beta_slow)):
+            if not least <= getattr(self, field) < math.inf:
+                asked, exists = f"be {getattr(self, field)}", f"it is finite and at least {least}"
+                raise problem(f"YarnScaling({field}=...)", asked, exists, f"use {max(least, 32.0)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +139,8 @@ class TransformerConfig:
     """Base of the rotary wavelengths: they run from 2π to nearly 2π·theta tokens."""
     rope_scaling: RopeScaling | None = None
     """How the rotary frequencies are stretched; None: they are not."""
+    rope_yarn: YarnScaling | None = None
+    """The other way to stretch them, in place of `rope_scaling`."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
     tied_embeddings: bool = False
@@ -123,6 +156,9 @@ class TransformerConfig:
     attention_window: int | None = None
     """A position sees itself and so many less one before it, in every layer; None: all before it. Not round a ring of
     ranks."""
+    qk_norm: bool = False
+    """Every head's query and key pass an RMSNorm of their own width before they are rotated (Qwen3); not with
+    `latent`."""
     attention_cap: float | None = None
     """Scores s of attention become `cap tanh(s / cap)` (Gemma Team 2024, "Gemma 2"); None: they stay. Not by cuDNN."""
     tensor_matmul: TensorMatmul = "xla"
@@ -155,6 +191,7 @@ class TransformerConfig:
             if getattr(self, field) is not None:
                 check_positive("TransformerConfig", field, getattr(self, field), "50.0, or None")
         self._check_heads()
+        self._check_rope()
         self._check_latent()
         self._check_experts()
         for field in ("rope_theta", "norm_eps"):
@@ -179,10 +216,28 @@ class TransformerConfig:
                 f"use {self.head_dim + 1}",
             )
 
+    def _check_rope(self) -> None:
+        if self.rope_yarn is None:
+            return
+        _record("rope_yarn", self.rope_yarn, YarnScaling)
+        if self.rope_scaling is not None:
+            exists, fix = "frequencies are stretched in one way", "leave one of them out"
+            raise problem("TransformerConfig(rope_scaling=..., rope_yarn=...)", "stretch by both", exists, fix)
+        if self.rope_yarn.score_factor != 1 and self.latent is None:
+            raise problem(
+                f"TransformerConfig(rope_yarn=YarnScaling(score_factor={self.rope_yarn.score_factor}))",
+                "multiply scores by it",
+                "that is for latent attention, where a part of the keys is not rotated",
+                "use rotated_factor, or give latent=LatentAttention(...)",
+            )
+
     def _check_latent(self) -> None:
         if self.latent is None:
             return
         _record("latent", self.latent, LatentAttention)
+        if self.qk_norm:
+            exists = "latent attention has norms of its own, of the narrow vectors"
+            raise problem("TransformerConfig(qk_norm=True, latent=...)", "norm heads", exists, "leave qk_norm out")
         follows = {"num_kv_heads": self.num_heads, "head_dim": self.latent.head_dim}
         for field, value in follows.items():
             if getattr(self, field) != value:
@@ -241,6 +296,7 @@ class TransformerConfig:
         """Parameters of the whole model."""
         tables = self.vocab_size * self.embed_dim * (1 if self.tied_embeddings else 2)
         norms = self.embed_dim * (2 * self.num_layers + 1)
+        norms += 2 * self.head_dim * self.num_layers * self.qk_norm
         if self.latent is not None:
             norms += self.num_layers * ((self.latent.q_rank or 0) + self.latent.kv_rank)
         experts = 0 if self.moe is None else self.num_moe_layers * self.moe.num_params(self.embed_dim)

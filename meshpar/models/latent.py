@@ -145,7 +145,7 @@ def attend(
     r_BTHR = jnp.broadcast_to(r_BT1R, (*k_BTHN.shape[:3], r_BTR.shape[-1]))
     k_BTHD = layers.heads_layout(jnp.concatenate([k_BTHN, r_BTHR], axis=-1), "act_kv_heads")
     v_BTHW = layers.heads_layout(v_BTHW, "act_kv_heads")
-    q_BTHD = _rotated_end(layers.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
+    q_BTHD = _rotated_end(cfg, layers.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
     marked = zip((q_BTHD, k_BTHD, v_BTHW), ("query", "key", "value"), strict=True)
     q_BTHD, k_BTHD, v_BTHW = (checkpoint_name(x, name) for x, name in marked)
     o_BTHW = layers.whole_attention(
@@ -171,7 +171,7 @@ def attend_to_latents(
     """
     assert length is not None
     nope_dim = key_up_CHN.shape[-1]
-    q_BTHD = _rotated_end(layers.heads_layout(q_BTHD, "act_heads"), nope_dim, angles)
+    q_BTHD = _rotated_end(cfg, layers.heads_layout(q_BTHD, "act_heads"), nope_dim, angles)
     r_BT1R = layers.rotate(r_BTR[:, :, None], angles)
     cache = layers.extend(cache, length, r_BT1R, c_BTC[:, :, None], heads=None)
     r_BS1R, c_BS1C = cache
@@ -186,7 +186,9 @@ def attend_to_latents(
     return layers.heads_layout(o_BTHW, "act_heads"), cache
 
 
-def _rotated_end(q_BTHD: Array, nope_dim: int, angles: Rope) -> Array:
-    """Queries with all but the first `nope_dim` numbers of a head rotated."""
+def _rotated_end(cfg: TransformerConfig, q_BTHD: Array, nope_dim: int, angles: Rope) -> Array:
+    """Queries with all but the first `nope_dim` numbers of a head rotated, and scaled as YaRN scales scores."""
+    if cfg.rope_yarn is not None and cfg.rope_yarn.score_factor != 1:
+        q_BTHD = q_BTHD * cfg.rope_yarn.score_factor
     turned_BTHR = layers.rotate(q_BTHD[..., nope_dim:], angles)
     return jnp.concatenate([q_BTHD[..., :nope_dim], turned_BTHR], axis=-1)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Integer
 from meshpar.collectives import blockwise_attention, cudnn
 from meshpar.collectives.attention import capped
 from meshpar.models import context
-from meshpar.models.config import Attention, RopeScaling
+from meshpar.models.config import Attention, RopeScaling, YarnScaling
 from meshpar.models.lookup import GATHERED, exchanged_rows, lookup_of
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
 from meshpar.sharding.regions import outer_axes
@@ -175,7 +175,9 @@ class Rope(NamedTuple):
     """The sequence, of several in one row, that each position belongs to, which sees no other; None: one a row."""
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Float[np.ndarray, " F"]:
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None
+) -> Float[np.ndarray, " F"]:
     """Angle per token of each pair of a head, in radians: `theta ** (-2 i / head_dim)`, stretched as `scaling` says.
 
     Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
@@ -183,10 +185,22 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
     frequencies_F = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
         return frequencies_F
+    if isinstance(scaling, YarnScaling):
+        return _by_yarn(frequencies_F, theta, scaling)
     wavelengths_F = 2 * np.pi / frequencies_F
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept_F = np.clip((scaling.original_seq_len / wavelengths_F - low) / (high - low), 0, 1)
     return kept_F * frequencies_F + (1 - kept_F) * frequencies_F / scaling.factor
+
+
+def _by_yarn(frequencies_F: Float[np.ndarray, " F"], theta: float, scaling: YarnScaling) -> Float[np.ndarray, " F"]:
+    """Stretched by a ramp over the pairs, from the one that turns `beta_fast` times to the one of `beta_slow` times."""
+    pairs, turns = len(frequencies_F), (scaling.beta_fast, scaling.beta_slow)
+    at = [pairs * np.log(scaling.original_seq_len / (beta * 2 * np.pi)) / np.log(theta) for beta in turns]
+    # Both ends as in the paper's own code, which cuts at twice the pairs.
+    low, high = max(np.floor(at[0]), 0), min(np.ceil(at[1]), 2 * pairs - 1)
+    stretched_F = np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0, 1)
+    return frequencies_F * (1 - stretched_F) + frequencies_F / scaling.factor * stretched_F
 
 
 def rope(positions_BT: Int[Array, "B T"], frequencies_F: Float[np.ndarray, " F"], dtype: jax.typing.DTypeLike) -> Rope:

@@ -2,14 +2,16 @@
 
 Llama 3.1: model cards and `params.json` of Meta's release (Grattafiori et al. 2024, "The Llama 3 Herd of Models",
 table 3). Mixtral and DeepSeek-V3: the papers and each release's `config.json` (Jiang et al. 2024, "Mixtral of Experts",
-table 1; DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 4.2).
+table 1; DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 4.2). Qwen3 and Kimi K2: each release's `config.json`
+(Qwen Team 2025, "Qwen3 Technical Report"; Kimi Team 2025, "Kimi K2: Open Agentic Intelligence").
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig
+from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.routing import Routing
 
@@ -78,3 +80,51 @@ def deepseek_v3(**changes: Any) -> TransformerConfig:
         "moe": MoEConfig(routing=routing, mlp_dim=2048, shared_experts=1, auxiliary_weight=1e-4, bias_rate=1e-3),
     }
     return TransformerConfig(**{**sizes, **changes})
+
+
+def qwen3_8b(**changes: Any) -> TransformerConfig:
+    """Qwen3 8B: 8,190,735,360 parameters. Any field can be changed."""
+    sizes: dict[str, Any] = {"num_layers": 36, "num_heads": 32, "num_kv_heads": 8, "mlp_dim": 12_288}
+    return TransformerConfig(**{**_QWEN3, **sizes, **changes})
+
+
+def qwen3_235b(**changes: Any) -> TransformerConfig:
+    """Qwen3 235B-A22B: 235,093,634,560 parameters, 22,190,763,520 of them active. Any field can be changed."""
+    sizes: dict[str, Any] = {
+        "num_layers": 94,
+        "num_heads": 64,
+        "num_kv_heads": 4,
+        "mlp_dim": 1536,
+        "moe": MoEConfig(routing=Routing(num_experts=128, top_k=8), mlp_dim=1536, auxiliary_weight=0.001),
+    }
+    return TransformerConfig(**{**_QWEN3, **sizes, **changes})
+
+
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "embed_dim": 4096,
+    "head_dim": 128,
+    "rope_theta": 1_000_000.0,
+    "norm_eps": 1e-6,
+    "qk_norm": True,
+}
+
+
+def kimi_k2(**changes: Any) -> TransformerConfig:
+    """Kimi K2: DeepSeek-V3's layers with more experts and fewer heads. Any field can be changed.
+
+    1,026,408,209,408 parameters, 32,861,477,888 of them active. Rotary frequencies are those of the release for 131,072
+    tokens.
+    """
+    routing = Routing(num_experts=384, top_k=8, score="sigmoid", scale=2.827)
+    stretched = 0.1 * math.log(32.0) + 1.0
+    sizes: dict[str, Any] = {
+        "vocab_size": 163_840,
+        "num_dense_layers": 1,
+        "num_heads": 64,
+        "num_kv_heads": 64,
+        "rope_theta": 50_000.0,
+        "rope_yarn": YarnScaling(factor=32.0, original_seq_len=4096, beta_fast=1.0, score_factor=stretched**2),
+        "moe": MoEConfig(routing=routing, mlp_dim=2048, shared_experts=1, bias_rate=1e-3),
+    }
+    return deepseek_v3(**{**sizes, **changes})

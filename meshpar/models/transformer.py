@@ -44,6 +44,9 @@ class Attention(nnx.Module):
             names=("heads", "head_dim", "embed"),
             init=into_residual(cfg),
         )
+        if cfg.qk_norm:
+            self.query_norm = nnx_norm(cfg, rngs, width=cfg.head_dim, name="head_dim")
+            self.key_norm = nnx_norm(cfg, rngs, width=cfg.head_dim, name="head_dim")
         self.cfg = cfg
 
     def __call__(
@@ -57,6 +60,8 @@ class Attention(nnx.Module):
             q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, [one.kernel[...] for one in inward], names)
         else:
             q_BTHD, k_BTKD, v_BTKD = (one(h_BTE) for one in inward)
+        if self.cfg.qk_norm:
+            q_BTHD, k_BTKD = self.query_norm(q_BTHD), self.key_norm(k_BTKD)
         o_BTHD, cache = layers.attend(
             q_BTHD,
             k_BTKD,
@@ -278,7 +283,10 @@ def rope_of(
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]
     rotated = cfg.head_dim if cfg.latent is None else cfg.latent.rope_dim
-    angles = layers.rope(positions_BT, layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling), dtype)
+    frequencies_F = layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling or cfg.rope_yarn)
+    angles = layers.rope(positions_BT, frequencies_F, dtype)
+    if cfg.rope_yarn is not None and cfg.rope_yarn.rotated_factor != 1:
+        angles = Rope(*(x * cfg.rope_yarn.rotated_factor for x in angles[:2]))
     return angles._replace(segments_BT=segments_BT)
 
 

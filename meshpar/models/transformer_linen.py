@@ -54,6 +54,9 @@ class LinenAttention(nn.Module):
         if overlapped:
             names = ("act_heads", "act_kv_heads", "act_kv_heads")
             q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, (q_BTHD, k_BTKD, v_BTKD), names)
+        if cfg.qk_norm:
+            q_BTHD = linen_norm(cfg, "query_norm", dim="head_dim")(q_BTHD)
+            k_BTKD = linen_norm(cfg, "key_norm", dim="head_dim")(k_BTKD)
         o_BTHD, cache = layers.attend(
             q_BTHD,
             k_BTKD,

@@ -120,12 +120,16 @@ class Checkpoints:
         return new
 
     @apart()
-    def restore(self, target: Setup | TrainState, step: int | None = None) -> Restored | None:
+    def restore(
+        self, target: Setup | TrainState, step: int | None = None, *, weights_only: bool = False
+    ) -> Restored | None:
         """Read a checkpoint into the shards of another state, whatever mesh, strategy or device count wrote it.
 
         Args:
           target: a state, abstract or not, or its setup: says which arrays there are, and how they lie.
           step: which; by default the newest that is sound. Newer ones that are damaged are reported as a warning.
+          weights_only: read parameters and what the model keeps beside them, no optimizer: that of the target begins
+            anew, whatever the run was trained with.
 
         Returns:
           None when there is no checkpoint at all.
@@ -147,7 +151,7 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         for candidate in [step] if step is not None else reversed(steps):
             try:
-                restored = self._read(candidate, setup)
+                restored = self._read(candidate, setup, weights_only)
             except _DamagedError as error:
                 damaged[candidate] = str(error)
                 continue
@@ -243,15 +247,38 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.folder, options=options)
         return self._manager
 
-    def _read(self, step: int, setup: Setup) -> Restored:
+    def stored(self, step: int | None = None) -> Mapping[str, Any]:
+        """Shape and dtype of every array of a checkpoint, the newest by default, by its path in the state.
+
+        Raises:
+          ValueError: there is none, or it is damaged.
+        """
+        steps = _as_process_0_sees(self.steps())
+        if not steps or step not in (None, *steps):
+            asked = "look at its newest" if step is None else f"look at step {step}"
+            fix = "train first, or name another folder"
+            raise problem(f"checkpoints in {self.folder}", asked, f"there are steps {steps}", fix)
+        path = self.folder / str(steps[-1] if step is None else step) / "run" / "metadata"
+        try:
+            return _agreed(lambda: _unsealed(json.loads(path.read_text())))["leaves"]
+        except _DamagedError as error:
+            fix = "bring the files back from a copy"
+            raise problem(f"checkpoints in {self.folder}", "look at one", f"it is damaged ({error})", fix) from error
+
+    def _read(self, step: int, setup: Setup, weights_only: bool = False) -> Restored:
         """One checkpoint; `_DamagedError` when it is not what was written."""
         run = _agreed(lambda: _unsealed(json.loads((self.folder / str(step) / "run" / "metadata").read_text())))
         where = f"checkpoint {self.folder / str(step)}"
         _check_format(run, where)
         if run["step"] != step:
             raise _DamagedError(f"run/metadata is that of step {run['step']}")
-        like = _leaves(setup.abstract)
-        _check_fits(run["leaves"], like, where)
+        like, there = _leaves(setup.abstract), run["leaves"]
+        if weights_only:
+            like, there = (
+                {path: x for path, x in leaves.items() if path.split("/")[0] in ("params", "extra")}
+                for leaves in (like, there)
+            )
+        _check_fits(there, like, where)
         stored = _agreed(lambda: self._read_arrays(step, like, setup, format_=run["format"]))
         values = _flat(stored["leaves"], like)
         written = [run["leaves"][path].get("fingerprint") for path in like]
@@ -260,6 +287,9 @@ class Checkpoints:
         wrong = [path for path, a, b in zip(like, _fingerprints(values, setup), written, strict=True) if a != b]
         if wrong:
             raise _DamagedError(f"contents of {_some(wrong)} are not what was written")
+        if weights_only:
+            whole = setup.begin(*_weights(setup, values), 0)
+            return Restored(state=whole, data_state=None, step=step)
         state = jax.tree.unflatten(jax.tree.structure(setup.abstract), values.values())
         if int(state.step) != step:  # format 1 binds no run to its arrays
             raise _DamagedError(f"the arrays are those of step {int(state.step)}")
@@ -279,7 +309,8 @@ class Checkpoints:
         how = ocp.checkpoint_utils.construct_restore_args(target)
         try:
             return handler.restore(
-                self.folder / str(step) / "state", args=ocp.args.PyTreeRestore(target, restore_args=how)
+                self.folder / str(step) / "state",
+                args=ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=True),
             )
         finally:
             handler.close()
@@ -338,6 +369,17 @@ def _leaves(state: TrainState) -> dict[str, Any]:
             )
         leaves[path] = leaf
     return leaves
+
+
+def _weights(setup: Setup, values: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
+    """Parameters and what the model keeps beside them, of arrays in their order."""
+    trees = (setup.abstract.params, setup.abstract.extra)
+    counts, arrays = [len(jax.tree.leaves(tree)) for tree in trees], list(values.values())
+    parts = (arrays[: counts[0]], arrays[counts[0] :])
+    params, extra = (
+        jax.tree.unflatten(jax.tree.structure(tree), part) for tree, part in zip(trees, parts, strict=True)
+    )
+    return params, extra
 
 
 def _escaped(key: str) -> str:

@@ -327,7 +327,14 @@ def _ended(hooks: Sequence[Hook], run: Run, reason: str) -> list[Exception]:
     return errors
 
 
-def restore_or_init(checkpoints: Checkpoints, setup: Setup, *, key: jax.Array | int, batches: Any = None) -> TrainState:
+def restore_or_init(
+    checkpoints: Checkpoints,
+    setup: Setup,
+    *,
+    key: jax.Array | int,
+    batches: Any = None,
+    init: Callable[[Setup, Any], TrainState] = Setup.init,
+) -> TrainState:
     """The state to go on with: the newest sound checkpoint's, with the data moved to where it stood; else a new one.
 
     Args:
@@ -335,13 +342,14 @@ def restore_or_init(checkpoints: Checkpoints, setup: Setup, *, key: jax.Array | 
       setup: what the state is made of, from `meshpar.training.state.make_setup`.
       key: for a new state, as in `init_state`.
       batches: the data; moved with `set_state` when the checkpoint says where it stood.
+      init: makes a new state of the setup and the key.
 
     Raises:
       ValueError: as in `Checkpoints.restore`; or the data cannot be moved to where it stood.
     """
     restored = checkpoints.restore(setup)
     if restored is None:
-        return setup.init(key)
+        return init(setup, key)
     if batches is not None:
         move_data(batches, restored.data_state, restored.step)
     return restored.state

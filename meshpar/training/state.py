@@ -143,6 +143,23 @@ class Setup:
         return self._jitted_init(_key_data(key))
 
     @apart()
+    def begin(self, params: PyTree, extra: PyTree, key: jax.Array | int) -> TrainState:
+        """The state before the first step of a model whose arrays are there, laid out as `shardings` says."""
+
+        def rest(key_data: jax.Array, trained: PyTree) -> tuple[PyTree, jax.Array]:
+            _, step_key = jax.random.split(jax.random.wrap_key_data(key_data))  # as in `init`
+            return self.tx.init(trained), jax.random.key_data(step_key)
+
+        lie = self.shardings
+        made = jax.jit(rest, out_shardings=(lie.opt_state, lie.key))
+        opt_state, step_key = made(_key_data(key), self.trained(params))
+        zeros = jax.jit(lambda: (jnp.zeros((), jnp.int32),) * 2, out_shardings=(lie.step, lie.skipped))()
+        step, skipped = zeros
+        return TrainState(
+            step=step, params=params, opt_state=opt_state, extra=extra, key=step_key, skipped=skipped, setup=self
+        )
+
+    @apart()
     def lower_init(self) -> Any:
         """The lowered program that makes the state, to look at."""
         return self._jitted_init.lower(key_data_like())

@@ -28,6 +28,7 @@ PODS = {
     "llama3_8b": "h100:8x8", "llama3_70b": "h100:64x8", "llama3_405b": "h100:512x8", "mixtral_8x7b": "h100:8x8",
     "deepseek_v3": "h100:256x8", "gpt_stdlib": "h100:1x8", "gpt_3d": "h100:1x8", "gpt_pipeline": "h100:1x8",
     "long_context": "h100:1x8", "moe_stdlib": "h100:1x8", "digits_linen": "h100:1x8",
+    "finetune_hf": "h100:1x8",
 }  # fmt: skip
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 ALL = "xla_gpu_all_reduce_combine_threshold_bytes"

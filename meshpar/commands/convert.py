@@ -1,0 +1,86 @@
+"""`meshpar convert`: a folder of Hugging Face's as a run, and a run as such a folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshpar.commands.cli import _devices, devices_option, layout_options, options, prepare_devices, traceback_option
+from meshpar.sharding.errors import problem
+
+where_options = options(
+    layout_options,
+    click.option("--dtype", metavar="DTYPE", help="Of the weights, as bfloat16; without it, as they are."),
+    devices_option,
+    traceback_option,
+)
+
+
+def layout_of(mesh: str | None, strategy: str | None, devices: int | None) -> tuple[Any, Any]:
+    """A mesh on the devices there are, and a strategy; by default each device holds an equal part of all."""
+    prepare_devices(devices)
+    here = _devices(devices)
+    from meshpar.parallel import parse_strategy
+    from meshpar.sharding.mesh import MeshSpec
+
+    return MeshSpec.parse(mesh or "fsdp=-1").build(here), parse_strategy(strategy or "fsdp()")
+
+
+@click.group()
+def convert() -> None:
+    """Hugging Face's folders to runs, and runs to such folders. Needs `pip install meshpar[hf]`."""
+
+
+@convert.command("from-hf")
+@click.argument("source", metavar="DIR", type=click.Path())
+@click.argument("out", metavar="OUT", type=click.Path())
+@where_options
+def from_folder(
+    source: str, out: str, mesh: str | None, strategy: str | None, dtype: str | None, devices: int | None
+) -> None:
+    """DIR, with config.json and safetensors files, as the run OUT: a checkpoint that restores onto any mesh.
+
+    As in `meshpar convert from-hf Llama-3.1-8B runs/llama --mesh fsdp=8`.
+    """
+    layout = layout_of(mesh, strategy, devices)
+    from meshpar.interop.hf import from_hf
+    from meshpar.interop.runs import CHECKPOINTS, keep_beside
+    from meshpar.training.checkpoint import Checkpoints
+
+    folder = Path(out)
+    if folder.exists() and any(folder.iterdir()):
+        raise problem(f"folder `{folder}`", "write a run", "something is there already", "name a new folder")
+    config, state = from_hf(source, mesh=layout[0], strategy=layout[1], dtype=dtype)
+    try:
+        keep_beside(source, folder)
+        with Checkpoints(folder / CHECKPOINTS) as checkpoints:
+            checkpoints.save(state, wait=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    click.echo(f"{folder}: {state.num_params:,} parameters in {config.param_dtype}, {config.num_layers} layers")
+
+
+@convert.command("to-hf")
+@click.argument("run", metavar="RUN", type=click.Path())
+@click.argument("out", metavar="DIR", type=click.Path())
+@click.option("--step", metavar="N", type=int, help="Which checkpoint; without it the newest.")
+@where_options
+def to_folder(
+    run: str, out: str, step: int | None, mesh: str | None, strategy: str | None, dtype: str | None,
+    devices: int | None,
+) -> None:  # fmt: skip
+    """The run RUN as the folder DIR, which transformers reads.
+
+    As in `meshpar convert to-hf runs/finetune_hf finetuned --dtype bfloat16`.
+    """
+    layout = layout_of(mesh, strategy, devices)
+    from meshpar.interop.hf import to_hf
+    from meshpar.interop.runs import like_of, opened
+
+    config, state = opened(run, mesh=layout[0], strategy=layout[1], step=step)
+    to_hf(state, config, out, like=like_of(Path(run)), dtype=dtype)
+    click.echo(f"{out}: {state.num_params:,} parameters in {dtype or config.param_dtype}")

@@ -1,0 +1,171 @@
+"""What the families' tables share: the tensors of a decoder's parts by the names most families give them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from meshpar.interop.fields import Field, typed
+from meshpar.interop.table import Tensor
+from meshpar.models.config import TransformerConfig
+from meshpar.sharding.types import near, problem
+
+HARMLESS = frozenset({
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+    "max_position_embeddings", "model_type", "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version",
+    "use_cache",
+})  # fmt: skip
+"""Fields that change nothing of the forward pass."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a family of checkpoints says what our decoders say, both ways."""
+
+    model_type: str
+    """Its name in config.json."""
+    architecture: str
+    """Its class in transformers."""
+    fields: Sequence[Field]
+    """What of config.json is ours."""
+    tensors: Callable[[TransformerConfig], list[Tensor]]
+    """What of its files is ours."""
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields that our decoders know in one way only, with that value; a missing one is that."""
+    ignored: frozenset[str] = frozenset()
+    """Fields beside `HARMLESS` that change nothing."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same in config.json."""
+    read_more: Callable[[str, Mapping[str, Any], dict[str, Any]], None] = lambda where, document, values: None
+    """Adds to the fields' values, or refuses: (where, document, values by path)."""
+    write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda cfg: {}
+    """The same for writing."""
+    kept: Callable[[TransformerConfig, Mapping[str, Any]], list[Tensor]] = lambda cfg, document: []
+    """Tensors of its files that our decoders have no use for, and that are carried along: (config, document)."""
+
+
+# ---- Fields ----------------------------------------------------------------------------------------------------------
+
+
+def fields(*more: Field) -> tuple[Field, ...]:
+    """Those that every family has, and its own."""
+    return (
+        Field("vocab_size", "vocab_size"),
+        Field("num_hidden_layers", "num_layers"),
+        Field("hidden_size", "embed_dim"),
+        Field("num_attention_heads", "num_heads"),
+        Field("rope_theta", "rope_theta", float, 10_000.0),
+        Field("rms_norm_eps", "norm_eps", float, 1e-6),
+        Field("tie_word_embeddings", "tied_embeddings", bool, False),
+        *more,
+    )
+
+
+GROUPED = (
+    Field("num_key_value_heads", "num_kv_heads", int, lambda document: document.get("num_attention_heads")),
+    Field("head_dim", "head_dim", int, lambda document: _head_dim(document)),
+)
+"""Of grouped-query attention."""
+DENSE = (Field("intermediate_size", "mlp_dim"),)
+
+
+def _head_dim(document: Mapping[str, Any]) -> int:
+    width = typed("config.json, `hidden_size`", document.get("hidden_size"), int)
+    return width // max(typed("config.json, `num_attention_heads`", document.get("num_attention_heads"), int), 1)
+
+
+def refuse(where: str, field: str, value: object, exists: str, fix: str) -> Exception:
+    """The error for a field whose value our decoders do not know."""
+    shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
+    return problem(f"{where}, `{field}`", f"be {shown}", exists, fix)
+
+
+def check_known(where: str, document: Mapping[str, Any], family: Family) -> None:
+    """Raises `ValueError` for a field that is unknown, or that says what our decoders do not do."""
+    known = {field.theirs for field in family.fields} | HARMLESS | family.ignored | {"rope_scaling"} | set(family.fixed)
+    for name, value in document.items():
+        if name not in known:
+            name = str(name)[:60]
+            exists = f"the table of `{family.model_type}` has no such field, and it may change the forward pass"
+            raise problem(
+                f"{where}, `{name}`", "read it", exists, f"if it does not, leave it out ({near(name, known)})"
+            )
+        only = family.fixed.get(name)
+        is_other = value != only or isinstance(value, bool) != isinstance(only, bool)
+        if only is not None and value is not None and is_other:
+            fix = "take another checkpoint, or add a field to TransformerConfig"
+            raise refuse(where, name, value, f"our decoders have {only!r} only", fix)
+
+
+# ---- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def sizes_of(cfg: TransformerConfig) -> dict[str, int]:
+    """The letters of the tables' dims."""
+    sizes = {
+        "V": cfg.vocab_size, "E": cfg.embed_dim, "H": cfg.num_heads, "K": cfg.num_kv_heads, "D": cfg.head_dim,
+        "M": cfg.mlp_dim, "L": cfg.num_layers - cfg.num_dense_layers,
+    }  # fmt: skip
+    if cfg.moe is not None:
+        sizes |= {"X": cfg.moe.routing.num_experts, "F": cfg.moe.mlp_dim, "S": cfg.moe.shared_dim}
+    return sizes
+
+
+def ends(cfg: TransformerConfig) -> list[Tensor]:
+    """The embedding table, the last norm, and the output layer where it is no table."""
+    sizes = sizes_of(cfg)
+    found = [
+        Tensor("model.embed_tokens.weight", "embed/embedding", "V E -> V E", sizes),
+        Tensor("model.norm.weight", "final_norm/scale", "E -> E", sizes),
+    ]
+    head = Tensor("lm_head.weight", "head/kernel", "V E -> E V", sizes)
+    return found if cfg.tied_embeddings else [*found, head]
+
+
+def layers(cfg: TransformerConfig, *rows: tuple[str, str, str], dense: bool = False) -> list[Tensor]:
+    """Tensors of stacked layers: rows of (their name, our path, dims), below each layer.
+
+    Args:
+      cfg: of the decoder.
+      rows: names behind `model.layers.{L}.`, paths behind that of the stack.
+      dense: of the first layers, that have an MLP where others have experts.
+    """
+    count = cfg.num_dense_layers if dense else cfg.num_layers - cfg.num_dense_layers
+    at, first = ("dense_layers", 0) if dense else ("layers", cfg.num_dense_layers)
+    sizes = {**sizes_of(cfg), "L": count}
+    return [
+        Tensor("model.layers.{L}." + theirs, f"{at}/{ours}", dims, sizes, first=first) for theirs, ours, dims in rows
+    ]
+
+
+Row = tuple[str, str, str]
+NORMS: tuple[Row, ...] = (
+    ("input_layernorm.weight", "attention_norm/scale", "E -> L E"),
+    ("post_attention_layernorm.weight", "mlp_norm/scale", "E -> L E"),
+)
+ATTENTION: tuple[Row, ...] = (
+    ("self_attn.q_proj.weight", "attention/query/kernel", "(H D) E -> L E H D"),
+    ("self_attn.k_proj.weight", "attention/key/kernel", "(K D) E -> L E K D"),
+    ("self_attn.v_proj.weight", "attention/value/kernel", "(K D) E -> L E K D"),
+    ("self_attn.o_proj.weight", "attention/out/kernel", "E (H D) -> L H D E"),
+)
+QK_NORMS: tuple[Row, ...] = (
+    ("self_attn.q_norm.weight", "attention/query_norm/scale", "D -> L D"),
+    ("self_attn.k_norm.weight", "attention/key_norm/scale", "D -> L D"),
+)
+MLP: tuple[Row, ...] = (
+    ("mlp.gate_proj.weight", "mlp/gate/kernel", "M E -> L E M"),
+    ("mlp.up_proj.weight", "mlp/up/kernel", "M E -> L E M"),
+    ("mlp.down_proj.weight", "mlp/down/kernel", "E M -> L M E"),
+)
+
+
+def experts(at: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Row, ...]:
+    """The router and the experts, whose module is called `at` and whose matrices so."""
+    return (
+        (f"{at}.gate.weight", "mlp/router", "X E -> L E X"),
+        (f"{at}.experts.{{X}}.{gate}.weight", "mlp/gate", "F E -> L X E F"),
+        (f"{at}.experts.{{X}}.{up}.weight", "mlp/up", "F E -> L X E F"),
+        (f"{at}.experts.{{X}}.{down}.weight", "mlp/down", "E F -> L X F E"),
+    )

@@ -1,0 +1,11 @@
+"""The families there are, by the `model_type` of their config.json."""
+
+from __future__ import annotations
+
+from meshpar.interop.decoder import Family
+from meshpar.interop.families import deepseek_v3, llama, mistral, mixtral, qwen3, qwen3_moe
+
+ALL: tuple[Family, ...] = (
+    llama.FAMILY, mistral.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY,
+)  # fmt: skip
+BY_TYPE: dict[str, Family] = {name: family for family in ALL for name in (family.model_type, *family.aliases)}

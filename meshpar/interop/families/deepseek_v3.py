@@ -1,0 +1,155 @@
+"""DeepSeek-V3 and Kimi-K2: latent attention, dense layers first, shared experts, experts' biases.
+
+Their files turn neighbouring numbers of a head where our decoders turn those half a head apart: the same numbers in
+another order. Modules that predict a second token (`num_nextn_predict_layers`) are checked and carried along: our
+decoders do not run them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from meshpar.interop.decoder import MLP, NORMS, Family, Row, ends, experts, fields, layers, refuse, sizes_of
+from meshpar.interop.fields import Field, typed
+from meshpar.interop.table import Part, Tensor, run
+from meshpar.models.config import TransformerConfig
+
+BIAS_RATE = 1e-3
+"""DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 4.2; config.json does not say it."""
+_SHARED: tuple[Row, ...] = (
+    ("mlp.shared_experts.gate_proj.weight", "mlp/shared_gate", "S E -> L E S"),
+    ("mlp.shared_experts.up_proj.weight", "mlp/shared_up", "S E -> L E S"),
+    ("mlp.shared_experts.down_proj.weight", "mlp/shared_down", "E S -> L S E"),
+)
+
+
+def _attention(cfg: TransformerConfig, *, dense: bool) -> list[Tensor]:
+    latent = cfg.latent
+    assert latent is not None
+    nope, rope, rank, value = latent.nope_dim, latent.rope_dim, latent.kv_rank, latent.v_dim
+    of_query = "q_proj" if latent.q_rank is None else "q_b_proj"
+    query = "query" if latent.q_rank is None else "query_up"
+    in_pairs = tuple(nope + i for i in (*range(0, rope, 2), *range(1, rope, 2)))
+    parts: dict[str, dict[str, Part]] = {
+        f"attention/{query}/kernel": {"D": Part((*range(nope), *in_pairs), nope + rope)},
+        "attention/latent_down/kernel": {"C": run(0, rank, rank + rope)},
+        "attention/key_rope/kernel": {"R": Part(tuple(rank - nope + i for i in in_pairs), rank + rope)},
+        "attention/key_up/kernel": {"N": run(0, nope, nope + value)},
+        "attention/value_up/kernel": {"W": run(nope, nope + value, nope + value)},
+    }
+    into = "E" if latent.q_rank is None else "Q"
+    rows: list[Row] = [
+        (f"self_attn.{of_query}.weight", f"attention/{query}/kernel", f"(H D) {into} -> L {into} H D"),
+        ("self_attn.kv_a_proj_with_mqa.weight", "attention/latent_down/kernel", "C E -> L E C"),
+        ("self_attn.kv_a_proj_with_mqa.weight", "attention/key_rope/kernel", "R E -> L E R"),
+        ("self_attn.kv_a_layernorm.weight", "attention/latent_norm/scale", "C -> L C"),
+        ("self_attn.kv_b_proj.weight", "attention/key_up/kernel", "(H N) C -> L C H N"),
+        ("self_attn.kv_b_proj.weight", "attention/value_up/kernel", "(H W) C -> L C H W"),
+        ("self_attn.o_proj.weight", "attention/out/kernel", "E (H W) -> L H W E"),
+    ]
+    if latent.q_rank is not None:
+        rows += [
+            ("self_attn.q_a_proj.weight", "attention/query_down/kernel", "Q E -> L E Q"),
+            ("self_attn.q_a_layernorm.weight", "attention/query_norm/scale", "Q -> L Q"),
+        ]
+    widths = {"Q": latent.q_rank or 0, "C": rank, "N": nope, "R": rope, "W": value}
+    return [
+        dataclasses.replace(
+            one, sizes={**one.sizes, **widths}, parts=parts.get(one.ours.partition("/")[2], {}),
+        )
+        for one in layers(cfg, *rows, dense=dense)
+    ]  # fmt: skip
+
+
+def _tensors(cfg: TransformerConfig) -> list[Tensor]:
+    assert cfg.moe is not None
+    found = [*ends(cfg), *layers(cfg, *NORMS), *_attention(cfg, dense=False)]
+    found += layers(cfg, *experts("mlp"), *(_SHARED if cfg.moe.shared_experts else ()))
+    if cfg.moe.is_biased:
+        bias = layers(cfg, ("mlp.gate.e_score_correction_bias", "mlp/bias", "X -> L X"))
+        found += [dataclasses.replace(one, is_extra=True) for one in bias]
+    if cfg.num_dense_layers:
+        found += [*layers(cfg, *NORMS, *MLP, dense=True), *_attention(cfg, dense=True)]
+    return found
+
+
+def _kept(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[Tensor]:
+    """The modules behind the last layer: each a layer with norms, a projection, an embedding and a head of its own."""
+    count = typed("config.json, `num_nextn_predict_layers`", document.get("num_nextn_predict_layers") or 0, int)
+    if not count:
+        return []
+    sizes = {**sizes_of(cfg), "T": 2 * cfg.embed_dim}
+    behind = [one for one in _tensors(cfg) if one.ours.startswith("layers/")]
+    rows = (
+        ("embed_tokens.weight", "V E -> L V E"), ("enorm.weight", "E -> L E"), ("hnorm.weight", "E -> L E"),
+        ("eh_proj.weight", "E T -> L E T"), ("shared_head.norm.weight", "E -> L E"),
+        ("shared_head.head.weight", "V E -> L V E"),
+    )  # fmt: skip
+    behind += [Tensor("model.layers.{L}." + theirs, f"kept/{theirs}", dims, sizes) for theirs, dims in rows]
+    return [dataclasses.replace(one, first=cfg.num_layers, sizes={**one.sizes, "L": count}) for one in behind]
+
+
+def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
+    heads = document.get("num_key_value_heads")
+    if heads not in (None, values["num_heads"]):
+        exists = "with latent attention every head has a key of its own"
+        raise refuse(where, "num_key_value_heads", heads, exists, f"write {values['num_heads']}")
+    if values["norm_eps"] != 1e-6:
+        exists = "its latent norms add 1e-6 whatever it says, and our decoders add one number everywhere"
+        raise refuse(where, "rms_norm_eps", values["norm_eps"], exists, "take a checkpoint with 1e-6")
+    values["num_kv_heads"] = values["num_heads"]
+    values["head_dim"] = values["latent.nope_dim"] + values["latent.rope_dim"]
+    values["moe.bias_rate"] = BIAS_RATE
+    values["moe.routing.score"] = "sigmoid"
+    if values["num_dense_layers"] == 0:
+        values["mlp_dim"] = values["moe.mlp_dim"]
+
+
+def _written(cfg: TransformerConfig) -> dict[str, Any]:
+    assert cfg.latent is not None
+    return {
+        "num_key_value_heads": cfg.num_heads,
+        "qk_head_dim": cfg.head_dim,
+        "head_dim": cfg.latent.rope_dim,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+    }
+
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    aliases=("kimi_k2",),
+    fields=fields(
+        Field("intermediate_size", "mlp_dim"),
+        Field("q_lora_rank", "latent.q_rank", int, None),
+        Field("kv_lora_rank", "latent.kv_rank"),
+        Field("qk_nope_head_dim", "latent.nope_dim"),
+        Field("qk_rope_head_dim", "latent.rope_dim"),
+        Field("v_head_dim", "latent.v_dim"),
+        Field("first_k_dense_replace", "num_dense_layers", int, 0),
+        Field("moe_intermediate_size", "moe.mlp_dim"),
+        Field("n_shared_experts", "moe.shared_experts", int, 0),
+        Field("n_routed_experts", "moe.routing.num_experts"),
+        Field("num_experts_per_tok", "moe.routing.top_k"),
+        Field("n_group", "moe.routing.groups", int, 1),
+        Field("topk_group", "moe.routing.top_groups", int, 1),
+        Field("norm_topk_prob", "moe.routing.normalize", bool, True),
+        Field("routed_scaling_factor", "moe.routing.scale", float, 1.0),
+    ),
+    fixed={
+        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "moe_layer_freq": 1,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True,
+    },
+    ignored=frozenset({
+        "aux_loss_alpha", "ep_size", "head_dim", "num_key_value_heads", "num_nextn_predict_layers", "qk_head_dim",
+        "seq_aux",
+    }),
+    tensors=_tensors,
+    kept=_kept,
+    read_more=_more,
+    write_more=_written,
+)  # fmt: skip

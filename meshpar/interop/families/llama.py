@@ -1,0 +1,13 @@
+"""Llama 3.x: grouped-query attention, its rope stretched as Llama 3.1's is or by YaRN."""
+
+from __future__ import annotations
+
+from meshpar.interop.decoder import ATTENTION, DENSE, GROUPED, MLP, NORMS, Family, ends, fields, layers
+
+FAMILY = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    fields=fields(*GROUPED, *DENSE),
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0},
+    tensors=lambda cfg: [*ends(cfg), *layers(cfg, *NORMS, *ATTENTION, *MLP)],
+)

@@ -1,0 +1,269 @@
+"""A folder of safetensors files, read part by part and written whole or not at all. Nothing in it is executed.
+
+The library reads and writes the files; here is what it does not see to: that an index stays within its folder and says
+what the files hold, and that a folder is only there when all of it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.sharding.types import problem
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MOST_JSON_BYTES = 2**28
+"""No index is larger: DeepSeek-V3's has 9 MB."""
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+}  # fmt: skip
+"""The dtypes of weights, as safetensors names them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor of a file."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As numpy names it."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
+
+
+def library() -> Any:
+    """The safetensors library.
+
+    Raises:
+      ValueError: it is not installed.
+    """
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise problem(
+            "meshpar.interop",
+            "read and write safetensors files",
+            "the library is not installed",
+            "pip install 'meshpar[hf]'",
+        ) from error
+    return safetensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file.
+
+    Raises:
+      ValueError: no file, one that is too large to be one of these, or something else in it.
+    """
+    try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise problem(str(path), "read it", f"it has more than {MOST_JSON_BYTES:,} bytes", "take the release's")
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ValueError) and hasattr(error, "where"):
+            raise
+        reason = " ".join(str(error).split())[:120]
+        raise problem(str(path), "read it as JSON", f"that fails ({reason})", "take the file of the release") from error
+    if not isinstance(document, dict):
+        exists = f"it holds a {type(document).__name__}"
+        raise problem(str(path), "read an object", exists, "take the file of the release")
+    return document
+
+
+class Folder:
+    """The tensors of a folder: what there is, checked, and parts of each.
+
+    A context manager; files are mapped, not read, and stay open until it ends.
+
+    Args:
+      path: of the folder.
+
+    Raises:
+      ValueError: no such folder or no safetensors in it; an index that names files outside, or says what they do not
+        hold; a file that is none; a dtype that is none of weights.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._files: dict[str, Any] = {}
+        self._opened = contextlib.ExitStack()
+        try:
+            self.entries = self._entries()
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.clear()
+        self._opened.close()
+
+    def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
+        """A part of a tensor, copied out of the file; no more than that is read of its rows."""
+        entry = self.entries[name]
+        try:
+            return self._files[entry.file].get_slice(name)[tuple(slices)]
+        except Exception as error:  # whatever the library meets in a file
+            raise self._unreadable(self.path / entry.file, error) from error
+
+    def whole(self, name: str) -> np.ndarray:
+        """All of a tensor."""
+        return self.read(name, [slice(0, size) for size in self.entries[name].shape])
+
+    def _entries(self) -> dict[str, Entry]:
+        files = self._listed()
+        entries: dict[str, Entry] = {}
+        for file in sorted({*files.values()} or {SINGLE}):
+            for name, entry in self._held(file):
+                if name in entries:
+                    raise problem(
+                        f"{self.path / file}, `{name}`",
+                        "read it",
+                        f"{entries[name].file} has a tensor of that name, too",
+                        "take the files of one release",
+                    )
+                entries[name] = entry
+        for name, file in files.items():
+            if name not in entries or entries[name].file != file:
+                exists = "it is not there" if name not in entries else f"it is in {entries[name].file}"
+                where = f"{self.path / INDEX}, `{name[:100]}`"
+                raise problem(where, f"find it in {file}", exists, "take the index and the files of one release")
+        return entries
+
+    def _listed(self) -> dict[str, str]:
+        """The file of each tensor by the index, or nothing where there is no index."""
+        if not self.path.is_dir():
+            raise problem(f"folder `{self.path}`", "read a model", "there is no such folder", "name a folder")
+        index = self.path / INDEX
+        if not index.exists():
+            if not (self.path / SINGLE).is_file():
+                pickled = any(self.path.glob("*.bin")) or any(self.path.glob("*.pt*"))
+                exists = f"it has neither {SINGLE} nor {INDEX}"
+                exists += "; pickled files are never read: they run what they like" * pickled
+                fix = "save it by save_pretrained(..., safe_serialization=True)" if pickled else "download the weights"
+                raise problem(f"folder `{self.path}`", "read a model", exists, fix)
+            return {}
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise problem(f"{index}, `weight_map`", "read it", "it is no object with names", "take the release's")
+        for name, file in listed.items():
+            is_plain = isinstance(file, str) and file == os.path.basename(file) and "\\" not in file
+            if not is_plain or not file.endswith(".safetensors") or "\0" in file:
+                raise problem(
+                    f"{index}, `{name[:100]}`",
+                    f"read it from {str(file)[:100]!r}",
+                    "an index names safetensors files of its own folder only",
+                    "take the index of the release",
+                )
+        return listed
+
+    def _held(self, file: str) -> Iterator[tuple[str, Entry]]:
+        """What a file's header says it holds; the library checks that offsets and sizes agree with the file."""
+        path = self.path / file
+        safetensors = library()
+        if not path.is_file():
+            raise problem(str(path), "read it", "there is no such file", "download all files of the release")
+        try:
+            opened = self._opened.enter_context(safetensors.safe_open(str(path), framework="np"))
+            self._files[file] = opened
+            found = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118  (no dict)
+            held = [(name, one.get_shape(), one.get_dtype()) for name, one in found]
+        except Exception as error:
+            raise self._unreadable(path, error) from error
+        for name, shape, dtype in held:
+            if dtype not in DTYPES:
+                raise problem(
+                    f"{path}, `{name[:100]}`",
+                    f"read {dtype}",
+                    f"weights are {', '.join(DTYPES)} here",
+                    "take the release in bfloat16, or convert it to that first",
+                )
+            yield name, Entry(file, tuple(shape), DTYPES[dtype])
+
+    def _unreadable(self, path: Path, error: Exception) -> Exception:
+        reason = " ".join(str(error).split())[:160]
+        return problem(str(path), "read it", f"it is no sound safetensors file ({reason})", "download it again")
+
+
+def assigned(sizes: Iterable[tuple[str, int]], most_bytes: int) -> dict[str, str]:
+    """The file of each tensor: in order, each file full before the next, as transformers does it."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes:
+        if groups[-1] and filled + nbytes > most_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    if len(groups) == 1:
+        return dict.fromkeys(groups[0], SINGLE)
+    return {
+        name: f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        for number, group in enumerate(groups, 1)
+        for name in group
+    }
+
+
+def write(folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int) -> None:
+    """Write tensors to their files, one file in memory at a time, and the index where there are several.
+
+    Args:
+      folder: where to; it is there.
+      files: the file of each tensor.
+      make: a tensor by its name.
+      total_bytes: of all, for the index.
+    """
+    save_file = library().numpy.save_file
+    for file in dict.fromkeys(files.values()):
+        held = {name: np.ascontiguousarray(make(name)) for name, of in files.items() if of == file}
+        save_file(held, str(folder / file), metadata={"format": "pt"})
+    if set(files.values()) != {SINGLE}:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+        write_json(folder / INDEX, index)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write an object as transformers does."""
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to fill, that is at `path` when all of it is written and nowhere before.
+
+    Raises:
+      ValueError: something is there already, or nothing can be.
+    """
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise problem(f"folder `{path}`", "write a model", "something is there already", "name a new folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise problem(f"folder `{path}`", "write a model", f"{error.strerror}", "name one that can be made") from error
+    try:
+        yield fresh
+        fresh.chmod(0o755)
+        fresh.replace(path)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)

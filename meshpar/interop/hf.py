@@ -1,0 +1,490 @@
+"""Folders of Hugging Face's to training states, and back.
+
+    config.json ─► family ─► TransformerConfig ─► model, mesh, strategy ─► every array's shards
+    *.safetensors ─► the table's tensors, checked ─► part by part ─► each shard, on its device
+
+Nothing is unpickled, and no code of a folder is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from meshpar.interop.decoder import Family, check_known
+from meshpar.interop.families import BY_TYPE
+from meshpar.interop.fields import built, read_rope, write_rope
+from meshpar.interop.files import INDEX, SINGLE, Folder, assigned, read_json, whole_folder, write, write_json
+from meshpar.interop.table import Tensor
+from meshpar.models.config import PARAM_DTYPES, TransformerConfig
+from meshpar.parallel import Strategy
+from meshpar.sharding.context import apart
+from meshpar.sharding.rules import Rules
+from meshpar.sharding.types import PyTree, near, problem, tree_leaves_with_paths
+from meshpar.training.precision import Precision
+from meshpar.training.state import Setup, TrainState, make_setup
+
+CONFIG = "config.json"
+FILE_BYTES = 5 * 10**9
+"""A file of weights is no larger."""
+BESIDE = (
+    "chat_template.*", "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.*",
+    "tokenizer_config.json", "vocab.*",
+)  # fmt: skip
+"""What goes along from folder to folder as it is."""
+
+
+class Described(NamedTuple):
+    """What a folder's config.json says."""
+
+    config: TransformerConfig
+    family: Family
+    document: dict[str, Any]
+
+
+def from_hf(
+    folder: str | Path,
+    *,
+    mesh: Mesh,
+    strategy: Strategy | Rules,
+    tx: optax.GradientTransformation | None = None,
+    dtype: str | None = None,
+    precision: Precision | None = None,
+    key: jax.Array | int = 0,
+    **changes: Any,
+) -> tuple[TransformerConfig, TrainState]:
+    """Read a folder with `config.json` and safetensors files into a state, each shard straight onto its device.
+
+    Of the host's memory this takes one shard of one array at a time, beside what the devices hold of it.
+
+    Args:
+      folder: as transformers' `save_pretrained` writes it, or a release's.
+      mesh: the devices, by axis.
+      strategy: a strategy, or bare `Rules`.
+      tx: the optimizer, to train with; None: none, to look at the model or to write it elsewhere.
+      dtype: of the parameters; None: the widest that the files have, so that nothing is rounded.
+      precision: as for `init_state`; its parameters' dtype goes before `dtype`.
+      key: a jax random key, or a seed, of training.
+      **changes: fields of the config to change: `attention="cudnn"`, `vocab_chunk=8192`.
+
+    Returns:
+      the model's config, and its state; `state.bound()` is the model.
+
+    Raises:
+      ValueError: a family, or a field of its config, that the decoders do not know; an index or file that is not sound;
+        a tensor that is missing, surplus, of another shape or of no known dtype; a shard that no mesh axis divides.
+
+    Example:
+      >>> cfg, state = from_hf("Llama-3.1-8B", mesh=mesh, strategy=mp.fsdp(), tx=optax.adamw(1e-5))
+    """
+    with Folder(folder) as files:
+        described = describe(Path(folder))
+        _check(files, described)
+        param_dtype = dtype or widest(files, described)
+        _check_dtype("from_hf(dtype=...)", param_dtype)
+        config = dataclasses.replace(described.config, param_dtype=param_dtype, **changes)
+        tx = optax.identity() if tx is None else tx
+        setup = make_setup(config.build(), tx, mesh=mesh, strategy=strategy, precision=precision)
+        return config, _load(files, described, setup, key)
+
+
+def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> TrainState:
+    """The state of a setup, with a folder's weights; as `from_hf`, for a model that was made of `config_of(folder)`.
+
+    Raises:
+      ValueError: as `from_hf`; or a setup of another model.
+    """
+    with Folder(folder) as files:
+        described = describe(Path(folder))
+        _check(files, described)
+        return _load(files, described, setup, key)
+
+
+def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
+    """What a folder's `config.json` says, with fields changed; no weights are looked at.
+
+    Raises:
+      ValueError: a family, or a field, that the decoders do not know.
+    """
+    return dataclasses.replace(describe(Path(folder)).config, **changes)
+
+
+# ---- config.json -----------------------------------------------------------------------------------------------------
+
+
+def describe(folder: Path) -> Described:
+    """The config.json of a folder, checked."""
+    if not folder.is_dir():
+        raise problem(f"folder `{folder}`", "read a model", "there is no such folder", "name a folder with config.json")
+    return described(read_json(folder / CONFIG), where=str(folder / CONFIG))
+
+
+def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
+    """A config.json as it was read, in our terms.
+
+    Raises:
+      ValueError: as `config_of`.
+    """
+    document = _older(where, document)
+    kind = document.get("model_type")
+    family = BY_TYPE.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        shown = repr(kind)[:60]
+        fix = "take one of them, or write a table beside these in meshpar/interop/families"
+        raise problem(f"{where}, `model_type`", f"read {shown}", f"the families are {', '.join(BY_TYPE)}", fix)
+    check_known(where, document, family)
+    values: dict[str, Any] = {}
+    for field in family.fields:
+        values[field.ours] = field.read(where, document)
+    values |= read_rope(where, document, scores="latent.kv_rank" in values)
+    family.read_more(where, document, values)
+    try:
+        return Described(built(values), family, dict(document))
+    except ValueError as error:
+        raise problem(where, "make a config of it", str(error).rstrip("."), "take the release's config.json") from error
+
+
+def _older(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    """A document of transformers 5, whose fields about rotary embeddings are one, as those before it wrote it."""
+    if "rope_parameters" not in document:
+        return dict(document)
+    document = dict(document)
+    rope = document.pop("rope_parameters")
+    if not isinstance(rope, Mapping):
+        raise problem(f"{where}, `rope_parameters`", "read it", "it is no object", "take the release's config.json")
+    rope = dict(rope)
+    theta = rope.pop("rope_theta", None)
+    return document | ({} if theta is None else {"rope_theta": theta}) | {"rope_scaling": rope or None}
+
+
+def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    """A config of ours as the config.json of a family.
+
+    Raises:
+      ValueError: it has what the family has not.
+    """
+    document = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.fixed,
+        **{field.theirs: field.write(config) for field in family.fields},
+        "rope_scaling": write_rope(config),
+        **family.write_more(config),
+        "torch_dtype": config.param_dtype,
+    }
+    again, asked = _meaning(described(document).config), _meaning(config)
+    for name, value in asked.items():
+        if again[name] != value:
+            raise problem(
+                f"TransformerConfig.{name} ({value!r})"[:200],
+                f"write it as `{family.model_type}`",
+                f"that family has {again[name]!r}"[:200],
+                "write it as another family, or change the field",
+            )
+    return document
+
+
+_OURS = {"attention", "tensor_matmul", "vocab_chunk", "param_dtype"}
+_OURS_OF_MOE = {"auxiliary_weight", "z_weight", "bias_rate", "implementation", "bound_factor", "payload", "chunks"}
+_OURS_OF_ROUTING = {"capacity_factor", "causal", "force"}
+
+
+def _meaning(config: TransformerConfig) -> dict[str, Any]:
+    """The fields that say which function of tokens it is, not how it is computed or trained."""
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OURS}
+    if config.moe is not None:
+        moe = fields["moe"]
+        routing = {name: value for name, value in moe["routing"].items() if name not in _OURS_OF_ROUTING}
+        rest = {name: value for name, value in moe.items() if name not in _OURS_OF_MOE}
+        fields["moe"] = {**rest, "routing": routing, "is_biased": config.moe.is_biased}
+    return fields
+
+
+def family_of(config: TransformerConfig) -> Family:
+    """The family whose checkpoints a config of ours is written as, where no folder says it."""
+    if config.latent is not None:
+        return BY_TYPE["deepseek_v3"]
+    if config.moe is not None:
+        return BY_TYPE["qwen3_moe" if config.qk_norm else "mixtral"]
+    return BY_TYPE["qwen3" if config.qk_norm else "llama" if config.attention_window is None else "mistral"]
+
+
+# ---- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def widest(files: Folder, described: Described) -> str:
+    """The widest dtype that the files have of parameters, in which none of them is rounded."""
+    names = {name for one in described.family.tensors(described.config) if not one.is_extra for name, _ in one.names()}
+    found = {jnp.dtype(files.entries[name].dtype) for name in names}
+    return jnp.dtype(jnp.result_type(*found)).name
+
+
+def _check_dtype(where: str, dtype: str) -> None:
+    if dtype not in PARAM_DTYPES:
+        raise problem(where, f"be {dtype!r}", f"weights are {', '.join(PARAM_DTYPES)}", "use one of them")
+
+
+def _check(files: Folder, described: Described) -> None:
+    """Raises `ValueError` unless the files hold the tensors of the table, of their shapes, and no other."""
+    config, family, document = described
+    there = files.entries
+    expected = _shapes(family.tensors(config), len(there), files.path)
+    kept = _shapes(family.kept(config, document), len(there), files.path)
+    kept = kept if kept.keys() & there.keys() else {}  # transformers itself leaves them out
+    expected |= kept
+    for name in expected:
+        if name not in there:
+            exists = f"the {len(there)} tensors of the files have no such name"
+            raise problem(f"{files.path}, `{name}`", "read it", exists, near(name, there))
+    for name, entry in there.items():
+        if name not in expected:
+            exists = f"`{family.model_type}` with this config.json has no such tensor, and it may be needed"
+            fix = "take the config.json of these files, or write them anew without it"
+            raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
+        if entry.shape != expected[name]:
+            exists = f"by config.json it is {list(expected[name])}"
+            raise problem(
+                f"{files.path}, `{name}`", f"take {list(entry.shape)}", exists, "take the config.json of these files"
+            )
+
+
+def _shapes(tensors: Iterable[Tensor], most: int, path: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in tensors:
+        if one.num_names > most:
+            exists = f"by config.json there are {one.num_names:,} such"
+            raise problem(
+                f"{path}, `{one.theirs}`",
+                f"find it among {most} tensors",
+                exists,
+                "take the config.json of these files",
+            )
+        shapes |= {name: one.their_shape for name, _ in one.names()}
+    return shapes
+
+
+@apart()
+def _load(files: Folder, described: Described, setup: Setup, key: jax.Array | int) -> TrainState:
+    tensors = described.family.tensors(described.config)
+    like = setup.abstract
+    of_params = {one.ours: one for one in tensors if not one.is_extra}
+    of_extra = {one.ours: one for one in tensors if one.is_extra}
+    given = {path: leaf.shape for path, leaf in tree_leaves_with_paths(like.params)}
+    if given != {path: one.shape for path, one in of_params.items()}:
+        wrong = next(path for path in sorted(given.keys() | of_params) if path not in of_params
+                     or given.get(path) != of_params[path].shape)  # fmt: skip
+        exists = f"it has {given.get(wrong, 'none')}, and the files {getattr(of_params.get(wrong), 'shape', 'none')}"
+        raise problem(f"load_hf, `{wrong}`", "put weights into the model", exists, "build it of config_of(folder, ...)")
+
+    def param(path: str, leaf: Any) -> jax.Array:
+        return _born(files, of_params[path], leaf)
+
+    def extra(path: str, leaf: Any) -> jax.Array:
+        end = next((one for ours, one in of_extra.items() if path.endswith(ours)), None)
+        if end is not None:
+            return _born(files, end, leaf)
+        return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # what was counted since the last step
+
+    return setup.begin(_mapped(param, like.params), _mapped(extra, like.extra), key)
+
+
+def _mapped(f: Any, tree: PyTree) -> PyTree:
+    leaves = [f(path, leaf) for path, leaf in tree_leaves_with_paths(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _born(files: Folder, tensor: Tensor, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array in its shards, each read from the files by itself and let go of before the next one is read."""
+    owners: dict[Any, list[jax.Device]] = {}
+    indices: dict[Any, Any] = {}
+    assert like.sharding is not None
+    for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+        assert index is not None
+        bounds = tuple(one.indices(size)[:2] for one, size in zip(index, like.shape, strict=True))
+        owners.setdefault(bounds, []).append(device)
+        indices[bounds] = tuple(slice(*one) for one in bounds)
+    shards = []
+    for bounds, devices in owners.items():
+        part = tensor.read(indices[bounds], like.dtype, _reader(files, like.dtype))
+        shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+        del part
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
+
+
+def _reader(files: Folder, dtype: Any) -> Any:
+    """Reads parts of tensors, and sees that none of their numbers is too large for the dtype."""
+    reaches = float(jnp.finfo(dtype).max)
+
+    def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
+        part = files.read(name, slices)
+        if float(jnp.finfo(part.dtype).max) > reaches and part.size and float(np.abs(part).max()) > reaches:
+            exists = (
+                f"its numbers go up to {float(np.abs(part).max()):.3g}, which {jnp.dtype(dtype).name} does not hold"
+            )
+            raise problem(f"{files.path}, `{name}`", f"take it as {dtype}", exists, "choose a wider dtype")
+        return part
+
+    return read
+
+
+# ---- Writing ---------------------------------------------------------------------------------------------------------
+
+
+def to_hf(
+    state: TrainState | PyTree,
+    config: TransformerConfig,
+    folder: str | Path,
+    *,
+    like: str | Path | None = None,
+    dtype: str | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Path:
+    """Write a model as a folder that transformers reads: `config.json` and safetensors files, all of it or nothing.
+
+    Of the host's memory this takes one file at a time.
+
+    Args:
+      state: a state, or its parameters alone. All on devices of this process.
+      config: of the model.
+      folder: a new one.
+      like: the folder the model came from, or `hf` of a run: names the family, and gives what is not ours: other fields
+        of config.json, the tokenizer, modules our decoders do not run, and how tensors are spread over files.
+      dtype: of the weights; None: each tensor's in `like`, or without that the parameters'. Experts' biases
+        stay float32.
+      file_bytes: no file is larger, but for one with one tensor.
+
+    Returns:
+      the folder.
+
+    Raises:
+      ValueError: the folder is there already; a config that no family has; parameters of another model.
+    """
+    params, extra = (state.params, state.extra) if isinstance(state, TrainState) else (state, {})
+    if dtype is not None:
+        _check_dtype("to_hf(dtype=...)", dtype)
+    with contextlib.ExitStack() as stack:
+        source = None if like is None else describe(Path(like))
+        family = family_of(config) if source is None else source.family
+        document = _document(written(config, family), source, dtype)
+        has_files = like is not None and any((Path(like) / name).exists() for name in (SINGLE, INDEX))
+        files = stack.enter_context(Folder(like)) if like is not None and has_files else None
+        made = _Made(family.tensors(config), params, extra, files, dtype)
+        kept = [] if source is None else kept_names(source)
+        made.kept = tuple(name for name in kept if files is not None and name in files.entries)
+        fresh = stack.enter_context(whole_folder(folder))
+        names = [*made.pieces, *made.kept]
+        sizes = {name: made.nbytes(name) for name in names}
+        same = files is not None and files.entries.keys() == sizes.keys()
+        same = same and files is not None and all(files.entries[name].nbytes == sizes[name] for name in names)
+        spread = {name: files.entries[name].file for name in names} if same and files else None
+        write(fresh, spread or assigned(sizes.items(), file_bytes), made, sum(sizes.values()))
+        write_json(fresh / CONFIG, document)
+        copy_beside(like, fresh)
+    return Path(folder)
+
+
+def kept_names(described: Described) -> list[str]:
+    """Tensors that our decoders do not run, and that a folder may have."""
+    config, family, document = described
+    return [name for one in family.kept(config, document) for name, _ in one.names()]
+
+
+def copy_beside(like: str | Path | None, folder: Path) -> None:
+    """Copy the tokenizer and what else goes along."""
+    for pattern in BESIDE if like is not None else ():
+        for path in Path(like or "").glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+
+def _document(ours: dict[str, Any], source: Described | None, dtype: str | None) -> dict[str, Any]:
+    """config.json: the source's, where that says the same; with our fields in it, where not."""
+    if source is None:
+        return ours | ({} if dtype is None else {"torch_dtype": dtype})
+    theirs = dict(source.document)
+    if _meaning(source.config) != _meaning(described(ours).config):
+        drop = {"architectures", "model_type", "torch_dtype", "num_nextn_predict_layers"}
+        theirs |= {name: value for name, value in ours.items() if name not in drop}
+    if dtype is not None:
+        theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
+    return theirs
+
+
+class _Made:
+    """The tensors of a model to write, made one at a time of the arrays they are parts of."""
+
+    def __init__(
+        self, tensors: list[Tensor], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None
+    ) -> None:
+        self.files, self.dtype = files, dtype
+        self.kept: tuple[str, ...] = ()
+        arrays = dict(tree_leaves_with_paths(params))
+        beside = dict(tree_leaves_with_paths(extra))
+        self.pieces: dict[str, list[tuple[Tensor, Any, tuple[int, ...]]]] = {}
+        for one in tensors:
+            found = arrays.get(one.ours)
+            if one.is_extra:
+                found = next((x for path, x in beside.items() if path.endswith(one.ours)), None)
+            if found is None or found.shape != one.shape:
+                exists = "there is none" if found is None else f"it has {found.shape}"
+                fix = "give the state of this config" + ", not its parameters alone" * one.is_extra
+                raise problem(f"to_hf, `{one.ours}`", f"write an array of {one.shape}", exists, fix)
+            if isinstance(found, jax.Array) and not found.is_fully_addressable:
+                exists = "other processes hold a part of it"
+                fix = "save a checkpoint, and convert it in one process: meshpar convert to-hf RUN DIR"
+                raise problem(f"to_hf, `{one.ours}`", "write it", exists, fix)
+            for name, at in one.names():
+                self.pieces.setdefault(name, []).append((one, found, at))
+
+    def dtype_of(self, name: str) -> Any:
+        """In which a tensor is written."""
+        if name in self.kept or (self.dtype is None and self.files is not None and name in self.files.entries):
+            assert self.files is not None
+            return jnp.dtype(self.files.entries[name].dtype)
+        one, array, _ = self.pieces[name][0]
+        return jnp.dtype(self.dtype or array.dtype) if not one.is_extra else jnp.dtype(np.float32)
+
+    def nbytes(self, name: str) -> int:
+        if name in self.kept:
+            assert self.files is not None
+            return self.files.entries[name].nbytes
+        shape = self.pieces[name][0][0].their_shape
+        return int(np.prod(shape, dtype=np.int64)) * self.dtype_of(name).itemsize
+
+    def __call__(self, name: str) -> np.ndarray:
+        """The tensor."""
+        if name in self.kept:
+            assert self.files is not None
+            return self.files.whole(name)
+        pieces = self.pieces[name]
+        out = np.empty(pieces[0][0].their_shape, self.dtype_of(name))
+        for one, array, at in pieces:
+            one.write(_gathered(array, at), out)
+        return out
+
+
+def _gathered(array: Any, at: tuple[int, ...]) -> np.ndarray:
+    """What stands at these indices of an array's leading dims, put together on the host of the shards that hold it."""
+    if not isinstance(array, jax.Array):
+        return np.asarray(array)[at]
+    out = np.empty(array.shape[len(at) :], array.dtype)
+    for shard in array.addressable_shards:
+        bounds = [one.indices(size)[:2] for one, size in zip(shard.index, array.shape, strict=True)]
+        inside = all(low <= i < high for i, (low, high) in zip(at, bounds, strict=False))
+        if shard.replica_id or not inside:
+            continue
+        here = tuple(i - low for i, (low, _) in zip(at, bounds, strict=False))
+        on_host = shard.device.platform == "cpu"
+        part = np.asarray(shard.data)[here] if on_host else np.asarray(shard.data[here])  # all of it, or what is needed
+        out[tuple(slice(*one) for one in bounds[len(at) :])] = part
+    return out

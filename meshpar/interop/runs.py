@@ -1,0 +1,115 @@
+"""What a run's folder keeps of the model it began with, and the model of a run or of a folder of Hugging Face's.
+
+runs/<name>/  checkpoints/ · hf/ (config.json, tokenizer, tensors that our decoders do not run)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from meshpar.interop.files import SINGLE, Folder, read_json, write
+from meshpar.interop.hf import CONFIG, config_of, copy_beside, describe, from_hf, kept_names
+from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
+from meshpar.moe.config import MoEConfig
+from meshpar.moe.routing import Routing
+from meshpar.parallel import Strategy
+from meshpar.sharding.rules import Rules
+from meshpar.sharding.types import problem
+from meshpar.training.checkpoint import Checkpoints
+from meshpar.training.state import TrainState, make_setup
+
+BESIDE_RUN = "hf"
+"""Folder of a run that `to_hf` goes by."""
+CHECKPOINTS = "checkpoints"
+_PARTS = {
+    one.__name__: one for one in (LatentAttention, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
+}
+
+
+def keep_beside(source: str | Path, run: Path) -> Path:
+    """Keep in a run what `to_hf` needs of the folder that its model came from; what it kept before goes.
+
+    Returns:
+      that folder of the run.
+    """
+    to = run / BESIDE_RUN
+    shutil.rmtree(to, ignore_errors=True)
+    to.mkdir(parents=True)
+    shutil.copyfile(Path(source) / CONFIG, to / CONFIG)
+    copy_beside(source, to)
+    described = describe(Path(source))
+    with Folder(source) as files:
+        kept = [name for name in kept_names(described) if name in files.entries]
+        if kept:
+            total = sum(files.entries[name].nbytes for name in kept)
+            write(to, dict.fromkeys(kept, SINGLE), files.whole, total)
+    return to
+
+
+def like_of(run: Path) -> Path | None:
+    """What `to_hf` goes by for a run; None for one whose model began here."""
+    return run / BESIDE_RUN if (run / BESIDE_RUN / CONFIG).exists() else None
+
+
+def opened(
+    folder: str | Path, *, mesh: Mesh, strategy: Strategy | Rules, dtype: str | None = None, step: int | None = None
+) -> tuple[TransformerConfig, TrainState]:
+    """The model of a run, or of a folder of Hugging Face's, without an optimizer.
+
+    Args:
+      folder: of either; a run is one that has `checkpoints/`.
+      mesh, strategy: how it is to lie.
+      dtype: of the parameters, of a folder of Hugging Face's; None: as the files have them.
+      step: of a run, which checkpoint; None: the newest.
+
+    Raises:
+      ValueError: neither of them; as `from_hf` and `Checkpoints.restore`.
+    """
+    path = Path(folder)
+    if not (path / CHECKPOINTS).is_dir():
+        if path.is_dir() and not (path / CONFIG).exists():
+            exists = f"it has neither {CHECKPOINTS}/ nor {CONFIG}"
+            raise problem(f"folder `{path}`", "open a model", exists, "name runs/<name>, or a folder of Hugging Face's")
+        return from_hf(path, mesh=mesh, strategy=strategy, dtype=dtype)
+    with Checkpoints(path / CHECKPOINTS) as checkpoints:
+        table = checkpoints.stored(step).get("params/embed/embedding")
+        if table is None:
+            exists, fix = "its model is none of the shipped decoders", "take a run of a TransformerConfig"
+            raise problem(f"run `{path}`", "open its model", exists, fix)
+        config = config_of_run(path, param_dtype=table["dtype"])
+        setup = make_setup(config.build(), optax.identity(), mesh=mesh, strategy=strategy)
+        restored = checkpoints.restore(setup, step, weights_only=True)
+        assert restored is not None
+        return config, restored.state
+
+
+def config_of_run(run: Path, **changes: Any) -> TransformerConfig:
+    """The decoder that a run trained, by its recipe, or by the folder it was converted from.
+
+    Raises:
+      ValueError: the recipe's model is something else.
+    """
+    if not (run / "recipe.json").exists():
+        return config_of(run / BESIDE_RUN, **changes)
+    plain = read_json(run / "recipe.json").get("model")
+    config = _from_plain(plain)
+    if not isinstance(config, TransformerConfig):
+        exists = "its recipe's model is no TransformerConfig"
+        raise problem(f"run `{run}`", "open its model", exists, "restore it by Checkpoints, with the model itself")
+    return dataclasses.replace(config, **changes)
+
+
+def _from_plain(plain: Any) -> Any:
+    """What `Recipe.to_json` made of a config; fields that it did not have then are at their defaults."""
+    if not isinstance(plain, Mapping):
+        return plain
+    kind: Any = _PARTS.get(plain.get("type", ""))
+    fields = {name: _from_plain(value) for name, value in plain.items() if name != "type"}
+    return fields if kind is None else kind(**fields)

@@ -1,0 +1,61 @@
+"""Folders of Hugging Face's made of the golden files, for tests."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+GOLDEN = Path(__file__).parent / "golden"
+KINDS = sorted(path.stem for path in GOLDEN.glob("*.safetensors"))
+DTYPES = {"BF16": "bfloat16", "F32": "float32", "I64": "int64"}
+
+
+def golden(kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """(config.json, weights, tokens, logits) of a family."""
+    from safetensors import safe_open
+
+    with safe_open(str(GOLDEN / f"{kind}.safetensors"), framework="np") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        config = json.loads(file.metadata()["config"])
+    return config, arrays, arrays.pop("golden.tokens"), arrays.pop("golden.logits")
+
+
+def folder_of(kind: str, path: Path, *, files: int = 1) -> Path:
+    """A family's golden model as a folder, over so many files."""
+    from safetensors.numpy import save_file
+
+    config, weights, _, _ = golden(kind)
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    (path / "tokenizer.json").write_text("{}")
+    names = sorted(weights)
+    if files == 1:
+        save_file(weights, str(path / "model.safetensors"), metadata={"format": "pt"})
+        return path
+    spread = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
+    for file in set(spread.values()):
+        held = {name: weights[name] for name in names if spread[name] == file}
+        save_file(held, str(path / file), metadata={"format": "pt"})
+    total = sum(x.nbytes for x in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": spread}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    """A file's header and what follows it."""
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def with_header(path: Path, header: Any, rest: bytes) -> None:
+    """Write a file with that header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + rest)

@@ -1,0 +1,123 @@
+"""Writes small random models of each family and their logits by transformers: `python -m tests.interop.make_golden`.
+
+Needs torch and transformers (4.57), which the tests do not. A file holds a model's config.json, its weights as bfloat16
+and the logits that transformers computes of them in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL: dict[str, Any] = {
+    "vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+    "initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+    "num_key_value_heads": 4, "rope_scaling": YARN, "rms_norm_eps": 1e-6, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
+    "mistral": {"sliding_window": 5},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": DEEPSEEK,
+}
+"""Of each family what differs from `SMALL`."""
+NUM_TOKENS = 24
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    """Fields of a family's small model."""
+    fields = {**SMALL, **MODELS[kind]}
+    if kind == "deepseek_v3":
+        del fields["head_dim"]
+    return fields
+
+
+def made(kind: str, folder: Path) -> Any:
+    """A small random model of a family, saved as transformers does; with it transformers' model of the same weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(len(kind))
+    config = AutoConfig.for_model(kind, **config_of(kind))
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name:
+                x.add_(0.2 * torch.randn_like(x))
+            if "bias" in name:
+                x.copy_(0.1 * torch.rand_like(x))
+        for x in model.parameters():
+            x.copy_(x.bfloat16())
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """By transformers, in float32."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.numpy()
+
+
+def main() -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    GOLDEN.mkdir(exist_ok=True)
+    tokens = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, NUM_TOKENS))
+    for kind in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            model = made(kind, Path(folder))
+            config = json.loads((Path(folder) / "config.json").read_text())
+            weights = load_file(str(Path(folder) / "model.safetensors"))
+        config |= {"dtype": "bfloat16"}
+        if kind == "deepseek_v3":
+            weights |= predicts_second(weights, config)
+        kept = {name: x if "bias" in name else x.bfloat16() for name, x in weights.items()}
+        beside = {
+            "golden.logits": torch.from_numpy(logits_of(model, tokens)),
+            "golden.tokens": torch.from_numpy(tokens),
+        }
+        save_file({**kept, **beside}, str(GOLDEN / f"{kind}.safetensors"), metadata={"config": json.dumps(config)})
+
+
+def predicts_second(weights: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a module that predicts a second token, which releases have and transformers leaves out."""
+    import torch
+
+    last, behind = (f"model.layers.{config['num_hidden_layers'] - add}." for add in (1, 0))
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    layer = {behind + name.removeprefix(last): x.clone() for name, x in weights.items() if name.startswith(last)}
+    shapes = {
+        "embed_tokens": (vocab, width), "enorm": (width,), "hnorm": (width,), "eh_proj": (width, 2 * width),
+        "shared_head.norm": (width,), "shared_head.head": (vocab, width),
+    }  # fmt: skip
+    return layer | {f"{behind}{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Reads a checkpoint of so many bytes over eight host devices and prints what it took of memory: a process of its own.
+
+`RssAnon` is what the process itself holds. Pages of a mapped file are the kernel's to drop, and are counted apart.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import meshpar as mp
+from meshpar.interop import from_hf
+
+STEP_S = 0.002
+
+
+def held(field: str = "RssAnon") -> int:
+    """Bytes, of `/proc/self/status`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def make(folder: Path, num_bytes: int) -> None:
+    """A Llama of about that size, one file a layer, written layer by layer."""
+    from safetensors.numpy import save_file
+
+    width, hidden, vocab, heads = 1024, 4096, 8192, 8
+    layer_bytes = 4 * (4 * width * width + 3 * width * hidden)
+    layers = max((num_bytes - 8 * vocab * width) // layer_bytes, 1)
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    held_by: dict[str, str] = {}
+
+    def save(tensors: dict[str, np.ndarray]) -> None:
+        file = f"part-{len(set(held_by.values()))}.safetensors"
+        save_file(tensors, str(folder / file))
+        held_by.update(dict.fromkeys(tensors, file))
+
+    save({name: random(vocab, width) for name in ("model.embed_tokens.weight", "lm_head.weight")})
+    save({"model.norm.weight": random(width)})
+    shapes = {f"self_attn.{x}_proj": (width, width) for x in "qkvo"}
+    shapes |= {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
+    shapes |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}  # type: ignore[dict-item]
+    for layer in range(layers):
+        save({f"model.layers.{layer}.{name}.weight": random(*shape) for name, shape in shapes.items()})
+    config = {
+        "model_type": "llama", "vocab_size": vocab, "hidden_size": width, "intermediate_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    index = {"metadata": {}, "weight_map": held_by}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def main() -> None:
+    folder, strategy = Path(sys.argv[1]), mp.fsdp() | mp.tensor_parallel()
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # jax's own
+    before, most, stop = held(), [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(STEP_S):
+            most[0] = max(most[0], held())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    _, state = from_hf(folder, mesh=mesh, strategy=strategy)
+    stop.set()
+    watching.join()
+    share = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
+    print(json.dumps({"share": share, "before": before, "after": held(), "peak": most[0], "file": held("RssFile")}))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        make(Path(sys.argv[1]), int(sys.argv[2]))
+    else:
+        main()

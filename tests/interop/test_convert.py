@@ -1,0 +1,90 @@
+"""The commands: a folder in, trained, and out again."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.commands import cli
+from meshpar.commands.recipe import load_recipe
+from meshpar.commands.train import train
+from meshpar.interop import from_hf, to_hf
+from meshpar.models import TransformerConfig
+from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.state import init_state
+from tests.grid import cases
+from tests.interop.folders import KINDS, folder_of
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "finetune_hf.py"
+
+
+def run(*args: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(args))
+    assert not end.value.code
+
+
+@pytest.mark.parametrize("kind", cases("deepseek_v3", grid=KINDS))
+def test_a_folder_as_a_run_and_back(kind, tmp_path):
+    source = folder_of(kind, tmp_path / "source")
+    layout = ("--mesh", "fsdp=4,tensor=2", "--strategy", "fsdp() | tensor_parallel()", "--devices", "8")
+    run("convert", "from-hf", str(source), str(tmp_path / "run"), *layout)
+    run("convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "back"), "--mesh", "data=2", "--strategy", "ddp()",
+        "--devices", "2")  # fmt: skip
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def small_folder(path: Path) -> Path:
+    """A Qwen3 over bytes."""
+    config = TransformerConfig(
+        vocab_size=256, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16, qk_norm=True,
+        norm_eps=1e-6,
+    )  # fmt: skip
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    state = init_state(config.build(), optax.identity(), mesh=mesh, strategy=mp.ddp(), key=3)
+    return to_hf(state, config, path)
+
+
+def test_training_begins_with_the_folder_and_goes_home(tmp_path):
+    source = small_folder(tmp_path / "source")
+    recipe = load_recipe(RECIPE, devices=2).override(
+        "steps=1", "data.seq_len=16", "data.max_bytes=60000", "data.valid_fraction=0.2", "data.valid_batches=1",
+        "optimizer.warmup_steps=0", "sample=none", "precision.compute=none", "optimizer.lr=1e-30",
+    )  # fmt: skip
+    outcome = train(recipe, out=tmp_path, devices=jax.devices()[:2], from_hf=source, stream=io.StringIO())
+    assert json.loads((outcome.folder / "recipe.json").read_text())["model"]["qk_norm"] is True
+    run("convert", "to-hf", str(outcome.folder), str(tmp_path / "back"), "--devices", "2")
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    (config, before), (again, after) = (
+        from_hf(folder, mesh=mesh, strategy=mp.ddp()) for folder in (source, tmp_path / "back")
+    )
+    assert config == again
+    for path, x in tree_leaves_with_paths(before.params):  # a rate of next to nothing moves none of them
+        np.testing.assert_array_equal(x, dict(tree_leaves_with_paths(after.params))[path], err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("convert", "from-hf", "nowhere", "out"), "there is no such folder"),
+        (("convert", "to-hf", "nowhere", "out"), "there is no such folder"),
+        (("convert", "to-hf", ".", "out"), "it has neither checkpoints/ nor config.json"),
+        (("train", "recipes/digits_linen.py", "--from-hf", "x"), "the recipe's is a ClassifierConfig"),
+    ],
+)
+def test_mistakes(args, says, tmp_path, monkeypatch, capsys):
+    (tmp_path / "recipes").symlink_to(RECIPE.parent)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(args))
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,203 @@
+"""Folders of Hugging Face's: the same logits as transformers, the same bytes back, no matter which mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.interop import config_of, from_hf, load_hf, to_hf
+from meshpar.interop.hf import described, family_of, written
+from meshpar.models import next_token_loss
+from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.state import make_setup
+from tests.equal import mesh_of, model_of, token_batches
+from tests.grid import cases
+from tests.interop.folders import KINDS, folder_of, golden
+
+TOLERANCE = 1e-4
+"""Of float32 logits, all below 20: the two libraries sum in other orders."""
+
+
+def logits_of(state, tokens) -> np.ndarray:
+    setup = state.setup
+
+    def run(state, tokens):
+        with mp.use(setup.mesh, setup.strategy):
+            return state.bound()(tokens)
+
+    rows = np.resize(np.arange(len(tokens)), 8)  # a number that every mesh here divides
+    return np.asarray(jax.jit(run)(state, tokens.astype(np.int32)[rows]))[: len(tokens)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers_and_bytes_come_back(kind, tmp_path, mesh8):
+    source = folder_of(kind, tmp_path / "source", files=3)
+    strategy = mp.fsdp() | mp.tensor_parallel()
+    config, state = from_hf(source, mesh=mesh8, strategy=strategy, dtype="float32", attention="xla")
+    _, _, tokens, logits = golden(kind)
+    np.testing.assert_allclose(logits_of(state, tokens), logits, atol=TOLERANCE)
+    assert config.num_params == state.num_params
+
+    back = to_hf(state, config, tmp_path / "back", like=source)
+    names = sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in back.iterdir()) == names
+    for name in names:
+        if name.endswith(".safetensors"):
+            assert (back / name).read_bytes() == (source / name).read_bytes(), name
+    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+LAYOUTS = {
+    "stages": (
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2),
+        mp.fsdp() | mp.tensor_parallel() | mp.pipeline_parallel(stages=2, microbatches=4, schedule="1f1b"),
+    ),
+    "v": (mp.MeshSpec(stage=2, fsdp=4), mp.fsdp() | mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-v")),
+    "experts": (mp.MeshSpec(fsdp=2, expert=4), mp.fsdp() | mp.expert_parallel()),
+    "fsdp": (mp.MeshSpec(fsdp=8), mp.zero3()),
+    "one": (mp.MeshSpec(), mp.ddp()),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "dtype"),
+    cases(
+        ("mixtral", "experts", "bfloat16"),
+        ("qwen3", "stages", "bfloat16"),
+        grid=[
+            (kind, layout, dtype)
+            for kind in KINDS for layout in ("stages", "experts", "fsdp") for dtype in ("float32", "bfloat16")
+        ],
+    ),
+)  # fmt: skip
+def test_from_one_mesh_to_another_and_back(kind, layout, dtype, tmp_path):
+    """In and out over a mesh, and in again on one device: the same bytes."""
+    if layout == "experts" and config_of(folder_of(kind, tmp_path / "look")).moe is None:
+        pytest.skip("no experts")
+    source = folder_of(kind, tmp_path / "source")
+    spec, strategy = LAYOUTS[layout]
+    if layout == "stages" and config_of(source).num_moe_layers == 1:
+        strategy, spec = mp.fsdp(), mp.MeshSpec(fsdp=8)  # one stacked layer is no two stages
+    if layout == "fsdp":
+        strategy = mp.zero2() if kind == "deepseek_v3" else strategy
+    config, state = from_hf(source, mesh=mesh_of(spec), strategy=strategy, dtype=dtype)
+    back = to_hf(state, config, tmp_path / "back", like=source)
+    assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", cases("deepseek_v3", grid=KINDS))
+def test_linen_has_the_same_leaves(kind, tmp_path, mesh8):
+    source = folder_of(kind, tmp_path / "source")
+    _, _, tokens, logits = golden(kind)
+    model = model_of("linen", config_of(source, attention="xla"), 8, tokens.shape[1])
+    setup = make_setup(model, optax.identity(), mesh=mesh8, strategy=mp.fsdp() | mp.tensor_parallel())
+    np.testing.assert_allclose(logits_of(load_hf(source, setup), tokens), logits, atol=TOLERANCE)
+
+
+def steps_of(source: Path, spec: mp.MeshSpec, strategy, num: int = 5):
+    """Losses and parameters of Adam's steps."""
+    config, state = from_hf(
+        source, mesh=mesh_of(spec), strategy=strategy, dtype="float32", tx=optax.adam(1e-3, eps=1e-6)
+    )
+    step, losses = mp.train_step(next_token_loss), []
+    for batch in token_batches(16, 8, num, vocab=config.vocab_size):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, dict(tree_leaves_with_paths(jax.device_get(state.params)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    cases(
+        ("qwen3", "stages"),
+        grid=[
+            *[(kind, "fsdp") for kind in KINDS],
+            ("llama", "stages"), ("qwen3", "stages"), ("llama", "v"), ("mixtral", "experts"), ("qwen3_moe", "experts"),
+            ("deepseek_v3", "experts"),
+        ],
+    ),
+)  # fmt: skip
+def test_five_steps_are_those_of_one_device(kind, layout, tmp_path):
+    source = folder_of(kind, tmp_path / "source")
+    if layout == "v":  # two stages of two chunks each
+        source = deeper(source, tmp_path / "deeper")
+    spec, strategy = LAYOUTS[layout]
+    strategy = mp.zero2() if layout == "fsdp" else strategy
+    expected, params = steps_of(source, *LAYOUTS["one"])
+    found, sharded = steps_of(source, spec, strategy)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for path, x in sharded.items():
+        np.testing.assert_allclose(x, params[path], atol=2e-4, err_msg=path)  # a fifth of a step of Adam's
+
+
+def deeper(source: Path, to: Path) -> Path:
+    """The same model with its layers twice."""
+    config, state = from_hf(source, mesh=mesh_of(mp.MeshSpec()), strategy=mp.ddp())
+    params = dict(state.params)
+    params["layers"] = jax.tree.map(lambda x: np.concatenate([x, x]), jax.device_get(params["layers"]))
+    return to_hf(params, dataclasses.replace(config, num_layers=2 * config.num_layers), to)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", KINDS)
+def test_live_against_transformers(kind, tmp_path, mesh8):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from tests.interop.make_golden import logits_of as theirs
+    from tests.interop.make_golden import made
+
+    model = made(kind, tmp_path / "source")
+    tokens = np.random.default_rng(1).integers(0, 24, (8, 20))
+    config, state = from_hf(tmp_path / "source", mesh=mesh8, strategy=mp.fsdp() | mp.tensor_parallel())
+    np.testing.assert_allclose(logits_of(state, tokens), theirs(model, tokens), atol=TOLERANCE)
+    back = to_hf(state, config, tmp_path / "back")  # without a folder to go by
+    from transformers import AutoModelForCausalLM
+
+    again = AutoModelForCausalLM.from_pretrained(back, attn_implementation="eager").eval()
+    np.testing.assert_allclose(theirs(again, tokens), theirs(model, tokens), atol=1e-6)
+
+
+def test_written_in_another_dtype_over_several_files(tmp_path, mesh8):
+    source = folder_of("llama", tmp_path / "source")
+    config, state = from_hf(source, mesh=mesh8, strategy=mp.fsdp() | mp.tensor_parallel())
+    back = to_hf(state, config, tmp_path / "back", dtype="float32", file_bytes=10_000)
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    sizes = [(back / file).stat().st_size for file in set(index["weight_map"].values())]
+    assert len(sizes) > 1
+    assert sum(sizes) > 2 * (source / "model.safetensors").stat().st_size * 0.8
+    again, other = from_hf(back, mesh=mesh8, strategy=mp.fsdp() | mp.tensor_parallel())
+    assert again == dataclasses.replace(config, param_dtype="float32")
+    for path, x in tree_leaves_with_paths(state.params):
+        np.testing.assert_array_equal(
+            np.asarray(x, np.float32), dict(tree_leaves_with_paths(other.params))[path], err_msg=path
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_says_the_same_in_both_directions(kind):
+    document, *_ = golden(kind)
+    config, family, _ = described(document)
+    again = described(written(config, family)).config
+    assert dataclasses.replace(again, moe=config.moe) == config
+    assert family_of(config) is family
+    # As transformers 5 writes it.
+    newer = {name: value for name, value in document.items() if name not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = {"rope_theta": document.get("rope_theta", 1e4), **(document.get("rope_scaling") or {})}
+    assert described(newer).config == config
+
+
+def test_a_model_that_no_family_is(tmp_path, mesh8):
+    source = folder_of("llama", tmp_path / "source")
+    config, state = from_hf(source, mesh=mesh8, strategy=mp.fsdp())
+    with pytest.raises(ValueError, match=r"logits_cap.*llama"):
+        to_hf(state, dataclasses.replace(config, logits_cap=30.0), tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    with pytest.raises(ValueError, match="something is there already"):
+        to_hf(state, config, source)

@@ -1,0 +1,33 @@
+"""Reading holds a model's shards and little more: of 3 GB over eight host devices, all of one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("safetensors")
+BYTES = 3_000_000_000
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not say what a process holds")
+def test_a_process_holds_its_share_and_a_tenth_more(tmp_path, child_env):
+    folder = tmp_path / "model"
+    folder.mkdir()
+
+    def run(*args: str) -> str:
+        command = [sys.executable, "-m", "tests.interop.streaming_process", *args]
+        return subprocess.run(command, env=child_env, capture_output=True, text=True, check=True).stdout
+
+    try:
+        run(str(folder), str(BYTES))
+        found = json.loads(run(str(folder)))
+    finally:
+        shutil.rmtree(folder)
+    assert found["share"] > 0.9 * BYTES
+    assert found["peak"] - found["before"] < 1.1 * found["share"], found
