@@ -269,6 +269,10 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
 @click.option(
     "--plan", metavar="FILE", help="Mesh, strategy, remat and accumulate by the first plan of `meshpar plan`."
 )
+@click.option(
+    "--stall-limit", metavar="SECONDS", type=click.FloatRange(min=5), default=40, show_default=True,
+    help="Several processes: after how long one that is not heard of, or stays behind in a step, is given up.",
+)  # fmt: skip
 def train(
     recipe: str,
     assignments: tuple[str, ...],
@@ -281,15 +285,33 @@ def train(
     fresh: bool,
     text: tuple[str, ...],
     tokenizer: str | None,
+    stall_limit: float,
 ) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
     The same command again goes on where the run stopped.
     """
     prepare_devices(devices, start="jax")
-    from meshpar.commands import launch
+    from meshpar.commands import launch, together
 
     launch.join()
+    with together.pod(stall_s=stall_limit, command={"--out": out, "--fresh": fresh}):
+        _train(recipe, assignments, as_json, plan, devices, steps, name, out, fresh, text, tokenizer)
+
+
+def _train(
+    recipe: str,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    plan: str | None,
+    devices: int | None,
+    steps: int | None,
+    name: str | None,
+    out: str,
+    fresh: bool,
+    text: tuple[str, ...],
+    tokenizer: str | None,
+) -> None:
     prepare_devices(devices)
     here = _devices(devices)
     from meshpar.commands.recipe import load_recipe

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 
@@ -27,6 +28,8 @@ Env = Mapping[str, str]
 DEFAULT_PORT = 8476
 """Where the coordinator listens when the environment names its host and no port."""
 
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
+_ANSWER_S = 20.0
 _LAST_PORTS = 4096  # a port worked out from a job's identity lies among the highest 4,096, as jax's own do
 
 
@@ -163,7 +166,8 @@ def join(env: Env | None = None, *, timeout_s: int = 300) -> Launch | None:
         What was found, or None for a process on its own.
 
     Raises:
-        LaunchError: the environment says half of what is needed, or contradicts itself.
+        LaunchError: the environment says half of what is needed, or contradicts itself; or something else listens at
+            the coordinator's port.
     """
     env = os.environ if env is None else env
     launch = detect(env)
@@ -175,6 +179,8 @@ def join(env: Env | None = None, *, timeout_s: int = 300) -> Launch | None:
         return launch
     method = _detection_method(launch, env)
     logger.info("joining: %s", launch)
+    if launch.coordinator is not None:
+        check_port(launch.coordinator, process_id=launch.process_id)
     jax.distributed.initialize(
         coordinator_address=launch.coordinator,
         num_processes=launch.num_processes,
@@ -184,6 +190,48 @@ def join(env: Env | None = None, *, timeout_s: int = 300) -> Launch | None:
         initialization_timeout=timeout_s,
     )
     return launch
+
+
+def check_port(coordinator: str, *, process_id: int | None) -> None:
+    """See that the coordinator's port is free, in process 0, and in others that nothing else listens there.
+
+    jax waits for minutes where something else does. A coordinator speaks HTTP/2, in which either side speaks first.
+
+    Raises:
+        LaunchError: something else listens there.
+    """
+    host, _, port = coordinator.rpartition(":")
+    taken = "another program listens there"
+    if process_id == 0:
+        try:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            socket.create_server(("", int(port)), family=family, dualstack_ipv6=dual).close()
+            return
+        except OSError as error:
+            taken = f"the port cannot be opened ({error.strerror or error})"
+    elif _answers_as_coordinator(host.strip("[]"), int(port)):
+        return
+    raise LaunchError(
+        f"the coordinator's address {coordinator}",
+        "open it" if process_id == 0 else "find process 0 there",
+        taken,
+        "name another port for every process (JAX_COORDINATOR_ADDRESS=HOST:PORT, or MASTER_PORT), or end that program",
+    )
+
+
+def _answers_as_coordinator(host: str, port: int) -> bool:
+    """Whether a coordinator may be there: one that has not started yet may, what answers otherwise is none."""
+    try:
+        connection = socket.create_connection((host, port), timeout=_ANSWER_S)
+    except OSError:
+        return True
+    with connection:
+        try:
+            connection.sendall(_HTTP2_HELLO)
+            return connection.recv(9)[3:4] == b"\x04"
+        except OSError:
+            return False
 
 
 def _value(env: Env, *names: str) -> str:

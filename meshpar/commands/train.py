@@ -37,9 +37,11 @@ from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 from meshpar.training import expert_load as experts
 from meshpar.training.checkpoint import Checkpoints, barrier
+from meshpar.training.coordination import Pod, this_pod
 from meshpar.training.loop import (
     Checkpointer,
     FitResult,
+    Hook,
     JsonlWriter,
     Preemption,
     ProgressBar,
@@ -93,6 +95,9 @@ def train(
     screen = Screen(stream or sys.stdout)
     folder = Path(out) / recipe.name
 
+    pod = this_pod()
+    if pod is not None:
+        pod.agree("recipe", recipe.to_json(), fix="start every process with the same command and recipe file")
     mesh = recipe.mesh.build(devices)
     source = recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
     recipe = _with_vocab(recipe, source, fit_vocab)
@@ -100,53 +105,56 @@ def train(
     model = build_model(recipe)
     tx = build_optimizer(recipe, model, mesh)
     setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
-    _prepare_folder(folder, recipe, setup, fresh=fresh, screen=screen)
-    screen.facts("meshpar train", _facts(recipe, setup, source, folder))
-    return _run(recipe, setup, source, folder, screen)
-
-
-def _run(recipe: Recipe, setup: Setup, source: Source, folder: Path, screen: Screen) -> Outcome:
-    sharding = setup.batch_sharding
-    with (
-        Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints,
-        source.train(sharding) as batches,
-    ):
-        state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches)
-        before = int(state.step)
-        screen.line(_where_it_starts(before, recipe.steps))
+    with source.train(setup.batch_sharding) as batches:
         step = build_step(recipe)
-        screen.line(_program(step, state, batches))
-        every = recipe.validate_every or recipe.steps
-        # Ten looks in a short run, one every hundred steps in a long one.
-        expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
-        result = fit(
-            step,
-            state,
-            batches,
-            steps=recipe.steps,
-            hooks=[
-                expert_load,
-                JsonlWriter(folder / "metrics.jsonl", also=expert_load.line),
-                ProgressBar(stream=screen.stream, also=expert_load.words),
-                Validator(
-                    eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla),
-                    source.valid(sharding),
-                    every=every,
-                ),
-                Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
-                Preemption(),
-            ],
-            **_worth_of_a_step(recipe, batches, setup),
-        )
-        del state
+        program = _program(step, setup, batches)
+        if pod is not None:
+            _agree(pod, setup, source, batches, program)
+        _prepare_folder(folder, recipe, setup, fresh=fresh, screen=screen)
+        screen.facts("meshpar train", _facts(recipe, setup, source, folder))
+        with Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints:
+            state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches)
+            before = int(state.step)
+            screen.line(_where_it_starts(before, recipe.steps))
+            screen.line(program)
+            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen)
+            worth = _worth_of_a_step(recipe, batches, setup)
+            result = fit(step, state, batches, steps=recipe.steps, hooks=hooks, **worth)
+            del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
 
 
-def _program(step: TrainStep, state: TrainState, batches: Batches) -> str:
+def _agree(pod: Pod, setup: Setup, source: Source, batches: Batches, program: str) -> None:
+    """All processes have the same data, shardings and program: compared before a device of one waits for another's."""
+    facts = {
+        "data": {**source.describe(), "order": batches.get_state(), "fingerprint": source.fingerprint},
+        "sharding": setup.table.to_json(),
+        "program": program,
+    }
+    pod.agree("run", facts, fix="see that data, recipe file and what it imports are the same on every host")
+
+
+def _hooks(
+    recipe: Recipe, setup: Setup, source: Source, folder: Path, checkpoints: Checkpoints, screen: Screen
+) -> list[Hook]:
+    # Ten looks in a short run, one every hundred steps in a long one.
+    expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
+    validation = eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla)
+    return [
+        expert_load,
+        JsonlWriter(folder / "metrics.jsonl", also=expert_load.line),
+        ProgressBar(stream=screen.stream, also=expert_load.words),
+        Validator(validation, source.valid(setup.batch_sharding), every=recipe.validate_every or recipe.steps),
+        Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
+        Preemption(),
+    ]
+
+
+def _program(step: TrainStep, setup: Setup, batches: Batches) -> str:
     """The fingerprint of what is about to run, and the options it is compiled by; `meshpar explain` has the same."""
-    options = step.compile_options(state.setup)
+    options = step.compile_options(setup)
     words = " ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-    return f"program {fingerprint(step.lower(state, batches.spec), options)}" + f" with {words}" * bool(words)
+    return f"program {fingerprint(step.lower(setup.abstract, batches.spec), options)}" + f" with {words}" * bool(words)
 
 
 def _where_it_starts(step: int, steps: int) -> str:
