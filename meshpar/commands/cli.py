@@ -147,6 +147,9 @@ COMMANDS: dict[str, Lazy] = {
         "meshpar.commands.bench:bench",
         "Measure: a training step against bare jax.jit, collectives against XLA's own.",
     ),
+    "doctor": Lazy(
+        "meshpar.commands.doctor:doctor", "Versions, devices, links, environment; what looks wrong, and what to do."
+    ),
 }
 """Commands whose options stand beside what they run; `train` and `shard` are below."""
 
@@ -273,6 +276,10 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     "--stall-limit", metavar="SECONDS", type=click.FloatRange(min=5), default=40, show_default=True,
     help="Several processes: after how long one that is not heard of, or stays behind in a step, is given up.",
 )  # fmt: skip
+@click.option(
+    "--processes", metavar="N", type=click.IntRange(min=1),
+    help="Start N processes on this machine as one pod, to try it; without it, the launcher around says which this is.",
+)  # fmt: skip
 def train(
     recipe: str,
     assignments: tuple[str, ...],
@@ -286,11 +293,20 @@ def train(
     text: tuple[str, ...],
     tokenizer: str | None,
     stall_limit: float,
+    processes: int | None,
 ) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
     The same command again goes on where the run stopped.
     """
+    from meshpar.commands.processes import PARENT, follow_parent, run
+
+    if processes is not None and PARENT not in os.environ:
+        prepare_devices(devices, start="nothing")
+        sys.exit(run(click.get_current_context().find_root().obj, processes=processes))
+    follow_parent()
+    # What started this process has shared the host devices already.
+    devices = None if PARENT in os.environ else devices
     prepare_devices(devices, start="jax")
     from meshpar.commands import launch, together
 
@@ -460,7 +476,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run(args: Sequence[str]) -> None:
     try:
-        code = cli.main(args, prog_name="meshpar", standalone_mode=False)
+        code = cli.main(args, prog_name="meshpar", standalone_mode=False, obj=list(args))
     except click.ClickException as error:
         _complain(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
     except (click.Abort, KeyboardInterrupt):

@@ -225,19 +225,20 @@ class Watchdog:
             if self._place[1] == "done":
                 return
             if silent_s > self.stall_s:
-                name = f"process 0 of {self._pod.num_processes}"
-                self._end(
-                    f"{name}, which coordinates, has not answered for {silent_s:.0f} s: it died, or it was stopped"
-                )
+                name = f"process 0 of {self._pod.num_processes}, which coordinates,"
+                # Nothing is told any more: a message to it would not return.
+                self._go(f"{name} has not answered for {silent_s:.0f} s: it died, or it was stopped")
                 return
 
     def _end(self, verdict: str) -> None:
         with contextlib.suppress(Exception):
             self._pod.put(f"left/{self._pod.process_id}", True)
-        text = f"{verdict}. All processes end; what was saved is whole, and the same command goes on from there."
         if self._judge is not None:
             self._wait_for_the_others()
-        self._leave(text)
+        self._go(verdict)
+
+    def _go(self, verdict: str) -> None:
+        self._leave(f"{verdict}. All processes end; what was saved is whole, and the same command goes on from there.")
         self._ended.set()
 
     def _wait_for_the_others(self) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.commands import together
+from meshpar.commands import launch, processes, together
+from meshpar.sharding.types import MeshparError
 
 PATIENCE_S = 600
 RECIPE = textwrap.dedent("""
@@ -56,6 +57,7 @@ class Pair:
 
     def start(self, *args: str, odd: dict[str, str] | None = None, odd_args: tuple[str, ...] = ()) -> None:
         """Both; process 1 with variables and arguments of its own."""
+        self.close()
         for number in (0, 1):
             env = {
                 **os.environ,
@@ -92,6 +94,7 @@ class Pair:
         for process in self.processes:
             process.kill()
             process.wait()
+        self.processes = []
 
 
 @pytest.fixture
@@ -187,9 +190,63 @@ def test_a_pod_that_was_killed_goes_on_with_the_losses_of_one_that_was_not(pair:
     for _ in range(3):
         pair.start("--set", "steps=40", "--stall-limit", "10")
         pair.wait_for(0, "step 1" if not (pair.folder / "runs").exists() else "resuming at step")
-        pair.processes[-1].kill()
-        assert pair.exit_of(-2) != 0
-        pair.exit_of(-1)
+        pair.processes[1].kill()
+        assert pair.exit_of(0) != 0
     pair.start("--set", "steps=40")
-    assert [process.wait(PATIENCE_S) for process in pair.processes[-2:]] == [0, 0], pair.log(0)
+    assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0)
     assert losses(pair.folder) == losses(whole.folder)
+
+
+def test_local_processes_share_the_host_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    env = processes._environment(1, 4, port=5)
+    assert env["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"
+    assert launch.detect(env) == launch.Launch(
+        source="torchrun", num_processes=4, process_id=1, coordinator="127.0.0.1:5", local_device_ids=(1,)
+    )
+    with pytest.raises(MeshparError, match="share 8 host devices, but 8 is not a multiple of 3.*say --devices 9"):
+        processes._environment(0, 3, port=5)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(MeshparError, match=r"a launcher started this one \(RANK=0\)"):
+        processes._environment(0, 2, port=5)
+
+
+CHILD = """
+import os, signal, sys
+number = int(os.environ["RANK"])
+if sys.argv[1] == "stops" and number:
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.exit(7 if sys.argv[1] in ("fails", "stops") and not number else 0)
+"""
+
+
+@pytest.mark.parametrize(("what", "code"), [("ends", 0), ("fails", 7), ("stops", 7)])
+def test_local_processes_end_together(what: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", CHILD))
+    assert processes.run([what], processes=2) == code
+    assert ("process 0 of 2 ended with exit code 7" in capfd.readouterr().err) == bool(code)
+
+
+@pytest.mark.matrix
+def test_one_command_trains_on_local_processes_and_obeys_a_signal(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    base = [sys.executable, "-m", "meshpar.commands.cli", "train", "recipe.py", "--processes", "2", "--devices", "2"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*base, "--steps", "1000000"], cwd=tmp_path, env=env, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while "step 1/" not in (tmp_path / "log").read_text():
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+            process.terminate()
+            assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+        finally:
+            process.kill()
+    assert "The same command goes on from there" in (tmp_path / "log").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from meshpar.training import watchdog
@@ -135,12 +137,11 @@ def test_process_0_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     dog = dogs(left)[1]
     dog.stall_s = 0.1
 
-    def silent(key: str) -> dict:
-        raise RuntimeError("UNAVAILABLE")
-
-    monkeypatch.setattr(dog._pod, "below", silent)
+    stopped = threading.Event()
     dog.start()
+    monkeypatch.setattr(dog._pod, "put", lambda key, value: stopped.wait(600))  # as a service in a stopped process
     dog.wait_to_leave()
+    stopped.set()
     assert "process 0 of 2, which coordinates, has not answered" in left[1]
 
 
