@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import click
 
 from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.host import unexpected
 from meshpar.training import interrupts
 
 HOST_DEVICES = 8
@@ -481,15 +482,18 @@ def _run(args: Sequence[str]) -> None:
         _complain(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted", interrupts.exit_code())
-    except MeshparError as error:  # written for a person; any other is shown with its traceback
+    except Exception as error:  # ours are written for a person; others are no pass, and no mistake of the user's
+        code = 2 if isinstance(error, MeshparError) else 1
         if "--traceback" in args:
             import traceback
 
             traceback.print_exception(error)
-            sys.exit(2)
+            sys.exit(code)
+        if code == 1:
+            error = unexpected(error, command=" ".join(["meshpar", *args[:1]]))
         # jax adds a note on its tracebacks, of which none is shown.
         notes = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
-        _complain(str(error) + "".join(f" ({note})" for note in notes), 2)
+        _complain(str(error) + "".join(f" ({note})" for note in notes), code)
     else:
         sys.exit(code if isinstance(code, int) else 0)
 

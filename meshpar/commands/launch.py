@@ -273,7 +273,8 @@ def _local_place(launcher: _Launcher, env: Env) -> tuple[int | None, int | None]
     """This process's number on its node and how many the node has, each None when unknown."""
     rank = _integer(env, launcher.local_rank) if _value(env, launcher.local_rank) else None
     if launcher.source == "slurm":
-        return rank, _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), _value(env, "SLURM_NODEID"))
+        node = _integer(env, "SLURM_NODEID") if _value(env, "SLURM_NODEID") else 0
+        return rank, _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), node)
     return rank, _integer(env, launcher.local_size) if _value(env, launcher.local_size) else None
 
 
@@ -290,7 +291,7 @@ def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | N
         return _with_port(address, port)
     if launcher.source == "slurm":
         # Not left to jax, which then takes the GPU numbered like the task even where one task has the node to itself.
-        job = int(_value(env, "SLURM_JOB_ID") or 0) + int(_value(env, "SLURM_STEP_ID") or 0)
+        job = sum(_integer(env, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if _value(env, name))
         return f"{_first_host(env['SLURM_STEP_NODELIST'])}:{_port_of(job)}"
     if on_one_node:
         return f"127.0.0.1:{_port_of(zlib.crc32(_value(env, 'PMIX_NAMESPACE', 'OMPI_MCA_ess_base_jobid').encode()))}"
@@ -304,9 +305,14 @@ def _port_of(job: int) -> int:
 
 def _with_port(address: str, port: str) -> str:
     """`address` with a port, unless it carries one: a bare IPv6 address is all colons and carries none."""
-    has_port = re.search(r"(^[^:]+|\]):\d+$", address)
+    has_port = re.search(r"(^[^:]+|\]):([0-9]+)$", address)
     host = f"[{address}]" if address.count(":") > 1 and not address.startswith("[") else address
-    return address if has_port else f"{host}:{port or DEFAULT_PORT}"
+    full = address if has_port else f"{host}:{port or DEFAULT_PORT}"
+    number = full.rpartition(":")[2]
+    if not (number.isascii() and number.isdigit() and len(number) < 6 and 0 < int(number) < 65536):
+        fix = "give one from 1 to 65535, as HOST:8476"
+        raise LaunchError("the environment", f"reach process 0 at {full}", f"{number!r} is no port", fix)
+    return full
 
 
 def _first_host(nodes: str) -> str:
@@ -314,18 +320,22 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
-def _tasks_on_node(tasks_per_node: str, node: str) -> int | None:
+def _tasks_on_node(tasks_per_node: str, node: int) -> int | None:
     """How many tasks SLURM put on a node: the list `4(x2),1` says 4, 4, 1."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
-        counts += [int(count)] * int(times or 1)
-    index = int(node or 0)
-    return counts[index] if index < len(counts) else None
+    before = 0
+    for count, times in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", tasks_per_node):
+        before += int(times or 1)
+        if node < before:
+            return int(count)
+    return None
 
 
 def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> tuple[int, ...] | None:
     """The GPUs of the node that are this process's own, counted among those it sees; None for all of them."""
     if chosen := _value(env, "JAX_LOCAL_DEVICE_IDS"):
+        if not re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", chosen):
+            fix = "write it like JAX_LOCAL_DEVICE_IDS=0,1"
+            raise LaunchError("the environment", "read JAX_LOCAL_DEVICE_IDS as numbers", f"it is {chosen!r}", fix)
         return tuple(int(i) for i in chosen.split(","))
     if local_rank is None or local_size == 1:
         return None
@@ -382,7 +392,9 @@ def _alone_in(env: Env) -> str:
 
 def _integer(env: Env, name: str) -> int:
     try:
-        return int(_value(env, name))
+        if abs(number := int(_value(env, name))) < 2**31:
+            return number
+        raise ValueError
     except ValueError:
         raise LaunchError(
             "the environment", f"read {name} as a number", f"it is {env[name]!r}", f"set {name}=0"

@@ -717,6 +717,8 @@ def _read_number(text: str, kind: type[int] | type[float]) -> int | float:
         raise _Unreadable from None
     if not math.isfinite(number):
         raise _Unreadable("give a finite one")
+    if kind is int and abs(number) >= 2**63:
+        raise _Unreadable("give one below 2^63")
     return number
 
 

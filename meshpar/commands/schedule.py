@@ -89,10 +89,11 @@ def schedule(
 def _read(path: str) -> Schedule:
     if path.endswith(".csv"):
         return Schedule.from_csv(path)
+    fix = "give a file that `meshpar schedule NAME --json` printed"
     try:
-        return Schedule.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise unreadable(path, error, "give a file that `meshpar schedule NAME --json` printed") from error
+        return Schedule.from_json(read_json(path, path, fix))
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise unreadable(path, error, fix) from error
 
 
 def _draw(schedules: Sequence[Schedule], costs: dict[str, Any], path: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshpar.sharding.types import MeshparError
+from meshpar.sharding.host import unexpected
 from meshpar.training import watchdog
 from meshpar.training.coordination import this_pod
 
@@ -77,10 +78,11 @@ def version_of(package: str) -> str:
 
 def _end(watch: watchdog.Watchdog, error: Exception) -> None:
     """Say what went wrong, tell the others, and end: what jax does at exit would wait for them for minutes."""
-    if isinstance(error, MeshparError) and "--traceback" not in sys.argv:
-        print(f"meshpar: {error}", file=sys.stderr, flush=True)
-    else:
+    if "--traceback" in sys.argv:
         traceback.print_exception(error)
+    else:
+        shown = error if isinstance(error, MeshparError) else unexpected(error, command="meshpar train")
+        print(f"meshpar: {shown}", file=sys.stderr, flush=True)
     watch.failed(error)
     watch.wait_to_leave()
     os._exit(watchdog.MISTAKE_CODE if isinstance(error, MeshparError) else watchdog.EXIT_CODE)

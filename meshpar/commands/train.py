@@ -6,6 +6,7 @@ runs/<name>/  recipe.json · sharding.txt · sharding.json · metrics.jsonl · c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -217,7 +218,10 @@ def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
     path = folder / "recipe.json"
     if not path.exists():
         return
-    written = json.loads(path.read_text(encoding="utf-8"))
+    fix = f"bring it back from a copy; or use --name for a new run, or --fresh to begin anew ({folder} is moved aside)"
+    written = read_json(path, f"run {folder}: {path.name}", fix)
+    if not isinstance(written, dict):
+        raise problem(f"run {folder}: {path.name}", "read it", f"it holds a {type(written).__name__}", fix)
     changed = changes(written, _finite(recipe.to_json()), _finite(defaults_of(recipe)))
     breaking = {name: values for name, values in changed.items() if breaks_resuming(name)}
     if breaking:
@@ -337,9 +341,12 @@ def _report(
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
+    """What a run has written about itself; lines that are none were someone else's."""
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(found := json.loads(line), dict) and "step" in found:
+                    yield found
 
 
 def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -486,6 +486,7 @@ class JsonlWriter(Hook):
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
+            check_file(self._path, str(self._path), "move it away: the run writes its own", most_bytes=None)
             _keep_lines(self._path, last_step=run.first_step)
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -539,7 +540,7 @@ def _keep_lines(path: Path, *, last_step: int) -> None:
 def _is_up_to(line: str, last_step: int) -> bool:
     try:
         return line.endswith("\n") and json.loads(line)["step"] <= last_step
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return False
 
 

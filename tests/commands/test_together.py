@@ -104,8 +104,12 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     pair.close()
 
 
+METRICS = Path("runs", "pod", "metrics.jsonl")
+
+
 def losses(folder: Path) -> list[float]:
-    lines = (folder / "runs" / "pod" / "metrics.jsonl").read_text().splitlines()
+    """Of every whole line."""
+    lines = [line for line in (folder / METRICS).read_text().splitlines(keepends=True) if line.endswith("\n")]
     return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
 
 
@@ -183,17 +187,21 @@ def test_a_process_that_stops_or_dies_is_named_and_the_other_ends(pair: Pair, nu
 def test_a_pod_that_was_killed_goes_on_with_the_losses_of_one_that_was_not(pair: Pair, tmp_path_factory) -> None:
     whole = Pair(tmp_path_factory.mktemp("whole"))
     try:
-        whole.start("--set", "steps=40")
+        whole.start("--set", "steps=90")
         assert [whole.exit_of(number) for number in (0, 1)] == [0, 0], whole.log(0)
     finally:
         whole.close()
-    for _ in range(3):
-        pair.start("--set", "steps=40", "--stall-limit", "10")
-        pair.wait_for(0, "step 1" if not (pair.folder / "runs").exists() else "resuming at step")
+    for lines in (5, 35, 65):
+        pair.start("--set", "steps=90", "--stall-limit", "10")
+        deadline = time.monotonic() + PATIENCE_S
+        while not (pair.folder / METRICS).exists() or len(losses(pair.folder)) < lines:
+            assert pair.processes[0].poll() is None, pair.log(0)
+            assert time.monotonic() < deadline, pair.log(0)
         pair.processes[1].kill()
         assert pair.exit_of(0) != 0
-    pair.start("--set", "steps=40")
+    pair.start("--set", "steps=90")
     assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0)
+    assert "resuming at step" in pair.log(0)
     assert losses(pair.folder) == losses(whole.folder)
 
 

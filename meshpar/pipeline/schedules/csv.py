@@ -26,12 +26,13 @@ loop, the strategy says when weights are gathered, and results go to the neighbo
 
 def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     """See `Schedule.from_csv`."""
+    fix = "give a text file with a row for each rank, as `0F0,0B0`"
     try:
         # Spreadsheets put a byte order mark before the first cell.
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            cells = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise unreadable(str(path), error, "give a text file with a row for each rank, as `0F0,0B0`") from error
+        text = read_text(path, str(path), fix)
+        cells = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline="")) if row]
+    except csv.Error as error:
+        raise unreadable(str(path), error, fix) from error
     if not any(map(any, cells)):
         raise problem(str(path), "read a schedule", "it has no cell", "write a row for each rank, as `0F0,0B0`")
     found = [
