@@ -32,6 +32,7 @@ from meshpar.collectives import reference
 from meshpar.collectives.check import check_op
 from meshpar.planner import cost
 from meshpar.planner.units import si
+from meshpar.sharding.host import free_memory_bytes
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.types import axis_sizes, near, problem
 

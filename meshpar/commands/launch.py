@@ -305,7 +305,7 @@ def _port_of(job: int) -> int:
 
 def _with_port(address: str, port: str) -> str:
     """`address` with a port, unless it carries one: a bare IPv6 address is all colons and carries none."""
-    has_port = re.search(r"(^[^:]+|\]):([0-9]+)$", address)
+    has_port = re.search(r"(^[^:]+|\]):[^:]*$", address)
     host = f"[{address}]" if address.count(":") > 1 and not address.startswith("[") else address
     full = address if has_port else f"{host}:{port or DEFAULT_PORT}"
     number = full.rpartition(":")[2]

@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshpar.sharding.types import MeshparError
 from meshpar.sharding.host import unexpected
+from meshpar.sharding.types import MeshparError
 from meshpar.training import watchdog
 from meshpar.training.coordination import this_pod
 

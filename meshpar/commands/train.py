@@ -33,6 +33,7 @@ from meshpar.data.source import Source
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
+from meshpar.sharding.host import check_memory, read_json
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
@@ -106,6 +107,7 @@ def train(
     model = build_model(recipe)
     tx = build_optimizer(recipe, model, mesh)
     setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
+    _check_fits_host(setup)
     with source.train(setup.batch_sharding) as batches:
         step = build_step(recipe)
         program = _program(step, setup, batches)
@@ -198,6 +200,16 @@ def _check_sample(recipe: Recipe, source: Source) -> None:
         "a TransformerConfig and text",
         "--set sample=none",
     )
+
+
+def _check_fits_host(setup: Setup) -> None:
+    """The state fits into the memory of this host, where it is the host's that host devices share."""
+    here = [device for device in setup.mesh.devices.flat if device.process_index == jax.process_index()]
+    if here and here[0].platform == "cpu":
+        totals = setup.table.totals
+        needed = len(here) * (totals.params_bytes + totals.grads_bytes + totals.optimizer_bytes)
+        asked = f"train {totals.num_params:,} parameters on {len(here)} host devices"
+        check_memory("the training state", asked, needed, "make the model smaller, or shard it over more hosts")
 
 
 def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.compiled.report import Report
+from meshpar.sharding.host import read_json
 from meshpar.sharding.printing import Plain, flat, human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem

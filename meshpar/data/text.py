@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshpar.sharding.host import check_file
 from meshpar.sharding.types import near, problem
 
 STDLIB = "stdlib"

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from meshpar.planner.catalogue import GPUS, Gpu, gpu_from
+from meshpar.sharding.host import read_json
 from meshpar.sharding.types import AnyMesh, MeshparError, axis_sizes, near, problem
 
 

@@ -33,6 +33,7 @@ from meshpar.planner.units import si
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import use
+from meshpar.sharding.host import read_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.table import human_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Sequence
 from os import PathLike
@@ -13,6 +14,7 @@ import numpy as np
 from meshpar.pipeline.schedules.ops import Block, StageOp, unreadable
 from meshpar.pipeline.schedules.schedule import Schedule
 from meshpar.sharding.errors import problem
+from meshpar.sharding.host import read_text
 
 _KINDS = {"F": "F", "B": "BW", "I": "B", "W": "W"}
 """Letters of the format, and the ops that each stands for: its B is the whole backward."""
@@ -29,7 +31,7 @@ def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     fix = "give a text file with a row for each rank, as `0F0,0B0`"
     try:
         # Spreadsheets put a byte order mark before the first cell.
-        text = read_text(path, str(path), fix)
+        text = read_text(path, str(path), fix, asked="read a schedule")
         cells = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline="")) if row]
     except csv.Error as error:
         raise unreadable(str(path), error, fix) from error
