@@ -32,6 +32,7 @@ from meshpar.collectives import reference
 from meshpar.collectives.check import check_op
 from meshpar.planner import cost
 from meshpar.planner.units import si
+from meshpar.sharding.host import free_memory_bytes
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.types import axis_sizes, near, problem
 
@@ -250,7 +251,7 @@ _COPIES = 8
 def _check_memory(size_bytes: int, mesh: Mesh) -> None:
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        free, needed = _free_memory_bytes(), 2 * _COPIES * size_bytes * mesh.size  # the reference is there, too
+        free, needed = free_memory_bytes(), 2 * _COPIES * size_bytes * mesh.size  # the reference is there, too
     else:
         stats = device.memory_stats() or {}
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None
@@ -262,15 +263,6 @@ def _check_memory(size_bytes: int, mesh: Mesh) -> None:
             f"that takes about {si(needed, 'B')} of memory, and {si(free, 'B')} are free",
             f"use --max-bytes {si(0.5 * size_bytes * free / needed, 'B', digits=1).replace(' ', '')} or less",
         )
-
-
-def _free_memory_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 # ---- One collective at one size --------------------------------------------------------------------------------------

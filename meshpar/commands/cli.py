@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import click
 
 from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.host import unexpected
 from meshpar.training import interrupts
 
 HOST_DEVICES = 8
@@ -148,6 +149,9 @@ COMMANDS: dict[str, Lazy] = {
         "meshpar.commands.bench:bench",
         "Measure: a training step against bare jax.jit, collectives against XLA's own.",
     ),
+    "doctor": Lazy(
+        "meshpar.commands.doctor:doctor", "Versions, devices, links, environment; what looks wrong, and what to do."
+    ),
 }
 """Commands whose options stand beside what they run; `train` and `shard` are below."""
 
@@ -273,6 +277,14 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
 @click.option(
     "--plan", metavar="FILE", help="Mesh, strategy, remat and accumulate by the first plan of `meshpar plan`."
 )
+@click.option(
+    "--stall-limit", metavar="SECONDS", type=click.FloatRange(min=5), default=40, show_default=True,
+    help="Several processes: after how long one that is not heard of, or stays behind in a step, is given up.",
+)  # fmt: skip
+@click.option(
+    "--processes", metavar="N", type=click.IntRange(min=1),
+    help="Start N processes on this machine as one pod, to try it; without it, the launcher around says which this is.",
+)  # fmt: skip
 def train(
     recipe: str,
     assignments: tuple[str, ...],
@@ -286,15 +298,43 @@ def train(
     text: tuple[str, ...],
     tokenizer: str | None,
     from_hf: str | None,
+    stall_limit: float,
+    processes: int | None,
 ) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
     The same command again goes on where the run stopped.
     """
+    from meshpar.commands.processes import PARENT, follow_parent, run
+
+    if processes is not None and PARENT not in os.environ:
+        prepare_devices(devices, start="nothing")
+        sys.exit(run(click.get_current_context().find_root().obj, processes=processes))
+    follow_parent()
+    # What started this process has shared the host devices already.
+    devices = None if PARENT in os.environ else devices
     prepare_devices(devices, start="jax")
-    from meshpar.commands import launch
+    from meshpar.commands import launch, together
 
     launch.join()
+    with together.pod(stall_s=stall_limit, command={"--out": out, "--fresh": fresh, "--from-hf": from_hf}):
+        _train(recipe, assignments, as_json, plan, devices, steps, name, out, fresh, text, tokenizer, from_hf)
+
+
+def _train(
+    recipe: str,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    plan: str | None,
+    devices: int | None,
+    steps: int | None,
+    name: str | None,
+    out: str,
+    fresh: bool,
+    text: tuple[str, ...],
+    tokenizer: str | None,
+    from_hf: str | None,
+) -> None:
     prepare_devices(devices)
     here = _devices(devices)
     from meshpar.commands.recipe import load_recipe
@@ -445,20 +485,23 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run(args: Sequence[str]) -> None:
     try:
-        code = cli.main(args, prog_name="meshpar", standalone_mode=False)
+        code = cli.main(args, prog_name="meshpar", standalone_mode=False, obj=list(args))
     except click.ClickException as error:
         _complain(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted", interrupts.exit_code())
-    except MeshparError as error:  # written for a person; any other is shown with its traceback
+    except Exception as error:  # ours are written for a person; others are no pass, and no mistake of the user's
+        code = 2 if isinstance(error, MeshparError) else 1
         if "--traceback" in args:
             import traceback
 
             traceback.print_exception(error)
-            sys.exit(2)
+            sys.exit(code)
+        if code == 1:
+            error = unexpected(error, command=" ".join(["meshpar", *args[:1]]))
         # jax adds a note on its tracebacks, of which none is shown.
         notes = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
-        _complain(str(error) + "".join(f" ({note})" for note in notes), 2)
+        _complain(str(error) + "".join(f" ({note})" for note in notes), code)
     else:
         sys.exit(code if isinstance(code, int) else 0)
 

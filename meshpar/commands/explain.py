@@ -456,7 +456,9 @@ def _crashes_explained(recipe: str, against: str | None) -> Iterator[None]:
         if isinstance(error, click.ClickException | MeshparError):
             raise
         files = {path: str(Path(path.partition(":")[0]).resolve()) for path in (recipe, against) if path}
-        file, line = _raised_at(error, tuple(files.values()))
+        from meshpar.commands.recipe import raised_at
+
+        file, line = raised_at(error, tuple(files.values()))
         said = "; ".join(filter(None, str(error).strip().split("\n")[:1])) or "no message"
         raise problem(
             f"recipe `{next((path for path, own in files.items() if own == file), recipe)}`",
@@ -464,18 +466,6 @@ def _crashes_explained(recipe: str, against: str | None) -> Iterator[None]:
             f"it raised {type(error).__name__} ({said}) at {os.path.basename(file)}:{line}",
             "correct that line; --traceback shows how it got there",
         ) from error
-
-
-def _raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
-    """The line of a recipe that an exception went through last, else the line it is from."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return error.filename, error.lineno or 0
-    import traceback
-
-    frames = [
-        (os.path.realpath(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    return next((at for at in reversed(frames) if at[0] in recipes), frames[-1])
 
 
 def _pictures(found: Explained) -> dict[str, str]:

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 
@@ -27,6 +28,8 @@ Env = Mapping[str, str]
 DEFAULT_PORT = 8476
 """Where the coordinator listens when the environment names its host and no port."""
 
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
+_ANSWER_S = 20.0
 _LAST_PORTS = 4096  # a port worked out from a job's identity lies among the highest 4,096, as jax's own do
 
 
@@ -163,7 +166,8 @@ def join(env: Env | None = None, *, timeout_s: int = 300) -> Launch | None:
         What was found, or None for a process on its own.
 
     Raises:
-        LaunchError: the environment says half of what is needed, or contradicts itself.
+        LaunchError: the environment says half of what is needed, or contradicts itself; or something else listens at
+            the coordinator's port.
     """
     env = os.environ if env is None else env
     launch = detect(env)
@@ -175,6 +179,8 @@ def join(env: Env | None = None, *, timeout_s: int = 300) -> Launch | None:
         return launch
     method = _detection_method(launch, env)
     logger.info("joining: %s", launch)
+    if launch.coordinator is not None:
+        check_port(launch.coordinator, process_id=launch.process_id)
     jax.distributed.initialize(
         coordinator_address=launch.coordinator,
         num_processes=launch.num_processes,
@@ -184,6 +190,48 @@ def join(env: Env | None = None, *, timeout_s: int = 300) -> Launch | None:
         initialization_timeout=timeout_s,
     )
     return launch
+
+
+def check_port(coordinator: str, *, process_id: int | None) -> None:
+    """See that the coordinator's port is free, in process 0, and in others that nothing else listens there.
+
+    jax waits for minutes where something else does. A coordinator speaks HTTP/2, in which either side speaks first.
+
+    Raises:
+        LaunchError: something else listens there.
+    """
+    host, _, port = coordinator.rpartition(":")
+    taken = "another program listens there"
+    if process_id == 0:
+        try:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            socket.create_server(("", int(port)), family=family, dualstack_ipv6=dual).close()
+            return
+        except OSError as error:
+            taken = f"the port cannot be opened ({error.strerror or error})"
+    elif _answers_as_coordinator(host.strip("[]"), int(port)):
+        return
+    raise LaunchError(
+        f"the coordinator's address {coordinator}",
+        "open it" if process_id == 0 else "find process 0 there",
+        taken,
+        "name another port for every process (JAX_COORDINATOR_ADDRESS=HOST:PORT, or MASTER_PORT), or end that program",
+    )
+
+
+def _answers_as_coordinator(host: str, port: int) -> bool:
+    """Whether a coordinator may be there: one that has not started yet may, what answers otherwise is none."""
+    try:
+        connection = socket.create_connection((host, port), timeout=_ANSWER_S)
+    except OSError:
+        return True
+    with connection:
+        try:
+            connection.sendall(_HTTP2_HELLO)
+            return connection.recv(9)[3:4] == b"\x04"
+        except OSError:
+            return False
 
 
 def _value(env: Env, *names: str) -> str:
@@ -225,7 +273,8 @@ def _local_place(launcher: _Launcher, env: Env) -> tuple[int | None, int | None]
     """This process's number on its node and how many the node has, each None when unknown."""
     rank = _integer(env, launcher.local_rank) if _value(env, launcher.local_rank) else None
     if launcher.source == "slurm":
-        return rank, _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), _value(env, "SLURM_NODEID"))
+        node = _integer(env, "SLURM_NODEID") if _value(env, "SLURM_NODEID") else 0
+        return rank, _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), node)
     return rank, _integer(env, launcher.local_size) if _value(env, launcher.local_size) else None
 
 
@@ -242,7 +291,7 @@ def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | N
         return _with_port(address, port)
     if launcher.source == "slurm":
         # Not left to jax, which then takes the GPU numbered like the task even where one task has the node to itself.
-        job = int(_value(env, "SLURM_JOB_ID") or 0) + int(_value(env, "SLURM_STEP_ID") or 0)
+        job = sum(_integer(env, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if _value(env, name))
         return f"{_first_host(env['SLURM_STEP_NODELIST'])}:{_port_of(job)}"
     if on_one_node:
         return f"127.0.0.1:{_port_of(zlib.crc32(_value(env, 'PMIX_NAMESPACE', 'OMPI_MCA_ess_base_jobid').encode()))}"
@@ -256,9 +305,14 @@ def _port_of(job: int) -> int:
 
 def _with_port(address: str, port: str) -> str:
     """`address` with a port, unless it carries one: a bare IPv6 address is all colons and carries none."""
-    has_port = re.search(r"(^[^:]+|\]):\d+$", address)
+    has_port = re.search(r"(^[^:]+|\]):[^:]*$", address)
     host = f"[{address}]" if address.count(":") > 1 and not address.startswith("[") else address
-    return address if has_port else f"{host}:{port or DEFAULT_PORT}"
+    full = address if has_port else f"{host}:{port or DEFAULT_PORT}"
+    number = full.rpartition(":")[2]
+    if not (number.isascii() and number.isdigit() and len(number) < 6 and 0 < int(number) < 65536):
+        fix = "give one from 1 to 65535, as HOST:8476"
+        raise LaunchError("the environment", f"reach process 0 at {full}", f"{number!r} is no port", fix)
+    return full
 
 
 def _first_host(nodes: str) -> str:
@@ -266,18 +320,22 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
-def _tasks_on_node(tasks_per_node: str, node: str) -> int | None:
+def _tasks_on_node(tasks_per_node: str, node: int) -> int | None:
     """How many tasks SLURM put on a node: the list `4(x2),1` says 4, 4, 1."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
-        counts += [int(count)] * int(times or 1)
-    index = int(node or 0)
-    return counts[index] if index < len(counts) else None
+    before = 0
+    for count, times in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", tasks_per_node):
+        before += int(times or 1)
+        if node < before:
+            return int(count)
+    return None
 
 
 def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> tuple[int, ...] | None:
     """The GPUs of the node that are this process's own, counted among those it sees; None for all of them."""
     if chosen := _value(env, "JAX_LOCAL_DEVICE_IDS"):
+        if not re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", chosen):
+            fix = "write it like JAX_LOCAL_DEVICE_IDS=0,1"
+            raise LaunchError("the environment", "read JAX_LOCAL_DEVICE_IDS as numbers", f"it is {chosen!r}", fix)
         return tuple(int(i) for i in chosen.split(","))
     if local_rank is None or local_size == 1:
         return None
@@ -334,7 +392,9 @@ def _alone_in(env: Env) -> str:
 
 def _integer(env: Env, name: str) -> int:
     try:
-        return int(_value(env, name))
+        if abs(number := int(_value(env, name))) < 2**31:
+            return number
+        raise ValueError
     except ValueError:
         raise LaunchError(
             "the environment", f"read {name} as a number", f"it is {env[name]!r}", f"set {name}=0"

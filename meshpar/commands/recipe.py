@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import types
 import typing
@@ -31,6 +32,7 @@ from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 # Not for type checkers only: overrides read the annotations at run time.
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import use
+from meshpar.sharding.host import check_file
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, is_whole, near, path_str, problem
@@ -262,9 +264,13 @@ class Recipe:
             value = getattr(self, field)
             optional = value is None and field.endswith("_every")
             _check(f"Recipe.{field}", value, optional or is_whole(value, 1), "it is a positive integer")
-        _check("Recipe.seed", self.seed, is_whole(self.seed), "it is an integer")
+        _check(
+            "Recipe.seed", self.seed, is_whole(self.seed, -(2**63)) and self.seed < 2**63, "it is an integer of 64 bits"
+        )
         folder = self.name.replace("-", "").replace("_", "").replace(".", "")
         _check("Recipe.name", self.name, folder.isalnum(), "it names a folder: letters, digits, - _ .")
+        _check("Recipe.name", self.name[:60], len(self.name) <= 200, "a folder's name has 200 characters at most")
+        _check("Recipe.steps", self.steps, self.steps < 2**31, "steps are counted in 32 bits: it is below 2^31")
         _ = self.step_options  # its own checks
         if self.batch_size % self.accumulate:
             raise problem(
@@ -353,9 +359,10 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
       ValueError: no such file or function, or one that returns something else.
     """
     file, _, function = str(path).partition(":")
-    make = _function_of(Path(file), function or "recipe")
-    asks = "devices" in inspect.signature(make).parameters
-    recipe = make(devices=devices) if asks and devices is not None else make()
+    with _told_as_of(str(path), file):
+        make = _function_of(Path(file), function or "recipe")
+        asks = "devices" in inspect.signature(make).parameters
+        recipe = make(devices=devices) if asks and devices is not None else make()
     if not isinstance(recipe, Recipe):
         raise problem(
             f"recipe file `{file}`",
@@ -366,9 +373,40 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
     return recipe
 
 
+@contextlib.contextmanager
+def _told_as_of(recipe: str, file: str) -> Iterator[None]:
+    """What a recipe file raises is its author's to correct: told with its line. What meshpar says about it stays."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, MeshparError):
+            raise
+        name, line = raised_at(error, (os.path.realpath(file),))
+        said = "; ".join(filter(None, str(error).strip().split("\n")[:1])) or "no message"
+        raise problem(
+            f"recipe `{recipe[:200]}`",
+            "call it",
+            f"it raised {type(error).__name__} ({said[:300]}) at {os.path.basename(name)}:{line}",
+            "correct that line; --traceback shows how it got there",
+        ) from error
+
+
+def raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
+    """The line of a recipe that an exception went through last, else the line it is from."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno or 0
+    import traceback
+
+    frames = [
+        (os.path.realpath(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return next((at for at in reversed(frames) if at[0] in recipes), frames[-1])
+
+
 def _function_of(file: Path, function: str) -> Callable[..., Any]:
-    if not file.is_file():
-        raise problem(f"recipe `{file}`", "read it", "there is no such file", _files_near(file))
+    if not os.path.exists(file):
+        raise problem(f"recipe `{str(file)[:200]}`", "read it", "there is no such file", _files_near(file))
+    check_file(file, f"recipe `{file}`", "name a .py file")
     module = _import_file(file)
     found = getattr(module, function, None)
     if not callable(found):
@@ -717,6 +755,8 @@ def _read_number(text: str, kind: type[int] | type[float]) -> int | float:
         raise _Unreadable from None
     if not math.isfinite(number):
         raise _Unreadable("give a finite one")
+    if kind is int and abs(number) >= 2**63:
+        raise _Unreadable("give one below 2^63")
     return number
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from meshpar.pipeline.schedules import SCHEDULES, Schedule, Simulation, make
 from meshpar.pipeline.schedules.ops import Block, unreadable
 from meshpar.pipeline.schedules.text import bands_of, grid
 from meshpar.sharding.errors import problem
+from meshpar.sharding.host import read_json
 from meshpar.sharding.printing import table
 
 if TYPE_CHECKING:
@@ -89,10 +89,11 @@ def schedule(
 def _read(path: str) -> Schedule:
     if path.endswith(".csv"):
         return Schedule.from_csv(path)
+    fix = "give a file that `meshpar schedule NAME --json` printed"
     try:
-        return Schedule.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise unreadable(path, error, "give a file that `meshpar schedule NAME --json` printed") from error
+        return Schedule.from_json(read_json(path, path, fix, asked="read a schedule"))
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise unreadable(path, error, fix) from error
 
 
 def _draw(schedules: Sequence[Schedule], costs: dict[str, Any], path: str) -> None:

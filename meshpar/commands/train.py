@@ -6,6 +6,7 @@ runs/<name>/  recipe.json · sharding.txt · sharding.json · metrics.jsonl · c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -35,14 +36,17 @@ from meshpar.interop.runs import keep_beside
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
+from meshpar.sharding.host import check_memory, read_json
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 from meshpar.training import expert_load as experts
 from meshpar.training.checkpoint import Checkpoints, barrier
+from meshpar.training.coordination import Pod, this_pod
 from meshpar.training.loop import (
     Checkpointer,
     FitResult,
+    Hook,
     JsonlWriter,
     Preemption,
     ProgressBar,
@@ -100,6 +104,9 @@ def train(
     folder = Path(out) / recipe.name
 
     recipe = recipe if from_hf is None else with_hf(recipe, from_hf)
+    pod = this_pod()
+    if pod is not None:
+        pod.agree("recipe", recipe.to_json(), fix="start every process with the same command and recipe file")
     mesh = recipe.mesh.build(devices)
     source = recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
     recipe = _with_vocab(recipe, source, fit_vocab)
@@ -107,14 +114,27 @@ def train(
     model = build_model(recipe)
     tx = build_optimizer(recipe, model, mesh)
     setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
-    _prepare_folder(folder, recipe, setup, fresh=fresh, screen=screen)
-    screen.facts("meshpar train", _facts(recipe, setup, source, folder))
-    init = Setup.init
-    if from_hf is not None:
-        if jax.process_index() == 0:
+    _check_fits_host(setup)
+    init = Setup.init if from_hf is None else functools.partial(_pretrained, from_hf)
+    with source.train(setup.batch_sharding) as batches:
+        step = build_step(recipe)
+        program = _program(step, setup, batches)
+        if pod is not None:
+            _agree(pod, setup, source, batches, program)
+        _prepare_folder(folder, recipe, setup, fresh=fresh, screen=screen)
+        screen.facts("meshpar train", _facts(recipe, setup, source, folder))
+        if from_hf is not None and jax.process_index() == 0:
             keep_beside(from_hf, folder)
-        init = functools.partial(_pretrained, from_hf)  # type: ignore[assignment]
-    return _run(recipe, setup, source, folder, screen, init)
+        with Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints:
+            state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
+            before = int(state.step)
+            screen.line(_where_it_starts(before, recipe.steps))
+            screen.line(program)
+            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen)
+            worth = _worth_of_a_step(recipe, batches, setup)
+            result = fit(step, state, batches, steps=recipe.steps, hooks=hooks, **worth)
+            del state
+    return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
 
 
 def _pretrained(from_hf: str | Path, setup: Setup, key: int) -> TrainState:
@@ -141,55 +161,37 @@ def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
     return recipe.replace(model=config_of(folder, **kept), data=data)
 
 
-def _run(
-    recipe: Recipe,
-    setup: Setup,
-    source: Source,
-    folder: Path,
-    screen: Screen,
-    init: Callable[[Setup, Any], TrainState],
-) -> Outcome:
-    sharding = setup.batch_sharding
-    with (
-        Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints,
-        source.train(sharding) as batches,
-    ):
-        state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
-        before = int(state.step)
-        screen.line(_where_it_starts(before, recipe.steps))
-        step = build_step(recipe)
-        screen.line(_program(step, state, batches))
-        every = recipe.validate_every or recipe.steps
-        # Ten looks in a short run, one every hundred steps in a long one.
-        expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
-        result = fit(
-            step,
-            state,
-            batches,
-            steps=recipe.steps,
-            hooks=[
-                expert_load,
-                JsonlWriter(folder / "metrics.jsonl", also=expert_load.line),
-                ProgressBar(stream=screen.stream, also=expert_load.words),
-                Validator(
-                    eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla),
-                    source.valid(sharding),
-                    every=every,
-                ),
-                Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
-                Preemption(),
-            ],
-            **_worth_of_a_step(recipe, batches, setup),
-        )
-        del state
-    return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
+def _agree(pod: Pod, setup: Setup, source: Source, batches: Batches, program: str) -> None:
+    """All processes have the same data, shardings and program: compared before a device of one waits for another's."""
+    facts = {
+        "data": {**source.describe(), "order": batches.get_state(), "fingerprint": source.fingerprint},
+        "sharding": setup.table.to_json(),
+        "program": program,
+    }
+    pod.agree("run", facts, fix="see that data, recipe file and what it imports are the same on every host")
 
 
-def _program(step: TrainStep, state: TrainState, batches: Batches) -> str:
+def _hooks(
+    recipe: Recipe, setup: Setup, source: Source, folder: Path, checkpoints: Checkpoints, screen: Screen
+) -> list[Hook]:
+    # Ten looks in a short run, one every hundred steps in a long one.
+    expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
+    validation = eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla)
+    return [
+        expert_load,
+        JsonlWriter(folder / "metrics.jsonl", also=expert_load.line),
+        ProgressBar(stream=screen.stream, also=expert_load.words),
+        Validator(validation, source.valid(setup.batch_sharding), every=recipe.validate_every or recipe.steps),
+        Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
+        Preemption(),
+    ]
+
+
+def _program(step: TrainStep, setup: Setup, batches: Batches) -> str:
     """The fingerprint of what is about to run, and the options it is compiled by; `meshpar explain` has the same."""
-    options = step.compile_options(state.setup)
+    options = step.compile_options(setup)
     words = " ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-    return f"program {fingerprint(step.lower(state, batches.spec), options)}" + f" with {words}" * bool(words)
+    return f"program {fingerprint(step.lower(setup.abstract, batches.spec), options)}" + f" with {words}" * bool(words)
 
 
 def _where_it_starts(step: int, steps: int) -> str:
@@ -234,6 +236,16 @@ def _check_sample(recipe: Recipe, source: Source) -> None:
     )
 
 
+def _check_fits_host(setup: Setup) -> None:
+    """The state fits into the memory of this host, where it is the host's that host devices share."""
+    here = [device for device in setup.mesh.devices.flat if device.process_index == jax.process_index()]
+    if here and here[0].platform == "cpu":
+        totals = setup.table.totals
+        needed = len(here) * (totals.params_bytes + totals.grads_bytes + totals.optimizer_bytes)
+        asked = f"train {totals.num_params:,} parameters on {len(here)} host devices"
+        check_memory("the training state", asked, needed, "make the model smaller, or shard it over more hosts")
+
+
 def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> None:
     if not fresh:
         _check_same_recipe(folder, recipe, screen)
@@ -252,7 +264,10 @@ def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
     path = folder / "recipe.json"
     if not path.exists():
         return
-    written = json.loads(path.read_text(encoding="utf-8"))
+    fix = f"bring it back from a copy; or use --name for a new run, or --fresh to begin anew ({folder} is moved aside)"
+    written = read_json(path, f"run {folder}: {path.name}", fix)
+    if not isinstance(written, dict):
+        raise problem(f"run {folder}: {path.name}", "read it", f"it holds a {type(written).__name__}", fix)
     changed = changes(written, _finite(recipe.to_json()), _finite(defaults_of(recipe)))
     breaking = {name: values for name, values in changed.items() if breaks_resuming(name)}
     if breaking:
@@ -372,9 +387,12 @@ def _report(
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
+    """What a run has written about itself; lines that are none were someone else's."""
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(found := json.loads(line), dict) and "step" in found:
+                    yield found
 
 
 def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:

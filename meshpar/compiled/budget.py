@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.compiled.report import Report
+from meshpar.sharding.host import read_json
 from meshpar.sharding.printing import Plain, flat, human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
@@ -75,12 +76,7 @@ class Budget(Plain):
         Raises:
           ValueError: no such file, or one that holds something else.
         """
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise _unusable(path, "read it", f"that failed ({error.strerror})") from None
-        except ValueError:
-            raise _unusable(path, "read it", "it is no JSON") from None
+        found = read_json(path, f"budget {path}", "write one with --save-budget")
         fields = {field.name for field in dataclasses.fields(Budget)}
         missing = (fields - {"tolerance"}) - set(found) if isinstance(found, dict) else fields
         if missing or set(found) - fields:

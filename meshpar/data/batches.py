@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import operator
 import sys
 import threading
@@ -22,10 +23,12 @@ from jaxtyping import Int64
 
 from meshpar.data.assembly import Assembly, Batch, Sharding, check_batch_size
 from meshpar.data.rows import Rows
+from meshpar.sharding.host import check_memory
 from meshpar.sharding.types import problem
 
 PREFETCH = 2
 """Batches made ahead in the background. One hides the making; a second evens out."""
+_KEPT_BYTES = 1000
 
 
 class Batches(Iterator[Batch]):
@@ -63,6 +66,10 @@ class Batches(Iterator[Batch]):
         self._order = _order(len(rows), seed)
         self._batch_size = batch_size
         self._prefetch = prefetch
+        batch_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in self.spec.values())
+        # Beside its rows, a batch that waits takes what Python and jax need for its arrays.
+        needed = prefetch * (batch_bytes + _KEPT_BYTES)
+        check_memory("prefetch", f"make {prefetch:,} batches ahead", needed, "set it to 2 or 4: more gain nothing")
         self._step = 0
         self._stream: _Stream | None = None
         self._closed = False

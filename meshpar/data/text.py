@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshpar.sharding.host import check_file
 from meshpar.sharding.types import near, problem
 
 STDLIB = "stdlib"
@@ -112,7 +113,7 @@ def _matches(entry: str) -> Iterator[tuple[Path, int, bool]]:
     elif glob.has_magic(entry):
         pattern = os.path.expanduser(entry)
         root = _fixed_part(pattern)
-        found = [Path(os.path.abspath(p)) for p in glob.glob(pattern, recursive=True)]
+        found = _globbed(root, os.path.abspath(pattern))
     else:
         raise _no_such_path(entry, path)
     found = sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(root).as_posix())
@@ -120,6 +121,18 @@ def _matches(entry: str) -> Iterator[tuple[Path, int, bool]]:
         raise _nothing_found(entry, root)
     for file in found:
         yield file, len(file.relative_to(root).parts), False
+
+
+def _globbed(root: Path, pattern: str) -> list[Path]:
+    """What a glob matches below its fixed part; hidden names only where it names them, as in a shell.
+
+    `**` follows no link to a folder: of two that lead back, walking would see no end.
+    """
+    parts = Path(pattern).parts[len(root.parts) :]
+    kept = [part for number, part in enumerate(parts) if part != "**" or parts[number - 1 : number] != ("**",)]
+    rest = "/".join([*kept, "*"] if kept[-1] == "**" else kept)
+    shows_hidden = any(part.startswith(".") for part in kept)
+    return [path for path in root.glob(rest) if shows_hidden or not _is_hidden(path.relative_to(root))]
 
 
 def _is_stdlib(relative: Path) -> bool:
@@ -286,7 +299,7 @@ def _check_column(file: File, schema: Any, text_field: str) -> None:
 
 def _file_bytes(file: File) -> bytes:
     try:
-        return file.path.read_bytes()
+        return check_file(file.path, f"{file.path}", "leave it out of `files`", most_bytes=None).read_bytes()
     except OSError as error:
         fix = "make it readable, or leave it out of `files`"
         raise problem(f"{file.path}", "read it", f"that failed ({error.strerror})", fix) from error

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from meshpar.planner.catalogue import GPUS, Gpu, gpu_from
+from meshpar.sharding.host import read_json
 from meshpar.sharding.types import AnyMesh, MeshparError, axis_sizes, near, problem
 
 
@@ -363,10 +364,7 @@ def _no_gpu(name: str, links: Links) -> MeshparError:
 
 
 def _load(path: Path) -> Profile:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise problem(f"cluster profile `{path}`", "be read", f"{error}", "give the path of a saved profile") from None
+    data = read_json(path, f"cluster profile `{path}`", "give the path of a saved profile")
     if not isinstance(data, Mapping):
         raise problem(f"cluster profile `{path}`", "be read", "it holds no JSON object", "save one with `Cluster.save`")
     return Links.from_json(data) if "devices" in data else Cluster.from_json(data)

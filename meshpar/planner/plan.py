@@ -33,6 +33,7 @@ from meshpar.planner.units import si
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import use
+from meshpar.sharding.host import read_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.table import human_bytes
@@ -416,7 +417,7 @@ def load_plans(path: str | Path) -> Plans:
     """
     where, fix = f"plans `{path}`", "write them with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = read_json(path, where, fix)
         lists = {field: tuple(data[field]) for field in ("advice", "left_out") if field in data}
         plans = _made(Plans, {**data, **lists, "plans": tuple(_plan(one, where) for one in data["plans"])}, where)
         if not plans.plans:
@@ -424,7 +425,7 @@ def load_plans(path: str | Path) -> Plans:
         return plans
     except MeshparError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise problem(where, "read them", f"{type(error).__name__}: {error}", fix) from None
 
 

@@ -30,8 +30,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.sharding.context import apart
+from meshpar.sharding.host import check_file
 from meshpar.sharding.types import PyTree, check_count, problem
-from meshpar.training import interrupts
+from meshpar.training import interrupts, watchdog
 from meshpar.training.checkpoint import Checkpoints
 from meshpar.training.state import Setup, TrainState
 
@@ -284,7 +285,7 @@ def fit(
         state=state,
         batches=batches,
         steps=steps,
-        hooks=sorted(_CtrlC.unless_minded(hooks), key=lambda hook: hook.order),
+        hooks=sorted([*_Progress.if_watched(), *_CtrlC.unless_minded(hooks)], key=lambda hook: hook.order),
         tokens_per_step=tokens_per_step,
         flops_per_step=flops_per_step,
         peak_flops_per_s=peak_flops_per_s,
@@ -410,7 +411,8 @@ class Checkpointer(Hook):
     def on_dispatched(self, run: Run) -> None:
         if self._every is not None and run.step % self._every == 0:
             run.drain()
-            self._checkpoints.save(run.state, data_state=run.data_state())
+            with watchdog.busy("saves"):
+                self._checkpoints.save(run.state, data_state=run.data_state())
 
     def on_end(self, run: Run, reason: str) -> None:
         if reason not in ("error", "nonfinite"):
@@ -443,7 +445,8 @@ class Validator(Hook):
         if run.step == run.steps or (self._every is not None and run.step % self._every == 0):
             run.drain()
             began = time.perf_counter()
-            metrics = self._means(run.state)
+            with watchdog.busy("validates"):
+                metrics = self._means(run.state)
             run.publish(Validation(step=run.step, metrics=metrics, seconds=time.perf_counter() - began))
 
     def _means(self, state: TrainState) -> dict[str, float]:
@@ -492,6 +495,7 @@ class JsonlWriter(Hook):
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
+            check_file(self._path, str(self._path), "move it away: the run writes its own", most_bytes=None)
             _keep_lines(self._path, last_step=run.first_step)
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -545,7 +549,7 @@ def _keep_lines(path: Path, *, last_step: int) -> None:
 def _is_up_to(line: str, last_step: int) -> bool:
     try:
         return line.endswith("\n") and json.loads(line)["step"] <= last_step
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return False
 
 
@@ -661,6 +665,37 @@ def _short(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return f"{count:.3g}"
+
+
+class _Progress(Hook):
+    """What `fit` adds in a pod: how far this process is, for the watchdog."""
+
+    order = -1  # at the end the others are told first: what comes then may wait for them
+
+    def __init__(self, watch: watchdog.Watchdog) -> None:
+        self._watch = watch
+
+    @classmethod
+    def if_watched(cls) -> list[Hook]:
+        watch = watchdog.current()
+        return [] if watch is None else [cls(watch)]
+
+    def on_start(self, run: Run) -> None:
+        self._watch.set_busy("compiles its first step")
+
+    def on_dispatched(self, run: Run) -> None:
+        self._watch.entered(run.step)
+
+    def on_record(self, run: Run, record: Record) -> None:
+        if record.step > run.first_step + 1:  # the first holds the compilation, here or in another process
+            self._watch.took(record.seconds)
+            self._watch.set_busy(None)
+
+    def on_end(self, run: Run, reason: str) -> None:
+        error = sys.exc_info()[1]
+        if reason == "error" and error is not None:
+            self._watch.failed(error)
+        self._watch.set_busy("ends")
 
 
 # ---- Preemption ------------------------------------------------------------------------------------------------------

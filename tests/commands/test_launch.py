@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -255,6 +256,38 @@ def test_jax_is_asked_for_what_it_finds_better(monkeypatch: pytest.MonkeyPatch) 
         "cluster_detection_method": "ompi",
         "initialization_timeout": 7,
     }
+
+
+@pytest.mark.parametrize("process_id", [0, 1])
+def test_a_port_that_another_program_has_is_told_at_once(process_id: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        if process_id:
+            threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: asked to .*To fix it: name another port"):
+            launch.check_port(f"127.0.0.1:{port}", process_id=process_id)
+
+
+def test_a_port_that_is_free_or_a_coordinator_is_taken() -> None:
+    hello = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(hello)
+
+        threading.Thread(target=answer, daemon=True).start()
+        launch.check_port(f"127.0.0.1:{port}", process_id=1)
+    for process_id in (0, 1):  # nobody is there: process 0 may open it, another waits for process 0
+        launch.check_port(f"127.0.0.1:{port}", process_id=process_id)
 
 
 PROCESS = textwrap.dedent("""

@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_run(text, message, tmp_path):
 def test_what_is_no_text_file(tmp_path):
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0F0")
     (tmp_path / "folder.csv").mkdir()
-    for name, message in {"bytes": "it is none", "folder": "[Dd]irectory", "gone": "no such file"}.items():
+    for name, message in {"bytes": "it is not UTF-8", "folder": "it is a folder", "gone": "no such file"}.items():
         with pytest.raises(MeshparError, match=f"{name}.csv: asked to read a schedule, but .*{message}"):
             Schedule.from_csv(tmp_path / f"{name}.csv")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Sequence
 from os import PathLike
@@ -13,6 +14,7 @@ import numpy as np
 from meshpar.pipeline.schedules.ops import Block, StageOp, unreadable
 from meshpar.pipeline.schedules.schedule import Schedule
 from meshpar.sharding.errors import problem
+from meshpar.sharding.host import read_text
 
 _KINDS = {"F": "F", "B": "BW", "I": "B", "W": "W"}
 """Letters of the format, and the ops that each stands for: its B is the whole backward."""
@@ -26,12 +28,13 @@ loop, the strategy says when weights are gathered, and results go to the neighbo
 
 def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     """See `Schedule.from_csv`."""
+    fix = "give a text file with a row for each rank, as `0F0,0B0`"
     try:
         # Spreadsheets put a byte order mark before the first cell.
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            cells = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise unreadable(str(path), error, "give a text file with a row for each rank, as `0F0,0B0`") from error
+        text = read_text(path, str(path), fix, asked="read a schedule")
+        cells = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline="")) if row]
+    except csv.Error as error:
+        raise unreadable(str(path), error, fix) from error
     if not any(map(any, cells)):
         raise problem(str(path), "read a schedule", "it has no cell", "write a row for each rank, as `0F0,0B0`")
     found = [

@@ -1,0 +1,135 @@
+"""`--processes N`: the same command as N local processes, one pod; to try on one machine what many hosts will run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from meshpar.sharding.errors import problem
+from meshpar.training import interrupts
+
+PARENT = "MESHPAR_PARENT"
+"""Set for a process that was started here: the id of the one that started it."""
+GRACE_S = 20.0
+"""Seconds the others have to end by themselves when one has failed; then they are killed, stopped ones too."""
+COMMAND = (sys.executable, "-m", "meshpar.commands.cli")
+_POLL_S = 0.1
+
+
+def run(args: Sequence[str], *, processes: int) -> int:
+    """Start the command so often, wait for all, and kill what is left when one has failed.
+
+    A signal is handed on to all; where this process dies, they end.
+
+    Args:
+      args: of the command, without the program's name.
+      processes: how many. Host devices (`XLA_FLAGS`) are shared among them; each takes a GPU or its part of those seen.
+
+    Returns:
+      0, or the exit code of the first that failed; 128 and the signal's number after a signal.
+
+    Raises:
+      ValueError: host devices that do not divide, or a pod around that this process belongs to.
+    """
+    port = _free_port()
+    envs = [_environment(number, processes, port=port) for number in range(processes)]
+    watch = interrupts.current()
+    if watch is not None:
+        watch.hold(lambda: True)
+    # A session each: a terminal's Ctrl-C comes here alone, and is handed on once.
+    started = [subprocess.Popen([*COMMAND, *args], env=env, start_new_session=True) for env in envs]
+    try:
+        return _wait(started, watch)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def follow_parent() -> None:
+    """End this process when the one that started it is gone; nothing for one that was not started here."""
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return
+
+    def follow() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1.0)
+        os._exit(128 + signal.SIGHUP)
+
+    threading.Thread(target=follow, name="meshpar-parent", daemon=True).start()
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None) -> int:
+    failed: int | None = None
+    kill_at = float("inf")
+    handed_on = False
+    while any(process.poll() is None for process in started):
+        if watch is not None and watch.received is not None and not handed_on:
+            handed_on = True
+            for process in started:
+                process.send_signal(watch.received)
+        if failed is None and (failed := _first_failed(started)) is not None:
+            kill_at = time.monotonic() + GRACE_S
+        if time.monotonic() > kill_at:
+            for process in started:
+                process.kill()
+        time.sleep(_POLL_S)
+    code = _first_failed(started) or 0 if failed is None else failed
+    return code if code >= 0 else 128 - code
+
+
+def _first_failed(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The exit code of one that has failed, which is named; None when none has."""
+    for number, process in enumerate(started):
+        if process.returncode:
+            how = f"exit code {process.returncode}"
+            if process.returncode < 0:
+                how = f"{signal.Signals(-process.returncode).name}"
+            print(f"meshpar: process {number} of {len(started)} ended with {how}", file=sys.stderr, flush=True)
+            return process.returncode
+    return None
+
+
+def _environment(number: int, processes: int, *, port: int) -> dict[str, str]:
+    """Of one process: a launcher's variables, and its part of the host devices."""
+    env = dict(os.environ)
+    if around := [name for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST") if env.get(name)]:
+        raise problem(
+            f"--processes {processes}",
+            "start local processes",
+            f"a launcher started this one ({around[0]}={env[around[0]]})",
+            f"leave --processes out, or unset {around[0]}",
+        )
+    flags = env.get("XLA_FLAGS", "")
+    if env.get("JAX_PLATFORMS") == "cpu" and (found := re.search(r"(--xla_force_host\w+_count=)(\d+)", flags)):
+        count = int(found[2])
+        if count % processes:
+            raise problem(
+                f"--processes {processes}",
+                f"share {count} host devices",
+                f"{count} is not a multiple of {processes}",
+                f"say --devices {-(-count // processes) * processes}",
+            )
+        env["XLA_FLAGS"] = flags.replace(found[0], f"{found[1]}{count // processes}")
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    return {
+        **env,
+        **{name: str(value) for name, value in place.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        PARENT: str(os.getpid()),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -1,0 +1,111 @@
+"""What this host can give, judged before it is taken: files that can be read, memory that is free."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from meshpar.sharding.errors import MeshparError, problem
+
+MOST_BYTES = 1 << 28
+"""A file of settings (a plan, a profile, a recipe.json) that is larger is none."""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe, whose other end may never write",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_file(
+    path: str | os.PathLike[str], where: str, fix: str, *, asked: str = "read it", most_bytes: int | None = MOST_BYTES
+) -> Path:
+    """A path that is a regular file which may be opened; nothing is read.
+
+    Args:
+      path: the file.
+      where: what it is, for the error.
+      fix: what to do, for the error.
+      asked: what it is read for, for the error.
+      most_bytes: the largest that is taken; None for any.
+
+    Raises:
+      ValueError: no such file, something else than a file, one that is too large, or a name the system does not take.
+    """
+    file = Path(path)
+    try:
+        found = file.stat()
+    except (OSError, ValueError) as error:
+        raise problem(where, asked, _why(error), fix) from None
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+        raise problem(where, asked, f"it is {kind}", fix)
+    if most_bytes is not None and found.st_size > most_bytes:
+        size = f"it has {found.st_size / 1e6:,.0f} MB, and {most_bytes / 1e6:,.0f} MB are the most"
+        raise problem(where, asked, size, fix)
+    return file
+
+
+def read_text(path: str | os.PathLike[str], where: str, fix: str, *, asked: str = "read it") -> str:
+    """The text of a small file in UTF-8; errors as in `check_file`, and for what is not UTF-8."""
+    file = check_file(path, where, fix, asked=asked)
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise problem(where, asked, _why(error), fix) from None
+
+
+def read_json(path: str | os.PathLike[str], where: str, fix: str, *, asked: str = "read it") -> Any:
+    """The JSON value of a small file; errors as in `read_text`, and for what is not JSON."""
+    text = read_text(path, where, fix, asked=asked)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise problem(where, asked, "its JSON is nested too deep", fix) from None
+    except ValueError as error:
+        raise problem(where, asked, f"it is no JSON ({str(error)[:200]})", fix) from None
+
+
+def free_memory_bytes() -> int | None:
+    """What the host has left, without what files in its cache take; None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def check_memory(where: str, asked: str, needed_bytes: float, fix: str) -> None:
+    """Raises `ValueError` for what does not fit into the memory that this host has left."""
+    free = free_memory_bytes()
+    if free is not None and needed_bytes > free:
+        exists = f"that takes {needed_bytes / 1e9:,.1f} GB here, and {free / 1e9:,.1f} GB are free"
+        raise problem(where, asked, exists, fix)
+
+
+def unexpected(error: BaseException, *, command: str) -> MeshparError:
+    """An error that nobody wrote for a person, as one: what the system refused, or a mistake of the program."""
+    where = f"`{command}`"
+    if isinstance(error, OSError) and error.filename is not None:
+        return problem(str(error.filename)[:200], "use it", _why(error), "name another, or make this one usable")
+    if isinstance(error, MemoryError):
+        return problem(where, "run", "there is not enough memory", "use smaller sizes, or more devices")
+    said = " ".join(str(error).split())
+    said = said[:300] + ("…" if len(said) > 300 else "")
+    fix = "correct what it is about, if it is yours; --traceback shows where it happened"
+    return problem(where, "run", f"{type(error).__name__} was raised" + (f" ({said})" if said else ""), fix)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    if isinstance(error, OSError):
+        return f"that failed ({error.strerror or error})"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 ({error.reason} at byte {error.start})"
+    return f"that failed ({error})"

@@ -1,0 +1,185 @@
+"""What the processes of a pod agree on before they compute together, compared through JAX's coordination service.
+
+    process i   put(digest of its facts) ─┐
+    process 0   reads every digest ───────┴─► verdict: alike, or which two are to show all they have
+    the two     put(facts) ─► every process reads both, and raises the same error
+
+The service is a key-value store beside the program: no device takes part, so processes whose programs differ, and which
+would hang or abort in a collective, are told apart.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from meshpar.sharding.types import MeshparError, problem
+
+WAIT_S = 1800.0
+"""Seconds for which a process waits for another that lives: one may read text for long. The dead are the watchdog's."""
+_ASK_S = 5.0
+_PREFIX = "meshpar"
+_ABSENT = "(absent)"
+
+
+class Client(Protocol):
+    """What is used of the client of JAX's coordination service."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
+
+class Pod:
+    """This process among those of a pod, and the store they share.
+
+    Args:
+      client: of the coordination service.
+      process_id: of this process.
+      num_processes: of the pod.
+    """
+
+    def __init__(self, client: Client, *, process_id: int, num_processes: int) -> None:
+        self._client = client
+        self.process_id, self.num_processes = process_id, num_processes
+        self._times: collections.Counter[str] = collections.Counter()
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a key to a JSON value, whatever it was before."""
+        self._client.key_value_set(f"{_PREFIX}/{key}", json.dumps(value), allow_overwrite=True)
+
+    def get(self, key: str, *, timeout_s: float) -> Any:
+        """The value of a key, which another process may still have to set; None when it does not come in time."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                asked_ms = max(round(min(left, _ASK_S) * 1000), 1)
+                return json.loads(self._client.blocking_key_value_get(f"{_PREFIX}/{key}", asked_ms))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        return None
+
+    def below(self, key: str) -> dict[str, Any]:
+        """Every value that is set below a key by now, by the last part of its own."""
+        return {
+            path.rpartition("/")[2]: json.loads(value)
+            for path, value in self._client.key_value_dir_get(f"{_PREFIX}/{key}")
+        }
+
+    def agree(self, about: str, facts: Mapping[str, Any], *, fix: str, timeout_s: float = WAIT_S) -> None:
+        """Return when every process has come here with the same facts.
+
+        Args:
+          about: what is compared, the same word in every process.
+          facts: JSON values by name; nested ones are told apart by dotted paths.
+          fix: what to do where they differ.
+          timeout_s: how long to wait for the others, in seconds.
+
+        Raises:
+          ValueError: in every process: which one differs, in which field first, and both values; or which did not come.
+        """
+        self._times[about] += 1  # a process may train twice
+        stage = f"agree/{about}/{self._times[about]}"
+        flat = dict(flatten(facts))
+        mine = hashlib.sha256(json.dumps(flat).encode()).hexdigest()
+        self.put(f"{stage}/digest/{self.process_id}", [mine, socket.gethostname()])
+        if self.process_id == 0:
+            self.put(f"{stage}/verdict", self._verdict(f"{stage}/digest", about, timeout_s))
+        verdict = self.get(f"{stage}/verdict", timeout_s=2 * timeout_s)
+        if verdict is None:
+            raise self._absent(about, [0])
+        if verdict["missing"]:
+            raise self._absent(about, verdict["missing"])
+        if not verdict["differ"]:
+            return
+        two = verdict["differ"]
+        if self.process_id in two:
+            self.put(f"{stage}/facts/{self.process_id}", flat)
+        odd, usual = (self.get(f"{stage}/facts/{number}", timeout_s=timeout_s) for number in two)
+        if odd is None or usual is None:
+            raise self._absent(about, [number for number, found in zip(two, (odd, usual), strict=True) if not found])
+        raise self._differing(about, two, verdict["host"], odd, usual, fix)
+
+    def _verdict(self, key: str, about: str, timeout_s: float) -> dict[str, Any]:
+        """Process 0's: who did not come; or the first process with another digest than most, and one of those."""
+        deadline = time.monotonic() + timeout_s
+        digests: list[tuple[str, str]] = []
+        for number in range(self.num_processes):
+            found = self.get(f"{key}/{number}", timeout_s=max(deadline - time.monotonic(), 0.001))
+            if found is None:
+                here = self.below(key)
+                return {"missing": [n for n in range(self.num_processes) if str(n) not in here], "differ": []}
+            digests.append((found[0], found[1]))
+        usual = collections.Counter(digest for digest, _ in digests).most_common(1)[0][0]
+        odd = [number for number, (digest, _) in enumerate(digests) if digest != usual]
+        if not odd:
+            return {"missing": [], "differ": []}
+        like = next(number for number, (digest, _) in enumerate(digests) if digest == usual)
+        return {"missing": [], "differ": [odd[0], like], "host": digests[odd[0]][1]}
+
+    def _differing(
+        self, about: str, two: Sequence[int], host: str, odd: Mapping[str, Any], usual: Mapping[str, Any], fix: str
+    ) -> MeshparError:
+        names = [name for name in {**usual, **odd} if odd.get(name, _ABSENT) != usual.get(name, _ABSENT)]
+        first, more = names[0], len(names) - 1
+        others = f" ({more} more {'differs' if more == 1 else 'differ'})" if more else ""
+        return problem(
+            f"process {two[0]} of {self.num_processes} (on {host})",
+            f"compute together with process {two[1]}",
+            f"the {about} differs: {first} is {_shown(odd.get(first, _ABSENT))} there and "
+            f"{_shown(usual.get(first, _ABSENT))} in process {two[1]}{others}",
+            fix,
+        )
+
+    def _absent(self, about: str, missing: Sequence[int]) -> MeshparError:
+        who = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+        return problem(
+            f"process {who} of {self.num_processes}",
+            f"compare its {about} with the others'",
+            "it did not come in time",
+            "look at its own log, and start all processes again",
+        )
+
+
+def this_pod() -> Pod | None:
+    """The pod that this process has joined by `jax.distributed.initialize`; None for a process on its own.
+
+    jax offers the store to its own packages only (orbax uses it, too), so this is the one place that knows where.
+    """
+    global _pod
+    from jax._src.distributed import global_state
+
+    client, number = global_state.client, global_state.num_processes
+    if client is None or number is None or number < 2:
+        return None
+    if _pod is None or _pod[0] is not client:
+        _pod = (client, Pod(client, process_id=global_state.process_id, num_processes=number))
+    return _pod[1]
+
+
+_pod: tuple[Any, Pod] | None = None
+
+
+def flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values by dotted path, lists by number."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple) and value:
+            yield from flatten({str(number): item for number, item in enumerate(value)}, f"{prefix}{name}.")
+        else:
+            # As JSON has it: what is compared in this process and in another went the same way.
+            yield f"{prefix}{name}", json.loads(json.dumps(value, default=str))
+
+
+def _shown(value: Any, most: int = 200) -> str:
+    text = value if value == _ABSENT else repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"

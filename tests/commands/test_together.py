@@ -1,0 +1,260 @@
+"""Pods of two processes on this machine: one that differs, stops or dies is named by the others, and all end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshpar.commands import launch, processes, together
+from meshpar.sharding.types import MeshparError
+
+PATIENCE_S = 600
+RECIPE = textwrap.dedent("""
+    import os, time
+    import numpy as np, jax.numpy as jnp
+    import meshpar as mp
+    from meshpar.data import ArrayData
+
+    def arrays():
+        return {"x": np.random.default_rng(int(os.environ.get("ROWS", "0"))).normal(size=(160, 8)).astype(np.float32)}
+
+    def init(key):
+        import jax
+        return {"w": 0.1 * jax.random.normal(key, (8, int(os.environ.get("WIDTH", "8"))))}
+
+    def loss(model, batch, key):
+        return jnp.mean((model(batch["x"]) - 1.0) ** 2) * float(os.environ.get("SCALE", "1")), {}
+
+    def recipe():
+        return mp.Recipe(
+            name="pod", mesh=mp.MeshSpec(fsdp=2), strategy=mp.fsdp(min_bytes=0),
+            model=mp.from_functions(init, lambda p, x: x @ p["w"]), loss=loss, data=ArrayData(arrays=arrays),
+            steps=6, batch_size=8, checkpoint_every=3,
+        )
+""")
+
+
+class Pair:
+    """Two processes of one pod, each with its log."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "recipe.py").write_text(RECIPE)
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.processes: list[subprocess.Popen] = []
+
+    def start(self, *args: str, odd: dict[str, str] | None = None, odd_args: tuple[str, ...] = ()) -> None:
+        """Both; process 1 with variables and arguments of its own."""
+        self.close()
+        for number in (0, 1):
+            env = {
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{self.port}",
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": str(number),
+                **((odd or {}) if number else {}),
+            }
+            command = [sys.executable, "-m", "meshpar.commands.cli", "train", "recipe.py", *args]
+            with (self.folder / f"log{number}").open("w") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*command, *(odd_args if number else ())], cwd=self.folder, env=env, stdout=log, stderr=log
+                    )
+                )
+
+    def log(self, number: int) -> str:
+        return (self.folder / f"log{number}").read_text()
+
+    def wait_for(self, number: int, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.log(number):
+            assert self.processes[number].poll() is None, self.log(number)
+            assert time.monotonic() < deadline, self.log(number)
+            time.sleep(0.05)
+
+    def exit_of(self, number: int) -> int:
+        return self.processes[number].wait(timeout=PATIENCE_S)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.processes = []
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    yield pair
+    pair.close()
+
+
+METRICS = Path("runs", "pod", "metrics.jsonl")
+
+
+def losses(folder: Path) -> list[float]:
+    """Of every whole line."""
+    lines = [line for line in (folder / METRICS).read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+
+
+def test_what_is_compared_is_what_must_be_alike() -> None:
+    env = {
+        "XLA_FLAGS": "--xla_b=2 --xla_a --xla_dump_to=/tmp/7",
+        "JAX_ENABLE_X64": "1",
+        "JAX_PROCESS_ID": "7",
+        "JAX_COMPILATION_CACHE_DIR": "/tmp/7",
+        "NCCL_ALGO": "Ring",
+        "NCCL_SOCKET_IFNAME": "eth7",
+        "HOME": "/home/7",
+    }
+    found = together.environment(env)
+    assert found["XLA_FLAGS"] == {"--xla_a": "", "--xla_b": "2"}
+    assert found["environment"] == {"JAX_ENABLE_X64": "1", "NCCL_ALGO": "Ring"}
+    assert set(found["versions"]) == set(together.PACKAGES)
+    assert together.version_of("no-such-package") == "not installed"
+
+
+def test_a_process_on_its_own_has_nobody_to_agree_with() -> None:
+    with together.pod(stall_s=40, command={}):
+        pass
+    with pytest.raises(ZeroDivisionError), together.pod(stall_s=40, command={}):
+        raise ZeroDivisionError
+
+
+ODD = {
+    "learning rate": ({}, ("--set", "optimizer.lr=0.1"), "optimizer.lr is 0.1 there and 0.0003 in process 0"),
+    "name": ({}, ("--name", "other"), "name is 'other' there and 'pod' in process 0"),
+    "data": ({"ROWS": "1"}, (), "data.fingerprint is"),
+    "width": ({"WIDTH": "16"}, (), "the run differs: sharding"),
+    "loss": ({"SCALE": "2"}, (), "program is 'program "),
+    "flag": (
+        {"XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_enable_fast_math=true"}, (),
+        "XLA_FLAGS.--xla_cpu_enable_fast_math is 'true' there and (absent) in process 0",
+    ),
+    "folder": ({}, ("--out", "elsewhere"), "command.--out is 'elsewhere' there and 'runs' in process 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what == "loss" else pytest.mark.matrix) for what in ODD]
+)
+def test_processes_that_differ_are_told_apart_before_step_0(pair: Pair, what: str) -> None:
+    env, args, words = ODD[what]
+    pair.start(odd=env, odd_args=args)
+    for number in (0, 1):
+        assert pair.exit_of(number) == 2, pair.log(number)
+        log = pair.log(number)
+        assert "meshpar: process 1 of 2 (on " in log
+        assert words in log
+        assert "Traceback" not in log
+    assert not (pair.folder / "runs").exists()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_stops_or_dies_is_named_and_the_other_ends(pair: Pair, number: int, victim: int) -> None:
+    pair.start("--set", "steps=1000000", "--stall-limit", "10")
+    pair.wait_for(0, "step 1/")
+    time.sleep(1)
+    pair.processes[victim].send_signal(number)
+    assert pair.exit_of(1 - victim) not in (0, 2), pair.log(1 - victim)
+    log = pair.log(1 - victim)
+    if victim == 0 and number == signal.SIGKILL:  # jax's own client ends a process whose coordinator is gone
+        assert "leader" in log
+    else:
+        assert f"meshpar: process {victim} of 2" in log
+    assert "most recent call first" in log  # the stacks of all threads
+
+
+@pytest.mark.matrix
+def test_a_pod_that_was_killed_goes_on_with_the_losses_of_one_that_was_not(pair: Pair, tmp_path_factory) -> None:
+    whole = Pair(tmp_path_factory.mktemp("whole"))
+    try:
+        whole.start("--set", "steps=90")
+        assert [whole.exit_of(number) for number in (0, 1)] == [0, 0], whole.log(0)
+    finally:
+        whole.close()
+    for lines in (5, 35, 65):
+        pair.start("--set", "steps=90", "--stall-limit", "10")
+        deadline = time.monotonic() + PATIENCE_S
+        while not (pair.folder / METRICS).exists() or len(losses(pair.folder)) < lines:
+            assert pair.processes[0].poll() is None, pair.log(0)
+            assert time.monotonic() < deadline, pair.log(0)
+        pair.processes[1].kill()
+        assert pair.exit_of(0) != 0
+    pair.start("--set", "steps=90")
+    assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0)
+    assert "resuming at step" in pair.log(0)
+    assert losses(pair.folder) == losses(whole.folder)
+
+
+def test_local_processes_share_the_host_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    env = processes._environment(1, 4, port=5)
+    assert env["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"
+    assert launch.detect(env) == launch.Launch(
+        source="torchrun", num_processes=4, process_id=1, coordinator="127.0.0.1:5", local_device_ids=(1,)
+    )
+    with pytest.raises(MeshparError, match="share 8 host devices, but 8 is not a multiple of 3.*say --devices 9"):
+        processes._environment(0, 3, port=5)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(MeshparError, match=r"a launcher started this one \(RANK=0\)"):
+        processes._environment(0, 2, port=5)
+
+
+CHILD = """
+import os, signal, sys
+number = int(os.environ["RANK"])
+if sys.argv[1] == "stops" and number:
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.exit(7 if sys.argv[1] in ("fails", "stops") and not number else 0)
+"""
+
+
+@pytest.mark.parametrize(("what", "code"), [("ends", 0), ("fails", 7), ("stops", 7)])
+def test_local_processes_end_together(what: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", CHILD))
+    assert processes.run([what], processes=2) == code
+    assert ("process 0 of 2 ended with exit code 7" in capfd.readouterr().err) == bool(code)
+
+
+@pytest.mark.matrix
+def test_one_command_trains_on_local_processes_and_obeys_a_signal(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    base = [sys.executable, "-m", "meshpar.commands.cli", "train", "recipe.py", "--processes", "2", "--devices", "2"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*base, "--steps", "1000000"], cwd=tmp_path, env=env, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while "step 1/" not in (tmp_path / "log").read_text():
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+            process.terminate()
+            assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+        finally:
+            process.kill()
+    assert "The same command goes on from there" in (tmp_path / "log").read_text()

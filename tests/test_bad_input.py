@@ -1,0 +1,303 @@
+"""Bad input, seeded: every command answers with one clear error or success, and nothing large is taken before.
+
+Cases are drawn from classes of what goes wrong with files, numbers, names and variables. A quick run tries some in one
+process; `make test-rest` tries them all. An alarm ends a case that hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from meshpar.commands import launch
+from meshpar.data import text
+from meshpar.sharding.host import check_memory, read_json
+from meshpar.sharding.types import MeshparError
+
+HANGS_S = 300
+RECIPE = """
+import meshpar as mp
+from meshpar.data import TextData
+from meshpar.models import TransformerConfig, next_token_loss
+
+def recipe():
+    return mp.Recipe(
+        name="bad", mesh=mp.MeshSpec(fsdp=2), strategy=mp.fsdp(min_bytes=0), loss=next_token_loss,
+        model=TransformerConfig(vocab_size=256, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8,
+                                mlp_dim=16),
+        data=TextData(files=("text.txt",), seq_len=16, valid_fraction=0.2, valid_batches=1), steps=2, batch_size=4,
+    )
+
+def raises():
+    return {}["no such key"]
+
+def leaves():
+    raise SystemExit(0)
+
+def recurses():
+    return recurses()
+
+def another():
+    return 3
+"""
+DEEP = "[" * 100_000
+WEIRD = (
+    "", "-1", "0", "1e20", "1e400", "nan", "inf", "9" * 30, "9" * 5000, "4000000000", "99999999999", "2147483648",
+    "none", "true", "[]", "{}", "()", "[[[", "'", "\\", "é", "\x00"[:0] or "x", "a=b", "..", "/", "~", "~nobody/x",
+    "x" * 5000, "1,2,3", "0x10", "1_000", " ", "-0", "*", "**/**/**", "%s", "{x}", "__import__('os').abort()",
+)  # fmt: skip
+FIELDS = (
+    "steps", "batch_size", "accumulate", "seed", "mesh.fsdp", "mesh.data", "mesh", "strategy", "model.vocab_size",
+    "model.num_layers", "model.embed_dim", "model.num_heads", "model.head_dim", "model.mlp_dim", "model.attention",
+    "data.seq_len", "data.prefetch", "data.files", "data.valid_fraction", "data.max_bytes", "data.tokenizer",
+    "optimizer.lr", "optimizer.warmup_steps", "optimizer.b1", "precision.compute", "remat", "interleave", "nonfinite",
+    "validate_every", "checkpoint_every", "keep_checkpoints", "sample.num_tokens", "sample.temperature", "name",
+    "xla.x", "no.such", "model", "data",
+)  # fmt: skip
+CONTENTS = (
+    "", "{}", "[]", "null", "3", '"x"', "{", DEEP, '{"a":' * 50_000, "\x00\x01", '{"devices": 1}', '{"plans": []}',
+    '{"plans": [3]}', '{"plans": 1e999}', '{"table": [[["F", 0, 99999999999]]]}', '{"name": ' + "9" * 5000 + "}",
+    '{"step": 1}', '{"nodes": 1e30}', '{"axes": {"x": {}}, "devices": "cpu"}', "0F0,0B0", "a,b\nc", '{"model": null}',
+    '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 99999999999}, "unk_token": "a"}}',
+)  # fmt: skip
+
+
+class Place:
+    """A folder with a recipe, a text, and every kind of thing that can stand where a file should."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "recipe.py").write_text(RECIPE)
+        (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+        os.mkfifo(folder / "pipe")
+        os.mkfifo(folder / "pipe.json")
+        os.mkfifo(folder / "pipe.py")
+        (folder / "folder.json").mkdir()
+        (folder / "gone").symlink_to(folder / "nowhere")
+        (folder / "loop").symlink_to(folder / "loop")
+        tangle = folder / "tangle"
+        tangle.mkdir()
+        (tangle / "a.txt").write_text("some text " * 200)
+        for name in ("one", "two", "three"):  # three ways back: walked blindly, more paths than atoms
+            (tangle / name).symlink_to(tangle)
+        (folder / "broken.py").write_text("def recipe(:\n")
+        (folder / "bytes.py").write_bytes(bytes(range(256)))
+        for number, content in enumerate(CONTENTS):
+            for suffix in ("json", "csv"):
+                (folder / f"file{number}.{suffix}").write_text(content)
+
+    def paths(self, suffix: str = "json") -> list[str]:
+        files = [f"file{number}.{suffix}" for number in range(len(CONTENTS))]
+        odd = [
+            "pipe",
+            "pipe.json",
+            "folder.json",
+            "gone",
+            "loop",
+            "no/such",
+            "x" * 300,
+            "x/" * 3000,
+            "",
+            ".",
+            "/dev/zero",
+        ]
+        return [*files, *odd]
+
+
+def field(place: Place, draw: random.Random) -> list[str]:
+    return ["shard", "recipe.py", "--set", f"{draw.choice(FIELDS)}={draw.choice(WEIRD)}"]
+
+
+def fields(place: Place, draw: random.Random) -> list[str]:
+    return [*field(place, draw), "--set", f"{draw.choice(FIELDS)}={draw.choice(WEIRD)}"]
+
+
+def recipe(place: Place, draw: random.Random) -> list[str]:
+    files = [*place.paths(), "pipe.py", "broken.py", "bytes.py", "recipe.py:no", "recipe.py:raises", "recipe.py:leaves"]
+    return [
+        "shard",
+        draw.choice([*files, "recipe.py:recurses", "recipe.py:another", "recipe.py:RECIPE", ":", "recipe.py:"]),
+    ]
+
+
+def mesh(place: Place, draw: random.Random) -> list[str]:
+    return ["shard", "recipe.py", draw.choice(["--mesh", "--strategy", "--devices"]), draw.choice(WEIRD)]
+
+
+def cost(place: Place, draw: random.Random) -> list[str]:
+    option = draw.choice(["--ranks", "--bytes", "--alpha", "--bandwidth", "--inner", "--servers", "--axis"])
+    return ["cost", draw.choice(["ring", "tree", ""]), option, draw.choice(WEIRD)]
+
+
+def profile(place: Place, draw: random.Random) -> list[str]:
+    return ["cost", "ring", "--cluster", draw.choice([*place.paths(), *WEIRD, "h100:-1x8", "h100:8", "h100:1e9x1e9"])]
+
+
+def schedule(place: Place, draw: random.Random) -> list[str]:
+    if draw.random() < 0.5:
+        return ["schedule", draw.choice([*place.paths("csv"), *place.paths("json")])]
+    option = draw.choice(["--stages", "--microbatches", "--chunks", "--limit", "--f", "--b", "--w"])
+    return ["schedule", "gpipe", option, draw.choice(WEIRD)]
+
+
+CLASSES: list[Callable[[Place, random.Random], list[str]]] = [
+    field, fields, recipe, mesh, cost, profile, schedule,
+]  # fmt: skip
+
+
+def cases(number: int, seed: int) -> list[tuple[Callable, random.Random]]:
+    return [(CLASSES[at % len(CLASSES)], random.Random(f"{seed} {at}")) for at in range(number)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("bad"))
+
+
+@pytest.fixture
+def alarm() -> Iterator[Callable[[], None]]:
+    """What hangs ends its case: the limit is for that, and no verdict hangs on how fast a machine is."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    yield lambda: signal.alarm(HANGS_S)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def wrong_with(code: int, err: str) -> str | None:
+    """What an answer lacks; None for success or one clear error."""
+    if code == 0:
+        return None
+    if "Traceback" in err:
+        return "a traceback"
+    told = [line for line in err.splitlines() if line.startswith("meshpar: ")]
+    if code not in (1, 2) or len(told) != 1:
+        return f"exit code {code} with {len(told)} errors"
+    if code == 1:
+        return "an error that nobody wrote for it"
+    return None if "To fix it: " in told[0] or " See meshpar" in told[0] or "known" in told[0] else "no way out"
+
+
+def answers(meshpar, place: Place, alarm, monkeypatch, number: int, seed: int) -> list[str]:
+    """The cases without a proper answer."""
+    monkeypatch.chdir(place.folder)
+    found = []
+    for make, draw in cases(number, seed):
+        args = make(place, draw)
+        alarm()
+        code, _, err = meshpar(*args)
+        if (wrong := wrong_with(code, err)) is not None:
+            found.append(f"{wrong}: {[arg[:80] for arg in args]}: {err[-600:]}")
+    return found
+
+
+def test_bad_input_is_answered_by_one_clear_error(meshpar, place, alarm, monkeypatch) -> None:
+    assert answers(meshpar, place, alarm, monkeypatch, 56, seed=1) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_more_bad_input_is_answered_by_one_clear_error(meshpar, place, alarm, monkeypatch, seed) -> None:
+    assert answers(meshpar, place, alarm, monkeypatch, 300, seed=seed) == []
+
+
+def test_texts_that_are_none_are_told(place: Place, alarm, monkeypatch) -> None:
+    monkeypatch.chdir(place.folder)
+    for entry in ("pipe", "gone", "loop", "no/such", "folder.json", "x" * 5000, "*.nothing", "**/nothing", "\x00"):
+        alarm()
+        with pytest.raises((MeshparError, OSError, ValueError)):
+            text.read(text.find([entry]))
+
+
+def test_links_that_lead_back_are_walked_once(place: Place, alarm, monkeypatch) -> None:
+    monkeypatch.chdir(place.folder)
+    alarm()
+    for entry in ("tangle/**/*.txt", "tangle/**/**/*.txt", "tangle/**", "tangle"):
+        assert [file.path.name for file in text.find([entry])] == ["a.txt"], entry
+
+
+def test_globs_find_what_a_shell_does(tmp_path: Path, monkeypatch) -> None:
+    for name in ("a.txt", "b.md", "d/c.txt", "d/.hidden.txt", ".e/f.txt", "d/g/h.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+
+    def found(entry: str) -> list[str]:
+        return [str(file.path.relative_to(tmp_path)) for file in text.find([entry])]
+
+    assert found("*.txt") == ["a.txt"]
+    assert found("**/*.txt") == ["a.txt", "d/c.txt", "d/g/h.txt"]
+    assert found("d/**") == ["d/c.txt", "d/g/h.txt"]
+    assert found("d/.h*") == ["d/.hidden.txt"]
+    assert found("[ab].*") == ["a.txt", "b.md"]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "a:b"},
+        {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "two", "JAX_COORDINATOR_ADDRESS": "a:1"},
+        {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "9" * 30, "JAX_COORDINATOR_ADDRESS": "a:1"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "http"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "JAX_LOCAL_DEVICE_IDS": "0;1"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "LOCAL_RANK": "x"},
+        {"SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "x"},
+        {"SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "x"},
+    ],
+)  # fmt: skip
+def test_launcher_variables_that_are_no_numbers_are_told(env: dict[str, str]) -> None:
+    with pytest.raises(launch.LaunchError, match="To fix it: "):
+        launch.detect(env)
+
+
+def test_a_long_list_of_tasks_is_read_without_writing_it_out() -> None:
+    assert launch._tasks_on_node("4(x999999999),2", 999999999) == 2
+
+
+@pytest.mark.parametrize("assignment", ["model.vocab_size=4000000000", "data.prefetch=100000000"])
+def test_what_no_memory_holds_is_told_before_it_is_taken(meshpar, place, monkeypatch, assignment) -> None:
+    monkeypatch.chdir(place.folder)
+    code, _, err = meshpar("train", "recipe.py", "--devices", 2, "--set", assignment)
+    assert code == 2
+    assert "GB are free. To fix it: " in err
+    assert not (place.folder / "runs").exists()
+
+
+def test_memory_and_json_are_judged(tmp_path: Path) -> None:
+    check_memory("here", "take it", 1.0, "do")
+    with pytest.raises(MeshparError, match="takes 1,000,000.0 GB here"):
+        check_memory("here", "take it", 1e15, "do")
+    (tmp_path / "deep.json").write_text(DEEP)
+    with pytest.raises(MeshparError, match="nested too deep"):
+        read_json(tmp_path / "deep.json", "it", "do")
+    (tmp_path / "big.json").write_bytes(b"")
+    os.truncate(tmp_path / "big.json", 1 << 40)  # a hole: nothing is on the disk
+    with pytest.raises(MeshparError, match="MB are the most"):
+        read_json(tmp_path / "big.json", "it", "do")
+
+
+def test_a_damaged_run_folder_is_told(meshpar, place, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(place.folder)
+    run = tmp_path / "bad"
+    for content in ("{", DEEP, "[]", "\x00"):
+        run.mkdir(exist_ok=True)
+        (run / "recipe.json").write_text(content)
+        code, _, err = meshpar("train", "recipe.py", "--devices", 2, "--out", tmp_path)
+        assert code == 2, err
+        assert "recipe.json: asked to read it" in err
+        assert "--fresh" in err
+    (run / "recipe.json").unlink()
+    (run / "metrics.jsonl").write_text(f'{{"step": 1}}\n{DEEP}\n{json.dumps({"step": []})}\n3\n')
+    code, _, err = meshpar("train", "recipe.py", "--devices", 2, "--out", tmp_path)
+    assert code == 0, err
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 2]

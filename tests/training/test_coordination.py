@@ -1,0 +1,102 @@
+"""What processes compare before they compute: threads stand for them, a dict for the coordination service."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+from meshpar.sharding.types import MeshparError
+from meshpar.training.coordination import Pod, flatten, this_pod
+
+
+class Store:
+    """The service as a dict."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.news = threading.Condition()
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        with self.news:
+            assert allow_overwrite
+            self.values[key] = value
+            self.news.notify_all()
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        with self.news:
+            if not self.news.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: it did not come")
+            return self.values[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        with self.news:
+            return [(path, value) for path, value in self.values.items() if path.startswith(f"{key}/")]
+
+
+def together(facts: list[dict | None], *, times: int = 1, timeout_s: float = 600.0) -> list[str | None]:
+    """Each process's error, None where it agrees; a process without facts does not come."""
+    store = Store()
+
+    def process(number: int) -> str | None:
+        mine = facts[number]
+        if mine is None:
+            return None
+        pod = Pod(store, process_id=number, num_processes=len(facts))
+        try:
+            for _ in range(times):
+                pod.agree("recipe", mine, fix="start them alike", timeout_s=timeout_s)
+        except MeshparError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(len(facts)) as pool:
+        return list(pool.map(process, range(len(facts))))
+
+
+RECIPE = {"name": "a", "optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "sample": None, "xla": {}}
+
+
+def test_processes_that_are_alike_agree_as_often_as_they_ask() -> None:
+    assert together([RECIPE] * 3, times=2) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("odd", "number", "words"),
+    [
+        ({**RECIPE, "name": "b"}, 2, "process 2 of 4 (on {host}): asked to compute together with process 0, but the "
+         "recipe differs: name is 'b' there and 'a' in process 0. To fix it: start them alike."),
+        ({**RECIPE, "optimizer": {"lr": 0.2, "betas": [0.9, 0.9]}}, 0,
+         "process 0 of 4 (on {host}): asked to compute together with process 1, but the recipe differs: optimizer.lr "
+         "is 0.2 there and 0.1 in process 1 (1 more differs)"),
+        ({**RECIPE, "sample": {"prompt": "x"}}, 1, "sample is (absent) there and None in process 0"),
+    ],
+)  # fmt: skip
+def test_every_process_names_the_one_that_differs_and_the_first_field(odd: dict, number: int, words: str) -> None:
+    import socket
+
+    facts = [RECIPE] * 4
+    facts[number] = odd
+    errors = together(facts)
+    assert len(set(errors)) == 1
+    assert words.format(host=socket.gethostname()) in errors[0]
+
+
+def test_a_process_that_does_not_come_is_named() -> None:
+    errors = together([RECIPE, None, RECIPE], timeout_s=0.05)
+    for number in (0, 2):
+        assert "process 1 of 3: asked to compare its recipe with the others', but it did not come" in errors[number]
+    errors = together([None, RECIPE], timeout_s=0.05)
+    assert "process 0 of 2" in errors[1]
+
+
+def test_values_are_compared_as_json_has_them() -> None:
+    assert dict(flatten({"a": {"b": (1, {"c": 2}), "d": {}}, "e": 1.0})) == {
+        "a.b.0": 1, "a.b.1.c": 2, "a.d": {}, "e": 1.0,
+    }  # fmt: skip
+
+
+def test_a_process_on_its_own_has_no_pod() -> None:
+    assert this_pod() is None

@@ -1,0 +1,151 @@
+"""Who is lost, by beats that a test writes and a clock that it turns: no thread and no process takes part."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from meshpar.training import watchdog
+from meshpar.training.coordination import Pod
+from meshpar.training.watchdog import BEAT_S, Judge, Watchdog
+from tests.training.test_coordination import Store
+
+
+class Told:
+    """Two processes and their judge, moved from beat to beat."""
+
+    def __init__(self) -> None:
+        self.judge = Judge(2, stall_s=40, busy_s=600)
+        self.now = 0.0
+        self.beats = {
+            number: {"count": 0, "host": f"host{number}", "step": 5, "busy": None, "slowest_s": 1.0, "failed": None}
+            for number in (0, 1)
+        }
+
+    def after(self, seconds: float, *, beating: tuple[int, ...] = (0, 1), moving: tuple[int, ...] = ()) -> str | None:
+        """The verdict so many seconds later; who moves takes a step at each beat."""
+        for _ in range(round(seconds / BEAT_S)):
+            self.now += BEAT_S
+            for number in beating:
+                self.beats[number]["count"] += 1
+                self.beats[number]["step"] += number in moving
+            if verdict := self.judge.look(self.beats, self.now):
+                return verdict
+        return None
+
+
+@pytest.fixture
+def told() -> Told:
+    told = Told()
+    assert told.after(20, moving=(0, 1)) is None
+    return told
+
+
+def test_processes_that_move_are_left_alone(told: Told) -> None:
+    assert told.after(4000, moving=(0, 1)) is None
+
+
+def test_one_that_is_not_heard_of_is_named(told: Told) -> None:
+    verdict = told.after(60, beating=(0,))
+    assert verdict is not None
+    assert verdict.startswith("process 1 of 2 (on host1) has not been heard of for 4")
+    assert "since it was in step 16: it died, or it was stopped" in verdict
+
+
+def test_one_that_lives_and_stays_behind_is_named_and_not_those_that_wait_for_it(told: Told) -> None:
+    told.beats[0]["step"] += 3
+    verdict = told.after(60)
+    assert verdict is not None
+    assert verdict.startswith("process 1 of 2 (on host1) stays in step 16 for 4")
+
+
+def test_a_collective_that_hangs_holds_all(told: Told) -> None:
+    assert (told.after(60) or "").startswith("all processes stay in step 16 for 4")
+
+
+def test_a_long_step_among_long_ones_is_no_stall(told: Told) -> None:
+    told.beats[1]["slowest_s"] = 30.0
+    assert told.after(140) is None
+    assert "stay in step 16" in (told.after(30) or "")
+
+
+def test_what_may_take_long_is_no_stall_but_for_hours(told: Told) -> None:
+    told.beats[1]["busy"] = "saves"
+    told.beats[0]["step"] += 3
+    assert told.after(590) is None
+    assert (told.after(30) or "").startswith("process 1 of 2 (on host1) saves for 60")
+
+
+def test_one_that_is_stopped_while_it_saves_is_named_as_soon(told: Told) -> None:
+    told.beats[1]["busy"] = "saves"
+    assert "since it saves: it died" in (told.after(60, beating=(0,)) or "")
+
+
+def test_a_process_that_is_done_may_fall_silent(told: Told) -> None:
+    told.beats[1]["busy"] = "done"
+    told.beats[0]["busy"] = "ends"
+    assert told.after(500, beating=(0,)) is None
+
+
+def test_an_error_of_its_own_ends_all_at_once(told: Told) -> None:
+    told.beats[1]["failed"] = {"text": "ValueError: no such batch", "own": True}
+    assert told.after(BEAT_S) == "process 1 of 2 (on host1) ended: ValueError: no such batch"
+
+
+def test_where_a_message_failed_the_process_that_died_is_named(told: Told) -> None:
+    told.beats[0]["failed"] = {"text": "JaxRuntimeError: connection closed by peer", "own": False}
+    verdict = told.after(30, beating=(0,))
+    assert (verdict or "").startswith("process 1 of 2 (on host1) has not been heard of for 1")
+
+
+def test_a_message_that_failed_while_all_live_ends_all(told: Told) -> None:
+    told.beats[0]["failed"] = {"text": "JaxRuntimeError: out of memory", "own": False}
+    assert told.after(30) == "process 0 of 2 (on host0) ended: JaxRuntimeError: out of memory"
+
+
+def dogs(left: dict[int, str]) -> list[Watchdog]:
+    store = Store()
+    return [
+        Watchdog(
+            Pod(store, process_id=number, num_processes=2),
+            leave=lambda verdict, number=number: left.__setitem__(number, verdict),
+        )
+        for number in (0, 1)
+    ]
+
+
+def test_one_process_fails_and_both_leave_for_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
+    left: dict[int, str] = {}
+    pair = dogs(left)
+    for dog in pair:
+        dog.start()
+    with pair[1].busy("saves"):
+        pair[1].failed(ValueError("no such batch"))
+        pair[1].failed(ValueError("a later one"))
+    for dog in pair:
+        dog.wait_to_leave()
+    assert left[0] == left[1]
+    assert "process 1 of 2" in left[0]
+    assert "ValueError: no such batch. All processes end" in left[0]
+
+
+def test_process_0_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
+    left: dict[int, str] = {}
+    dog = dogs(left)[1]
+    dog.stall_s = 0.1
+
+    stopped = threading.Event()
+    dog.start()
+    monkeypatch.setattr(dog._pod, "put", lambda key, value: stopped.wait(600))  # as a service in a stopped process
+    dog.wait_to_leave()
+    stopped.set()
+    assert "process 0 of 2, which coordinates, has not answered" in left[1]
+
+
+def test_without_a_pod_nothing_is_watched() -> None:
+    assert watchdog.watch(None) is None
+    with watchdog.busy("saves"):
+        assert watchdog.current() is None
