@@ -106,6 +106,7 @@ def facts_of(
         interleave=options.interleave,
         compute=options.precision.compute,
         reduce=options.precision.reduce,
+        matmul=options.precision.matmul,
         on_cpu=on_cpu,
         uses=uses or {},
     )

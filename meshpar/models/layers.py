@@ -154,7 +154,7 @@ _reduced_first.defvjp(lambda _, *given: (given, None), _barrier)
 def logits(h_BTE: Float[Array, "B T E"], kernel_EV: Float[Array, "E V"]) -> Float[Array, "B T V"]:
     """Of hidden states, by the head's matrix; in the wider of their dtypes, as Flax's layers."""
     dtype = jnp.promote_types(h_BTE.dtype, kernel_EV.dtype)
-    return dot_general(h_BTE.astype(dtype), kernel_EV.astype(dtype), (((2,), (0,)), ((), ())))
+    return dot_general(h_BTE.astype(dtype), kernel_EV.astype(dtype), (((2,), (0,)), ((), ())), narrow=False)
 
 
 def _at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:

@@ -27,7 +27,7 @@ from meshpar.sharding.context import ambient, spec_of
 from meshpar.sharding.regions import per_device
 from meshpar.sharding.types import axis_sizes, problem, spec_axes
 from meshpar.training.layers import MATMUL
-from meshpar.training.precision import weight_grad_dtype
+from meshpar.training.precision import check_wide, weight_grad_dtype
 
 
 def overlaps(cfg: TransformerConfig, x_BTE: Float[Array, "B T E"], *, has_cache: bool) -> bool:
@@ -44,6 +44,7 @@ def overlaps(cfg: TransformerConfig, x_BTE: Float[Array, "B T E"], *, has_cache:
     here = ambient()
     if here is not None and here.mesh.size == 1:
         return False
+    check_wide('TransformerConfig(tensor_matmul="overlapped")', "matmuls with messages", 'use tensor_matmul="xla"')
     axis = _axis(x_BTE)
     assert here is not None
     return axis_sizes(here.mesh)[axis] > 1

@@ -312,7 +312,7 @@ def advanced(cache: KVCache | None, kv: Any, angles: Rope) -> KVCache | None:
 def tied_logits(table_VE: Float[Array, "V E"], h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
     """Logits by the embedding table, gathered over its width as for the lookup."""
     table_VE = layers.gathered_table(table_VE)
-    return dot_general(h_BTE, table_VE.astype(h_BTE.dtype), (((2,), (1,)), ((), ())))
+    return dot_general(h_BTE, table_VE.astype(h_BTE.dtype), (((2,), (1,)), ((), ())), narrow=False)
 
 
 def laid_logits(cfg: TransformerConfig, logits_BTV: Float[Array, "B T V"]) -> Float[Array, "B T V"]:

@@ -21,6 +21,7 @@ from meshpar.moe.choice import GPUS, KernelChoice
 from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
 from meshpar.sharding.types import problem
+from meshpar.training.precision import check_wide
 
 KERNEL = "grouped_matmul"
 SWIGLU = "grouped_swiglu"
@@ -179,6 +180,7 @@ def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, 
     for name, array, dims in (("rows", rows, "R d"), ("weights", weights, "G d f")):
         if not hasattr(array, "dtype"):
             check_array(KERNEL, name, array, dims)
+    check_wide(KERNEL, "matmuls of experts", "leave matmul out of the precision")
     shapes = f"rows {rows.shape}, weights {weights.shape} and group_sizes {jnp.shape(group_sizes)}"
     fits = rows.ndim == 2 and weights.ndim == 3 and rows.shape[1] == weights.shape[1] and 0 not in weights.shape
     if not fits or jnp.shape(group_sizes) != weights.shape[:1]:

@@ -156,7 +156,7 @@ def gathered(facts: Facts, weight: Weight) -> Promised | None:
         kind="gather",
         axes=facts.ordered(axes),
         elements=layer_elements(facts, decision, axes),
-        dtype=facts.wire(facts.compute_dtype(decision)),
+        dtype=facts.wire(facts.gathered_dtype(decision)),
         count=(fewest, most),
         tensors=(decision.path,),
         stack=stack,

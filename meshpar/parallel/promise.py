@@ -28,9 +28,9 @@ from meshpar.sharding.types import Decision, axes_of_spec, scores_experts, spec_
 if TYPE_CHECKING:
     from meshpar.parallel.quantized import Quantize
 
-_HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "f8e4m3fn"}
 
-ITEMSIZE = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "u8": 1}
+ITEMSIZE = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "u8": 1, "f8e4m3fn": 1}
 """Bytes of a number on the wire, by its name in HLO."""
 
 WEIGHTS, GRADIENTS, RENEWED = "weights before use", "gradients", "new parameters"
@@ -145,6 +145,8 @@ class Facts:
     """The dtype that layers compute in; None: each parameter's own."""
     reduce: str | None = None
     """The dtype that gradients are summed in; None: float32 at the least."""
+    matmul: str | None = None
+    """`Precision.matmul`."""
     quantize: Quantize | None = None
     """How kernels send weights and gradients of split parameters; None: as XLA sends them."""
     is_prefetched: bool = False
@@ -171,13 +173,22 @@ class Facts:
         return not self.by_stages and (self.is_once or self.quantize is not None)
 
     def wire(self, dtype: Any) -> str:
-        """A dtype as HLO names it; XLA:CPU sends float32 where less was asked."""
+        """A dtype as HLO names it; XLA:CPU sends float32 where less was asked, and float16 for 8 bits."""
         name = _HLO_DTYPE.get(np.dtype(dtype).name, np.dtype(dtype).name)
+        if self.on_cpu and name.startswith("f8"):
+            return "f16"
         return "f32" if self.on_cpu and name in ("bf16", "f16") else name
 
     def compute_dtype(self, decision: Decision) -> np.dtype:
         """In which a parameter is used."""
         return np.dtype(jnp.dtype(self.compute or decision.leaf.dtype))
+
+    def gathered_dtype(self, decision: Decision) -> np.dtype:
+        """In which a parameter is gathered: rounded before, where that is the layer's own and not done ahead of it."""
+        leaf, ahead = decision.leaf, self.is_prefetched or self.is_once or self.by_stages
+        if self.matmul is None or ahead or leaf.num_layers == 1 or leaf.layer_ndim < 2:
+            return self.compute_dtype(decision)
+        return np.dtype(jnp.float8_e4m3fn)
 
     def reduce_dtype(self, decision: Decision) -> np.dtype:
         """In which its gradient is summed."""

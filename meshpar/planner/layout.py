@@ -147,6 +147,7 @@ class Placed:
             choices=work.choices,
             compute=work.precision.compute,
             reduce=work.precision.reduce,
+            matmul=work.precision.matmul,
         )
         return dataclasses.replace(facts, exchanges_rows=work.looks_up and bool(looked_up(facts)))
 

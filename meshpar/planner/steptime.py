@@ -138,7 +138,9 @@ class Clock:
         """A time that no layout of these takes less than: the products, without bubble or messages."""
         work = placed.workload
         most = max(self.products.values(), default=self.peak_flops_per_s(work) * self.efficiency)
-        return work.flops[layout.remat] * work.rows / self.cluster.num_devices / most
+        gpu = self.cluster.gpu
+        time = 1 - work.narrow_share * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
+        return time * work.flops[layout.remat] * work.rows / self.cluster.num_devices / most
 
     def peak_flops_per_s(self, work: Workload) -> float:
         """Of products in the dtype that layers compute in, by the data sheet."""

@@ -34,7 +34,7 @@ from meshpar.sharding.rules import ACTIVATION_NAMES
 from meshpar.sharding.table import optimizer_decisions
 from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, tree_leaves_with_paths
 from meshpar.training.layers import REMAT_POLICIES
-from meshpar.training.precision import Precision, cast_floating, numerics
+from meshpar.training.precision import Precision, cast_floating, numerics, products
 
 Remat = str | None
 POLICIES: tuple[Remat, ...] = (None, *reversed(REMAT_POLICIES))
@@ -92,6 +92,8 @@ class Workload:
     """Of a training step's matrix products for one row, recomputation included."""
     model_flops: float
     """For one row: three forward passes."""
+    narrow_share: float
+    """Of the FLOPs, those of 8-bit products."""
     held: Mapping[Remat, tuple[Held, ...]]
     looks_up: bool
     """Whether tokens are looked up by `models.lookup`."""
@@ -172,10 +174,12 @@ def describe(
             held[remat] = tuple(_labelled(kept, leaves, marker, seq_len, is_all=remat is None))
     again = 2 * visited * (seq_len or 1)
     flops = {remat: 3 * forward + count - flops[None] + again * (remat is not None) for remat, count in flops.items()}
+    narrow = sum(flops for flops, eqn in products(alone) if all(x.aval.dtype.itemsize == 1 for x in eqn.invars[:2]))
     extra = [leaf_of(path, x) for path, x in tree_leaves_with_paths(variables.extra)]
     return Workload(
         model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
-        tokens=tokens, flops=flops, model_flops=3 * forward, held=held, looks_up=looks_up, choices=choices,
+        tokens=tokens, flops=flops, model_flops=3 * forward,
+        narrow_share=narrow / marker / forward if forward else 0.0, held=held, looks_up=looks_up, choices=choices,
         bound_factor=bound_factor,
         whole_bytes=sum(leaf.nbytes for leaf in extra) + 4 + 8 + 4,
     )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from jax.extend import source_info_util
 
 from meshpar.sharding.context import current, within
 from meshpar.sharding.types import PyTree, near, problem
+from meshpar.training.products import float8_dot, wide_gradient_dot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,19 +31,25 @@ class Precision:
     """Sums of gradients over devices and micro-steps. None: the compute dtype, and float32 at the least. A lower
     dtype halves the bytes of a reduction and rounds at every hop."""
 
+    matmul: str | None = None
+    """Matmuls with weights inside of layers: "fp8" rounds both operands to 8-bit floats, forward and backward, each by
+    a scale of its own (`meshpar.training.products.float8_dot`). Attention, output layer and everything else stay in the
+    compute dtype. None: as they are."""
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name = getattr(self, field.name)
-            if name is not None and name not in FLOATS:
-                raise problem(
-                    f"Precision({field.name}={name!r})", "use that dtype", "it is no floating dtype", near(name, FLOATS)
-                )
+            known = MATMULS if field.name == "matmul" else FLOATS
+            if name is not None and name not in known:
+                exists = "it is no floating dtype" if known is FLOATS else f"there is {', '.join(known)}"
+                raise problem(f"Precision({field.name}={name!r})", "use that dtype", exists, near(name, known))
 
     def reduce_dtype(self, compute: Any) -> jnp.dtype:
         return jnp.dtype(self.reduce) if self.reduce else jnp.promote_types(compute, jnp.float32)
 
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
+MATMULS = ("fp8",)
 
 
 def cast_floating(tree: PyTree, dtype: str | None) -> PyTree:
@@ -90,7 +96,7 @@ def wide_work(jaxpr: Any, precision: Precision) -> WideWork | None:
         return None
     asked, all_flops = jnp.dtype(precision.compute).itemsize, 0
     wide: dict[tuple[str, str], int] = {}
-    for flops, eqn in _products(jaxpr, 1):
+    for flops, eqn in products(jaxpr):
         dtypes = [x.aval.dtype for x in eqn.invars[:2]]
         all_flops += flops
         if all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > asked for dtype in dtypes):
@@ -102,7 +108,7 @@ def wide_work(jaxpr: Any, precision: Precision) -> WideWork | None:
     return WideWork(precision=precision, share=sum(wide.values()) / all_flops, dtype=dtype, where=where)
 
 
-def _products(jaxpr: Any, times: int) -> Iterator[tuple[int, Any]]:
+def products(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, Any]]:
     """(FLOPs, equation) of every matmul and convolution, those in loops as often as they run."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
@@ -118,7 +124,7 @@ def _products(jaxpr: Any, times: int) -> Iterator[tuple[int, Any]]:
             for one in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(one, "jaxpr", one)
                 if hasattr(inner, "eqns"):
-                    yield from _products(inner, times * length)
+                    yield from products(inner, times * length)
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,6 +144,8 @@ class Numerics:
     """Slices of the rows that a layer runs beside each other: `meshpar.training.interleaved`."""
     num_scans: int = 0
     """Times that the model has called `scan_layers`."""
+    num_narrow: int = 0
+    """Matmuls that were computed as `Precision.matmul` says."""
 
 
 @contextlib.contextmanager
@@ -146,6 +154,18 @@ def numerics(precision: Precision, remat: str | None, interleave: int = 1) -> It
     context = Numerics(precision, remat, interleave=interleave)
     with within(numerics=context):
         yield context
+
+
+def check_wide(where: str, what: str, fix: str) -> None:
+    """Raise where a kernel's own matmuls are to be computed in 8 bits, which it cannot.
+
+    Args:
+      where, what, fix: of the error, as in `problem`.
+    """
+    context = current().numerics
+    if context is not None and context.precision.matmul is not None:
+        asked = f"Precision(matmul={context.precision.matmul!r})"
+        raise problem(where, f"compute {what} in 8 bits, as {asked} asks", "its kernel has no such products", fix)
 
 
 def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
@@ -158,15 +178,22 @@ def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
 
 
 def dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, **kwargs: Any
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, narrow: bool = True, **kwargs: Any
 ) -> jax.Array:
     """`lax.dot_general` of activations (lhs) and a weight (rhs), whose weight gradient leaves in the reduction dtype.
+
+    Where the step asks for it it is computed in fewer bits (`Precision.matmul`), unless `narrow` is False, as in output
+    layers.
 
     XLA places the reduction of a weight's gradient right behind the matmul that makes it, in the dtype of that
     matmul. So the sum over devices is as precise as `Precision.reduce` asks only where the layers use this function:
     pass it as `dot_general=` to Flax layers.
     """
     context = current().numerics
+    contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)
+    if context is not None and narrow and context.precision.matmul is not None:
+        context.num_narrow += 1
+        return _narrow(context.precision, contracting, batch, lhs, rhs)
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)
@@ -176,30 +203,11 @@ def dot_general(
     reduce = context.precision.reduce_dtype(rhs.dtype)
     if reduce == rhs.dtype:
         return plain(lhs, rhs)
-    contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)
-    return _dot(plain, contracting, batch, reduce, lhs, rhs)
+    return wide_gradient_dot(plain, contracting, batch, reduce, lhs, rhs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _dot(plain: Any, contracting: Any, batch: Any, reduce: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return plain(lhs, rhs)
-
-
-def _dot_backward(plain: Any, contracting: Any, batch: Any, reduce: Any, saved: Any, g: jax.Array) -> Any:
-    lhs, rhs = saved
-    (d_lhs,) = jax.vjp(lambda x: plain(x, rhs), lhs)[1](g)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = contracting, batch
-    lhs_free = [d for d in range(lhs.ndim) if d not in lhs_contract and d not in lhs_batch]
-    rhs_free = [d for d in range(rhs.ndim) if d not in rhs_contract and d not in rhs_batch]
-    # g's dims are (batch, free of lhs, free of rhs): contract it with lhs over what is free in lhs.
-    g_batch = tuple(range(len(lhs_batch)))
-    g_free = tuple(range(len(lhs_batch), len(lhs_batch) + len(lhs_free)))
-    d_rhs = lax.dot_general(
-        lhs, g, ((tuple(lhs_free), g_free), (lhs_batch, g_batch)), preferred_element_type=reduce
-    )  # (batch, what lhs contracts in lhs's order, free of rhs)
-    came = [*rhs_batch, *(rhs_contract[lhs_contract.index(d)] for d in sorted(lhs_contract)), *rhs_free]
-    d_rhs = jnp.transpose(d_rhs, [came.index(d) for d in range(rhs.ndim)])
-    return d_lhs, d_rhs.astype(rhs.dtype)
-
-
-_dot.defvjp(lambda plain, _, __, ___, lhs, rhs: (plain(lhs, rhs), (lhs, rhs)), _dot_backward)
+def _narrow(precision: Precision, contracting: Any, batch: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    if rhs.dtype == jnp.float16:
+        exists = "sums of products of 8-bit floats exceed what float16 holds"
+        raise problem('Precision(matmul="fp8")', "compute in float16 around it", exists, 'use compute="bfloat16"')
+    return float8_dot(contracting, batch, precision.reduce_dtype(rhs.dtype), lhs.astype(rhs.dtype), rhs)

@@ -266,6 +266,13 @@ def _check_layers(options: StepOptions, context: Numerics) -> None:
                 "the model marks no layer: it never calls meshpar.scan_layers",
                 f"run its stacked layers by mp.scan_layers(layer, x, params), or use {otherwise}",
             )
+    if options.precision.matmul is not None and not context.num_narrow:
+        raise problem(
+            f"Precision(matmul={options.precision.matmul!r})",
+            "compute the layers' matmuls in 8 bits",
+            "no matmul of the model goes through meshpar.training.precision.dot_general",
+            "give its layers dot_general=meshpar.training.precision.dot_general, or leave matmul out",
+        )
     for name in () if options.remat is None else named_in(options.remat):
         if name not in context.names:
             marked = context.names - {MATMUL, SECOND_SHARD}

@@ -51,7 +51,10 @@ def test_what_moves_nothing_is_no_kernel(name):
     assert kernel(body, name) is None
 
 
-@pytest.mark.parametrize(("dtype", "bytes_each", "seconds"), [("bf16", 2, 2e-3), ("f16", 2, 2e-3), ("f32", 4, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "bytes_each", "seconds"),
+    [("f8e4m3fn", 1, 1e-3), ("bf16", 2, 2e-3), ("f16", 2, 2e-3), ("f32", 4, 2e-2)],
+)
 def test_products_run_at_the_peak_of_their_operands_type(dtype, bytes_each, seconds):
     gpu = dataclasses.replace(GPU, memory_bytes_per_s=1e12)
     text = f"""HloModule m, is_scheduled=true

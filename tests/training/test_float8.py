@@ -1,0 +1,171 @@
+"""Matmuls in 8-bit floats: their numbers, the same under every strategy, what travels, and what cannot be had."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.compiled import census
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.moe import MoEConfig, Routing
+from meshpar.planner.workload import describe
+from meshpar.training.precision import dot_general, numerics
+from tests.equal import assert_same
+from tests.grid import cases
+from tests.parallel.test_equality import CASES, five_steps
+from tests.training.test_precision import PRODUCTS
+
+FP8 = mp.Precision(matmul="fp8")
+CONFIG = TransformerConfig(
+    vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=512
+)
+TOKENS = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
+MATRICES = 7
+"""With weights in a layer."""
+
+
+def rounded(x, dtype):
+    """As 8-bit floats over one scale, by NumPy."""
+    x = np.asarray(x, np.float32)
+    scale = np.abs(x).max() / np.float32(ml_dtypes.finfo(dtype).max)
+    return (x / scale).astype(dtype).astype(np.float64) * scale
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_values_and_gradients_are_those_of_rounded_operands(product):
+    lhs_shape, rhs_shape, dims = PRODUCTS[product]
+    rng = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (lhs_shape, rhs_shape))
+    with numerics(FP8, None):
+        out, pull = jax.vjp(lambda a, b: dot_general(a, b, dims), lhs, rhs)
+        g = jnp.asarray(rng.normal(size=out.shape), jnp.float32)
+        found = (out, *pull(g))
+
+    def plain(a, b):
+        return jax.lax.dot_general(a, b, dims)
+
+    with jax.enable_x64(True):
+        a, b = rounded(lhs, ml_dtypes.float8_e4m3fn), rounded(rhs, ml_dtypes.float8_e4m3fn)
+        expected, pull = jax.vjp(plain, jnp.asarray(a), jnp.asarray(b))
+        expected = (expected, *pull(jnp.asarray(rounded(g, ml_dtypes.float8_e5m2))))
+    for x, y in zip(found, expected, strict=True):
+        # Sums of a few products, in float32.
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+    # Three bits of significand are off by a sixteenth at the most, and signs differ: a sixteenth of the norm is ample.
+    assert np.linalg.norm(out - plain(lhs, rhs)) < np.linalg.norm(out) / 16
+
+
+@pytest.mark.parametrize("x", [np.zeros((2, 3)), np.full((2, 3), np.nan)], ids=["zeros", "nan"])
+def test_zeros_stay_zeros_and_what_is_no_number_stays_none(x):
+    with numerics(FP8, None):
+        out = dot_general(jnp.asarray(x, jnp.float32), jnp.ones((3, 2)), (((1,), (0,)), ((), ())))
+    np.testing.assert_array_equal(out, x[:, :2] * 3)
+
+
+@pytest.mark.parametrize(
+    ("framework", "case"),
+    cases(
+        ("nnx", "fsdp|tensor+sequence"),
+        grid=[
+            *(("nnx", one) for one in ("zero1", "zero3", "fsdp|tensor+sequence", "fsdp|remat")),
+            ("linen", "fsdp|tensor"),
+        ],
+    ),
+)
+def test_scales_are_those_of_all_shards(framework, case):
+    """Float64 around the 8 bits: sums in another order hardly ever round to another number of 8 bits."""
+    spec, strategy, options = CASES[case]
+    with jax.enable_x64(True):
+        expected = five_steps(framework, "float64", mp.MeshSpec(), mp.ddp(), {"precision": FP8})
+        options = {**options, "precision": FP8}
+        found = five_steps(framework, "float64", spec, strategy, options, start=expected.start)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
+    assert_same(found.params, expected.params, atol=1e-5)
+
+
+@pytest.mark.matrix
+def test_micro_steps_and_a_smaller_dtype_learn():
+    """Every micro-step has scales of its own rows."""
+    options = {"accumulate": 2, "precision": dataclasses.replace(FP8, compute="bfloat16")}
+    found = five_steps("nnx", "float32", mp.MeshSpec(data=2), mp.ddp(), options)
+    assert found.losses[-1] < found.losses[0] - 0.1
+
+
+def traced(model, precision):
+    mesh = mp.MeshSpec(fsdp=8).abstract()
+    state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=mp.fsdp(), precision=precision)
+    step = mp.train_step(next_token_loss, precision=precision)
+    return step, state, step.trace(state, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("precision", "model", "words"),
+    [
+        ({"matmul": "fp9"}, CONFIG, "there is fp8"),
+        ({"matmul": "fp8", "compute": "float16"}, CONFIG, "bfloat16"),
+        (
+            {"matmul": "fp8"},
+            dataclasses.replace(CONFIG, moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=512)),
+            "experts",
+        ),
+    ],
+)
+def test_what_cannot_be_had(precision, model, words):
+    with pytest.raises(mp.MeshparError, match=words):
+        traced(model.build(), mp.Precision(**precision))
+
+
+def test_a_model_without_the_matmul_is_told():
+    names = {"w": ("embed", None)}
+    model = mp.from_functions(lambda key: {"w": jnp.ones((8, 8))}, lambda p, x: x @ p["w"], names=names)
+    state = mp.init_state(model, optax.sgd(0.1), mesh=mp.MeshSpec(data=8).build(), strategy=mp.ddp(), key=0)
+    step = mp.train_step(lambda model, batch, key: ((model(batch) ** 2).mean(), {}), precision=FP8)
+    with pytest.raises(mp.MeshparError, match="dot_general"):
+        step(state, np.ones((8, 8), np.float32))
+
+
+def test_the_planner_counts_them_at_their_rate():
+    rows = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in TOKENS}
+    work = describe(CONFIG.build(), rows, next_token_loss, tx=optax.adam(1e-3), precision=FP8)
+    weights = CONFIG.num_layers * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
+    assert work.narrow_share == pytest.approx(2 * 64 * weights / (work.model_flops / 3))
+
+
+@pytest.mark.matrix
+def test_the_promise_knows_in_which_dtype_weights_are_gathered():
+    state = mp.abstract_state(
+        CONFIG.build(), optax.adam(1e-3), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp(), precision=FP8
+    )
+    report = mp.explain(mp.train_step(next_token_loss, precision=FP8), state, TOKENS)
+    assert not report.promise.unexpected
+    assert not report.promise.missing
+    assert [one.rule for one in report.findings if one.rule == "other-dtype"] == []
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("library", [False, True], ids=["triton", "cublas"])
+def test_compiled_for_a_gpu_every_matmul_of_a_layer_is_in_8_bits(pod, library):
+    step, state, trace = traced(CONFIG.build(), dataclasses.replace(FP8, compute="bfloat16"))
+    options = {**step.compile_options(state.setup), "xla_gpu_enable_triton_gemm": not library}
+    program = pod.compile(trace, "h100:1x8", options=options)
+    names = ("f8e4m3fn", "f8e5m2")
+    found = [
+        ins
+        for computation in program.module.computations.values()
+        for ins in computation
+        if ins.opcode == "dot" or "__cublas" in ins.attributes.get("custom_call_target", "")
+        if all(leaf.dtype in names for name in ins.operands[:2] for leaf in computation[name].shape.leaves())
+    ]
+    assert len(found) == 3 * MATRICES
+    targets = {ins.attributes.get("custom_call_target", "").strip('"') for ins in found}
+    assert targets == ({"__cublas$lt$matmul$f8"} if library else {""})
+    gathers = [one for one in census.census(program.module, state.setup.mesh) if one.kind == "all-gather"]
+    narrow = [array for one in gathers for array in one.arrays if array.dtype == "f8e4m3fn"]
+    assert len(narrow) == 2 * MATRICES  # forward and backward
