@@ -31,6 +31,7 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
 )
 from meshpar.training.batch import batch_sharding, split_by
+from meshpar.training.muon import Updating
 from meshpar.training.precision import Precision, cast_floating
 
 
@@ -72,6 +73,12 @@ class Setup:
         return frozenset(
             one.path.rpartition("/")[0] for one in self.table.params if set(axes_of_spec(one.spec, self.sizes)) - batch
         )
+
+    @functools.cached_property
+    def updating(self) -> Updating:
+        """How arrays lie where the optimizer updates them, by path."""
+        specs = jax.tree.leaves(self.layout.updates, is_leaf=is_spec)
+        return Updating(self.mesh, {one.path: spec for one, spec in zip(self.table.params, specs, strict=True)})
 
     @property
     def is_frozen(self) -> tuple[bool, ...]:

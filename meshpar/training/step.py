@@ -23,7 +23,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.activations import check_seen, held_between_modules
-from meshpar.sharding.context import ambient, apart, auto_sizes, tracing
+from meshpar.sharding.context import ambient, apart, auto_sizes, tracing, within
 from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, near_or, problem, tree_leaves_with_paths
 from meshpar.training.batch import as_given, as_rows, check_batch, with_auto_types
 from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
@@ -460,7 +460,8 @@ def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainS
     old = constrained(setup.trained(state.params), shards)
     grads = jax.tree.map(lambda g, p: mean(g).astype(p.dtype), constrained(sums.grads, shards), old)
     grads, before_update = setup.for_update(grads, state.opt_state)
-    updates, opt_state = setup.tx.update(grads, before_update, old)
+    with within(updates=setup.updating):
+        updates, opt_state = setup.tx.update(grads, before_update, old)
     params = optax.apply_updates(old, updates)
     metrics = {"loss": loss, **metrics}
     skipped, extra = state.skipped, setup.model.after_update(sums.extra)
