@@ -11,6 +11,7 @@ import meshpar as mp
 from meshpar.compiled.memory import memory
 from meshpar.compiled.program import compile_here
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.sharding.types import tree_leaves_with_paths
 
 CONFIG = TransformerConfig(
     vocab_size=64, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128
@@ -45,6 +46,38 @@ def test_moments_are_kept_in_bfloat16_and_computed_with_as_before():
         jax.tree.map(np.testing.assert_array_equal, state, rounded)
         expected = jax.tree.map(lambda x: x.astype("float32") if x.dtype == "bfloat16" else x, rounded)
     assert [x.dtype.name for x in jax.tree.leaves(state) if x.ndim] == ["bfloat16"] * 2
+
+
+@pytest.mark.parametrize(
+    ("tx", "kept"),
+    [
+        (optax.contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9), ["z/b", "z/w"]),
+        (optax.contrib.schedule_free_adamw(0.1), ["z/b", "z/w"]),
+        (optax.contrib.prodigy(0.1), ["params0/b", "params0/w"]),
+        (optax.contrib.muon(0.1), ["0/ns_coeffs"]),
+        (optax.chain(optax.trace(0.9), optax.ema(0.9)), []),
+    ],
+)
+def test_weights_that_an_optimizer_keeps_are_not_rounded(tx, kept):
+    """Steps of less than 2⁻⁹ of a weight would not move it."""
+    params = {"w": np.full((2, 2), 1.001, np.float32), "b": np.full(3, 1.001, np.float32)}
+    small = mp.moments_in(tx, "bfloat16")
+    state = small.init(params)
+    state = small.update(jax.tree.map(np.ones_like, params), state, params)[1]
+    wide = {path: x for path, x in tree_leaves_with_paths(state) if x.ndim and x.dtype == np.float32}
+    assert sorted("/".join(path.split("/")[-2:]) for path in wide) == kept
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, small.init(params))
+
+
+def test_a_small_step_moves_the_weights_that_an_optimizer_keeps():
+    params = {"w": np.full(4, 1.001, np.float32)}
+    tx = optax.contrib.schedule_free(optax.sgd(1e-4), 1e-4, b1=0.9)
+    small = mp.moments_in(tx, "bfloat16")
+    found, expected = (
+        one.update({"w": np.ones(4, np.float32)}, one.init(params), params)[1].z["w"] for one in (small, tx)
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert (found != params["w"]).all()
 
 
 @pytest.fixture(scope="module")
