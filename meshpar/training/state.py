@@ -254,7 +254,8 @@ def init_state(
 
     Args:
       model: from an adapter.
-      tx: an optax optimizer.
+      tx: an optax optimizer. One that asks for `value`, `grad`, or the loss at other parameters (`value_fn`, `obj_fn`),
+        as line searches do, is given it by the step.
       mesh: the devices, by axis.
       strategy: a strategy, or bare `Rules`.
       key: a jax random key, or a seed.
