@@ -23,7 +23,7 @@ from meshpar.sharding.lazy import lazy
 if TYPE_CHECKING:
     from meshpar import bench, collectives, compiled, data, interop, models, moe, pipeline, planner
     from meshpar.commands import plots
-    from meshpar.commands.recipe import AdamW, Optax, Recipe, Sample
+    from meshpar.commands.recipe import AdamW, Muon, Optax, Recipe, Sample
     from meshpar.compiled.explain import explain
     from meshpar.compiled.report import Report
     from meshpar.parallel import (
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from meshpar.training.layers import Aux, scan_layers
     from meshpar.training.loop import fit
     from meshpar.training.moments import moments_in, offloaded
+    from meshpar.training.muon import muon
     from meshpar.training.precision import Precision
     from meshpar.training.state import TrainState, abstract_state, init_state, load_params
     from meshpar.training.step import eval_step, train_step
@@ -62,11 +63,11 @@ __version__ = "0.1.0"
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "MeshSpec", "MeshparError", "Model", "Optax", "Precision",
-    "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy", "TrainState", "__version__",
-    "abstract_state", "bench", "collectives", "compiled", "constrain", "context_parallel", "custom", "data", "ddp",
-    "eval_step", "expert_parallel", "explain", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp",
-    "hsdp", "init_state", "interop", "load_params", "models", "moe", "moments_in", "names", "offloaded", "pipeline",
-    "pipeline_parallel", "plan", "planner", "plots", "replicated", "scan_layers", "shard_batch", "shardings",
-    "tensor_parallel", "train_step", "use", "zero1", "zero2", "zero3",
+    "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "MeshSpec", "MeshparError", "Model", "Muon", "Optax",
+    "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy", "TrainState",
+    "__version__", "abstract_state", "bench", "collectives", "compiled", "constrain", "context_parallel", "custom",
+    "data", "ddp", "eval_step", "expert_parallel", "explain", "first", "fit", "from_functions", "from_linen",
+    "from_nnx", "fsdp", "hsdp", "init_state", "interop", "load_params", "models", "moe", "moments_in", "muon",
+    "names", "offloaded", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "replicated", "scan_layers",
+    "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "zero1", "zero2", "zero3",
 ]  # fmt: skip

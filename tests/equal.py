@@ -49,13 +49,17 @@ def token_batches(rows: int, seq: int, steps: int, vocab: int = VOCAB) -> list[d
 
 def train(
     model: mp.Model, batches: list[dict[str, Any]], spec: mp.MeshSpec, strategy: Any,
-    *, start: TrainState | None = None, loss: Any = next_token_loss, **options: Any,
+    *, start: TrainState | None = None, params: Any = None, loss: Any = next_token_loss, tx: Any = None, **options: Any,
 ) -> Trained:  # fmt: skip
-    """A step of Adam for each batch; `start` holds the numbers to begin with, which are drawn where it is left out."""
+    """A step of Adam, or `tx`, for each batch.
+
+    `start` holds the numbers to begin with, or `params` those of the parameters; both left out, they are drawn.
+    """
     # A tenth of Adam's usual epsilon would let it divide rounding noise by rounding noise where a gradient is zero.
-    tx = optax.adam(1e-2, eps=1e-6)
+    tx = tx or optax.adam(1e-2, eps=1e-6)
     setup = make_setup(model, tx, mesh=mesh_of(spec), strategy=strategy)
     state = setup.init(0) if start is None else jax.device_put(start.replace(setup=setup), setup.shardings)
+    state = state if params is None else mp.load_params(state, params)
     start, step, metrics = jax.device_get(state), mp.train_step(loss, **options), []
     for batch in batches:
         state, found = step(state, batch)

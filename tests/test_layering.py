@@ -40,6 +40,7 @@ HOUSE: dict[str, list[str] | str] = {
     "pipeline.schedules": ["sharding.types"],
     "parallel": ["sharding.rules", "pipeline.schedules"],
     "training.moments": ["sharding.types"],
+    "training.muon": ["sharding.context"],
     "sharding.table": [
         "sharding.printing",
         "parallel",
@@ -49,7 +50,7 @@ HOUSE: dict[str, list[str] | str] = {
         "training.moments",
     ],
     "training.batch": ["parallel", "sharding.context"],
-    "training.state": ["sharding.table", "training.batch"],
+    "training.state": ["sharding.table", "training.batch", "training.muon"],
     "training.xla": ["sharding.types"],
     "training.options": ["training.layers", "training.xla"],
     # Arithmetic that kernels use, too: algorithm="auto" asks it, while a program is traced, what a message would take.

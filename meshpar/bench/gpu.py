@@ -46,16 +46,7 @@ class Products(Printed, Plain):
         Raises:
           ValueError: a device that the catalogue does not know, or a file of other devices.
         """
-        gpu = gpu_of_kind(self.device)
-        if gpu is None:
-            exists = "the catalogue does not know it: there is nothing to plan for"
-            raise problem(f"the profile of a `{self.device}`", "hold its products", exists, "measure on a GPU it knows")
-        known = parse_profile(str(path)) if Path(path).exists() else None
-        if known is None:
-            known = cluster_of(gpu, nodes=1, gpus_per_node=jax.local_device_count())
-        if not isinstance(known, Cluster) or known.gpu.name != gpu.name:
-            exists = f"it holds {known.name}"
-            raise problem(f"profile `{path}`", f"add products of a {gpu.name} to it", exists, "name another file")
+        known = profile_of(self.device, path)
         source = "; ".join(filter(None, (known.source, self.source)))
         return dataclasses.replace(known, products=self.flops_per_s, source=source)
 
@@ -68,6 +59,25 @@ class Products(Printed, Plain):
         ]
         caption = f"copies move {si(self.bytes_per_s, 'B/s')}; {self.source}"
         return table(f"{self.device}: {self.dtype} products", ("n", "rate", "of the data sheet"), rows, caption=caption)
+
+
+def profile_of(device: str, path: str | Path) -> Cluster:
+    """The profile that a device's products can stand in: the one that a file holds, else one node of this GPU.
+
+    Raises:
+      ValueError: a device that the catalogue does not know, or a file of other devices.
+    """
+    gpu = gpu_of_kind(device)
+    if gpu is None:
+        exists = "the catalogue does not know it: there is nothing to plan for"
+        raise problem(f"the profile of a `{device}`", "hold its products", exists, "measure on a GPU it knows")
+    known = parse_profile(str(path)) if Path(path).exists() else None
+    if known is None:
+        known = cluster_of(gpu, nodes=1, gpus_per_node=jax.local_device_count())
+    if not isinstance(known, Cluster) or known.gpu.name != gpu.name:
+        exists = f"it holds {known.name}"
+        raise problem(f"profile `{path}`", f"add products of a {gpu.name} to it", exists, "name another file")
+    return known
 
 
 def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int = 5) -> Products:

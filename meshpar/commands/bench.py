@@ -154,10 +154,13 @@ def gpu(sizes: tuple[int, ...], dtype: str, repeats: int, save: str | None, as_j
     in place of the assumed share of the data sheet's peak.
     """
     prepare_devices(None)
-    from meshpar.bench.gpu import products
+    from meshpar.bench.gpu import products, profile_of
 
     if save:
         check_file(save, (".json",))
+        import jax
+
+        profile_of(jax.devices()[0].device_kind, save)  # what cannot be kept is not measured
         if dtype != "bfloat16":
             exists, fix = "a profile's are of bfloat16, which plans are made for", "leave out --dtype, or --save"
             raise problem("--save", f"keep products of {dtype}", exists, fix)

@@ -37,6 +37,7 @@ from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, is_whole, near, path_str, problem
 from meshpar.training.moments import DTYPES, moments_in, offloaded
+from meshpar.training.muon import matrices, muon
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Precision
 from meshpar.training.step import TrainStep
@@ -138,17 +139,64 @@ class AdamW:
         return optax.join_schedules([rise, after], [self.warmup_steps])
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
-        adamw = optax.adamw(
-            self.learning_rate(steps),
+        tx = self._rule(self.learning_rate(steps), names)
+        tx = tx if self.clip_norm is None else optax.chain(optax.clip_by_global_norm(self.clip_norm), tx)
+        tx = tx if self.moments is None else moments_in(tx, self.moments)
+        return offloaded(tx) if self.offload else tx
+
+    def _rule(self, rate: Callable[[Any], Any], names: Mapping[str, Names]) -> optax.GradientTransformation:
+        return optax.adamw(
+            rate,
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,
             weight_decay=self.weight_decay,
             mask=functools.partial(decayed, names=names),
         )
-        tx = adamw if self.clip_norm is None else optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
-        tx = tx if self.moments is None else moments_in(tx, self.moments)
-        return offloaded(tx) if self.offload else tx
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Muon(AdamW):
+    """Momentum, orthogonalised, for the matrices inside the model; AdamW for the rest: tables, heads, norms, routers.
+
+    `mp.muon` does it where arrays are split; `meshpar.training.muon.matrices` says which are matrices. `lr` is that of
+    AdamW: updates are scaled to what AdamW's usually are (Liu et al. 2025, "Muon is Scalable for LLM Training").
+    """
+
+    momentum: float = 0.95
+    """Decay of the momentum, which is Nesterov's."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations."""
+    rms: float = 0.2
+    """Root mean square of a matrix's update, in learning rates; AdamW's is 0.2 to 0.4."""
+    share: bool = True
+    """Whether ranks that hold the same matrices share the work and exchange what comes out, as in `mp.muon`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, is_right, rule in (
+            ("momentum", 0 <= self.momentum < 1, "it is at least 0 and below 1"),
+            ("ns_steps", is_whole(self.ns_steps) and self.ns_steps >= 1, "it is a whole number of at least 1"),
+            ("rms", self.rms > 0, "it is above 0"),
+            ("share", isinstance(self.share, bool), "it is True or False"),
+        ):
+            _check(f"Muon.{name}", getattr(self, name), is_right, rule)
+
+    def _rule(self, rate: Callable[[Any], Any], names: Mapping[str, Names]) -> optax.GradientTransformation:
+        return muon(
+            rate,
+            ns_steps=self.ns_steps,
+            beta=self.momentum,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            adam_b1=self.b1,
+            adam_b2=self.b2,
+            adam_weight_decay=self.weight_decay,
+            adam_weight_decay_mask=functools.partial(decayed, names=names),
+            muon_weight_dimension_numbers=matrices(names),
+            consistent_rms=self.rms,
+            share=self.share,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

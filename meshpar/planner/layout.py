@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,7 +19,8 @@ from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.table import ByStage
-from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, num_shards, problem, spec_axes
+from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, is_whole, num_shards, problem, spec_axes
+from meshpar.training.options import StepOptions
 
 Of = TypeVar("Of")
 
@@ -48,16 +50,30 @@ class Layout:
         Raises:
           ValueError: a field is missing, or of the wrong kind.
         """
+        where, fix = "a plan's `layout`", "write the file anew: meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
+        fields = {one.name: one for one in dataclasses.fields(Layout)}
+        if not isinstance(data, Mapping) or data.keys() != fields.keys():
+            exists = f"it is {_some(data)}, and no object with exactly {', '.join(fields)}"
+            raise problem(where, "read it", exists, fix)
+        for field, is_right, rule in (
+            ("mesh", isinstance(data["mesh"], Mapping), 'sizes by axis: {"fsdp": 8}'),
+            ("strategy", isinstance(data["strategy"], Mapping), 'an object: {"parts": [{"part": "fsdp"}]}'),
+            ("remat", data["remat"] is None or isinstance(data["remat"], str), 'null, or what layers keep: "dots"'),
+            ("accumulate", is_whole(data["accumulate"], 1), "a whole number of at least 1"),
+        ):
+            if not is_right:
+                raise problem(f"{where}, `{field}`", f"read {_some(data[field])}", f"it is {rule}", fix)
+        options = StepOptions(accumulate=data["accumulate"], remat=data["remat"])
         try:
-            return Layout(
-                mesh=MeshSpec(**data["mesh"]),
-                strategy=from_json(data["strategy"]),
-                remat=data["remat"],
-                accumulate=data["accumulate"],
-            )
-        except (KeyError, TypeError) as error:
-            exists = f"it lacks or garbles something: {type(error).__name__}: {error}"
-            raise problem("a plan's layout", "read it", exists, "save one with `meshpar plan --json`") from None
+            strategy = from_json(data["strategy"])
+        except MeshparError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError):
+            exists = "its parts are objects with the name and arguments of each: " + '{"parts": [{"part": "fsdp"}]}'
+            raise problem(f"{where}, `strategy`", f"read {_some(data['strategy'])}", exists, fix) from None
+        return Layout(
+            mesh=MeshSpec(**data["mesh"]), strategy=strategy, remat=options.remat, accumulate=options.accumulate
+        )
 
     @property
     def microbatches(self) -> int:
@@ -69,6 +85,11 @@ class Layout:
     def label(self) -> str:
         more = [f"remat={self.remat}"] * bool(self.remat) + [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
         return f"{human_mesh(self.mesh)} · " + ", ".join([self.strategy.label, *more])
+
+
+def _some(data: Any) -> str:
+    text = json.dumps(data, default=repr)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -39,6 +39,8 @@ class InForce:
     """What is held where modules hand arrays on: `meshpar.sharding.activations.Boundaries`."""
     run: Any = None
     """What runs stacked layers instead of a scan: `meshpar.training.layers.running`."""
+    updates: Any = None
+    """How what an optimizer updates lies: `meshpar.training.muon.Updating`."""
 
 
 # A user context is part of jax's trace cache key: a function jitted under one mesh is traced again under another.

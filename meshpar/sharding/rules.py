@@ -251,7 +251,7 @@ class Rules:
           batch: the logical name of the batch's rows; by default `batch`, or else `activation_batch`.
 
         Raises:
-          ValueError: an entry that is no such pair, or a name for the batch that the list lacks.
+          ValueError: an entry that is no such pair, or an axis to rename or a name for the batch that the list lacks.
 
         Example:
           >>> Rules.from_logical_axis_rules([("batch", "data"), ("mlp", "model")], axes={"model": "tensor"}).axes
@@ -262,11 +262,19 @@ class Rules:
             where, exists = "Rules.from_logical_axis_rules", f"`rules` is a {type(rules).__name__}"
             raise problem(where, "read a list of rules", exists, 'write [("mlp", "tensor"), ("embed", None)]')
         lines: dict[str, list[tuple[int, Any]]] = {}
+        found_axes: set[str] = set()
         for number, line in enumerate(rules):
             name, choice = _checked_line(line)
+            found_axes.update(spec_axes(choice))
             named = tuple((axes or {}).get(axis, axis) for axis in spec_axes(choice))
             kept = tuple(axis for axis in named if axis is not None)
             lines.setdefault(name, []).append((number, kept or None))
+        for axis in axes or {}:
+            if axis not in found_axes:
+                where = f"from_logical_axis_rules(axes={{{axis!r}: {axes[axis]!r}}})"  # type: ignore[index]
+                raise problem(
+                    where, "call it otherwise", "no line of the list has such an axis", near(axis, found_axes)
+                )
         rows = batch or next((name for name in ("batch", "activation_batch") if name in lines), None)
         if rows is not None and rows not in lines:
             where = f"from_logical_axis_rules(batch={batch!r})"

@@ -355,11 +355,16 @@ def optimizer_decisions(
         # By path, not by structure: a mask leaves some parameters out, and some optimizers keep a list for each.
         return jax.tree_util.tree_map_with_path(lambda path, _: _owner(path_str(path), by_path), tree)
 
-    slots = optax.tree_utils.tree_map_params(
-        tx, owners_of, opt_state, transform_non_params=lambda _: _NO_OWNER, is_leaf=lambda _: True
-    )
-    owners = [None if owner is _NO_OWNER else owner for owner in jax.tree.leaves(slots)]
     found = tree_leaves_with_paths(opt_state)
+    try:
+        slots = optax.tree_utils.tree_map_params(
+            tx, owners_of, opt_state, transform_non_params=lambda _: _NO_OWNER, is_leaf=lambda _: True
+        )
+        owners = [None if owner is _NO_OWNER else owner for owner in jax.tree.leaves(slots)]
+    except Exception:
+        # It initialises with what are no parameters, which labels by a function of them, or L-BFGS, do not take: then
+        # a leaf belongs to the parameter by whose whole path its own ends.
+        owners = [_owner_by_end(path, by_path) for path, _ in found]
     decisions = [_slot_decision(path, x, owner, mesh) for (path, x), owner in zip(found, owners, strict=True)]
     offloaded = jax.tree.leaves(on_host(opt_state))
     return [
@@ -376,6 +381,12 @@ def _owner(path: str, by_path: Mapping[str, Decision]) -> Any:
     while path and path not in by_path:
         path = path.rpartition("/")[0]
     return by_path.get(path, _NO_OWNER)
+
+
+def _owner_by_end(path: str, by_path: Mapping[str, Decision]) -> Decision | None:
+    parts = path.split("/")
+    ends = ("/".join(parts[at:]) for at in range(len(parts)))
+    return next((by_path[end] for end in ends if end in by_path), None)
 
 
 def _slot_decision(path: str, x: Any, owner: Decision | None, mesh: MeshLike) -> Decision:

@@ -6,12 +6,13 @@ Both take any optax optimizer and give one, so that a layout, an account of memo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.extend import core
 
 from meshpar.sharding.types import PyTree, near, problem
 
@@ -75,7 +76,8 @@ def _in_bytes(x: jax.Array) -> InBytes:
     """Rounded to one of the two nearest levels, so that the mean over many roundings is x.
 
     What is drawn is a hash of x's leading bits: nearly every number is rounded alike under every layout, though sums in
-    another order differ in the last bits, and a moving average that moves by less than a level at a time moves yet. What is not zero does not become zero: Adam divides by the root of a moment.
+    another order differ in the last bits, and a moving average that moves by less than a level at a time moves yet.
+    What is not zero does not become zero: Adam divides by the root of a moment.
     """
     x = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=-1)
@@ -98,7 +100,8 @@ def _from_bytes(x: InBytes, dtype: Any) -> jax.Array:
 def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
     """The optimizer, with what it keeps of every parameter in `dtype`; an update is computed as wide as it was.
 
-    Counters and other scalars stay as they are. In bfloat16 arrays are rounded to nearest. A moving average
+    Counters and other scalars stay as they are, and so do weights that the optimizer keeps: what it begins as the
+    parameters (`optax.contrib.schedule_free`). In bfloat16 arrays are rounded to nearest. A moving average
     `b m + (1 - b) x` moves by steps of `1 - b`, which must not round away: bfloat16 has 8 bits, so b is at most
     `1 - 2⁻⁸` (Adam's usual b2 of 0.999 is above, 0.95 is not).
 
@@ -121,28 +124,64 @@ def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTr
         raise problem(f"moments_in(dtype={dtype!r})", "keep moments in it", exists, near(dtype, DTYPES))
     tx = optax.with_extra_args_support(_checked("moments_in", tx))
 
-    def is_moment(x: Any) -> bool:
-        return np.ndim(x) > 0 and jnp.issubdtype(x.dtype, jnp.floating)
+    def each(f: Callable[[Any, Any], Any], state: PyTree, is_moment: PyTree, like: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, is_one, as_was: f(x, as_was) if is_one else x, state, is_moment, like)
 
-    def kept(state: PyTree) -> PyTree:
+    def kept(state: PyTree, is_moment: PyTree) -> PyTree:
         in_dtype = _in_bytes if dtype == "int8" else lambda x: x.astype(dtype)
-        return jax.tree.map(lambda x: in_dtype(x) if is_moment(x) else x, state)
+        return each(lambda x, _: in_dtype(x), state, is_moment, state)
 
-    def widened(like: Any, x: Any) -> Any:
-        if isinstance(x, InBytes):
-            return _from_bytes(x, like.dtype)
-        return x.astype(like.dtype) if is_moment(x) else x
+    def widened(x: Any, as_was: Any) -> Any:
+        return _from_bytes(x, as_was.dtype) if isinstance(x, InBytes) else x.astype(as_was.dtype)
 
     def init(params: PyTree) -> PyTree:
-        return kept(tx.init(params))
+        # `optax.tree_utils.tree_map_params` initialises with what is no array, to see where parameters go.
+        if not all(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
+            return tx.init(params)
+        return kept(tx.init(params), _are_moments(tx, params)[0])
 
     def update(grads: PyTree, state: PyTree, params: PyTree = None, **more: Any) -> tuple[PyTree, PyTree]:
-        like = jax.eval_shape(tx.init, grads if params is None else params)
-        state = jax.tree.map(widened, like, state)
+        is_moment, like = _are_moments(tx, grads if params is None else params)
+        # `like` first: what is kept in bytes is a tree of its own below a leaf.
+        state = jax.tree.map(lambda as_was, is_one, x: widened(x, as_was) if is_one else x, like, is_moment, state)
         updates, state = tx.update(grads, state, params, **more)
-        return updates, kept(state)
+        return updates, kept(state, is_moment)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+_COPIES = ("copy", "copy_p", "convert_element_type", "optimization_barrier", "sharding_constraint")
+
+
+def _are_moments(tx: optax.GradientTransformation, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Of every leaf of the optimizer's state, whether it is a moment; and its shape and dtype.
+
+    What begins as the parameters goes on as weights, which 8 bits would not let move: schedule-free's z, slow weights.
+    Constants are no moments either (coefficients of Muon's iteration).
+    """
+    jaxpr, like = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    is_copy = _copied(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.invars))
+    leaves, structure = jax.tree.flatten(like)
+    found = [
+        x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating) and not copy
+        for x, copy in zip(leaves, is_copy, strict=True)
+    ]
+    return jax.tree.unflatten(structure, found), like
+
+
+def _copied(jaxpr: core.Jaxpr, of_inputs: Sequence[bool]) -> list[bool]:
+    """Of every result of a traced function, whether it is an input as it came, in whatever dtype, or a constant."""
+    copies = {*jaxpr.constvars, *(x for x, is_copy in zip(jaxpr.invars, of_inputs, strict=True) if is_copy)}
+
+    def are(atoms: Sequence[Any]) -> list[bool]:
+        return [isinstance(x, core.Literal) or x in copies for x in atoms]
+
+    for eqn in jaxpr.eqns:
+        inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
+        found = are(eqn.invars) if eqn.primitive.name in _COPIES else []
+        found = found if inner is None else _copied(inner.jaxpr, are(eqn.invars))
+        copies |= {x for x, is_copy in zip(eqn.outvars, found, strict=False) if is_copy}
+    return are(jaxpr.outvars)
 
 
 def _checked(where: str, tx: Any) -> optax.GradientTransformation:

@@ -27,10 +27,11 @@ from meshpar.sharding.types import (
     axis_sizes,
     is_spec,
     near_or,
+    path_str,
     problem,
-    tree_leaves_with_paths,
 )
 from meshpar.training.batch import batch_sharding, split_by
+from meshpar.training.muon import Updating
 from meshpar.training.precision import Precision, cast_floating
 
 
@@ -72,6 +73,12 @@ class Setup:
         return frozenset(
             one.path.rpartition("/")[0] for one in self.table.params if set(axes_of_spec(one.spec, self.sizes)) - batch
         )
+
+    @functools.cached_property
+    def updating(self) -> Updating:
+        """How arrays lie where the optimizer updates them, by path."""
+        specs = jax.tree.leaves(self.layout.updates, is_leaf=is_spec)
+        return Updating(self.mesh, {one.path: spec for one, spec in zip(self.table.params, specs, strict=True)})
 
     @property
     def is_frozen(self) -> tuple[bool, ...]:
@@ -264,7 +271,8 @@ def init_state(
 
     Args:
       model: from an adapter.
-      tx: an optax optimizer.
+      tx: an optax optimizer. One that asks for `value`, `grad`, or the loss at other parameters (`value_fn`, `obj_fn`),
+        as line searches do, is given it by the step.
       mesh: the devices, by axis.
       strategy: a strategy, or bare `Rules`.
       key: a jax random key, or a seed.
@@ -306,15 +314,22 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
         exists = f"its first argument is a {type(state).__name__}"
         raise problem("load_params", "put weights in", exists, "give it the state of mp.init_state(...)")
     setup = state.setup
-    given = dict(tree_leaves_with_paths(params.to_pure_dict() if hasattr(params, "to_pure_dict") else params))
+    params = params.to_pure_dict() if hasattr(params, "to_pure_dict") else params
+    given = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: x is None)}
     known = {decision.path: decision for decision in setup.table.params}
+    keep = "take it from the state: {**state.params, ...}"
+    if known and not given:
+        exists = f"none are given; the model has {len(known)}, from `{next(iter(known))}` on"
+        raise problem("load_params", "put weights in", exists, f"give one for each parameter, or {keep}")
+    for path in sorted(path for path, x in given.items() if x is None and path in known):
+        raise problem(f"load_params, `{path}`", "put weights in it", "None is given", f"give an array, or {keep}")
     for path in sorted(known.keys() ^ given.keys()):
         is_known = path in known
         raise problem(
             f"load_params, `{path}`",
             "find weights for it" if is_known else "put it in",
             f"the {len(given)} weights given have no such path" if is_known else "the model has no such parameter",
-            near_or(path, given if is_known else known, "leave it out, or keep the state's: {**state.params, ...}"),
+            near_or(path, given, keep) if is_known else near_or(path, known, "leave it out"),
         )
     loaded = [
         jax.device_put(_fitting(path, given[path], decision.leaf), NamedSharding(setup.mesh, decision.spec))

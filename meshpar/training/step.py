@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import re
 import warnings
 import weakref
@@ -23,8 +24,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.activations import check_seen, held_between_modules
-from meshpar.sharding.context import ambient, apart, auto_sizes, tracing
-from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, near_or, problem, tree_leaves_with_paths
+from meshpar.sharding.context import ambient, apart, auto_sizes, tracing, within
+from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, is_spec, near_or, problem, tree_leaves_with_paths
 from meshpar.training.batch import as_given, as_rows, check_batch, with_auto_types
 from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
 from meshpar.training.options import StepOptions
@@ -148,7 +149,7 @@ class TrainStep(_Program):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
         _check_layers(options, context)
         with jax.named_scope("update"):
-            return _update(state, sums, options)
+            return _update(state, sums, options, _value_fn(self, state, batch, key))
 
 
 def engine_of(setup: Setup, options: StepOptions) -> ModuleType:
@@ -453,7 +454,55 @@ def _check_extra(before: PyTree, after: PyTree) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainState, dict[str, jax.Array]]:
+def _value_fn(step: TrainStep, state: TrainState, batch: PyTree, key: jax.Array) -> Callable[[PyTree], jax.Array]:
+    """The loss of this batch as a function of the parameters that are trained, for optimizers that ask for it."""
+    setup, options = state.setup, step.options
+
+    # optax's line searches take it ill when they are given more than they and `value_fn` name.
+    def value_fn(trained: PyTree, *_: Any, obj_fn: Any = None) -> jax.Array:
+        engine = engine_of(setup, options).__name__.rpartition(".")[2]
+        if engine != "plain" or options.accumulate > 1:
+            raise problem(
+                "the optimizer's update",
+                "take the loss at other parameters (`value_fn`, `obj_fn`), as line searches and Hessian estimates do",
+                "stages, kernels that quantize, and several micro-steps make no loss of the whole batch at once",
+                "use accumulate=1 and a strategy without stages and quantize, or another optimizer",
+            )
+        with tracing(setup.mesh, setup.strategy), numerics(options.precision, options.remat, options.interleave):
+            params = setup.with_frozen(trained, state.params)
+            params = compute_params(setup, params, options.precision.compute)
+            return step.loss_of(setup)(params, state.extra, batch, key)[0]
+
+    return value_fn
+
+
+def _updated(setup: Setup, grads: PyTree, opt_state: PyTree, params: PyTree, **asked: Any) -> tuple[PyTree, PyTree]:
+    """What the optimizer makes of gradients. It is given all that one may ask for; most take none of it."""
+    update = optax.with_extra_args_support(setup.tx).update
+    known = inspect.signature(update).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        asked = {name: x for name, x in asked.items() if name in known}
+    try:
+        with within(updates=setup.updating):
+            updates, new = update(grads, opt_state, params, **asked)
+        if jax.tree.structure(new) != jax.tree.structure(opt_state):  # type: ignore[operator]
+            raise TypeError("its state has another structure after an update than before")
+        return updates, new
+    except MeshparError:
+        raise
+    except Exception as error:
+        raise problem(
+            "the optimizer's update",
+            f"update {len(jax.tree.leaves(params))} parameters by their gradients",
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            "a step gives it gradients, state and parameters, and value, grad, value_fn and obj_fn by name: use an "
+            "optimizer that needs no more",
+        ) from error
+
+
+def _update(
+    state: TrainState, sums: Sums, options: StepOptions, value_fn: Callable[[PyTree], jax.Array]
+) -> tuple[TrainState, dict[str, jax.Array]]:
     setup = state.setup
     shards = setup.named(setup.trained(setup.layout.updates))
 
@@ -467,7 +516,8 @@ def _update(state: TrainState, sums: Sums, options: StepOptions) -> tuple[TrainS
     old = constrained(setup.trained(state.params), shards)
     grads = jax.tree.map(lambda g, p: mean(g).astype(p.dtype), constrained(sums.grads, shards), old)
     grads, before_update = setup.for_update(grads, state.opt_state)
-    updates, opt_state = setup.tx.update(grads, before_update, old)
+    asked = {"value": loss, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
+    updates, opt_state = _updated(setup, grads, before_update, old, **asked)
     params = optax.apply_updates(old, updates)
     metrics = {"loss": loss, **metrics}
     skipped, extra = state.skipped, setup.model.after_update(sums.extra)

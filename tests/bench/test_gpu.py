@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.bench import gpu
 from meshpar.bench.gpu import Products, products
 from meshpar.models import next_token_loss
 from meshpar.planner.hardware import Link, cluster_of, gpu_by_name, parse_cluster
@@ -33,6 +34,13 @@ def test_what_is_measured_here(meshpar):
     assert list(found["flops_per_s"]) == ["8", "16"]
     assert all(rate > 0 for rate in (*found["flops_per_s"].values(), found["bytes_per_s"]))
     assert "8" in str(products(sizes=(8,), repeats=1))
+
+
+def test_what_cannot_be_kept_is_not_measured(meshpar, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "products", lambda **_: pytest.fail("measured"))
+    code, _, error = meshpar("bench", "gpu", "--size", "8", "--save", tmp_path / "my.json")
+    assert code != 0
+    assert "the catalogue does not know it" in error
 
 
 def test_a_profile_gets_them_beside_its_links(tmp_path):

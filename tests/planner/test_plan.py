@@ -305,6 +305,18 @@ def plans():
     return mp.plan(CONFIG, tokens(16, 64), "h100:1x8", top=3)
 
 
+def garbled(data):
+    layout = data["plans"][0]["layout"]
+    yield (
+        "fsdp=8",
+        'a plan\'s `layout`: asked to read it, but it is "fsdp=8", and no object with exactly mesh, strategy',
+    )
+    yield {**layout, "mesh": "fsdp=8"}, '`mesh`: asked to read "fsdp=8", but it is sizes by axis'
+    yield {**layout, "strategy": {"parts": [3]}}, "`strategy`: asked to read .*, but its parts are objects"
+    yield {**layout, "accumulate": 0}, "`accumulate`: asked to read 0, but it is a whole number of at least 1"
+    yield {**layout, "remat": "ful"}, "remat='ful'"
+
+
 def test_plans_are_values(plans, tmp_path):
     plans.save(tmp_path / "plan.json")
     again = load_plans(tmp_path / "plan.json")
@@ -321,6 +333,7 @@ def test_plans_are_values(plans, tmp_path):
     for change, text in (
         ({"colour": 1}, "read `colour`, but a Plans has no such field"),
         ({"rates": None}, "lacks it"),
+        *(({"plans": [{**data["plans"][0], "layout": layout}]}, text) for layout, text in garbled(data)),
     ):
         kept = {key: value for key, value in {**data, **change}.items() if value is not None}
         (tmp_path / "other.json").write_text(json.dumps(kept))

@@ -383,6 +383,7 @@ def test_mistakes_in_a_list_of_rules():
     for rules, axes, match in (
         (None, None, "`rules` is a NoneType"), ("mlp", None, "`rules` is a str"), ({"mlp": None}, None, "is a dict"),
         (FLAX_LIST, 5, "axes=5.*`axes` is a int"),
+        ([("mlp", "model")], {"modle": None}, "axes=.'modle'.*no line of the list has such an axis.*`model`"),
     ):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=f"from_logical_axis_rules.*{match}"):
             mp.Rules.from_logical_axis_rules(rules, axes=axes)

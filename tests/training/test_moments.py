@@ -12,6 +12,7 @@ import meshpar as mp
 from meshpar.compiled.memory import memory
 from meshpar.compiled.program import compile_here
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.moments import _from_bytes, _in_bytes
 from tests.equal import mesh_of
 from tests.grid import cases
@@ -81,6 +82,38 @@ def test_in_bytes_a_slow_average_still_moves():
         kept = step(kept, noise)
     # Each row's largest number drifts up, for it is never rounded; the others are right on average.
     assert np.median(_from_bytes(kept, jnp.float32)) == pytest.approx(wanted, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tx", "kept"),
+    [
+        (optax.contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9), ["z/b", "z/w"]),
+        (optax.contrib.schedule_free_adamw(0.1), ["z/b", "z/w"]),
+        (optax.contrib.prodigy(0.1), ["params0/b", "params0/w"]),
+        (optax.contrib.muon(0.1), ["0/ns_coeffs"]),
+        (optax.chain(optax.trace(0.9), optax.ema(0.9)), []),
+    ],
+)
+def test_weights_that_an_optimizer_keeps_are_not_rounded(tx, kept):
+    """Steps of less than 2⁻⁹ of a weight would not move it."""
+    params = {"w": np.full((2, 2), 1.001, np.float32), "b": np.full(3, 1.001, np.float32)}
+    small = mp.moments_in(tx, "bfloat16")
+    state = small.init(params)
+    state = small.update(jax.tree.map(np.ones_like, params), state, params)[1]
+    wide = {path: x for path, x in tree_leaves_with_paths(state) if x.ndim and x.dtype == np.float32}
+    assert sorted("/".join(path.split("/")[-2:]) for path in wide) == kept
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, small.init(params))
+
+
+def test_a_small_step_moves_the_weights_that_an_optimizer_keeps():
+    params = {"w": np.full(4, 1.001, np.float32)}
+    tx = optax.contrib.schedule_free(optax.sgd(1e-4), 1e-4, b1=0.9)
+    small = mp.moments_in(tx, "bfloat16")
+    found, expected = (
+        one.update({"w": np.ones(4, np.float32)}, one.init(params), params)[1].z["w"] for one in (small, tx)
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert (found != params["w"]).all()
 
 
 @pytest.fixture(scope="module")

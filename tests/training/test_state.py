@@ -129,7 +129,9 @@ def test_weights_are_put_in_cast_and_sharded():
     np.testing.assert_array_equal(loaded.params["scale"], state.params["scale"])
     for wrong, match in (
         ({**given, "upp": given["up"]}, "`upp`.*no such parameter.*did you mean `up`"),
-        ({"up": given["up"], "down": given["down"]}, "`scale`.*find weights for it"),
+        ({"up": given["up"], "down": given["down"]}, "`scale`.*find weights for it.*take it from the state"),
+        ({}, r"load_params: asked to put weights in, but none are given; the model has 3.*\*\*state.params"),
+        ({**given, "up": None}, r"`up`: asked to put weights in it, but None is given.*\*\*state.params"),
         ({**given, "scale": given["scale"].T}, r"`scale`.*float16\[64, 4\].*float32\[4, 64\].*transpose"),
         ({**given, "scale": given["scale"].astype(int)}, "`scale`.*cast it first"),
         ({**given, "up": np.full_like(given["up"], np.nan)}, "`up`.*infinite or not a number"),
