@@ -75,7 +75,8 @@ def _in_bytes(x: jax.Array) -> InBytes:
     """Rounded to one of the two nearest levels, so that the mean over many roundings is x.
 
     What is drawn is a hash of x's leading bits: nearly every number is rounded alike under every layout, though sums in
-    another order differ in the last bits, and a moving average that moves by less than a level at a time moves yet. What is not zero does not become zero: Adam divides by the root of a moment.
+    another order differ in the last bits, and a moving average that moves by less than a level at a time moves yet.
+    What is not zero does not become zero: Adam divides by the root of a moment.
     """
     x = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=-1)
