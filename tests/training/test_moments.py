@@ -194,7 +194,7 @@ def test_in_bytes_every_layout_keeps_the_same_in_shards(spec, strategy):
         assert down["levels"].spec == whole.spec
         assert tuple(down["scales"].spec) == tuple(whole.spec)[:2]
     like = mp.abstract_state(CONFIG.build(), optax.adam(1e-2), mesh=spec.build(), strategy=strategy)
-    assert state.table.totals.optimizer_bytes < like.table.totals.optimizer_bytes / 3.5
+    assert state.table.totals.optimizer_bytes < like.table.totals.optimizer_bytes / 3  # a scale for 16 numbers
 
 
 @pytest.mark.matrix
@@ -210,7 +210,7 @@ def test_in_bytes_nothing_unexpected_is_sent():
 
 @pytest.mark.matrix
 def test_a_checkpoint_brings_it_back_to_the_host(tmp_path):
-    tx = mp.offloaded(optax.adam(1e-2))
+    tx = mp.offloaded(mp.moments_in(optax.adam(1e-2), "int8"))
     state, _ = after(tx)
     with mp.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state)

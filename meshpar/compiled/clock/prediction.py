@@ -141,6 +141,11 @@ def compute(
     asked = model_flops.step / num_devices if model_flops is not None else None
     unseen = work.custom_calls(module, cells)
     opaque = (f"the FLOPs in `{target}`, {times} a step, are not seen" for target, times in unseen.items())
+    again = work.repeated_flops(module)
+    repeats = (
+        f"{again / max(flops, 1):.0%} of the FLOPs are products that XLA computes again, else it would not fit: "
+        'remat="minimal" keeps what products give and nothing else'
+    )
     fewer = "the program has fewer FLOPs than three forward passes: the batch itself needs no gradient"
     return Compute(
         flops_per_device=flops,
@@ -157,6 +162,7 @@ def compute(
         library_calls=dict(sorted((work.custom_calls(module, cells, seen=True) | unseen).items())),
         notes=(
             *((reason,) if reason else ()),
+            *((repeats,) if again > 0.005 * flops else ()),
             *((fewer,) if asked is not None and flops < 0.99 * asked else ()),
             *(timeline.notes if timeline is not None else opaque),
             *(model_flops.notes if model_flops is not None else ()),

@@ -15,6 +15,7 @@ from meshpar.compiled.walk import branches, executed, runs, trip_count
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)")
 _ATTENTION = re.compile(r"__cudnn\$fmha\w*?(Backward)?(?:F8)?$")
 _VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
+_COPY = re.compile(r"\.remat[0-9]*\Z")
 _MAX_HOPS = 64
 _NO_MEMORY = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
@@ -99,6 +100,22 @@ def flops_per_step(module: Module, cells: Cells | None = None) -> int:
             counts = cells.counts(visit)
             total += flops * (visit.times if counts is None else sum(counts) / len(counts))
     return round(total)
+
+
+def repeated_flops(module: Module) -> int:
+    """FLOPs a step of matrix products that XLA itself computes again, for the program would not fit otherwise.
+
+    It names copies of an instruction `dot.3.remat`, `dot.3.remat2`, ... and leaves out the first where none needs it.
+    """
+    cost, total = _costs(module), 0
+    for visit in executed(module):
+        seen: set[str] = set()
+        for ins in () if visit.in_fusion else visit.computation:
+            flops = _flops(visit.computation, ins) + sum(cost[name] for name in runs(ins))
+            name = _COPY.sub("", ins.name)
+            total += flops * visit.times * (name in seen)
+            seen.add(name)
+    return total
 
 
 def _costs(module: Module) -> dict[str, int]:

@@ -88,6 +88,24 @@ def test_damaged_dimension_numbers_count_nothing():
     assert work.matmuls(hlo.parse(GEMM % ("__cublas$gemm", numbers))) == ()
 
 
+def test_products_that_xla_computes_again_are_counted():
+    body = """HloModule m, is_scheduled=true
+inner {
+  a = f32[8,8] parameter(0)
+  ROOT d = f32[8,8] dot(a, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+ENTRY e {
+  a = f32[8,8] parameter(0)
+  f.1 = f32[8,8] fusion(a), kind=kCustom, calls=inner
+  dot.2.remat = f32[8,8] dot(f.1, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  f.1%s = f32[8,8] fusion(a), kind=kCustom, calls=inner
+  ROOT dot.3 = f32[8,8] dot(dot.2.remat, f.1%s), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    for copy, again in ((".remat4", 1), ("5", 0)):
+        assert work.repeated_flops(hlo.parse(body % (copy, copy))) == again * 2 * 8**3
+
+
 # Temporaries and shapes
 
 
