@@ -145,6 +145,10 @@ COMMANDS: dict[str, Lazy] = {
     ),
     "schedule": Lazy("meshpar.commands.schedule:schedule", "Show a pipeline schedule: its table, bubbles and memory."),
     "convert": Lazy("meshpar.commands.convert:convert", "Hugging Face's folders to runs, and runs to such folders."),
+    "generate": Lazy(
+        "meshpar.commands.generate:generate",
+        "Continue prompts by the model of a run, or of a folder of Hugging Face's.",
+    ),
     "bench": Lazy(
         "meshpar.commands.bench:bench",
         "Measure: a training step against bare jax.jit, collectives against XLA's own.",

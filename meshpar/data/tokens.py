@@ -101,6 +101,10 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
+    def encode_prompt(self, text: str) -> UInt[np.ndarray, " tokens"]:
+        """The text's tokens with the special ones that the file puts around a text, as Llama's beginning is."""
+        return np.array(self._tokenizer.encode(text).ids, dtype=self._dtype)
+
     def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 

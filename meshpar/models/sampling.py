@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ def generate(
     key: jax.Array,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
 ) -> Int[Array, "B P+N"]:
     """Continue prompts, one token after the other. To be called under `jax.jit`, inside `mp.use(mesh, strategy)`.
 
@@ -43,6 +45,7 @@ def generate(
       key: draws the samples.
       temperature: logits are divided by it; 0 takes the likeliest token always.
       top_k: draw among that many likeliest tokens only; None: among all.
+      top_p: of these, draw among the likeliest that have that probability together, one at least; None: among all.
 
     Returns:
       the prompts with their continuations. The batch is split as the strategy says where the mesh divides it, else it
@@ -57,7 +60,8 @@ def generate(
       ...         return generate(state.bound(), prompt, config=cfg, num_tokens=100, key=key)
       >>> tokens = jax.jit(sample)(state, prompt, key)
     """
-    _check(prompt, config, num_tokens, temperature, top_k)
+    _check(prompt, config, num_tokens, temperature, top_k, top_p)
+    draw = functools.partial(sample_token, temperature=temperature, top_k=top_k, top_p=top_p)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # What a Linen model keeps is changed on a copy: outside of the loop it would be a value from inside.
@@ -70,13 +74,13 @@ def generate(
 
         def step(carry: tuple[Array, KVCache], key: jax.Array) -> tuple[tuple[Array, KVCache], Array]:
             logits_BV, cache = carry
-            token_B = sample_token(logits_BV, key, temperature=temperature, top_k=top_k)
+            token_B = draw(logits_BV, key)
             logits_B1V, cache = run(token_B[:, None], cache=cache)
             return (logits_B1V[:, -1], cache), token_B
 
         keys = jax.random.split(key, num_tokens)
         (logits_BV, _), new_NB = lax.scan(step, (logits_BPV[:, -1], cache), keys[:-1])
-        last_B = sample_token(logits_BV, keys[-1], temperature=temperature, top_k=top_k)
+        last_B = draw(logits_BV, keys[-1])
     return jnp.concatenate([prompt.astype(jnp.int32), new_NB.T, last_B[:, None]], axis=1)
 
 
@@ -88,14 +92,29 @@ def _logits_dtype(run: Callable[..., Any], prompt: Array, config: TransformerCon
 
 
 def sample_token(
-    logits_BV: Float[Array, "B V"], key: jax.Array, *, temperature: float, top_k: int | None
+    logits_BV: Float[Array, "B V"],
+    key: jax.Array,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None = None,
 ) -> Int[Array, " B"]:
-    """One token for each row of logits."""
+    """One token for each row of logits.
+
+    `top_p` is nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration").
+    """
     if temperature == 0:
         return logits_BV.argmax(-1).astype(jnp.int32)
     logits_BV = logits_BV.astype(jnp.promote_types(logits_BV.dtype, jnp.float32)) / temperature
     if top_k is not None:
         least_B1 = lax.top_k(logits_BV, top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    if top_p is not None:
+        sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+        shares_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        # Those before which less than `top_p` is: the likeliest always is among them.
+        before_BV = jnp.cumsum(shares_BV, axis=-1) - shares_BV
+        least_B1 = jnp.where(before_BV < top_p, sorted_BV, jnp.inf).min(-1, keepdims=True)
         logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
     return jax.random.categorical(key, logits_BV).astype(jnp.int32)
 
@@ -134,7 +153,14 @@ def _decoding_layout() -> Iterator[None]:
         yield
 
 
-def _check(prompt: Array, config: TransformerConfig, num_tokens: int, temperature: float, top_k: int | None) -> None:
+def _check(
+    prompt: Array,
+    config: TransformerConfig,
+    num_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> None:
     if prompt.ndim != 2 or not prompt.shape[1]:
         raise problem(
             f"generate(prompt of shape {prompt.shape})", "continue it", "it is [batch, positions], none empty",
@@ -156,3 +182,8 @@ def _check(prompt: Array, config: TransformerConfig, num_tokens: int, temperatur
             f"there are {config.vocab_size}",
             f"use 1 to {config.vocab_size}, or None for all",
         )
+    if top_p is not None and not 0 < top_p <= 1:
+        raise problem(
+            f"generate(top_p={top_p})", "draw among tokens of that probability", "it is above 0 and at most 1",
+            "use 0.9, or None for all",
+        )  # fmt: skip

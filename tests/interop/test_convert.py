@@ -54,6 +54,7 @@ def small_folder(path: Path) -> Path:
     return to_hf(state, config, path)
 
 
+@pytest.mark.matrix
 def test_training_begins_with_the_folder_and_goes_home(tmp_path):
     source = small_folder(tmp_path / "source")
     recipe = load_recipe(RECIPE, devices=2).override(

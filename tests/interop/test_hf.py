@@ -116,7 +116,7 @@ def steps_of(source: Path, spec: mp.MeshSpec, strategy, num: int = 5):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     cases(
-        ("qwen3", "stages"),
+        ("qwen3", "fsdp"),
         grid=[
             *[(kind, "fsdp") for kind in KINDS],
             ("llama", "stages"), ("qwen3", "stages"), ("llama", "v"), ("mixtral", "experts"), ("qwen3_moe", "experts"),

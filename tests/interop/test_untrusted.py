@@ -51,6 +51,7 @@ def moved(to: str) -> Any:
         (INDEX, lambda d: d.update(weight_map=[1]), "it is no object"),
         (CONFIG, lambda d: d.update(model_type="gemma3"), "the families are llama, mistral, qwen3"),
         (CONFIG, lambda d: d.update(attention_bias=True), "`attention_bias`.*our decoders have False only"),
+        (CONFIG, lambda d: d.update(quantization_config={"quant_method": "fp8"}), "dequantize it"),
         (CONFIG, lambda d: d.update(partial_rotary_factor=0.5), "`partial_rotary_factor`.*no such field"),
         (CONFIG, lambda d: d.update(rope_scaling={"rope_type": "longrope"}), "the decoders rotate by"),
         (CONFIG, lambda d: d.update(hidden_size=32), r"take \[24, 16\].*by config.json it is \[24, 32\]"),

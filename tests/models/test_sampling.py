@@ -98,9 +98,9 @@ def test_the_key_decides():
     assert (sampled(PROMPT, num_tokens=8, key=4) != same[0]).any()
 
 
-def draws(temperature, top_k, logits, count=4000):
+def draws(temperature, top_k, logits, count=4000, top_p=None):
     rows = jnp.broadcast_to(jnp.asarray(logits), (count, len(logits)))
-    tokens = sample_token(rows, jax.random.key(0), temperature=temperature, top_k=top_k)
+    tokens = sample_token(rows, jax.random.key(0), temperature=temperature, top_k=top_k, top_p=top_p)
     return np.bincount(tokens, minlength=len(logits)) / count
 
 
@@ -113,6 +113,14 @@ def test_draws_follow_the_distribution(temperature, top_k):
     # Four standard deviations of a share of 4000 draws.
     np.testing.assert_allclose(shares, expected / expected.sum(), atol=4 * 0.5 / 4000**0.5)
     assert not shares[~allowed].any()
+
+
+@pytest.mark.parametrize(("top_p", "top_k", "num"), [(0.9, None, 3), (0.59, None, 1), (0.7, 2, 1), (1.0, None, 5)])
+def test_a_nucleus_is_the_fewest_tokens_of_that_probability(top_p, top_k, num):
+    """Of probabilities 0.6, 0.25, 0.1, 0.04, 0.01; among two, the first has 0.706."""
+    shares = np.array([0.1, 0.6, 0.04, 0.25, 0.01])
+    kept = np.sort(np.argsort(-shares)[:num])
+    np.testing.assert_array_equal(np.flatnonzero(draws(1.0, top_k, np.log(shares), top_p=top_p)), kept)
 
 
 def test_top_1_is_greedy():
@@ -137,6 +145,7 @@ def test_the_cache_is_split_by_heads():
         (PROMPT, {"temperature": -1.0}, "temperature"),
         (PROMPT, {"top_k": 0}, "top_k"),
         (PROMPT, {"top_k": 17}, "1 to 16"),
+        (PROMPT, {"top_p": 0.0}, "top_p"),
     ],
 )
 def test_a_wrong_option_is_refused(prompt, options, word):

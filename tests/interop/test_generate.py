@@ -1,0 +1,63 @@
+"""Text of a folder's model: token by token what the full forward pass gives, on the mesh."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import meshpar as mp
+from meshpar.commands import cli
+from meshpar.commands.generate import continued
+from meshpar.interop.runs import opened
+from tests.grid import cases
+from tests.interop.folders import KINDS, folder_of, golden
+from tests.interop.test_convert import small_folder
+from tests.interop.test_hf import logits_of
+
+NUM_TOKENS = 8
+
+
+@pytest.mark.parametrize("kind", cases("deepseek_v3", grid=KINDS))
+def test_token_by_token_as_the_full_forward_pass(kind, tmp_path, mesh8):
+    source = folder_of(kind, tmp_path / "source")
+    _, state = opened(source, mesh=mesh8, strategy=mp.fsdp() | mp.tensor_parallel(), dtype="float32")
+    config, _ = opened(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), dtype="float32")
+    prompts = golden(kind)[2][:, :9]
+    made = np.asarray(continued(state, config, prompts.tolist(), num_tokens=NUM_TOKENS, seed=0, temperature=0))
+    np.testing.assert_array_equal(made[:, :9], prompts)
+    logits = logits_of(state, made)  # of all positions at once, no cache
+    best = np.sort(logits, axis=-1)
+    assert (best[..., -1] - best[..., -2])[:, 8:-1].min() > 1e-4, "two tokens as likely: this would test nothing"
+    np.testing.assert_array_equal(made[:, 9:], logits.argmax(-1)[:, 8:-1])
+
+
+def test_the_command(tmp_path, capsys):
+    source = small_folder(tmp_path / "source")
+    args = ["generate", str(source), "--prompt", "ab", "--prompt", "c", "--prompt", "xy", "--tokenizer", "bytes"]
+    args += ["--tokens", "3", "--top-k", "20", "--top-p", "0.9", "--devices", "2", "--json"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(args)
+    out, err = capsys.readouterr()
+    assert not end.value.code, err
+    found = json.loads(out)
+    assert [one["prompt"] for one in found] == ["ab", "c", "xy"]
+    assert all(len(one["tokens"]) == 3 and one["text"].startswith(one["prompt"]) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--prompt", "a"], "neither it nor its recipe has a tokenizer"),
+        (["--prompt", "", "--tokenizer", "bytes"], "begin with one token"),
+        (["--prompt", "a", "--tokenizer", "bytes", "--top-p", "2"], "above 0 and at most 1"),
+    ],
+)
+def test_mistakes(args, says, tmp_path, capsys):
+    source = small_folder(tmp_path / "source")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["generate", str(source), *args, "--devices", "1"])
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err
