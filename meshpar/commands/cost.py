@@ -22,7 +22,10 @@ CLUSTER = "h100:8x8"
 @click.command(no_args_is_help=False)
 @click.argument("algorithm", required=False)
 @click.argument("numbers", nargs=-1, metavar="[NUMBER=VALUE]...")
-@click.option("--ranks", metavar="N", default=8, show_default=True, type=int, help="Ranks that take part together.")
+@click.option(
+    "--ranks", metavar="N", default=8, show_default=True, type=click.IntRange(max=1 << 24),
+    help="Ranks that take part together.",
+)  # fmt: skip
 @click.option(
     "--bytes", "payload", metavar="BYTES", default="14e9", show_default=True,
     help="The payload, as 14e9, 25MB or 4kB (SI). 14e9 are the bfloat16 gradients of 7e9 parameters.",

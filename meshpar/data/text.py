@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshpar.sharding.host import check_file
+from meshpar.sharding.host import check_file, check_name
 from meshpar.sharding.types import near, problem
 
 STDLIB = "stdlib"
@@ -101,6 +101,7 @@ def read(files: Iterable[File], *, text_field: str = "text", max_bytes: int | No
 def _matches(entry: str) -> Iterator[tuple[Path, int, bool]]:
     """Paths of one entry, each with the number of its last parts that make its name, and whether it was named."""
     path = Path(os.path.abspath(os.path.expanduser(entry)))
+    check_name(path, f"`TextData.files` entry `{entry[:100]}`", "name a file, a folder or a glob")
     if entry == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         found = [p for p in root.rglob("*.py") if _is_stdlib(p.relative_to(root))]
@@ -236,6 +237,10 @@ def _json_text(where: str, line: bytes, text_field: str) -> str:
         fix = "write one JSON object a line, or rename a file of another kind"
         exists = f"it is not JSON ({error.msg}, column {error.colno})"
         raise problem(where, "read a JSON object", exists, fix) from error
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise problem(where, "read a JSON object", f"{error}"[:100], "leave the line out") from error
     if not isinstance(row, dict):
         raise problem(where, "read a JSON object", f"it holds a {type(row).__name__}", "write one JSON object a line")
     return _text_of(where, row, text_field)
@@ -299,10 +304,15 @@ def _check_column(file: File, schema: Any, text_field: str) -> None:
 
 def _file_bytes(file: File) -> bytes:
     try:
-        return check_file(file.path, f"{file.path}", "leave it out of `files`", most_bytes=None).read_bytes()
+        return _regular(file).read_bytes()
     except OSError as error:
         fix = "make it readable, or leave it out of `files`"
         raise problem(f"{file.path}", "read it", f"that failed ({error.strerror})", fix) from error
+
+
+def _regular(file: File) -> Path:
+    fix = "make it readable, or leave it out of `files`"
+    return check_file(file.path, f"{file.path}", fix, most_bytes=None)
 
 
 def _not_utf8(where: str, error: UnicodeError) -> ValueError:

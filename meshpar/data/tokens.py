@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Integer, UInt
 
 from meshpar.data.text import Document
+from meshpar.sharding.host import check_name
 from meshpar.sharding.types import near, problem
 
 BYTES = "bytes"
@@ -196,6 +197,7 @@ def _mapped(file: Path) -> UInt[np.ndarray, " tokens"]:
 
 
 def _tokenizer_file(path: Path) -> Path:
+    check_name(path, "`TextData.tokenizer`", f'name a tokenizer.json, or use "{BYTES}"')
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         fix = f'name a tokenizer.json or a folder that holds one, or use "{BYTES}"'

@@ -50,6 +50,16 @@ def check_file(
     return file
 
 
+def check_name(path: str | os.PathLike[str], where: str, fix: str) -> None:
+    """Raises `ValueError` for a name that the system does not take, too long or a link to itself; it may be missing."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        raise problem(where[:200], "read it", _why(error), fix) from None
+
+
 def read_text(path: str | os.PathLike[str], where: str, fix: str, *, asked: str = "read it") -> str:
     """The text of a small file in UTF-8; errors as in `check_file`, and for what is not UTF-8."""
     file = check_file(path, where, fix, asked=asked)

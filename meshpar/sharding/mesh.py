@@ -18,6 +18,9 @@ from meshpar.sharding.types import AnyMesh, is_whole, near, problem
 AXES = ("data", "stage", "fsdp", "expert", "tensor")
 """The standard mesh axes, slowest network first. Axes a user adds stand just outside `tensor`."""
 
+MOST_DEVICES = 1 << 24
+"""More than any pod has; jax counts devices in 32 bits."""
+
 
 class MeshSpec(Mapping[str, int]):
     """Sizes of the mesh axes; one of them may be -1 and takes what is left.
@@ -123,6 +126,9 @@ class MeshSpec(Mapping[str, int]):
         """
         if num_devices < 1:
             raise problem(repr(self), f"lay {num_devices} devices on it", "a mesh has at least one", "give it devices")
+        if num_devices > MOST_DEVICES:
+            exists = f"a mesh has {MOST_DEVICES:,} at most"
+            raise problem(repr(self), f"lay {num_devices:,} devices on it", exists, "choose smaller sizes")
         known = math.prod(size for size in self._sizes.values() if size != -1)
         fill = next((name for name, size in self._sizes.items() if size == -1), None)
         if (num_devices % known) if fill else (num_devices != known):

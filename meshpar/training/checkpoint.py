@@ -577,6 +577,8 @@ def barrier(name: str) -> None:
 def _reason(error: BaseException, most: int = 200) -> str:
     """An error in one short line."""
     text = " ".join(str(error).split("[tensorstore_spec")[0].split())
+    if "No space left" in text:
+        text = "no space left on the disk"
     return f"{type(error).__name__}: {text[:most]}{'…' if len(text) > most else ''}" if text else type(error).__name__
 
 
@@ -589,6 +591,8 @@ def _quiet_orbax() -> None:
         return "orbax" not in record.pathname or absl_logging.get_verbosity() >= absl_logging.DEBUG
 
     logging.getLogger("absl").addFilter(wanted)
+    # Of the writes that fail together orbax raises one, and asyncio prints a traceback for each of the others.
+    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
 
 
 @functools.cache

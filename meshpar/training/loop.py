@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -31,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.sharding.context import apart
 from meshpar.sharding.host import check_file
-from meshpar.sharding.types import PyTree, check_count, problem
+from meshpar.sharding.types import MeshparError, PyTree, check_count, problem
 from meshpar.training import interrupts, watchdog
 from meshpar.training.checkpoint import Checkpoints
 from meshpar.training.state import Setup, TrainState
@@ -397,6 +398,8 @@ class Checkpointer(Hook):
     """Saves every so many steps and at the end, unless the run fails.
 
     All numbers up to the step that is saved are handed out first: what a checkpoint knows, metrics.jsonl holds too.
+    Where a save on the way fails, for a disk that is full say, a warning tells it, the run goes on, and the last whole
+    checkpoint stays; at the end it is an error, and in a pod always: another process may wait for this one's part.
 
     Args:
       checkpoints: where to; stays open.
@@ -412,7 +415,17 @@ class Checkpointer(Hook):
         if self._every is not None and run.step % self._every == 0:
             run.drain()
             with watchdog.busy("saves"):
-                self._checkpoints.save(run.state, data_state=run.data_state())
+                self._save(run)
+
+    def _save(self, run: Run) -> None:
+        try:
+            self._checkpoints.save(run.state, data_state=run.data_state())
+        except MeshparError as error:  # what went wrong with the save before is told now, too
+            whole = self._checkpoints.steps()
+            if jax.process_count() > 1:
+                raise
+            kept = f"step {whole[-1]} is the last whole checkpoint" if whole else "there is no whole checkpoint yet"
+            warnings.warn(f"{error} The run goes on; {kept}.", stacklevel=2)
 
     def on_end(self, run: Run, reason: str) -> None:
         if reason not in ("error", "nonfinite"):
@@ -488,7 +501,8 @@ class JsonlWriter(Hook):
         self, path: str | os.PathLike[str], *, also: Callable[[Record], Mapping[str, Any]] | None = None
     ) -> None:
         self._path, self._also = Path(path), also
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
+        self._waiting: list[bytes] = []
 
     def on_start(self, run: Run) -> None:
         if jax.process_index() != 0:
@@ -497,7 +511,7 @@ class JsonlWriter(Hook):
         if self._path.exists():
             check_file(self._path, str(self._path), "move it away: the run writes its own", most_bytes=None)
             _keep_lines(self._path, last_step=run.first_step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)  # the kernel has a line at once: a killed process loses none
 
     def on_record(self, run: Run, record: Record) -> None:
         self._write(
@@ -520,11 +534,27 @@ class JsonlWriter(Hook):
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._waiting:
+            warnings.warn(f"{self._path}: the last {len(self._waiting)} lines could not be written", stacklevel=2)
+            self._waiting = []
 
     def _write(self, values: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json_line(values))
-            self._file.flush()  # then the kernel has it, and a killed process loses nothing
+            self._waiting.append(json_line(values).encode())
+            while self._waiting and self._written(self._file, self._waiting[0]):
+                del self._waiting[0]
+
+    def _written(self, file: IO[bytes], line: bytes) -> bool:
+        """Whether the disk had room for a line; what it took of one is taken back, and the line waits."""
+        size = os.fstat(file.fileno()).st_size
+        try:
+            if file.write(line) == len(line):
+                return True
+        except OSError as error:
+            if len(self._waiting) == 1:
+                warnings.warn(f"{self._path}: {error.strerror}; the run goes on, and lines wait for room", stacklevel=2)
+        file.truncate(size)
+        return False
 
 
 def json_line(values: Mapping[str, Any]) -> str:

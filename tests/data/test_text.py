@@ -226,4 +226,4 @@ def test_a_file_that_went_away_is_named(tmp_path):
         file.path.unlink()
         with pytest.raises(MeshparError) as error:
             read([file])
-        message(error, file.path, "No such file")
+        message(error, file.path, "no such file")

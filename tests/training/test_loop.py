@@ -301,6 +301,61 @@ class LayerStep(FakeStep):
         return state, {**metrics, **per_layer}
 
 
+def test_lines_wait_for_room_on_a_full_disk(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    real = type(writer)._written
+
+    class Full:
+        """Takes half a line, then nothing."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, line):
+            self.file.write(line[:5])
+            raise OSError(28, "No space left on device")
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    class Breaks(Hook):
+        order = -1
+
+        def on_record(self, run, record):
+            full = record.step in (2, 3)
+            monkeypatch.setattr(
+                JsonlWriter, "_written", lambda self, file, line: real(self, Full(file) if full else file, line)
+            )
+
+    with pytest.warns(UserWarning, match="No space left on device; the run goes on, and lines wait"):
+        run(5, hooks=[Breaks(), writer])
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5]
+
+
+class FullDisk:
+    """Checkpoints of which those on the way fail."""
+
+    def __init__(self):
+        self.saved = []
+
+    def save(self, state, *, data_state=None, wait=False):
+        if not wait and len(self.saved) == 1:
+            raise MeshparError("checkpoints", "save", "no space left on the disk", "make room")
+        self.saved.append(state.step)
+
+    def steps(self):
+        return self.saved
+
+
+def test_a_run_goes_on_when_a_save_on_the_way_fails_and_says_which_checkpoint_stays():
+    disk = FullDisk()
+    with pytest.warns(UserWarning, match=r"no space left.*The run goes on; step 2 is the last whole checkpoint"):
+        result = run(5, hooks=[Checkpointer(disk, every=2)])
+    assert result.reason == "done"
+    assert disk.saved == [2, 5]
+
+
 def test_arrays_are_apart_from_the_numbers(tmp_path):
     log, path = Log(), tmp_path / "metrics.jsonl"
 
