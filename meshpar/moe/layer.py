@@ -213,6 +213,7 @@ def _nested(kernel: Callable[..., Any], specs: Any, out: Any) -> Callable[..., A
         def local(wide: jax.Array, weights: Weights, bias: jax.Array | None) -> Any:
             return kernel(wide.astype(x.dtype), weights, bias)
 
+        # Inside another region what varies over its axes is not known here, and experts may be split over them.
         run = per_device(local, specs, out, check_vma=False)
         return run(widened(x) if on_cpu else x, weights._replace(router=widened(weights.router)), bias)
 

@@ -138,6 +138,8 @@ class StagedRun:
             in_specs=P(self.axis),
             out_specs=P(),
             axis_names={self.axis},
+            # What a tree of messages brings is the same on all stages, which its type does not say. It is a gradient:
+            # nothing is differentiated here.
             check_vma=False,
         )(x)
 
@@ -230,7 +232,8 @@ class _Share:
             with jax.named_scope("gather_part"):
                 if not axes:
                     return whole(params)
-                # Per device: left to XLA, what is split over its own axes would be gathered over them first.
+                # Per device: left to XLA, what is split over its own axes would be gathered over them first. It sends
+                # over axes of the region around it, and what varies over those is not known inside.
                 return jax.shard_map(whole, in_specs=(held,), out_specs=held, axis_names=axes, check_vma=False)(params)
 
         return apart

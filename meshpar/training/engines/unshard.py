@@ -251,6 +251,7 @@ class Unshard:
                 return local(x, None if key is None else jax.random.wrap_key_data(key), weight)
 
             whole = PartitionSpec()
+            # It sends over the axes of the engine's region around it, and what varies over those is not known inside.
             return jax.shard_map(
                 inside, in_specs=(spec, whole, whole), out_specs=out, axis_names=set(self.other_axes), check_vma=False
             )(x, None if key is None else jax.random.key_data(key), weight)
