@@ -428,7 +428,15 @@ def _ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Ar
     import tokamax  # type: ignore[import-not-found,unused-ignore]
 
     # Of these names the package takes the first that can do it; its own fallback to XLA's masked product is not there.
-    return tokamax.ragged_dot(rows, weights, sizes, implementation=("mosaic", "triton"))
+    try:
+        return tokamax.ragged_dot(rows, weights, sizes, implementation=("mosaic", "triton"))
+    except (NotImplementedError, ExceptionGroup, ValueError) as error:  # on this device, or with this release and jax
+        raise problem(
+            KERNEL,
+            f"multiply {rows.dtype}{list(rows.shape)} and {weights.dtype}{list(weights.shape)} by tokamax's kernels",
+            f"it refuses: {error}",
+            "take implementation='blocked'",
+        ) from error
 
 
 @jax.custom_vjp

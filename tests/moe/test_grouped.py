@@ -313,6 +313,23 @@ def test_auto_takes_tokamax_on_gpus_that_have_it(fake_tokamax, monkeypatch):
     assert fake_tokamax.asked == [("mosaic", "triton")]
 
 
+def test_the_real_tokamax_refuses_where_it_has_no_kernel():
+    pytest.importorskip("tokamax")
+    rows, weights, _ = operands("bfloat16")
+    with pytest.raises(MeshparError, match="tokamax's kernels.*refuses.*blocked"):
+        grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32), implementation="tokamax")
+
+
+def test_what_tokamax_refuses_is_told(fake_tokamax, monkeypatch):
+    def refuse(*_, **__):
+        raise NotImplementedError("only sm90")
+
+    monkeypatch.setattr(fake_tokamax, "ragged_dot", refuse)
+    rows, weights, _ = operands("bfloat16")
+    with pytest.raises(MeshparError, match="refuses: only sm90.*blocked"):
+        grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32), implementation="tokamax")
+
+
 def test_tokamax_by_name_is_never_replaced(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "not installed" in choose_grouped_matmul("gpu").why
