@@ -413,7 +413,7 @@ def _schedule_text(report: Report) -> str:
 
     found = _schedule(report)
     hidden = "" if found["hidden_fraction"] is None else f", {found['hidden_fraction']:.0%} hidden"
-    return f"{si(found['step_s'], 's')} a step{hidden}, {si(found['total_bytes'], 'B')} a device"
+    return f"{si(found['step_s'], 's')} a step{hidden}, {si(found['peak_bytes'], 'B')} a device"
 
 
 def _explained(subject: Subject, other: Subject | None, budget: Budget | None, latencies: str | None) -> Explained:
