@@ -153,6 +153,9 @@ COMMANDS: dict[str, Lazy] = {
         "meshpar.commands.bench:bench",
         "Measure: a training step against bare jax.jit, collectives against XLA's own.",
     ),
+    "checkpoint": Lazy(
+        "meshpar.commands.checkpoint:checkpoint", "List, inspect and verify the checkpoints of a run; needs no recipe."
+    ),
     "doctor": Lazy(
         "meshpar.commands.doctor:doctor", "Versions, devices, links, environment; what looks wrong, and what to do."
     ),

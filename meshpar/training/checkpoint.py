@@ -258,20 +258,17 @@ class Checkpoints:
             asked = "look at its newest" if step is None else f"look at step {step}"
             fix = "train first, or name another folder"
             raise problem(f"checkpoints in {self.folder}", asked, f"there are steps {steps}", fix)
-        path = self.folder / str(steps[-1] if step is None else step) / "run" / "metadata"
         try:
-            return _agreed(lambda: _unsealed(json.loads(path.read_text())))["leaves"]
+            return _index(self.folder, steps[-1] if step is None else step)["leaves"]
         except _DamagedError as error:
             fix = "bring the files back from a copy"
             raise problem(f"checkpoints in {self.folder}", "look at one", f"it is damaged ({error})", fix) from error
 
     def _read(self, step: int, setup: Setup, weights_only: bool = False) -> Restored:
         """One checkpoint; `_DamagedError` when it is not what was written."""
-        run = _agreed(lambda: _unsealed(json.loads((self.folder / str(step) / "run" / "metadata").read_text())))
+        run = _index(self.folder, step)
         where = f"checkpoint {self.folder / str(step)}"
         _check_format(run, where)
-        if run["step"] != step:
-            raise _DamagedError(f"run/metadata is that of step {run['step']}")
         like, there = _leaves(setup.abstract), run["leaves"]
         if weights_only:
             like, there = (
@@ -296,24 +293,11 @@ class Checkpoints:
         return Restored(state=state, data_state=run["data_state"], step=step)
 
     def _read_arrays(self, step: int, like: dict[str, Any], setup: Setup, *, format_: int) -> PyTree:
-        # The handler and not the manager: reading needs no barrier between processes, so one that meets a damaged file
-        # leaves no other waiting.
-        import orbax.checkpoint as ocp
-
         target = {"leaves": _nested(like)}
         if format_ == 1:
             whole = NamedSharding(_concrete(setup), PartitionSpec())
             target["fingerprints"] = jax.ShapeDtypeStruct((len(like),), np.uint32, sharding=whole)
-        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _patient_reader()))
-        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-        how = ocp.checkpoint_utils.construct_restore_args(target)
-        try:
-            return handler.restore(
-                self.folder / str(step) / "state",
-                args=ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=True),
-            )
-        finally:
-            handler.close()
+        return _read_arrays(self.folder / str(step), target)
 
     def _set_aside(self, steps: Sequence[int]) -> None:
         """Move checkpoints out of the way of a run that restarted before them: they would be taken for its newest."""
@@ -350,6 +334,74 @@ class Checkpoints:
 
 class _DamagedError(Exception):
     """A checkpoint is not what was written."""
+
+
+# ---- Without a model -------------------------------------------------------------------------------------------------
+
+
+def read_index(folder: Any, step: int) -> dict[str, Any]:
+    """What a checkpoint says about itself: format, versions, mesh, strategy, arrays by path, where the data stood.
+
+    Args:
+      folder: of the checkpoints.
+      step: which; it is there.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        return _index(folder, step)
+    except _DamagedError as error:
+        fix = "look at another step"
+        raise problem(f"checkpoint {folder}/{step}", "read its index", f"it is damaged ({error})", fix) from error
+
+
+def damage_of(folder: Any, step: int) -> str | None:
+    """What is wrong with a checkpoint, None where every array is what was written; needs no model, mesh or recipe.
+
+    The arrays are read onto the first device, all of them at a time.
+    """
+    mesh = Mesh(np.array(jax.devices()[:1]), ("all",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    try:
+        run = _index(folder, step)
+        if run["format"] == 1:
+            return "format 1, which only a restore can verify"
+        _check_format(run, f"checkpoint {folder}/{step}")
+        like = {
+            path: jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"], sharding=whole)
+            for path, leaf in run["leaves"].items()
+        }
+        stored = _agreed(lambda: _read_arrays(Checkpoints(folder).folder / str(step), {"leaves": _nested(like)}))
+        values = list(_flat(stored["leaves"], like).values())
+        found = np.asarray(_fingerprint_program(mesh)(values)).tolist()
+        wrong = [path for path, is_now in zip(like, found, strict=True) if run["leaves"][path]["fingerprint"] != is_now]
+        return f"contents of {_some(wrong)} are not what was written" if wrong else None
+    except _DamagedError as error:
+        return str(error)
+
+
+def _index(folder: Any, step: int) -> dict[str, Any]:
+    path = Checkpoints(folder).folder / str(step) / "run" / "metadata"
+    run = _agreed(lambda: _unsealed(json.loads(path.read_text())))
+    if run["step"] != step:
+        raise _DamagedError(f"run/metadata is that of step {run['step']}")
+    return run
+
+
+def _read_arrays(folder: Any, target: PyTree) -> PyTree:
+    # The handler and not the manager: reading needs no barrier between processes, so one that meets a damaged file
+    # leaves no other waiting.
+    import orbax.checkpoint as ocp
+
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _patient_reader()))
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    how = ocp.checkpoint_utils.construct_restore_args(target)
+    try:
+        args = ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=True)
+        return handler.restore(folder / "state", args=args)
+    finally:
+        handler.close()
 
 
 # ---- What is stored --------------------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""`meshpar checkpoint`: what lies in a run's folder, what one checkpoint holds, and whether it is what was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshpar.commands.cli import output_options, prepare_devices, print_report
+from meshpar.sharding.errors import problem
+
+run_argument = click.argument("run", type=click.Path())
+step_option = click.option("--step", metavar="N", type=int, help="Which; by default the newest.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows to print, in JSON a list of them."""
+
+    title: str
+    rows: tuple[dict[str, Any], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"title": self.title, "rows": list(self.rows)}
+
+    def __rich__(self) -> Any:
+        from rich.table import Table as RichTable
+
+        table = RichTable(*(self.rows[0] if self.rows else ()), title=self.title, title_justify="left", box=None)
+        for row in self.rows:
+            table.add_row(*(str(value) for value in row.values()))
+        return table
+
+
+@click.group(no_args_is_help=True)
+def checkpoint() -> None:
+    """Checkpoints of a run: `meshpar checkpoint verify runs/gpt_stdlib`. Nothing is changed.
+
+    RUN is a run's folder, or that of its checkpoints.
+    """
+
+
+@checkpoint.command("ls")
+@run_argument
+@output_options
+def ls(run: str, as_json: bool) -> None:
+    """The complete checkpoints of a run, oldest first, with their bytes on disk."""
+    folder, steps = _found(run)
+    rows = tuple({"step": step, "bytes": f"{_bytes(folder / str(step)):,}"} for step in steps)
+    print_report(Table(title=str(folder), rows=rows), as_json=as_json)
+
+
+@checkpoint.command("inspect")
+@run_argument
+@step_option
+@output_options
+def inspect(run: str, step: int | None, as_json: bool) -> None:
+    """Every array of a checkpoint: path, shape, dtype, fingerprint; read from its index, not from the arrays."""
+    from meshpar.training.checkpoint import read_index
+
+    folder, step = _chosen(run, step)
+    index = read_index(folder, step)
+    rows = tuple(
+        {"path": path, "shape": leaf["shape"], "dtype": leaf["dtype"], "fingerprint": leaf.get("fingerprint", "")}
+        for path, leaf in index["leaves"].items()
+    )
+    print_report(Table(title=f"step {step}, written by meshpar {index['meshpar']}", rows=rows), as_json=as_json)
+
+
+@checkpoint.command("verify")
+@run_argument
+@click.option("--step", metavar="N", type=int, help="Only this one; by default all.")
+@output_options
+def verify(run: str, step: int | None, as_json: bool) -> None:
+    """Read checkpoints and hold every array to the fingerprint that was taken before writing.
+
+    Exits 1 where one is damaged. It needs no recipe and no mesh; the arrays of one checkpoint fit the host's memory.
+    """
+    prepare_devices(1)
+    from meshpar.training.checkpoint import damage_of
+
+    folder, steps = _found(run)
+    if step is not None:
+        steps = [_chosen(run, step)[1]]
+    found = {one: damage_of(folder, one) for one in steps}
+    rows = tuple({"step": one, "is": "whole" if why is None else f"damaged: {why}"} for one, why in found.items())
+    print_report(Table(title=str(folder), rows=rows), as_json=as_json)
+    raise SystemExit(1 if any(found.values()) else 0)
+
+
+def _found(run: str) -> tuple[Path, list[int]]:
+    from meshpar.training.checkpoint import Checkpoints
+
+    folder = Path(run)
+    if (folder / "checkpoints").is_dir():
+        folder /= "checkpoints"
+    if not folder.is_dir():
+        raise problem(
+            f"run {run[:200]}", "look at its checkpoints", "there is no such folder", "name one, as runs/NAME"
+        )
+    steps = Checkpoints(folder).steps()
+    if not steps:
+        raise problem(
+            f"run {run[:200]}", "look at its checkpoints", f"{folder} holds none", "name a run that has saved"
+        )
+    return folder, steps
+
+
+def _chosen(run: str, step: int | None) -> tuple[Path, int]:
+    folder, steps = _found(run)
+    if step is not None and step not in steps:
+        raise problem(f"run {run}", f"look at step {step}", f"there are steps {steps}", "ask for one of them")
+    return folder, steps[-1] if step is None else step
+
+
+def _bytes(folder: Path) -> int:
+    return sum(os.lstat(os.path.join(root, name)).st_size for root, _, names in os.walk(folder) for name in names)
