@@ -284,7 +284,7 @@ def test_a_budget_is_saved_and_broken(explain, recipe, tmp_path):
         (("RECIPE", "--cluster", "h100:8x8", "--mesh", "fsdp=8"), "the cluster has 64 GPUs"),
         (("RECIPE", "--html", "FOLDER/none/report.html"), "there is no folder"),
         (("RECIPE", "--save-budget", "FOLDER/none/budget.json"), "there is no folder"),
-        (("RECIPE", "--budget", "FOLDER/none.json"), "No such file"),
+        (("RECIPE", "--budget", "FOLDER/none.json"), "there is no such file"),
         (("RECIPE", "--budget", "FOLDER/broken.json"), "it is no JSON"),
         (("RECIPE", "--budget", "FOLDER/other.json"), "it lacks jax_version"),
         (("RECIPE", "--batch", "inputs=int33[4,8]"), "a dtype that NumPy knows"),

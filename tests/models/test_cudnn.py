@@ -108,7 +108,7 @@ RINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", cases("keys whole", grid=RINGS))
+@pytest.mark.parametrize("case", cases(grid=RINGS))
 def test_its_tiles_go_round_the_ring(monkeypatch, case):
     """A stand-in of the kernel's signature, and plain attention on one device."""
     given = set()

@@ -166,6 +166,7 @@ def test_losses_of_experts_are_for_training_and_evaluation_changes_nothing():
     np.testing.assert_allclose(np.abs(bias - before["layers"]["mlp"]["bias"]).max(), 0.01, rtol=1e-12)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
 def test_decoding_step_by_step_is_the_whole_sequence(framework):
     """Greedy tokens by the cache are those of whole sequences; rooms at experts are not for one token after another."""

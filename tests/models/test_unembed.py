@@ -158,6 +158,7 @@ def assert_as_promised(report):
     assert not report.promise.unexpected
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("case", "tied"),
     cases(("fsdp|sequence", True), grid=itertools.product(PROMISES, (False, True))),

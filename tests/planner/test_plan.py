@@ -74,7 +74,7 @@ STATES = (
 )
 
 
-@pytest.mark.parametrize(("strategy", "mesh", "optimizer"), cases(STATES[3], grid=STATES))
+@pytest.mark.parametrize(("strategy", "mesh", "optimizer"), cases(grid=STATES))
 def test_state_is_the_compiled_programs_arguments_to_the_byte(strategy, mesh, optimizer):
     config, tx = MOE if "expert" in strategy else CONFIG, OPTIMIZERS[optimizer]
     strategy, spec = mp.parallel.parse_strategy(strategy), mp.MeshSpec(**mesh)

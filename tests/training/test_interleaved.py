@@ -76,6 +76,7 @@ CONFIG = TransformerConfig(
 )
 
 
+@pytest.mark.matrix
 def test_every_row_keeps_its_positions_and_sequences():
     """Rows of several sequences, cut at another place each."""
 
@@ -136,7 +137,6 @@ def test_slices_leave_rows_on_their_devices():
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     cases(
-        (mp.MeshSpec(data=2, tensor=2), "ddp() | tensor_parallel()"),
         grid=[
             (mp.MeshSpec(fsdp=4, tensor=2), AHEAD),
             (mp.MeshSpec(fsdp=2, context=2), 'fsdp() | context_parallel(kind="all-to-all")'),

@@ -54,7 +54,7 @@ def by_optax(framework):
 
 @pytest.mark.parametrize(
     ("framework", "case"),
-    cases(("nnx", "hsdp|tensor"), grid=[(framework, case) for framework in ("nnx", "linen") for case in CASES]),
+    cases(("nnx", "hsdp"), grid=[(framework, case) for framework in ("nnx", "linen") for case in CASES]),
 )
 def test_as_optax_on_one_device(framework, case):
     """Float32, to some ten roundings of a weight of about one."""
