@@ -74,7 +74,7 @@ HOUSE: dict[str, list[str] | str] = {
     "moe": ["collectives", "sharding.regions", "training.layers", "training.reports", "training.state"],
     "training.expert_load": ["training.loop", "moe"],
     "models": ["parallel", "sharding.adapters", "training.layers", "moe"],
-    "interop": ["models", "training.checkpoint"],
+    "interop": ["training.interrupts", "models", "training.checkpoint"],
     "planner": ["parallel", "planner.choice"],
     "compiled": ABOVE,
     "planner.workload": ABOVE,

@@ -27,12 +27,13 @@ class Table:
         return {"title": self.title, "rows": list(self.rows)}
 
     def __rich__(self) -> Any:
+        from rich.console import Group
         from rich.table import Table as RichTable
 
-        table = RichTable(*(self.rows[0] if self.rows else ()), title=self.title, title_justify="left", box=None)
+        table = RichTable(*(self.rows[0] if self.rows else ()), box=None)
         for row in self.rows:
             table.add_row(*(str(value) for value in row.values()))
-        return table
+        return Group(self.title, table)  # a table's own title is broken to the table's width
 
 
 @click.group(no_args_is_help=True)

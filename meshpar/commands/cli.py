@@ -285,7 +285,7 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     "--plan", metavar="FILE", help="Mesh, strategy, remat and accumulate by the first plan of `meshpar plan`."
 )
 @click.option(
-    "--stall-limit", metavar="SECONDS", type=click.FloatRange(min=5), default=40, show_default=True,
+    "--stall-limit", metavar="SECONDS", type=click.IntRange(5, 86_400), default=40, show_default=True,
     help="Several processes: after how long one that is not heard of, or stays behind in a step, is given up.",
 )  # fmt: skip
 @click.option(
@@ -345,6 +345,7 @@ def _train(
     prepare_devices(devices)
     here = _devices(devices)
     from meshpar.commands.recipe import load_recipe
+    from meshpar.commands.train import check_left_to_folder
     from meshpar.commands.train import train as run
 
     found = load_recipe(recipe, devices=len(here))
@@ -354,6 +355,8 @@ def _train(
         found = with_plan(found, plan)
     given = [f"{field}={value}" for field, value in (("steps", steps), ("name", name)) if value is not None]
     found = found.override(*assignments, *given)
+    if from_hf is not None:
+        check_left_to_folder(from_hf, assignments, tokenizer)
     if text or tokenizer:
         found = found.replace(data=_own_text(found.data, text, tokenizer))
     fit_vocab = (

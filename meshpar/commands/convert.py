@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import click
 
 from meshpar.commands.cli import _devices, devices_option, layout_options, options, prepare_devices, traceback_option
-from meshpar.sharding.errors import problem
 
 where_options = options(
     layout_options,
@@ -46,22 +44,17 @@ def from_folder(
     As in `meshpar convert from-hf Llama-3.1-8B runs/llama --mesh fsdp=8`.
     """
     layout = layout_of(mesh, strategy, devices)
+    from meshpar.interop.files import whole_folder
     from meshpar.interop.hf import from_hf
     from meshpar.interop.runs import CHECKPOINTS, keep_beside
     from meshpar.training.checkpoint import Checkpoints
 
-    folder = Path(out)
-    if folder.exists() and any(folder.iterdir()):
-        raise problem(f"folder `{folder}`", "write a run", "something is there already", "name a new folder")
-    config, state = from_hf(source, mesh=layout[0], strategy=layout[1], dtype=dtype)
-    try:
+    with whole_folder(out) as folder:
+        config, state = from_hf(source, mesh=layout[0], strategy=layout[1], dtype=dtype)
         keep_beside(source, folder)
         with Checkpoints(folder / CHECKPOINTS) as checkpoints:
             checkpoints.save(state, wait=True)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    click.echo(f"{folder}: {state.num_params:,} parameters in {config.param_dtype}, {config.num_layers} layers")
+    click.echo(f"{out}: {state.num_params:,} parameters in {config.param_dtype}, {config.num_layers} layers")
 
 
 @convert.command("to-hf")
@@ -78,9 +71,11 @@ def to_folder(
     As in `meshpar convert to-hf runs/finetune_hf finetuned --dtype bfloat16`.
     """
     layout = layout_of(mesh, strategy, devices)
+    from meshpar.interop.files import new_folder
     from meshpar.interop.hf import to_hf
     from meshpar.interop.runs import like_of, opened
 
+    new_folder(out)  # minutes before it is written
     config, state = opened(run, mesh=layout[0], strategy=layout[1], step=step)
     to_hf(state, config, out, like=like_of(Path(run)), dtype=dtype)
     click.echo(f"{out}: {state.num_params:,} parameters in {dtype or config.param_dtype}")

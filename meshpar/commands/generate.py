@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("folder", metavar="RUN|DIR", type=click.Path())
 @click.option("--prompt", "prompts", metavar="TEXT", multiple=True, required=True, help="May be repeated.")
-@click.option("--tokens", metavar="N", default=100, show_default=True, type=click.IntRange(min=1), help="To add.")
+@click.option("--tokens", metavar="N", default=100, show_default=True, type=click.IntRange(1, 2**20), help="To add.")
 @click.option("--temperature", metavar="T", default=1.0, show_default=True, help="0 takes the likeliest always.")
 @click.option("--top-k", metavar="K", type=int, help="Draw among the K likeliest tokens only.")
 @click.option("--top-p", metavar="P", type=float, help="Draw among the likeliest that have that probability together.")
-@click.option("--seed", metavar="N", default=0, show_default=True, help="Draws the tokens.")
+@click.option("--seed", metavar="N", default=0, show_default=True, type=click.IntRange(0, 2**32 - 1), help="Draws.")
 @click.option("--tokenizer", metavar="JSON", help="A tokenizer.json, or `bytes`; without it, the folder's own.")
 @click.option("--json", "as_json", is_flag=True, help="Print prompts, tokens and texts as JSON.")
 @where_options

@@ -59,6 +59,8 @@ from meshpar.training.state import Setup, TrainState, make_setup
 from meshpar.training.step import TrainStep, eval_step
 from meshpar.training.xla import fingerprint
 
+KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
+"""Fields of a recipe's model that stay where it begins with a folder of Hugging Face's."""
 VOCAB_MULTIPLE = 128
 """A vocabulary that follows a tokenizer is rounded up to this: any usual mesh divides it, and matmuls like it."""
 
@@ -109,7 +111,7 @@ def train(
         pod.agree("recipe", recipe.to_json(), fix="start every process with the same command and recipe file")
     mesh = recipe.mesh.build(devices)
     source = recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
-    recipe = _with_vocab(recipe, source, fit_vocab)
+    recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
     _check_sample(recipe, source)
     model = build_model(recipe)
     tx = build_optimizer(recipe, model, mesh)
@@ -123,9 +125,9 @@ def train(
             _agree(pod, setup, source, batches, program)
         _prepare_folder(folder, recipe, setup, fresh=fresh, screen=screen)
         screen.facts("meshpar train", _facts(recipe, setup, source, folder))
-        if from_hf is not None and jax.process_index() == 0:
-            keep_beside(from_hf, folder)
         with Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints:
+            if from_hf is not None and jax.process_index() == 0 and not checkpoints.steps():
+                keep_beside(from_hf, folder)  # later, its weights are those that the run began with, whatever is named
             state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
             before = int(state.step)
             screen.line(_where_it_starts(before, recipe.steps))
@@ -154,11 +156,23 @@ def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
     if not isinstance(model, TransformerConfig):
         fix = "give the recipe a TransformerConfig, whose sizes are then those of the folder"
         raise problem(f"--from-hf {folder}", "train its model", f"the recipe's is a {type(model).__name__}", fix)
-    kept = {name: getattr(model, name) for name in ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")}
+    kept = {name: getattr(model, name) for name in KEPT}
     tokenizer = Path(folder) / "tokenizer.json"
     if isinstance(data, TextData) and tokenizer.exists():
         data = dataclasses.replace(data, tokenizer=str(tokenizer))
     return recipe.replace(model=config_of(folder, **kept), data=data)
+
+
+def check_left_to_folder(folder: str, assignments: Sequence[str], tokenizer: str | None) -> None:
+    """Raises `ValueError` for an option that sets what `with_hf` takes from the folder."""
+    has_tokenizer = (Path(folder) / "tokenizer.json").exists()
+    for option in [f"--set {one}" for one in assignments] + ([f"--tokenizer {tokenizer}"] if tokenizer else []):
+        first, _, name = option.removeprefix("--set ").partition("=")[0].strip().partition(".")
+        of_model = first == "model" and name.split(".")[0] not in KEPT
+        if of_model or (has_tokenizer and (name == "tokenizer" or option.startswith("--tokenizer"))):
+            exists = f"the folder says it; of the recipe's model stay {', '.join(KEPT)}"
+            fix = "leave it out, or change a copy of the folder"
+            raise problem(option, f"train with it and --from-hf {folder}", exists, fix)
 
 
 def _agree(pod: Pod, setup: Setup, source: Source, batches: Batches, program: str) -> None:
@@ -203,7 +217,7 @@ def _where_it_starts(step: int, steps: int) -> str:
 # ---- Before the run --------------------------------------------------------------------------------------------------
 
 
-def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool) -> Recipe:
+def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool, from_hf: str | Path | None) -> Recipe:
     """The recipe with a model that knows every token of the data."""
     needed, config = getattr(source, "vocab_size", None), recipe.model
     known = getattr(config, "vocab_size", None)
@@ -217,7 +231,7 @@ def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool) -> Recipe:
             f"model.vocab_size ({known})",
             f"train on the data's tokens, which go up to {needed - 1}",
             f"the model knows {known}",
-            f"--set model.vocab_size={rounded}",
+            f"--set model.vocab_size={rounded}" if from_hf is None else "put its tokenizer.json into the folder",
         )
     return recipe
 

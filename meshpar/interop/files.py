@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.sharding.types import problem
+from meshpar.training.interrupts import scratch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -253,17 +254,37 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     Raises:
       ValueError: something is there already, or nothing can be.
     """
-    path = Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise problem(f"folder `{path}`", "write a model", "something is there already", "name a new folder")
+    to = new_folder(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        fresh = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
     except OSError as error:
-        raise problem(f"folder `{path}`", "write a model", f"{error.strerror}", "name one that can be made") from error
+        raise _not_made(path, error) from error
+    scratch.add(fresh)  # a command ends at Ctrl-C, without what follows below
     try:
         yield fresh
         fresh.chmod(0o755)
-        fresh.replace(path)
+        fresh.replace(to)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+        scratch.discard(fresh)
+
+
+def new_folder(path: str | Path) -> Path:
+    """Where a path leads, links followed; the folder above it is there then.
+
+    Raises:
+      ValueError: something is there already, or nothing can be.
+    """
+    to = Path(os.path.realpath(path))  # a folder can take the place of an empty one, but not of a link to it
+    try:
+        if to.exists() and (not to.is_dir() or any(to.iterdir()) or to.samefile(".")):
+            exists = "you are in it" if to.samefile(".") else "something is there already"
+            raise problem(f"folder `{path}`", "write to it", exists, "name a new folder")
+        to.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_made(path, error) from error
+    return to
+
+
+def _not_made(path: str | Path, error: OSError) -> Exception:
+    return problem(f"folder `{path}`"[:200], "write to it", f"{error.strerror}", "name one that can be made")

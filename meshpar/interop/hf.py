@@ -182,13 +182,13 @@ def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         **family.write_more(config),
         "torch_dtype": config.param_dtype,
     }
-    again, asked = _meaning(described(document).config), _meaning(config)
-    for name, value in asked.items():
-        if again[name] != value:
+    again, asked = (dict(tree_leaves_with_paths(_meaning(one))) for one in (described(document).config, config))
+    for name in sorted(asked.keys() | again.keys()):  # a field that is None has no leaf
+        if again.get(name) != asked.get(name):
             raise problem(
-                f"TransformerConfig.{name} ({value!r})"[:200],
+                f"TransformerConfig.{name.replace('/', '.')} ({asked.get(name)!r})",
                 f"write it as `{family.model_type}`",
-                f"that family has {again[name]!r}"[:200],
+                f"that family has {again.get(name)!r}",
                 "write it as another family, or change the field",
             )
     return document

@@ -78,6 +78,10 @@ def opened(
             exists = f"it has neither {CHECKPOINTS}/ nor {CONFIG}"
             raise problem(f"folder `{path}`", "open a model", exists, "name runs/<name>, or a folder of Hugging Face's")
         return from_hf(path, mesh=mesh, strategy=strategy, dtype=dtype)
+    if dtype is not None:
+        exists = "a run is opened in the dtype that it has"
+        fix = "leave --dtype out, or convert to-hf first"
+        raise problem(f"run `{path}`", f"open its model in {dtype}", exists, fix)
     with Checkpoints(path / CHECKPOINTS) as checkpoints:
         table = checkpoints.stored(step).get("params/embed/embedding")
         if table is None:

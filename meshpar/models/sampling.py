@@ -168,11 +168,11 @@ def _check(
         )  # fmt: skip
     if num_tokens < 1:
         raise problem(f"generate(num_tokens={num_tokens})", "add that many", "it is positive", "use 1 or more")
-    if temperature < 0:
+    if not 0 <= temperature < float("inf"):
         raise problem(
             f"generate(temperature={temperature})",
             "divide logits by it",
-            "it is not negative",
+            "it is not negative, and finite",
             "use 0 for the likeliest",
         )
     if top_k is not None and not 1 <= top_k <= config.vocab_size:

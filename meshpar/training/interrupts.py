@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 0.5
 """Seconds after the first signal in which another counts as the same: schedulers often send two."""
+scratch: set[Path] = set()
+"""Folders that are worth nothing before they are whole: removed where a signal ends the process."""
 
 
 class Watch:
@@ -104,6 +108,8 @@ class Watch:
 
     def _leave(self, number: int, text: str) -> None:
         self._say(text)
+        for folder in list(scratch):
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + number)
 
     def _say(self, text: str) -> None:

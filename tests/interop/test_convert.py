@@ -16,8 +16,11 @@ from meshpar.commands import cli
 from meshpar.commands.recipe import load_recipe
 from meshpar.commands.train import train
 from meshpar.interop import from_hf, to_hf
+from meshpar.interop.files import whole_folder
+from meshpar.interop.runs import BESIDE_RUN
 from meshpar.models import TransformerConfig
 from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.interrupts import scratch
 from meshpar.training.state import init_state
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of
@@ -43,6 +46,26 @@ def test_a_folder_as_a_run_and_back(kind, tmp_path):
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
+def test_a_folder_is_made_where_links_lead_or_not_at_all(tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "dangling").symlink_to("there")
+    monkeypatch.chdir(tmp_path)
+    for at in ("link", "dangling", "new"):
+        with pytest.raises(KeyError), whole_folder(at) as fresh:  # noqa: PT012  (what fails in it)
+            assert fresh in scratch
+            raise KeyError
+        with whole_folder(at) as fresh:
+            (fresh / "weights").touch()
+        assert [path.name for path in Path(at).iterdir()] == ["weights"]
+        (Path(at) / "weights").unlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "empty", "link", "new", "there"]
+    assert not scratch
+    monkeypatch.chdir("empty")  # whoever is in it would be in a folder that is no more
+    with pytest.raises(mp.MeshparError, match="you are in it"), whole_folder("."):
+        pass
+
+
 def small_folder(path: Path) -> Path:
     """A Qwen3 over bytes."""
     config = TransformerConfig(
@@ -63,6 +86,12 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path):
     )  # fmt: skip
     outcome = train(recipe, out=tmp_path, devices=jax.devices()[:2], from_hf=source, stream=io.StringIO())
     assert json.loads((outcome.folder / "recipe.json").read_text())["model"]["qk_norm"] is True
+    kept = outcome.folder / BESIDE_RUN  # named again, it is not taken for another's and removed
+    (kept / "config.json").write_text(json.dumps({**json.loads((kept / "config.json").read_text()), "bos_token_id": 7}))
+    again = train(recipe, out=tmp_path, devices=jax.devices()[:2], from_hf=kept, stream=io.StringIO())
+    assert again.summary["steps_taken"] == 0
+    train(recipe, out=tmp_path, devices=jax.devices()[:2], from_hf=source, stream=io.StringIO())
+    assert json.loads((kept / "config.json").read_text())["bos_token_id"] == 7
     run("convert", "to-hf", str(outcome.folder), str(tmp_path / "back"), "--devices", "2")
     mesh = mp.MeshSpec().build(jax.devices()[:1])
     (config, before), (again, after) = (
@@ -79,12 +108,21 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path):
         (("convert", "from-hf", "nowhere", "out"), "there is no such folder"),
         (("convert", "to-hf", "nowhere", "out"), "there is no such folder"),
         (("convert", "to-hf", ".", "out"), "it has neither checkpoints/ nor config.json"),
+        (("convert", "from-hf", "recipes", "file/out"), "one that can be made"),
+        (("convert", "from-hf", "recipes", "o" * 300), "File name too long"),
+        (("convert", "to-hf", "recipes", "file"), "something is there already"),
         (("train", "recipes/digits_linen.py", "--from-hf", "x"), "the recipe's is a ClassifierConfig"),
+        (("train", "recipes/finetune_hf.py", "--from-hf", "x", "--set", "model.num_layers=3"), "the folder says it"),
+        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--tokenizer", "bytes"), "the folder says it"),
+        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--set", "data.tokenizer=bytes"), "the folder says it"),
+        (("train", "recipes/finetune_hf.py", "--stall-limit", "nan"), "'nan' is not a valid integer"),
     ],
 )
 def test_mistakes(args, says, tmp_path, monkeypatch, capsys):
     (tmp_path / "recipes").symlink_to(RECIPE.parent)
     monkeypatch.chdir(tmp_path)
+    for name in ("file", "tokenizer.json"):
+        Path(name).write_text("{}")
     with pytest.raises(SystemExit) as end:
         cli.main(list(args))
     assert end.value.code == 2

@@ -53,6 +53,9 @@ def test_the_command(tmp_path, capsys):
         (["--prompt", "a"], "neither it nor its recipe has a tokenizer"),
         (["--prompt", "", "--tokenizer", "bytes"], "begin with one token"),
         (["--prompt", "a", "--tokenizer", "bytes", "--top-p", "2"], "above 0 and at most 1"),
+        (["--prompt", "a", "--tokenizer", "bytes", "--temperature", "nan"], "not negative, and finite"),
+        (["--prompt", "a", "--tokenizer", "bytes", "--tokens", "1000000000"], "is not in the range"),
+        (["--prompt", "a", "--tokenizer", "bytes", "--seed", "10000000000"], "is not in the range"),
     ],
 )
 def test_mistakes(args, says, tmp_path, capsys):

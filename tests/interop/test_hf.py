@@ -198,6 +198,11 @@ def test_a_model_that_no_family_is(tmp_path, mesh8):
     config, state = from_hf(source, mesh=mesh8, strategy=mp.fsdp())
     with pytest.raises(ValueError, match=r"logits_cap.*llama"):
         to_hf(state, dataclasses.replace(config, logits_cap=30.0), tmp_path / "back")
+    moe = described(golden("mixtral")[0]).config
+    assert moe.moe is not None
+    scored = dataclasses.replace(moe.moe, routing=dataclasses.replace(moe.moe.routing, score="sigmoid"))
+    with pytest.raises(ValueError, match=r"moe\.routing\.score \('sigmoid'\).*has 'softmax'"):
+        written(dataclasses.replace(moe, moe=scored), family_of(moe))
     assert not (tmp_path / "back").exists()
     with pytest.raises(ValueError, match="something is there already"):
         to_hf(state, config, source)

@@ -155,6 +155,14 @@ def test_handlers_are_as_before_afterwards():
     assert watch._thread not in threading.enumerate()
 
 
+def test_what_is_half_written_goes_with_the_process(watch, monkeypatch, tmp_path):
+    (tmp_path / "half/of").mkdir(parents=True)
+    monkeypatch.setattr(interrupts, "scratch", {tmp_path / "half", tmp_path / "nowhere"})
+    monkeypatch.setattr(interrupts.os, "_exit", lambda code: None)
+    watch._leave(INT, "interrupted")
+    assert not (tmp_path / "half").exists()
+
+
 def test_a_second_one_in_a_session_raises_and_leaves_the_session(watch, monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     watch.hold(lambda: True, grace_s=0)
