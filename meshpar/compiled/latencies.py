@@ -88,20 +88,20 @@ def schedule(
     state: TrainState,
     batch: PyTree,
     cluster: Cluster,
-    path: str | Path,
     *,
     pod: PodProcess | None = None,
 ) -> Scheduled:
-    """Compiles a step by latencies and writes those of the quickest program to a file.
+    """Compiles a step by latencies, and without.
 
     Args:
-      step, state, batch, cluster, pod: as for `meshpar.explain`.
-      path: of the file, `*.pbtxt`, for `--xla xla_gpu_pgle_profile_file_or_directory_path=FILE`.
+      step, state, batch, cluster, pod: as for `meshpar.explain`. A file of latencies that the step names is left out,
+        and need not be there yet.
 
     Raises:
       ValueError: see `meshpar.explain`.
     """
     state = on_cluster(cluster, state)
+    step = _compiled_with(step, {name: value for name, value in step.options.xla.items() if name != LATENCIES})
     own = explain(step, state, batch, cluster, pod=pod)
     apart = {LATENCIES: ""}
 
@@ -112,12 +112,13 @@ def schedule(
 
     # With latencies a step may have other options, and then its instructions have other names.
     is_same = {**by_latencies(step, Path()).compile_options(state.setup), **apart} == {**own.compile_options, **apart}
-    found = Scheduled(own=own, rounds=rounds(compiled, own.timeline if is_same else None))
-    Path(path).write_text(found.quickest.latencies, encoding="utf-8")
-    return found
+    return Scheduled(own=own, rounds=rounds(compiled, own.timeline if is_same else None))
 
 
 def by_latencies(step: TrainStep, file: Path) -> TrainStep:
     """The step, compiled by a file of latencies."""
-    xla: Options = {**step.options.xla, LATENCIES: str(file)}
+    return _compiled_with(step, {**step.options.xla, LATENCIES: str(file)})
+
+
+def _compiled_with(step: TrainStep, xla: Options) -> TrainStep:
     return TrainStep(step.loss_fn, dataclasses.replace(step.options, xla=xla))

@@ -80,7 +80,7 @@ def _in_bytes(x: jax.Array) -> InBytes:
     What is not zero does not become zero: Adam divides by the root of a moment.
     """
     x = x.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(x), axis=-1)
+    scales = jnp.max(jnp.abs(x), axis=-1, initial=0)  # a row may be empty
     share = jnp.abs(x) / jnp.maximum(scales, jnp.finfo(jnp.float32).tiny)[..., None]
     below = jnp.clip(jnp.floor(jnp.sqrt(jnp.sqrt(share)) * _LEVELS), 0, _LEVELS - 1)
     low, high = (below / _LEVELS) ** 4, ((below + 1) / _LEVELS) ** 4

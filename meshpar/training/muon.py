@@ -160,7 +160,7 @@ def _is_dims(x: Any) -> bool:
 
 
 def _label(path: str, x: Any, dims: Mapping[str, Dims | None]) -> str:
-    if dims.get(path, path) is None:
+    if dims.get(path, path) is None or 0 in x.shape:  # what is empty has no shape to scale by
         return "adam"
     where, fix = f"muon, `{path}` of shape {tuple(x.shape)}", "None leaves it to Adam"
     if path not in dims:

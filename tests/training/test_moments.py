@@ -62,6 +62,7 @@ def test_in_bytes_a_number_is_one_of_the_two_nearest_levels_and_the_mean_of_many
     share = np.abs(x) / np.maximum(np.asarray(scales), 1e-30)[:, None]
     assert np.all((low <= share + 1e-6) & (share <= high + 1e-6))  # float32 around the levels
     np.testing.assert_array_equal(np.asarray(kept) == 0, x == 0)
+    assert _in_bytes(jnp.zeros((8, 0))).scales.tolist() == [0] * 8
     found = np.asarray(_from_bytes(_in_bytes(x), np.float32))
     # 1e5 numbers, each off by a fiftieth of the root of their mean square.
     assert abs((found - x).mean()) < 5 * 0.02 * np.sqrt((x**2).mean()) / np.sqrt(x.size)

@@ -115,6 +115,14 @@ def test_every_way_to_share_them_gives_the_same(num, spec, axes):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-6), found, expected)
 
 
+def test_what_is_empty_is_left_to_adam():
+    """A layer of no columns, a stack of no layers: optax divides by their sizes."""
+    params = {"none": np.zeros((0, 8), np.float32), "stack": np.zeros((0, 8, 8), np.float32)}
+    dims = {"none": optax.contrib.MuonDimensionNumbers(), "stack": optax.contrib.MuonDimensionNumbers((1,), (2,))}
+    found = updates_of(mp.muon(1.0, muon_weight_dimension_numbers=dims), params)
+    assert {name: x.shape for name, x in found.items()} == {"none": (0, 8), "stack": (0, 8, 8)}
+
+
 def test_what_a_way_sends():
     """By hand, in matrices a rank sends: 2 (N-1)/N a matrix owned, against (N-1)/N of every one that is gathered."""
     assert exchange(1, ranks=8) == ("gather", 7 / 8)

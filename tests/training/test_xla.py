@@ -18,6 +18,7 @@ import meshpar as mp
 from meshpar.commands.explain import Subject
 from meshpar.commands.recipe import build_model, build_optimizer, build_step, load_recipe
 from meshpar.commands.train import _program
+from meshpar.compiled import latencies
 from meshpar.compiled.target import missing_aot, topology, traced_for
 from meshpar.models import TransformerConfig
 from meshpar.planner.hardware import parse_cluster
@@ -139,6 +140,36 @@ def test_latencies_are_a_text_that_xla_reads_by_its_name(mesh8, tmp_path, meshpa
     code, _, error = meshpar("explain", "recipes/gpt_stdlib.py", "--save-latencies", tmp_path / "of.txt")
     assert code != 0
     assert "pbtxt" in error
+
+
+def test_latencies_that_a_step_names_already_are_made_anew(tmp_path, monkeypatch):
+    """What is compiled without latencies has none of those, and their file need not be there."""
+    seen = []
+
+    def report(step, state, *_, **__):
+        seen.append(step.options.xla)
+        times = SimpleNamespace(latencies={"fusion.1": 1e-6}, step_s=1.0)
+        return SimpleNamespace(timeline=times, compile_options=step.compile_options(state.setup))
+
+    monkeypatch.setattr(latencies, "explain", report)
+    monkeypatch.setattr(latencies, "on_cluster", lambda _, state: state)
+    no_devices = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    missing = str(tmp_path / "none.pbtxt")
+    step, state = step_and_state(no_devices, xla={LATENCIES: missing, THRESHOLD: 7})
+    latencies.schedule(step, state, BATCH, None)
+    assert seen[0] == {THRESHOLD: 7}
+    assert len(seen) == 4
+    assert all(xla.keys() == {LATENCIES, THRESHOLD} and xla[LATENCIES] != missing for xla in seen[1:])
+
+
+def test_a_file_that_a_recipe_misses_is_not_the_one_to_be_written(tmp_path, monkeypatch):
+    def missing(*_, **__):
+        raise FileNotFoundError("weights.npz")
+
+    monkeypatch.setattr(Subject, "step_and_state", missing)
+    one = Subject.of("recipes/gpt_stdlib.py", "h100:1x8", layout=["mesh=fsdp=8"], assignments=[], shapes=None)
+    with pytest.raises(FileNotFoundError, match="weights"):
+        one.scheduled(None, str(tmp_path / "of.pbtxt"))
 
 
 @pytest.mark.pod
