@@ -257,7 +257,7 @@ class Subject:
         found = schedule(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod)
         with writing(path):
             Path(path).write_text(found.quickest.latencies, encoding="utf-8")
-        return found
+        return found.named(path)
 
 
 def _mesh_here(recipe: Recipe) -> AnyMesh:

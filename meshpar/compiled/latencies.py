@@ -75,6 +75,15 @@ class Scheduled:
         fit = tuple(one for one in self.rounds if one.what.memory.fits is not False)
         return quickest(fit or self.rounds)
 
+    def named(self, path: str) -> Scheduled:
+        """The same, each report with this file among its options: what it was compiled by lies there no more."""
+        reports = [
+            dataclasses.replace(one.what, compile_options={**one.what.compile_options, LATENCIES: path})
+            for one in self.rounds
+        ]
+        named = (dataclasses.replace(one, what=report) for one, report in zip(self.rounds, reports, strict=True))
+        return dataclasses.replace(self, rounds=tuple(named))
+
     @property
     def is_gain(self) -> bool:
         """Whether its step is shorter than without latencies, and it fits where that does."""

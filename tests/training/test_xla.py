@@ -191,6 +191,7 @@ def test_a_step_is_scheduled_by_latencies(tmp_path, meshpar):
     )  # fmt: skip
     again = kept.explained(None)
     assert again.timeline.step_s == found["timeline"]["step_s"]
+    assert (again.compile_options, again.fingerprint) == (found["compile_options"], found["fingerprint"])
     assert again.compile_options["xla_disable_hlo_passes"] == "multi_output_fusion"
 
 
