@@ -70,7 +70,7 @@ def opened(
       step: of a run, which checkpoint; None: the newest.
 
     Raises:
-      ValueError: neither of them; as `from_hf` and `Checkpoints.restore`.
+      ValueError: neither of them; a dtype for a run; as `from_hf` and `Checkpoints.restore`.
     """
     path = Path(folder)
     if not (path / CHECKPOINTS).is_dir():
