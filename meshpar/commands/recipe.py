@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -87,28 +87,30 @@ class AdamW:
     offload: bool = False
     """Whether both lie in the host's memory between updates, as in `mp.offloaded`."""
 
+    _DECAYS: ClassVar[tuple[str, ...]] = ("b1", "b2")
+    """Fields that are decays of moving averages."""
+
     def __post_init__(self) -> None:
-        known = ("cosine", "linear", "constant")
+        who, known = type(self).__name__, ("cosine", "linear", "constant")
         if self.schedule not in known:
-            raise problem(
-                f"AdamW(schedule={self.schedule!r})", "use it", "there is no such schedule", f"one of {known}"
-            )
+            where = f"{who}(schedule={self.schedule!r})"
+            raise problem(where, "use it", "there is no such schedule", f"one of {known}")
         for field in dataclasses.fields(self):
-            _check_finite(f"AdamW.{field.name}", getattr(self, field.name))
-        at_least = {"warmup_steps": 0, "final_lr": 0, "weight_decay": 0, "b1": 0, "b2": 0}
+            _check_finite(f"{who}.{field.name}", getattr(self, field.name))
+        at_least = {"warmup_steps": 0, "final_lr": 0, "weight_decay": 0} | dict.fromkeys(self._DECAYS, 0)
         for name, least in at_least.items():
-            _check(f"AdamW.{name}", getattr(self, name), getattr(self, name) >= least, f"it is at least {least}")
-        for name in ("b1", "b2"):
-            _check(f"AdamW.{name}", getattr(self, name), getattr(self, name) < 1, "a decay is below 1")
+            _check(f"{who}.{name}", getattr(self, name), getattr(self, name) >= least, f"it is at least {least}")
+        for name in self._DECAYS:
+            _check(f"{who}.{name}", getattr(self, name), getattr(self, name) < 1, "a decay is below 1")
         for name in ("lr", "eps", "clip_norm", "schedule_steps"):
             value = getattr(self, name)
-            _check(f"AdamW.{name}", value, value is None or value > 0, "it is above 0")
-        _check("AdamW.offload", self.offload, isinstance(self.offload, bool), "it is True or False")
-        _check("AdamW.moments", self.moments, self.moments in (None, *DTYPES), f"it is None or of {', '.join(DTYPES)}")
-        for name in ("b1", "b2") if self.moments == "bfloat16" else ():
+            _check(f"{who}.{name}", value, value is None or value > 0, "it is above 0")
+        _check(f"{who}.offload", self.offload, isinstance(self.offload, bool), "it is True or False")
+        _check(f"{who}.moments", self.moments, self.moments in (None, *DTYPES), f"it is None or of {', '.join(DTYPES)}")
+        for name in self._DECAYS if self.moments == "bfloat16" else ():
             beta, finest = getattr(self, name), float(jnp.finfo("bfloat16").eps) / 2
             rule = f'with moments="bfloat16" it is at most {1 - finest:.4f}: steps of less are rounded away'
-            _check(f"AdamW.{name}", beta, 1 - beta >= finest, rule)
+            _check(f"{who}.{name}", beta, 1 - beta >= finest, rule)
 
     def learning_rate(self, steps: int) -> Callable[[Any], Any]:
         """The learning rate by step, of a run of this many steps.
@@ -119,7 +121,7 @@ class AdamW:
         steps = self.schedule_steps or steps
         if self.schedule != "constant" and self.warmup_steps >= steps:
             raise problem(
-                f"AdamW.warmup_steps ({self.warmup_steps})",
+                f"{type(self).__name__}.warmup_steps ({self.warmup_steps})",
                 f"warm up within a schedule of {steps} steps",
                 "nothing would be left of it",
                 f"set optimizer.warmup_steps below {steps}, or run more steps",
@@ -172,10 +174,11 @@ class Muon(AdamW):
     share: bool = True
     """Whether ranks that hold the same matrices share the work and exchange what comes out, as in `mp.muon`."""
 
+    _DECAYS: ClassVar[tuple[str, ...]] = (*AdamW._DECAYS, "momentum")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, is_right, rule in (
-            ("momentum", 0 <= self.momentum < 1, "it is at least 0 and below 1"),
             ("ns_steps", is_whole(self.ns_steps) and self.ns_steps >= 1, "it is a whole number of at least 1"),
             ("rms", self.rms > 0, "it is above 0"),
             ("share", isinstance(self.share, bool), "it is True or False"),
