@@ -204,7 +204,8 @@ class Run:
         if not self._in_flight:  # the devices rest: what went before is no step's time
             self._read_at = time.perf_counter()
         try:
-            batch = next(self.iterator)
+            with watchdog.busy("waits for data"):
+                batch = next(self.iterator)
         except StopIteration:
             self.stop("exhausted")
             return
