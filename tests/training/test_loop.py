@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -123,6 +124,23 @@ def test_hooks_are_told_everything_once_and_in_order():
     assert [record.loss for record in log.records] == [np.float32(1 / n).item() for n in (1, 2, 3, 4)]
     assert (result.step, result.reason, result.last) == (4, "done", log.records[-1])
     assert result.state.step == 4
+
+
+def test_waiting_for_data_is_no_step(monkeypatch):
+    """Which a pod's watchdog is told: reading may take longer than a step may."""
+    doing = []
+
+    @contextlib.contextmanager
+    def busy(what):
+        doing.append(what)
+        yield
+        doing.append(None)
+
+    monkeypatch.setattr("meshpar.training.loop.watchdog.busy", busy)
+    during = []
+    fit(FakeStep(), State(), (during.append(doing[-1]) or {} for _ in range(2)), steps=2)
+    assert during == ["waits for data"] * 2
+    assert doing[-1] is None
 
 
 def test_it_goes_on_where_the_state_stands():

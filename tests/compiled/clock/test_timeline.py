@@ -159,6 +159,7 @@ def test_two_collectives_queue():
     assert (first.hidden_s, second.hidden_s) == (pytest.approx(MS), pytest.approx(0))
     assert (first.cover, second.cover) == ("kernels", "kernels")
     assert second.has_nothing_to_hide_behind
+    assert [found.latencies[name] for name in ("s1", "s2")] == pytest.approx([MS, 2 * MS])
     check(found)
 
 
