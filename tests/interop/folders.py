@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("safetensors")
+pytest.importorskip("safetensors", reason="reads and writes its files: pip install meshpar[hf]")
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = sorted(path.stem for path in GOLDEN.glob("*.safetensors"))
 DTYPES = {"BF16": "bfloat16", "F32": "float32", "I64": "int64"}

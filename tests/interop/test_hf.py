@@ -148,8 +148,8 @@ def deeper(source: Path, to: Path) -> Path:
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_live_against_transformers(kind, tmp_path, mesh8):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    pytest.importorskip("torch", reason="compares with transformers itself: pip install torch transformers")
+    pytest.importorskip("transformers", reason="compares with it: pip install torch transformers")
     from tests.interop.make_golden import logits_of as theirs
     from tests.interop.make_golden import made
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("safetensors")
+pytest.importorskip("safetensors", reason="reads its files: pip install meshpar[hf]")
 BYTES = 3_000_000_000
 
 

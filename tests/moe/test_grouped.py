@@ -314,7 +314,7 @@ def test_auto_takes_tokamax_on_gpus_that_have_it(fake_tokamax, monkeypatch):
 
 
 def test_the_real_tokamax_refuses_where_it_has_no_kernel():
-    pytest.importorskip("tokamax")
+    pytest.importorskip("tokamax", reason="asks the package itself, of Python 3.12 or newer: pip install tokamax")
     rows, weights, _ = operands("bfloat16")
     with pytest.raises(MeshparError, match="tokamax's kernels.*refuses.*blocked"):
         grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32), implementation="tokamax")
