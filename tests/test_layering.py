@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import FAULTS
+
 PACKAGE = Path(__file__).parents[1] / "meshpar"
 ABOVE = "everything above"
 
@@ -255,3 +257,8 @@ def test_a_plain_step_loads_nothing_of_pipelines_experts_or_compiled_programs() 
     done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
     packages = {".".join(name.split(".")[:2]) for name in done.stdout.split() if name.startswith("meshpar.")}
     assert packages == {"meshpar.sharding", "meshpar.parallel", "meshpar.training"}
+
+
+def test_every_planted_fault_is_a_line_of_the_source() -> None:
+    for fault in FAULTS:
+        assert (PACKAGE / fault.file).read_text().count(fault.old) == 1, fault.name

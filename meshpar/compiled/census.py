@@ -478,6 +478,8 @@ def _is_sliced(module: Module, computation: Computation, value: Instruction, gro
 def _keeps_part(use: Instruction | None, of: ArrayShape | None, group_size: int) -> bool:
     if use is None or of is None or use.opcode != "dynamic-slice" or not isinstance(use.shape, ArrayShape):
         return False
+    if scopes.primitive(use.metadata.op_name) == "dynamic_slice":
+        return False  # the program's own choice of a part, say of one that a schedule holds elsewhere
     return use.shape.size * group_size == of.size
 
 

@@ -95,6 +95,8 @@ class StagedRun:
           extra: what the model keeps beside parameters; every stage has all of it.
         """
         share = _Share(self, specs)
+        if share.placement.moves_shards:
+            params = params._replace(parts=self._moved(share.placement.spread, params.parts, specs.parts))
         late = jnp.zeros((self.schedule.stages, 0), jnp.float32) if late is None else late
         (totals, late), grads = jax.shard_map(
             share,
@@ -109,10 +111,24 @@ class StagedRun:
             parts = jax.tree.map(lambda g: _summed(g, 0), grads.parts)
             ends = jax.tree.map(lambda g: _summed(g, 1), grads.ends)
             grads = self.laid(Params(parts, self._over_stages(ends, grad_specs.ends, share.owners)), grad_specs)
+        if share.placement.moves_shards:
+            grads = grads._replace(parts=self._moved(share.placement.collect, grads.parts, grad_specs.parts))
         sums, count = totals.sums, self.schedule.microbatches * math.prod(self.split_by.values())
         total = jnp.asarray(count, sums.weight.dtype) if self.functions.weight is None else sums.weight
         loss, grads = jax.tree.map(lambda x: x / total.astype(x.dtype), (sums.loss, grads))
         return Result(loss, means(sums.metrics, total), means(totals.aux, count), late), grads
+
+    def _moved(self, move: Callable[[PyTree], PyTree], parts: PyTree, specs: PyTree) -> PyTree:
+        """Parts from stage to stage, each device its shard of them."""
+        # Behind a barrier, or XLA merges the choice of a part into the cut to shards, and no longer sees that an
+        # all-reduce before it is a reduce-scatter. Nothing is differentiated here.
+        return jax.shard_map(
+            lambda parts: move(lax.optimization_barrier(parts)),
+            mesh=self.mesh,
+            in_specs=(specs,),
+            out_specs=specs,
+            check_vma=False,
+        )(parts)
 
     def laid(self, tree: PyTree, specs: PyTree) -> PyTree:
         """Every array laid out by its spec."""
@@ -187,14 +203,15 @@ class _Share:
         if self.batch_axes:
             key = jax.random.fold_in(key, lax.axis_index(self.batch_axes))
         rows = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
-        parts = self.placement.spread(params.parts)
+        parts = params.parts if self.placement.moves_shards else self.placement.spread(params.parts)
         # Here, where the axes that the functions may communicate over have names.
         one = self.executor.whole(jax.tree.map(lambda p: p[0], parts))
         micro = Micro(jax.tree.map(lambda x: x[0], rows), key, jnp.zeros((), jnp.int32), extra)
         self.owners = checks.owners_of_ends(run, one, params.ends, micro)
         (sums, aux), late = self.executor(columns, parts, params.ends, rows, key, late[0], extra)
-        grads = jax.tree.map(lambda g: g[None], Params(self.placement.collect(sums.grads.parts), sums.grads.ends))
-        grads = Params(grads.parts, jax.tree.map(lambda g: g[None], grads.ends))
+        back = sums.grads.parts if self.placement.moves_shards else self.placement.collect(sums.grads.parts)
+        grads = jax.tree.map(lambda g: g[None], Params(back, sums.grads.ends))
+        grads = grads._replace(ends=jax.tree.map(lambda g: g[None], grads.ends))
         held = jnp.asarray(run.schedule.parts)[lax.axis_index(run.axis)]
         aux = {k: jnp.zeros((run.schedule.num_parts, *x.shape[1:]), x.dtype).at[held].add(x) for k, x in aux.items()}
         over = self.manual if run.sync else self.batch_axes

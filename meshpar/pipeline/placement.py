@@ -74,6 +74,12 @@ class WeightPlacement:
         """Parts that leave their stage."""
         return sum(len(one.pairs) for one in self.rounds)
 
+    @property
+    def moves_shards(self) -> bool:
+        """Whether parts change stages as they lie between steps, before weights are gathered and after gradients are
+        reduced. Copies are made of whole weights, and summed before that, or each would be gathered and reduced."""
+        return self.moves > 0 and self.rows == self.chunks
+
     def spread(self, params: PyTree) -> PyTree:
         """`[rows, ...] -> [chunk, ...]`, inside a `shard_map` over the stages."""
         with jax.named_scope("place_weights"):

@@ -249,6 +249,16 @@ def test_a_stage_runs_what_the_table_gives_it(built):
     assert traffic(make("dualpipe", 2, 3)).first.tolist() == [2, 1]
 
 
+def test_parts_change_stages_as_shards():
+    """Before their weights are gathered and after their gradients are reduced: a quarter of each part on fsdp=4."""
+    case = Case(mp.MeshSpec(stage=2, fsdp=4), "zb-v", 2, mp.fsdp(), deep=False)
+    step, state, batch = case.step(case.mesh.build())
+    moved = messages(step.trace(state, batch).jaxpr, Cells(make("zb-v", 2, 2)))
+    sizes = [one.elements for one in moved if one.axes == ("stage",)]
+    # A part is one layer, of two arrays; one part of each stage changes it, there and back.
+    assert (sizes.count(D * F // 4), sizes.count(D * F)) == (4, 0)
+
+
 def test_weights_are_gathered_once_a_step_or_in_every_cell(built):
     lines = {name: {line.role: line for line in built(name).verdict(0).kept} for name in ("zb-h1", "microbatch")}
     assert lines["zb-h1"]["weights before use"].found_count == 12
