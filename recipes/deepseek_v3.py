@@ -35,7 +35,7 @@ def recipe(devices: int = 2048) -> mp.Recipe:
     model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, bound_factor=2.0))
 
     # Strategy: every rank of `expert` owns four experts of a layer, cut over fsdp; tokens are split over both axes.
-    strategy = mp.fsdp() | mp.expert_parallel()
+    strategy = mp.fsdp(prefetch=1) | mp.expert_parallel()
 
     # Data: your own text and tokenizer, from the command line.
     data = TextData(seq_len=4096, valid_batches=2, cache="runs/tokens")
@@ -54,7 +54,8 @@ def recipe(devices: int = 2048) -> mp.Recipe:
         optimizer=optimizer,
         steps=220_000,
         batch_size=8 * devices,
-        accumulate=8,
+        accumulate=4,
+        interleave=2,
         precision=mp.Precision(compute="bfloat16"),
         remat="full",
         nonfinite="skip",

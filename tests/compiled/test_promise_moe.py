@@ -262,7 +262,8 @@ def test_with_the_width_split_gradients_are_summed_where_there_are_tokens(found,
     over_tensor = [one for one in collectives if one.axes == ("tensor",) and "moe" in one.module.split("/")]
     assert verdict_of(found, name).unexpected == ()
     assert max(max(array.size for array in one.arrays) // D for one in over_tensor) == case.tokens
-    chosen = [one for one in over_tensor if one.payload_bytes == case.tokens * K * 4]
+    # XLA may send them along with the gradient of the tokens.
+    chosen = [one for one in over_tensor if any(array.size == case.tokens * K for array in one.arrays)]
     assert sum(one.count_per_step for one in chosen) == L
 
 
