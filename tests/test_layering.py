@@ -71,6 +71,8 @@ HOUSE: dict[str, list[str] | str] = {
     "training.watchdog": ["training.coordination"],
     "training.checkpoint": ["training.state"],
     "training.loop": ["training.step", "training.interrupts", "training.watchdog", "data", "training.checkpoint"],
+    "training.goodput": ["training.loop"],
+    "training.writers": ["training.loop"],
     "moe": ["collectives", "sharding.regions", "training.layers", "training.reports", "training.state"],
     "training.expert_load": ["training.loop", "moe"],
     "models": ["parallel", "sharding.adapters", "training.layers", "moe"],

@@ -292,22 +292,11 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     "--processes", metavar="N", type=click.IntRange(min=1),
     help="Start N processes on this machine as one pod, to try it; without it, the launcher around says which this is.",
 )  # fmt: skip
-def train(
-    recipe: str,
-    assignments: tuple[str, ...],
-    as_json: bool,
-    plan: str | None,
-    devices: int | None,
-    steps: int | None,
-    name: str | None,
-    out: str,
-    fresh: bool,
-    text: tuple[str, ...],
-    tokenizer: str | None,
-    from_hf: str | None,
-    stall_limit: float,
-    processes: int | None,
-) -> None:
+@click.option(
+    "--writer", "writers", metavar="NAME", multiple=True, type=click.Choice(["tensorboard", "wandb"]),
+    help="Write numbers there, too: tensorboard or wandb; may be repeated. Same as --set writers=NAME,NAME.",
+)  # fmt: skip
+def train(*, devices: int | None, stall_limit: float, processes: int | None, **given: Any) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
     The same command again goes on where the run stopped.
@@ -324,11 +313,13 @@ def train(
     from meshpar.commands import launch, together
 
     launch.join()
-    with together.pod(stall_s=stall_limit, command={"--out": out, "--fresh": fresh, "--from-hf": from_hf}):
-        _train(recipe, assignments, as_json, plan, devices, steps, name, out, fresh, text, tokenizer, from_hf)
+    command = {f"--{name.replace('_', '-')}": given[name] for name in ("out", "fresh", "from_hf")}
+    with together.pod(stall_s=stall_limit, command=command):
+        _train(devices=devices, **given)
 
 
 def _train(
+    *,
     recipe: str,
     assignments: tuple[str, ...],
     as_json: bool,
@@ -341,6 +332,7 @@ def _train(
     text: tuple[str, ...],
     tokenizer: str | None,
     from_hf: str | None,
+    writers: tuple[str, ...],
 ) -> None:
     prepare_devices(devices)
     here = _devices(devices)
@@ -353,8 +345,8 @@ def _train(
         from meshpar.commands.plan import with_plan
 
         found = with_plan(found, plan)
-    given = [f"{field}={value}" for field, value in (("steps", steps), ("name", name)) if value is not None]
-    found = found.override(*assignments, *given)
+    own = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
+    found = found.override(*assignments, *(f"{field}={value}" for field, value in own if value is not None))
     if from_hf is not None:
         check_left_to_folder(from_hf, assignments, tokenizer)
     if text or tokenizer:

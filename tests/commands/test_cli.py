@@ -57,6 +57,7 @@ def test_a_run_from_start_to_resumed_end(meshpar, tmp_path):
     assert code == 0
     folder = out / "tiny"
     wrote = {"recipe.json", "sharding.txt", "sharding.json", "metrics.jsonl", "checkpoints", "loss.png", "summary.json"}
+    wrote |= {"goodput.json"}
     assert {path.name for path in folder.iterdir()} == wrote
     for said in ("mesh: fsdp=4, tensor=2", "fsdp() | tensor_parallel()", "per device: params", "training 3 steps"):
         assert said in text
