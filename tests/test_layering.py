@@ -73,6 +73,7 @@ HOUSE: dict[str, list[str] | str] = {
     "training.loop": ["training.step", "training.interrupts", "training.watchdog", "data", "training.checkpoint"],
     "training.goodput": ["training.loop"],
     "training.writers": ["training.loop"],
+    "training.profile": ["training.loop"],
     "moe": ["collectives", "sharding.regions", "training.layers", "training.reports", "training.state"],
     "training.expert_load": ["training.loop", "moe"],
     "models": ["parallel", "sharding.adapters", "training.layers", "moe"],

@@ -156,6 +156,7 @@ COMMANDS: dict[str, Lazy] = {
     "checkpoint": Lazy(
         "meshpar.commands.checkpoint:checkpoint", "List, inspect and verify the checkpoints of a run; needs no recipe."
     ),
+    "trace": Lazy("meshpar.commands.trace:trace", "A profile of training steps, beside what explain predicts."),
     "doctor": Lazy(
         "meshpar.commands.doctor:doctor", "Versions, devices, links, environment; what looks wrong, and what to do."
     ),
@@ -296,6 +297,10 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     "--writer", "writers", metavar="NAME", multiple=True, type=click.Choice(["tensorboard", "wandb"]),
     help="Write numbers there, too: tensorboard or wandb; may be repeated. Same as --set writers=NAME,NAME.",
 )  # fmt: skip
+@click.option(
+    "--profile", metavar="FIRST:LAST",
+    help="Write an XProf trace of these steps, as 10:15, into the run's profile/; `meshpar trace` reads it back.",
+)  # fmt: skip
 def train(*, devices: int | None, stall_limit: float, processes: int | None, **given: Any) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
@@ -333,13 +338,16 @@ def _train(
     tokenizer: str | None,
     from_hf: str | None,
     writers: tuple[str, ...],
+    profile: str | None,
 ) -> None:
     prepare_devices(devices)
     here = _devices(devices)
     from meshpar.commands.recipe import load_recipe
     from meshpar.commands.train import check_left_to_folder
     from meshpar.commands.train import train as run
+    from meshpar.training.profile import parse_steps
 
+    steps_traced = None if profile is None else parse_steps(profile)
     found = load_recipe(recipe, devices=len(here))
     if plan is not None:
         from meshpar.commands.plan import with_plan
@@ -355,7 +363,8 @@ def _train(
         tokenizer is not None and from_hf is None and not any(a.startswith("model.vocab_size") for a in assignments)
     )
     stream = sys.stderr if as_json else sys.stdout
-    outcome = run(found, out=out, devices=here, fresh=fresh, fit_vocab=fit_vocab, from_hf=from_hf, stream=stream)
+    more: dict[str, Any] = {"fit_vocab": fit_vocab, "from_hf": from_hf, "profile": steps_traced}
+    outcome = run(found, out=out, devices=here, fresh=fresh, stream=stream, **more)
     if as_json:
         _print_json({"folder": str(outcome.folder), **outcome.summary})
     if outcome.reason == "interrupted":

@@ -1,7 +1,7 @@
 """Runs a recipe, act by act: mesh, model, strategy, data, optimizer, run, report.
 
 runs/<name>/  recipe.json · sharding.txt · sharding.json · metrics.jsonl · checkpoints/ · loss.png · summary.json
-              goodput.json · experts.png, tensorboard/, wandb/, where there are any
+              goodput.json · experts.png, tensorboard/, wandb/, profile/, where there are any
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from meshpar.training.loop import (
     restore_or_init,
 )
 from meshpar.training.precision import cast_floating
+from meshpar.training.profile import Profile
 from meshpar.training.state import Setup, TrainState, make_setup
 from meshpar.training.step import TrainStep, eval_step
 from meshpar.training.writers import check_writers, writers
@@ -91,6 +92,7 @@ def train(
     fresh: bool = False,
     fit_vocab: bool = False,
     from_hf: str | Path | None = None,
+    profile: tuple[int, int] | None = None,
     stream: IO[str] | None = None,
 ) -> Outcome:
     """Train a recipe, or go on with a run of the same name, and report.
@@ -103,13 +105,13 @@ def train(
       fit_vocab: give the model the vocabulary of the data's tokenizer.
       from_hf: begin with the model and the weights of this folder of Hugging Face's; of the recipe's model stays how it
         is computed, and the dtype of its parameters.
+      profile: the first and the last step of a trace that is written to `profile/` of the run.
       stream: where progress and report are shown; standard output by default.
 
     Raises:
       ValueError: a recipe that does not fit its devices or data; or one that is not that of the run to be resumed.
     """
-    screen, began_s = Screen(stream or sys.stdout), time.time()
-    folder = Path(out) / recipe.name
+    screen, folder, began_s = Screen(stream or sys.stdout), Path(out) / recipe.name, time.time()
     check_writers(recipe.writers)
 
     recipe = recipe if from_hf is None else with_hf(recipe, from_hf)
@@ -137,8 +139,9 @@ def train(
             screen.line(program)
             goodput = Goodput(folder / "goodput.json", metrics=folder / "metrics.jsonl", began_s=began_s)
             hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput)
-            worth = _worth_of_a_step(recipe, batches, setup)
-            result = fit(step, state, batches, steps=recipe.steps, hooks=hooks, **worth)
+            worth: dict[str, Any] = _worth_of_a_step(recipe, batches, setup)
+            worth["hooks"] = hooks + _profile(profile, folder, program)
+            result = fit(step, state, batches, steps=recipe.steps, **worth)
             del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before, goodput=goodput)
 
@@ -233,6 +236,12 @@ def _hooks(
         Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
         Preemption(),
     ]
+
+
+def _profile(steps: tuple[int, int] | None, folder: Path, program: str) -> list[Hook]:
+    if steps is None:
+        return []
+    return [Profile(folder / "profile", first=steps[0], last=steps[1], about={"program": program})]
 
 
 def _program(step: TrainStep, setup: Setup, batches: Batches) -> str:

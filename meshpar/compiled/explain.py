@@ -136,6 +136,7 @@ def _explain(
         notes=tuple(_notes(program, collectives, account.host_bytes)),
         stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
         timeline=times,
+        program=program,
     )
 
 
