@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -164,8 +165,10 @@ def read(
       ValueError: no such file, or one that holds no operations of a program.
     """
     file = find(path)
-    planes = _planes(file)
-    events, host, steps = _events(planes), *_host(planes)
+    data = _opened(file)
+    with warnings.catch_warnings():  # the reader's types make Python 3.12 warn; as an error that would end the process
+        warnings.simplefilter("ignore", DeprecationWarning)
+        events, host, steps = _events(data.planes), *_host(data.planes)
     if not events:
         exists, fix = "it holds no operation of a program", "trace steps: meshpar train RECIPE --profile 10:15"
         raise problem(f"trace `{file}`", "read it", exists, fix)
@@ -207,9 +210,10 @@ def read(
 # ---- The file --------------------------------------------------------------------------------------------------------
 
 
-def _planes(file: Path) -> list[Any]:
+def _opened(file: Path) -> ProfileData:
+    """To be kept while its planes are read: they are views of its memory."""
     try:
-        return list(ProfileData.from_file(str(file)).planes)
+        return ProfileData.from_file(str(file))
     except Exception as error:  # the reader's own, of which none is documented
         why = f"that failed ({str(error)[:200]})"
         raise problem(f"trace `{file}`", "read it", why, "name a whole .xplane.pb; trace the steps again") from None
