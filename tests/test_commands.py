@@ -158,6 +158,8 @@ def within_budget(words: list[str]) -> list[str]:
     _, command, *rest = words
     if command in ("train", "shard", "explain") and not rest:
         return [command, "--help"]  # a sentence that only names the command
+    if command == "trace":
+        return [command, "--help"]
     if command == "checkpoint":
         return [command, rest[0], "--help"]  # of a run that is not there
     if command == "bench":

@@ -154,7 +154,8 @@ COMMANDS: dict[str, Lazy] = {
         "Measure: a training step against bare jax.jit, collectives against XLA's own.",
     ),
     "checkpoint": Lazy(
-        "meshpar.commands.checkpoint:checkpoint", "List, inspect and verify the checkpoints of a run; needs no recipe."
+        "meshpar.commands.checkpoint:checkpoint",
+        "List, inspect, verify, export a run's checkpoints; needs no recipe.",
     ),
     "trace": Lazy("meshpar.commands.trace:trace", "A profile of training steps, beside what explain predicts."),
     "doctor": Lazy(
