@@ -148,6 +148,8 @@ FEWER = {
     "step": ("--pairs", "2"),
     "collectives": ("--max-bytes", "1kB", "--repeats", "1"),
     "overlap": ("--options", "default"),
+    "run": ("--part", "input", "--pairs", "1"),
+    "watch": ("--pairs", "1", "--steps", "10"),
     "moe": ("--experts", "8", "--tokens", "64", "--repeats", "1"),
 }
 """Options of a measurement."""

@@ -91,6 +91,7 @@ HOUSE: dict[str, list[str] | str] = {
     "bench": ABOVE,
     "commands.plots": ABOVE,
     "commands.recipe": ["training.loop"],
+    "bench.run": ABOVE,
     "commands": ABOVE,
     "sharding": [],
     "training": [],

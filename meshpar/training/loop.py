@@ -26,15 +26,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.sharding.context import apart
 from meshpar.sharding.host import check_file
 from meshpar.sharding.types import MeshparError, PyTree, check_count, problem
 from meshpar.training import interrupts, watchdog
 from meshpar.training.checkpoint import Checkpoints
+from meshpar.training.coordination import Pod, StopAgreement, this_pod
 from meshpar.training.state import Setup, TrainState
 
 STEPS_IN_FLIGHT = 2
@@ -793,6 +791,31 @@ class _Progress(Hook):
         self._watch.set_busy("ends")
 
 
+class Watched(Hook):
+    """What a pod's process does in every step beside training, to be measured: beats, and agreement on signals.
+
+    Args:
+      watch: started.
+      pod: this process's.
+    """
+
+    def __init__(self, watch: watchdog.Watchdog, pod: Pod) -> None:
+        self._progress, self._agreement = _Progress(watch), StopAgreement(pod, lambda: False)
+
+    def on_start(self, run: Run) -> None:
+        self._progress.on_start(run)
+
+    def on_dispatched(self, run: Run) -> None:
+        self._progress.on_dispatched(run)
+        self._agreement.is_over(run.step)
+
+    def on_record(self, run: Run, record: Record) -> None:
+        self._progress.on_record(run, record)
+
+    def on_end(self, run: Run, reason: str) -> None:
+        self._agreement.close()
+
+
 # ---- Preemption ------------------------------------------------------------------------------------------------------
 
 
@@ -816,7 +839,7 @@ class Preemption(Hook):
     def __init__(self, *, grace_s: float = interrupts.GRACE_S) -> None:
         self._grace_s = grace_s
         self._watch: interrupts.Watch | None = None
-        self._agreement: _Agreement | None = None
+        self._agreement: StopAgreement | None = None
         self._stopped = False
 
     def on_start(self, run: Run) -> None:
@@ -828,7 +851,9 @@ class Preemption(Hook):
                 "call fit there, or leave the hook out",
             )
         if jax.process_count() > 1:
-            self._agreement = _Agreement(run.state.step.sharding.mesh)
+            pod = this_pod()
+            assert pod is not None, "jax has several processes, and they a service"
+            self._agreement = StopAgreement(pod, lambda: self._watch is not None and self._watch.received is not None)
         watch = interrupts.current()
         self._watch = watch if watch is not None and watch.command else interrupts.Watch(signals=self._signals)
         # A command that compiles its first step may end at once; in a pod the others would wait for it.
@@ -837,11 +862,14 @@ class Preemption(Hook):
     def on_dispatched(self, run: Run) -> None:
         assert self._watch is not None
         received = self._watch.received is not None
-        if received if self._agreement is None else self._agreement.any(received):
+        if received if self._agreement is None else self._agreement.is_over(run.step):
             self._stopped = True
             run.stop("interrupted")
 
     def on_end(self, run: Run, reason: str) -> None:
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
         if self._watch is not None:
             self._watch.release()
             if self._watch.received is not None:  # also after the last step: whoever calls is to stop, too
@@ -868,26 +896,3 @@ class _CtrlC(Preemption):
         super().on_end(run, reason)
         if self._stopped and reason not in ("error", "nonfinite"):
             raise KeyboardInterrupt(f"stopped after step {run.step} of {run.steps}")
-
-
-class _Agreement:
-    """Whether any process received a signal, known to all after the same step.
-
-    Each step's answer is read some steps later, when it is there without waiting. As every process reads the same
-    answers in the same order, they stop together.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        flat = Mesh(mesh.devices.reshape(-1), ("all",))
-        self._each, whole = NamedSharding(flat, PartitionSpec("all")), NamedSharding(flat, PartitionSpec())
-        self._any = jax.jit(jnp.any, out_shardings=whole)
-        self._num_devices = flat.size
-        self._asked: collections.deque[jax.Array] = collections.deque()
-
-    @apart()
-    def any(self, received: bool) -> bool:
-        """Ask whether any process has received one by now; the answer to the question of a few steps ago."""
-        mine = np.full((self._num_devices,), received)
-        self._asked.append(self._any(jax.make_array_from_callback(mine.shape, self._each, lambda index: mine[index])))
-        # One more than the loop's window: the step before the question has been waited for.
-        return len(self._asked) > STEPS_IN_FLIGHT + 1 and bool(self._asked.popleft())
