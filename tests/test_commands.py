@@ -148,10 +148,13 @@ FEWER = {
     "step": ("--pairs", "2"),
     "collectives": ("--max-bytes", "1kB", "--repeats", "1"),
     "overlap": ("--options", "default"),
-    "run": ("--part", "input", "--pairs", "1"),
+    "run": (
+        "--part", "input", "--pairs", "1", "--set", "data.seq_len=16", "--set", "data.max_bytes=600000",
+        "--set", "model.num_layers=1", "--set", "data.valid_fraction=0.2", "--set", "data.valid_batches=1",
+    ),
     "watch": ("--pairs", "1", "--steps", "10"),
     "moe": ("--experts", "8", "--tokens", "64", "--repeats", "1"),
-}
+}  # fmt: skip
 """Options of a measurement."""
 
 

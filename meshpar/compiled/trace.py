@@ -392,7 +392,8 @@ def _notes(file: Path, timed: Sequence[Timed], report: Report | None, links: Lin
         yield "name the recipe for axes, bytes, phases and what is predicted: meshpar trace FILE RECIPE"
         return
     about = next((folder / ABOUT for folder in file.parents if (folder / ABOUT).is_file()), None)
-    program = "" if about is None else str(read_json(about, str(about), "remove it").get("program", ""))
+    told = None if about is None else read_json(about, str(about), "remove it")
+    program = str(told.get("program", "")) if isinstance(told, dict) else ""
     lost = [one.name for one in timed if one.axes is None]
     if (program and report.fingerprint not in program) or lost:
         yield "another program was traced than this recipe compiles to: give it the --set, --mesh and jax of the run"
