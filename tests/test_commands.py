@@ -148,8 +148,13 @@ FEWER = {
     "step": ("--pairs", "2"),
     "collectives": ("--max-bytes", "1kB", "--repeats", "1"),
     "overlap": ("--options", "default"),
+    "run": (
+        "--part", "input", "--pairs", "1", "--set", "data.seq_len=16", "--set", "data.max_bytes=600000",
+        "--set", "model.num_layers=1", "--set", "data.valid_fraction=0.2", "--set", "data.valid_batches=1",
+    ),
+    "watch": ("--pairs", "1", "--steps", "10"),
     "moe": ("--experts", "8", "--tokens", "64", "--repeats", "1"),
-}
+}  # fmt: skip
 """Options of a measurement."""
 
 
@@ -158,6 +163,8 @@ def within_budget(words: list[str]) -> list[str]:
     _, command, *rest = words
     if command in ("train", "shard", "explain") and not rest:
         return [command, "--help"]  # a sentence that only names the command
+    if command == "trace":
+        return [command, "--help"]
     if command == "checkpoint":
         return [command, rest[0], "--help"]  # of a run that is not there
     if command == "bench":

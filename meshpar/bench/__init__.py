@@ -6,6 +6,7 @@
     fit.py        α and β of a link, from times
     found.py      the rows and links of such a measurement; the profile they make
     moe.py        moe: MoE layers against one-hot einsums
+    run.py        run: what a run costs beside its steps
     overlap.py    overlap: what compile options hide of a step's communication
 
 Names are imported when they are first used.

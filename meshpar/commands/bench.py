@@ -264,6 +264,83 @@ def overlap(
     print_report(measured.Overlaps(pod.name, tuple(found)), as_json=as_json)
 
 
+@bench.command("run", short_help="What a run costs beside its steps: saves, restores, input, memory.")
+@click.argument("recipe", type=click.Path())
+@field_options
+@click.option(
+    "--part", "parts", metavar="NAME", multiple=True,
+    type=click.Choice(["saves", "restore", "input", "memory"]),
+    help="Only this one: saves, restore, input, memory; may be repeated.",
+)  # fmt: skip
+@click.option("--pairs", default=5, show_default=True, type=click.IntRange(min=1), help="How often both run in turn.")
+@click.option("--restored-bytes", metavar="BYTES", default="2GB", show_default=True, help="Of the restored state (SI).")
+@click.option("--steps", default=2000, show_default=True, type=click.IntRange(min=20), help="Memory is watched for.")
+@click.option("--folder", metavar="DIR", type=click.Path(file_okay=False, exists=True), help="On the disk to measure.")
+@devices_option
+def run(
+    recipe: str,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    parts: tuple[str, ...],
+    pairs: int,
+    restored_bytes: str,
+    steps: int,
+    folder: str | None,
+    devices: int | None,
+) -> None:
+    """What a run costs beside its steps, each in turn with what it is to be small beside.
+
+    \b
+    meshpar bench run recipes/gpt_stdlib.py
+    meshpar bench run recipes/gpt_stdlib.py --part restore --folder /mnt/disk --restored-bytes 2GB
+
+    Twenty steps with an asynchronous save over twenty without; restore over reading the same files; batches over steps
+    on as many tokens; memory of a run late over early.
+    """  # noqa: D301 (click knows a paragraph that it must not fold by its \b)
+    prepare_devices(devices)
+    import jax
+
+    from meshpar.bench import run as measured
+    from meshpar.commands.recipe import load_recipe
+    from meshpar.planner.units import parse_bytes
+
+    found = load_recipe(recipe, devices=jax.device_count()).override(*assignments)
+    more: dict[str, Any] = {"parts": parts or measured.PARTS, "restored_bytes": parse_bytes(restored_bytes)}
+    with _live() as progress:
+        figures = measured.run(found, pairs=pairs, steps=steps, folder=folder, progress=progress, **more)
+    print_report(figures, as_json=as_json)
+
+
+@bench.command("watch", short_help="What watchdog and agreement add to a step of two processes.")
+@click.option("--pairs", default=5, show_default=True, type=click.IntRange(min=1), help="How often both run in turn.")
+@click.option("--steps", default=200, show_default=True, type=click.IntRange(min=10), help="Of each.")
+@click.option("--processes", metavar="N", default=2, show_default=True, type=click.IntRange(min=2), help="Local ones.")
+@output_options
+def watch(pairs: int, steps: int, processes: int, as_json: bool) -> None:
+    """Steps that do next to nothing, with and without the watch over other processes, in turn."""
+    from meshpar.commands.processes import PARENT, follow_parent
+    from meshpar.commands.processes import run as start
+
+    if PARENT not in os.environ:
+        prepare_devices(None, start="nothing")
+        sys.exit(start(click.get_current_context().find_root().obj, processes=processes))
+    follow_parent()
+    prepare_devices(None, start="jax")
+    from meshpar.commands import launch
+
+    launch.join()
+    import jax
+
+    from meshpar.bench import run as measured
+    from meshpar.training.coordination import this_pod
+
+    pod = this_pod()
+    assert pod is not None
+    figures = measured.watch(pod, pairs=pairs, steps=steps)
+    if jax.process_index() == 0:
+        print_report(figures, as_json=as_json)
+
+
 @contextlib.contextmanager
 def _live() -> Iterator[Callable[[str], None]]:
     """A function that shows one line in a terminal, each in place of the one before; the last is taken away."""

@@ -1,15 +1,16 @@
-"""`meshpar checkpoint`: what lies in a run's folder, what one checkpoint holds, and whether it is what was written."""
+"""`meshpar checkpoint`: what a run has saved, what a checkpoint holds, whether it is whole; its parameters as files."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import click
 
-from meshpar.commands.cli import output_options, prepare_devices, print_report
+from meshpar.commands.cli import output_options, prepare_devices, print_report, traceback_option
 from meshpar.sharding.errors import problem
 
 run_argument = click.argument("run", type=click.Path())
@@ -38,7 +39,7 @@ class Table:
 
 @click.group(no_args_is_help=True)
 def checkpoint() -> None:
-    """Checkpoints of a run: `meshpar checkpoint verify runs/gpt_stdlib`. Nothing is changed.
+    """Checkpoints of a run: `meshpar checkpoint verify runs/gpt_stdlib`. Nothing of it is changed.
 
     RUN is a run's folder, or that of its checkpoints.
     """
@@ -90,6 +91,54 @@ def verify(run: str, step: int | None, as_json: bool) -> None:
     rows = tuple({"step": one, "is": "whole" if why is None else f"damaged: {why}"} for one, why in found.items())
     print_report(Table(title=str(folder), rows=rows), as_json=as_json)
     raise SystemExit(1 if any(found.values()) else 0)
+
+
+@checkpoint.command("export")
+@run_argument
+@click.argument("out", metavar="DIR", type=click.Path())
+@step_option
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of floating-point parameters; else as is."
+)
+@click.option("--max-bytes", metavar="BYTES", default="5GB", show_default=True, help="The most of one file (SI).")
+@traceback_option
+def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: str) -> None:
+    """The parameters of any model, by their paths, as safetensors files in the new folder DIR.
+
+    As in `meshpar checkpoint export runs/gpt_stdlib exported --dtype bfloat16`. Without optimizer state, recipe or
+    mesh; every array is held to its fingerprint. What transformers is to load is `meshpar convert to-hf`'s.
+    """
+    prepare_devices(1)
+    import jax.numpy as jnp
+
+    from meshpar.interop.files import assigned, library, new_folder, whole_folder, write
+    from meshpar.planner.units import parse_bytes
+    from meshpar.training.checkpoint import read_index, read_leaf
+
+    library()
+    new_folder(out)  # minutes before it is written
+    folder, step = _chosen(run, step)
+    index = read_index(folder, step)
+    if index["format"] == 1:
+        fix = "restore it once in training, which writes the newer one"
+        raise problem(f"checkpoint {folder}/{step}", "read single arrays of it", "it is of format 1", fix)
+    leaves = {path: leaf for path, leaf in index["leaves"].items() if path.startswith("params/")}
+
+    def dtype_now(path: str) -> Any:
+        own = jnp.dtype(leaves[path]["dtype"])
+        return own if dtype is None or not jnp.issubdtype(own, jnp.floating) else jnp.dtype(dtype)
+
+    sizes = {path: math.prod(leaf["shape"]) * dtype_now(path).itemsize for path, leaf in leaves.items()}
+    named = {path.removeprefix("params/"): path for path in leaves}
+    files = assigned(((name, sizes[path]) for name, path in named.items()), int(parse_bytes(max_bytes)))
+
+    def make(name: str) -> Any:
+        return read_leaf(folder, index, named[name]).astype(dtype_now(named[name]))
+
+    with whole_folder(out) as fresh:
+        write(fresh, files, make, sum(sizes.values()))
+    count = sum(math.prod(leaf["shape"]) for leaf in leaves.values())
+    click.echo(f"{out}: {count:,} parameters of step {step}, {sum(sizes.values()):,} bytes")
 
 
 def _found(run: str) -> tuple[Path, list[int]]:

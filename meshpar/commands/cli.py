@@ -154,8 +154,10 @@ COMMANDS: dict[str, Lazy] = {
         "Measure: a training step against bare jax.jit, collectives against XLA's own.",
     ),
     "checkpoint": Lazy(
-        "meshpar.commands.checkpoint:checkpoint", "List, inspect and verify the checkpoints of a run; needs no recipe."
+        "meshpar.commands.checkpoint:checkpoint",
+        "List, inspect, verify, export a run's checkpoints; needs no recipe.",
     ),
+    "trace": Lazy("meshpar.commands.trace:trace", "A profile of training steps, beside what explain predicts."),
     "doctor": Lazy(
         "meshpar.commands.doctor:doctor", "Versions, devices, links, environment; what looks wrong, and what to do."
     ),
@@ -292,22 +294,15 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     "--processes", metavar="N", type=click.IntRange(min=1),
     help="Start N processes on this machine as one pod, to try it; without it, the launcher around says which this is.",
 )  # fmt: skip
-def train(
-    recipe: str,
-    assignments: tuple[str, ...],
-    as_json: bool,
-    plan: str | None,
-    devices: int | None,
-    steps: int | None,
-    name: str | None,
-    out: str,
-    fresh: bool,
-    text: tuple[str, ...],
-    tokenizer: str | None,
-    from_hf: str | None,
-    stall_limit: float,
-    processes: int | None,
-) -> None:
+@click.option(
+    "--writer", "writers", metavar="NAME", multiple=True, type=click.Choice(["tensorboard", "wandb"]),
+    help="Write numbers there, too: tensorboard or wandb; may be repeated. Same as --set writers=NAME,NAME.",
+)  # fmt: skip
+@click.option(
+    "--profile", metavar="FIRST:LAST",
+    help="Write an XProf trace of these steps, as 10:15, into the run's profile/; `meshpar trace` reads it back.",
+)  # fmt: skip
+def train(*, devices: int | None, stall_limit: float, processes: int | None, **given: Any) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
     The same command again goes on where the run stopped.
@@ -324,11 +319,13 @@ def train(
     from meshpar.commands import launch, together
 
     launch.join()
-    with together.pod(stall_s=stall_limit, command={"--out": out, "--fresh": fresh, "--from-hf": from_hf}):
-        _train(recipe, assignments, as_json, plan, devices, steps, name, out, fresh, text, tokenizer, from_hf)
+    command = {f"--{name.replace('_', '-')}": given[name] for name in ("out", "fresh", "from_hf")}
+    with together.pod(stall_s=stall_limit, command=command):
+        _train(devices=devices, **given)
 
 
 def _train(
+    *,
     recipe: str,
     assignments: tuple[str, ...],
     as_json: bool,
@@ -341,20 +338,24 @@ def _train(
     text: tuple[str, ...],
     tokenizer: str | None,
     from_hf: str | None,
+    writers: tuple[str, ...],
+    profile: str | None,
 ) -> None:
     prepare_devices(devices)
     here = _devices(devices)
     from meshpar.commands.recipe import load_recipe
     from meshpar.commands.train import check_left_to_folder
     from meshpar.commands.train import train as run
+    from meshpar.training.profile import parse_steps
 
+    steps_traced = None if profile is None else parse_steps(profile)
     found = load_recipe(recipe, devices=len(here))
     if plan is not None:
         from meshpar.commands.plan import with_plan
 
         found = with_plan(found, plan)
-    given = [f"{field}={value}" for field, value in (("steps", steps), ("name", name)) if value is not None]
-    found = found.override(*assignments, *given)
+    own = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
+    found = found.override(*assignments, *(f"{field}={value}" for field, value in own if value is not None))
     if from_hf is not None:
         check_left_to_folder(from_hf, assignments, tokenizer)
     if text or tokenizer:
@@ -363,7 +364,8 @@ def _train(
         tokenizer is not None and from_hf is None and not any(a.startswith("model.vocab_size") for a in assignments)
     )
     stream = sys.stderr if as_json else sys.stdout
-    outcome = run(found, out=out, devices=here, fresh=fresh, fit_vocab=fit_vocab, from_hf=from_hf, stream=stream)
+    more: dict[str, Any] = {"fit_vocab": fit_vocab, "from_hf": from_hf, "profile": steps_traced}
+    outcome = run(found, out=out, devices=here, fresh=fresh, stream=stream, **more)
     if as_json:
         _print_json({"folder": str(outcome.folder), **outcome.summary})
     if outcome.reason == "interrupted":

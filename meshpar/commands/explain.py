@@ -243,6 +243,16 @@ class Subject:
         state = abstract_state(model, tx, mesh=self.mesh, strategy=recipe.strategy, precision=recipe.precision)
         return build_step(recipe), state
 
+    def without_missing(self, latencies: str | None) -> Subject:
+        """The same without a file of latencies that is about to be written, and is not there yet."""
+        from meshpar.training.xla import LATENCIES
+
+        xla = dict(self.recipe.xla)
+        if latencies is None or xla.get(LATENCIES) != latencies or os.path.exists(latencies):
+            return self
+        del xla[LATENCIES]
+        return dataclasses.replace(self, recipe=self.recipe.replace(xla=xla))
+
     def explained(self, pod: PodProcess | None) -> Report:
         """The report about it."""
         from meshpar.compiled.explain import explain as report_on
@@ -370,7 +380,8 @@ class Explained:
             more["budget"] = plain({"differences": self.differences, "is_kept": not broken})
         if self.scheduled is not None:
             rounds = [_schedule(one.what) for one in self.scheduled.rounds]
-            more["latencies"] = plain({"own": _schedule(self.scheduled.own), "rounds": rounds})
+            own, is_gain = _schedule(self.scheduled.own), self.scheduled.is_gain
+            more["latencies"] = plain({"own": own, "rounds": rounds, "is_gain": is_gain})
         return {**self.report.to_json(), **more}
 
     @property
@@ -426,9 +437,10 @@ def _explained(subject: Subject, other: Subject | None, budget: Budget | None, l
         click.echo(f"compiling {subject.recipe.name} for {subject.target} …", err=True)
     try:
         with contextlib.nullcontext() if subject.cluster is None else PodProcess() as pod:
+            # Before latencies are written: it may be compiled by what the file holds now.
+            second = other.without_missing(latencies).explained(pod) if other is not None else None
             scheduled = subject.scheduled(pod, latencies) if latencies else None
             report = scheduled.quickest.what if scheduled else subject.explained(pod)
-            second = other.explained(pod) if other is not None else None
     except PodError as error:
         raise click.ClickException(f"the compiler failed: {error}") from error
     comparison = None

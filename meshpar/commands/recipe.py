@@ -304,6 +304,8 @@ class Recipe:
     """How many of the newest checkpoints stay."""
     sample: Sample | None = None
     """A text to write at the end, for language models."""
+    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where numbers are written beside metrics.jsonl, each an extra of this package."""
 
     def __post_init__(self) -> None:
         _check_kind("mesh", self.mesh, MeshSpec, "mp.MeshSpec(fsdp=4, tensor=2)")
@@ -524,7 +526,7 @@ def _plain(value: Any) -> Any:
 
 RESUMABLE = (
     "name", "steps", "mesh", "strategy", "remat", "nonfinite", "xla", "validate_every", "checkpoint_every",
-    "keep_checkpoints", "sample", "data.prefetch", "data.cache",
+    "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
 )  # fmt: skip
 """Fields that may differ when a run is resumed: none of them changes what is trained on what."""
 

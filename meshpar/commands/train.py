@@ -1,7 +1,7 @@
 """Runs a recipe, act by act: mesh, model, strategy, data, optimizer, run, report.
 
 runs/<name>/  recipe.json · sharding.txt · sharding.json · metrics.jsonl · checkpoints/ · loss.png · summary.json
-              experts.png, where there are any
+              goodput.json · experts.png, tensorboard/, wandb/, profile/, where there are any
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -43,6 +44,8 @@ from meshpar.sharding.types import problem
 from meshpar.training import expert_load as experts
 from meshpar.training.checkpoint import Checkpoints, barrier
 from meshpar.training.coordination import Pod, this_pod
+from meshpar.training.goodput import Goodput
+from meshpar.training.goodput import words as goodput_words
 from meshpar.training.loop import (
     Checkpointer,
     FitResult,
@@ -50,13 +53,17 @@ from meshpar.training.loop import (
     JsonlWriter,
     Preemption,
     ProgressBar,
+    Record,
     Validator,
     fit,
+    read_lines,
     restore_or_init,
 )
 from meshpar.training.precision import cast_floating
+from meshpar.training.profile import Profile
 from meshpar.training.state import Setup, TrainState, make_setup
 from meshpar.training.step import TrainStep, eval_step
+from meshpar.training.writers import check_writers, writers
 from meshpar.training.xla import fingerprint
 
 KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
@@ -85,6 +92,7 @@ def train(
     fresh: bool = False,
     fit_vocab: bool = False,
     from_hf: str | Path | None = None,
+    profile: tuple[int, int] | None = None,
     stream: IO[str] | None = None,
 ) -> Outcome:
     """Train a recipe, or go on with a run of the same name, and report.
@@ -97,13 +105,14 @@ def train(
       fit_vocab: give the model the vocabulary of the data's tokenizer.
       from_hf: begin with the model and the weights of this folder of Hugging Face's; of the recipe's model stays how it
         is computed, and the dtype of its parameters.
+      profile: the first and the last step of a trace that is written to `profile/` of the run.
       stream: where progress and report are shown; standard output by default.
 
     Raises:
       ValueError: a recipe that does not fit its devices or data; or one that is not that of the run to be resumed.
     """
-    screen = Screen(stream or sys.stdout)
-    folder = Path(out) / recipe.name
+    screen, folder, began_s = Screen(stream or sys.stdout), Path(out) / recipe.name, time.time()
+    check_writers(recipe.writers)
 
     recipe = recipe if from_hf is None else with_hf(recipe, from_hf)
     pod = this_pod()
@@ -113,30 +122,46 @@ def train(
     source = recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
     _check_sample(recipe, source)
-    model = build_model(recipe)
-    tx = build_optimizer(recipe, model, mesh)
-    setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
-    _check_fits_host(setup)
-    init = Setup.init if from_hf is None else functools.partial(_pretrained, from_hf)
+    setup = _setup(recipe, mesh)
     with source.train(setup.batch_sharding) as batches:
         step = build_step(recipe)
-        program = _program(step, setup, batches)
+        with screen.doing("traces and lowers the training step"):
+            program = _program(step, setup, batches)
         if pod is not None:
             _agree(pod, setup, source, batches, program)
         _prepare_folder(folder, recipe, setup, fresh=fresh, screen=screen)
         screen.facts("meshpar train", _facts(recipe, setup, source, folder))
         with Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints:
-            if from_hf is not None and jax.process_index() == 0 and not checkpoints.steps():
-                keep_beside(from_hf, folder)  # later, its weights are those that the run began with, whatever is named
-            state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
+            with screen.doing("restores the state, or makes it"):
+                state = _state(recipe, setup, checkpoints, batches, folder, from_hf)
             before = int(state.step)
             screen.line(_where_it_starts(before, recipe.steps))
             screen.line(program)
-            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen)
-            worth = _worth_of_a_step(recipe, batches, setup)
-            result = fit(step, state, batches, steps=recipe.steps, hooks=hooks, **worth)
+            goodput = Goodput(folder / "goodput.json", metrics=folder / "metrics.jsonl", began_s=began_s)
+            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput)
+            worth: dict[str, Any] = _worth_of_a_step(recipe, batches, setup)
+            worth["hooks"] = hooks + _profile(profile, folder, program)
+            result = fit(step, state, batches, steps=recipe.steps, **worth)
             del state
-    return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
+    return _report(recipe, result, source, folder, screen, steps_taken=result.step - before, goodput=goodput)
+
+
+def _setup(recipe: Recipe, mesh: jax.sharding.Mesh) -> Setup:
+    model = build_model(recipe)
+    tx = build_optimizer(recipe, model, mesh)
+    setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
+    _check_fits_host(setup)
+    return setup
+
+
+def _state(
+    recipe: Recipe, setup: Setup, checkpoints: Checkpoints, batches: Batches, folder: Path, from_hf: str | Path | None
+) -> TrainState:
+    """Where the run goes on, or begins."""
+    if from_hf is not None and jax.process_index() == 0 and not checkpoints.steps():
+        keep_beside(from_hf, folder)  # later, its weights are those that the run began with, whatever is named
+    init = Setup.init if from_hf is None else functools.partial(_pretrained, from_hf)
+    return restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
 
 
 def _pretrained(from_hf: str | Path, setup: Setup, key: int) -> TrainState:
@@ -186,19 +211,37 @@ def _agree(pod: Pod, setup: Setup, source: Source, batches: Batches, program: st
 
 
 def _hooks(
-    recipe: Recipe, setup: Setup, source: Source, folder: Path, checkpoints: Checkpoints, screen: Screen
+    recipe: Recipe,
+    setup: Setup,
+    source: Source,
+    folder: Path,
+    checkpoints: Checkpoints,
+    screen: Screen,
+    goodput: Goodput,
 ) -> list[Hook]:
     # Ten looks in a short run, one every hundred steps in a long one.
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
     validation = eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla)
+
+    def also(record: Record) -> dict[str, Any]:
+        return {**expert_load.line(record), **goodput.line(record)}
+
     return [
         expert_load,
-        JsonlWriter(folder / "metrics.jsonl", also=expert_load.line),
+        goodput,
+        JsonlWriter(folder / "metrics.jsonl", also=also),
+        *writers(recipe.writers, folder, config=_finite(recipe.to_json()), also=also),
         ProgressBar(stream=screen.stream, also=expert_load.words),
         Validator(validation, source.valid(setup.batch_sharding), every=recipe.validate_every or recipe.steps),
         Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
         Preemption(),
     ]
+
+
+def _profile(steps: tuple[int, int] | None, folder: Path, program: str) -> list[Hook]:
+    if steps is None:
+        return []
+    return [Profile(folder / "profile", first=steps[0], last=steps[1], about={"program": program})]
 
 
 def _program(step: TrainStep, setup: Setup, batches: Batches) -> str:
@@ -365,10 +408,17 @@ def _worth_of_a_step(recipe: Recipe, batches: Batches, setup: Setup) -> dict[str
 
 
 def _report(
-    recipe: Recipe, result: FitResult, source: Source, folder: Path, screen: Screen, *, steps_taken: int
+    recipe: Recipe,
+    result: FitResult,
+    source: Source,
+    folder: Path,
+    screen: Screen,
+    *,
+    steps_taken: int,
+    goodput: Goodput,
 ) -> Outcome:
     done = result.reason == "done"
-    curves = list(_lines(folder / "metrics.jsonl"))
+    curves = list(read_lines(folder / "metrics.jsonl"))
     valid = _last_validation(curves)
     loads = _last_loads(curves)
     summary: dict[str, Any] = {
@@ -383,6 +433,8 @@ def _report(
         "mfu": None if result.last is None else result.last.mfu,
         "skipped": result.skipped,
         "validation": valid,
+        "goodput": goodput.share,
+        "wall_s": {name: round(seconds, 3) for name, seconds in goodput.seconds.items()},
     }
     if loads is not None:
         summary["experts"] = experts.worst_layer(loads)
@@ -398,15 +450,6 @@ def _report(
         _write(folder / "summary.json", summary)
         _show(screen, recipe, summary, folder)
     return Outcome(folder=folder, reason=result.reason, summary=summary)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """What a run has written about itself; lines that are none were someone else's."""
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(found := json.loads(line), dict) and "step" in found:
-                    yield found
 
 
 def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -523,6 +566,7 @@ def _result(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         facts["skipped updates"] = f"{summary['skipped']} (not finite)"
     if summary["steps_taken"]:
         facts["time"] = f"{summary['seconds']:.0f} s for {summary['steps_taken']} steps"
+        facts["goodput"] = goodput_words(summary["wall_s"])
     return {**facts, "loss curve": str(folder / "loss.png")}
 
 
@@ -541,6 +585,19 @@ class Screen:
         """One line."""
         if jax.process_index() == 0:
             print(text, file=self.stream, flush=True)
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """A block that may take long: in a terminal, what it does and for how long."""
+        if self._console is None or jax.process_index() != 0:
+            yield
+            return
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        with Progress(*columns, console=self._console, transient=True) as shown:
+            shown.add_task(what, total=None)
+            yield
 
     def facts(self, title: str, facts: Mapping[str, str]) -> None:
         """Names and values, below each other."""

@@ -127,7 +127,13 @@ def _explain(
         promise=held,
         overlap=overlap(times, reason),
         compute=compute(
-            program.module, num_devices=setup.mesh.size, model_flops=asked, timeline=times, reason=reason, cells=cells
+            program.module,
+            num_devices=setup.mesh.size,
+            model_flops=asked,
+            timeline=times,
+            reason=reason,
+            cells=cells,
+            cluster=cluster,
         ),
         findings=(*findings, *_other_dtypes(held), *_wide_compute(step, traced.jaxpr)),
         compile_s=program.compile_s,
@@ -136,6 +142,7 @@ def _explain(
         notes=tuple(_notes(program, collectives, account.host_bytes)),
         stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
         timeline=times,
+        program=program,
     )
 
 

@@ -147,6 +147,9 @@ def _speed(report: Report) -> str:
     compute, hidden = report.compute, report.overlap.hidden_fraction
     assert compute.predicted_step_s is not None
     said = [f"a step takes {human_time(compute.predicted_step_s)} at best", f"bound by {compute.bound}"]
+    if compute.bracket is not None:
+        low, high = human_time(compute.bracket.low_s), human_time(compute.bracket.high_s)
+        said.insert(1, f"between {low} and {high} as things go")
     if compute.utilisation is not None:
         said.append(f"{compute.utilisation:.0%} model FLOP utilisation")
     if hidden is not None:
@@ -469,12 +472,15 @@ def _compute(report: Report) -> Section:
         rows.append(
             (Cell("the model asks for"), Cell(human_flops(compute.model_flops_per_device)), Cell(over, "faint"))
         )
-    parts = [Table(columns=("FLOPs a device and step", "number>", ""), rows=tuple(rows))]
+    parts: list[Table | Cell] = [Table(columns=("FLOPs a device and step", "number>", ""), rows=tuple(rows))]
     if compute.library_calls:
         calls = tuple((Cell(target), Cell(f"{times:,}")) for target, times in compute.library_calls.items())
         parts.append(Table(columns=("kernels of libraries", "calls a step>"), rows=calls))
     if compute.predicted_step_s is not None:
         parts.append(_step_time(report))
+    if compute.bracket is not None:
+        whose = "; ".join(compute.bracket.sources)
+        parts.append(Cell(f"· the least: all messages hidden; the most: none. {whose}", "faint"))
     return Section(title="Compute", parts=tuple(parts))
 
 

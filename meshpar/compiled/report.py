@@ -13,6 +13,7 @@ from meshpar.compiled.clock.timeline import Timeline
 from meshpar.compiled.holding import Promise
 from meshpar.compiled.lint import Finding
 from meshpar.compiled.memory import Memory
+from meshpar.compiled.program import Program
 from meshpar.compiled.stages import Stages
 from meshpar.sharding.printing import Plain, plain
 
@@ -74,6 +75,8 @@ class Report(Plain):
     """How stages share the work; None without them."""
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
     """The simulated step, to draw; not part of the JSON."""
+    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
+    """What was compiled; not part of the JSON."""
     derived = ("totals",)
 
     @property

@@ -47,6 +47,9 @@ class Link:
         return 1 / self.bytes_per_s
 
 
+MATMUL_EFFICIENCY = 0.65
+"""Share of the peak that products reach where a profile has none measured: assumed, for published training of dense
+decoders on H100s reaches 40 to 55 % of it with all else in the step (`tests/planner/test_published.py`)."""
 ALPHA_S: Mapping[str, float] = {"nvlink": 1.9e-6, "pcie": 2.5e-6, "network": 4.0e-6}
 """Latency of one ring step by kind of link: the figures NCCL's own tuning model uses for its ring with the LL128
 protocol (NVIDIA/nccl, src/graph/tuning.cc, `hwLat`, version 2.23, 2024). Measure yours and save a profile."""
@@ -179,6 +182,12 @@ class Cluster(_Measured):
     def num_devices(self) -> int:
         """GPUs in all."""
         return self.nodes * self.gpus_per_node
+
+    def product_flops_per_s(self, n: float) -> float:
+        """Rate of a product of n × n matrices, between the sizes that were measured; some were."""
+        sizes = sorted(self.products)
+        rates = [self.products[size] for size in sizes]
+        return float(np.interp(math.log(max(n, 1.0)), [math.log(size) for size in sizes], rates))
 
     def link(self, *, crosses_node: bool) -> Link:
         """The link that messages inside a node or between nodes use."""

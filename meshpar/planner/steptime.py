@@ -34,15 +34,12 @@ from meshpar.parallel.promise import (
 )
 from meshpar.pipeline.traffic import traffic
 from meshpar.planner import cost
-from meshpar.planner.hardware import Cluster
+from meshpar.planner.hardware import MATMUL_EFFICIENCY, Cluster
 from meshpar.planner.layout import Layout, Placed
 from meshpar.planner.memory import MemoryEstimate, gather_axes
 from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.printing import Plain
 
-MATMUL_EFFICIENCY = 0.65
-"""Share of the peak that products reach where a profile has none measured: assumed, for published training of dense
-decoders on H100s reaches 40 to 55 % of it with all else in the step (`tests/planner/test_published.py`)."""
 PASSES = 3
 """How often what the backward pass would keep of a layer is moved: written, read back, and its gradient."""
 COPIES = 2.5
@@ -152,8 +149,8 @@ class Clock:
         least_s = self.floor_s(placed, layout)
         if not self.products:
             return least_s
-        rates, sizes = list(self.products.values()), [math.log(n) for n in self.products]
-        return least_s * max(rates) / float(np.interp(math.log(product_size(placed, layout)), sizes, rates))
+        rate = self.cluster.product_flops_per_s(product_size(placed, layout))
+        return least_s * max(self.products.values()) / rate
 
     def is_crowded(self, memory: MemoryEstimate) -> bool:
         """Whether a step holds so much that XLA's scheduler starts messages late, to hold no more."""

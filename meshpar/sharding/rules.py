@@ -667,13 +667,23 @@ def _place(
         over = " × ".join(f"`{axis}` ({sizes[axis]})" for axis in axes if sizes[axis] > 1)
         what = (leaf.names or ())[dim : dim + 1]
         keep = f"map `{what[0]}` to None" if what and what[0] else "leave this dim unsplit (None)"
+        fewer = filter(None, [fewer_devices(size, {axis: sizes[axis] for axis in axes})])
+        fallback = f"or write the fallback first({value!r}, None)"
         raise problem(
             _dim_of(leaf, dim),
             f"split over mesh axis {over} ({label})",
             f"{size} is not a multiple of {count}",
-            f"pad it to {-(-size // count) * count}, {keep}, or write the fallback first({value!r}, None)",
+            ", ".join((f"pad it to {-(-size // count) * count}", keep, *fewer, fallback)),
         )
     return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def fewer_devices(size: int, over: Mapping[str, int]) -> str:
+    """How many devices of the one axis that a size is split over divide it, as what to do; empty where none do."""
+    split = {axis: count for axis, count in over.items() if count > 1}
+    axis, count = next(iter(split.items()), ("", 1))
+    divides = math.gcd(size, count)
+    return f"give `{axis}` {divides} of its {count} devices" if len(split) == 1 and 1 < divides < count else ""
 
 
 def _first_that_fits(

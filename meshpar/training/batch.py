@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.context import apart
 from meshpar.sharding.mesh import with_auto_axes
-from meshpar.sharding.rules import Rules, resolve
+from meshpar.sharding.rules import Rules, fewer_devices, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, problem, tree_leaves_with_paths
 
 
@@ -137,11 +137,12 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
     unit = shards * count
     if rows == 0 or rows % unit:
         axes = " × ".join(f"`{axis}`" for axis in over) or "one device"
+        fewer = fewer_devices(rows // count if rows % count == 0 else 1, over)
         raise problem(
             f"batch leaf `{leaves[0][0]}` of shape {shapes[leaves[0][0]]} dim 0 (`batch`)",
             f"split over {axes} ({shards})" + (f" in {count} {what}" if count > 1 else ""),
             f"{rows} rows are not a positive multiple of {unit}",
-            f"use a batch of {max(1, -(-rows // unit)) * unit}",
+            ", or ".join(filter(None, (f"use a batch of {max(1, -(-rows // unit)) * unit}", fewer))),
         )
 
 

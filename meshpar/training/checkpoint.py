@@ -25,7 +25,7 @@ import time
 import types
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -361,24 +361,48 @@ def damage_of(folder: Any, step: int) -> str | None:
 
     The arrays are read onto the first device, all of them at a time.
     """
-    mesh = Mesh(np.array(jax.devices()[:1]), ("all",))
-    whole = NamedSharding(mesh, PartitionSpec())
     try:
         run = _index(folder, step)
         if run["format"] == 1:
             return "format 1, which only a restore can verify"
-        _check_format(run, f"checkpoint {folder}/{step}")
-        like = {
-            path: jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"], sharding=whole)
-            for path, leaf in run["leaves"].items()
-        }
-        stored = _agreed(lambda: _read_arrays(Checkpoints(folder).folder / str(step), {"leaves": _nested(like)}))
-        values = list(_flat(stored["leaves"], like).values())
-        found = np.asarray(_fingerprint_program(mesh)(values)).tolist()
-        wrong = [path for path, is_now in zip(like, found, strict=True) if run["leaves"][path]["fingerprint"] != is_now]
-        return f"contents of {_some(wrong)} are not what was written" if wrong else None
+        _read_here(folder, run, run["leaves"])
+        return None
     except _DamagedError as error:
         return str(error)
+
+
+def read_leaf(folder: Any, index: Mapping[str, Any], path: str) -> np.ndarray:
+    """One array of a checkpoint, whole and held to its fingerprint; needs no model, mesh or recipe.
+
+    Args:
+      folder: of the checkpoints.
+      index: from `read_index`, of format 2.
+      path: of the array, one of `index["leaves"]`.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        return np.asarray(_read_here(folder, index, [path])[path])
+    except _DamagedError as error:
+        where = f"checkpoint {folder}/{index['step']}"
+        raise problem(where, f"read `{path}`", f"it is damaged ({error})", "take another step") from error
+
+
+def _read_here(folder: Any, run: Mapping[str, Any], paths: Iterable[str]) -> dict[str, jax.Array]:
+    """Arrays of a checkpoint on the first device, held to what was written."""
+    _check_format(run, f"checkpoint {folder}/{run['step']}")
+    mesh = Mesh(np.array(jax.devices()[:1]), ("all",))
+    whole, leaves = NamedSharding(mesh, PartitionSpec()), run["leaves"]
+    like = {one: jax.ShapeDtypeStruct(leaves[one]["shape"], leaves[one]["dtype"], sharding=whole) for one in paths}
+    step = Checkpoints(folder).folder / str(run["step"])
+    stored = _agreed(lambda: _read_arrays(step, {"leaves": _nested(like)}))
+    values = _flat(stored["leaves"], like)
+    found = np.asarray(_fingerprint_program(mesh)(list(values.values()))).tolist()
+    wrong = [path for path, is_now in zip(like, found, strict=True) if leaves[path]["fingerprint"] != is_now]
+    if wrong:
+        raise _DamagedError(f"contents of {_some(wrong)} are not what was written")
+    return values
 
 
 def _index(folder: Any, step: int) -> dict[str, Any]:

@@ -11,11 +11,13 @@ would hang or abort in a collective, are told apart.
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import json
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -25,6 +27,7 @@ from meshpar.sharding.types import MeshparError, problem
 WAIT_S = 1800.0
 """Seconds for which a process waits for another that lives: one may read text for long. The dead are the watchdog's."""
 _ASK_S = 5.0
+_ANSWER_S = 60.0
 _PREFIX = "meshpar"
 _ABSENT = "(absent)"
 
@@ -67,6 +70,11 @@ class Pod:
                     raise
         return None
 
+    def another(self, key: str) -> str:
+        """A key below this one that was not there before; the same in every process that asks as often."""
+        self._times[key] += 1
+        return f"{key}/{self._times[key]}"
+
     def below(self, key: str) -> dict[str, Any]:
         """Every value that is set below a key by now, by the last part of its own."""
         return {
@@ -86,8 +94,7 @@ class Pod:
         Raises:
           ValueError: in every process: which one differs, in which field first, and both values; or which did not come.
         """
-        self._times[about] += 1  # a process may train twice
-        stage = f"agree/{about}/{self._times[about]}"
+        stage = self.another(f"agree/{about}")  # a process may train twice
         flat = dict(flatten(facts))
         mine = hashlib.sha256(json.dumps(flat).encode()).hexdigest()
         self.put(f"{stage}/digest/{self.process_id}", [mine, socket.gethostname()])
@@ -147,6 +154,75 @@ class Pod:
             "it did not come in time",
             "look at its own log, and start all processes again",
         )
+
+
+class StopAgreement:
+    """The step after which all processes stop when one has received a signal; without a message in any step.
+
+        thread: asks the store: has one received it? ─► says how far this process may have dispatched ─► all have said
+        main:                                             waits before the next step ◄── stop after the largest of these
+
+    While a process waits, others may wait for it in a step: their threads answer all the same.
+
+    Args:
+      pod: this process's.
+      received: whether this process has received a signal.
+      poll_s: seconds between two questions.
+    """
+
+    def __init__(self, pod: Pod, received: Callable[[], bool], *, poll_s: float = 1.0) -> None:
+        self._key = pod.another("stop")  # every process makes as many, in the same order
+        self._pod, self._received, self._poll_s = pod, received, poll_s
+        self._lock, self._closed, self._settled = threading.Lock(), threading.Event(), threading.Event()
+        self._step, self._asked, self._said = 0, False, False
+        self._last: int | None = None
+        threading.Thread(target=self._talk, name="meshpar-agreement", daemon=True).start()
+
+    def is_over(self, step: int) -> bool:
+        """Whether the run stops behind this step, which the main thread has just dispatched.
+
+        Raises:
+          ValueError: others do not answer.
+        """
+        with self._lock:
+            self._step = step
+            asked = self._asked
+        if asked and not self._settled.wait(_ANSWER_S):
+            fix = "look at the other processes; the last checkpoint is whole"
+            raise problem("a signal to stop", "stop at one step with all", "not all processes answered", fix)
+        return self._last is not None and step >= self._last
+
+    def close(self) -> None:
+        """The run has ended here: others need not wait."""
+        self._closed.set()
+        with contextlib.suppress(Exception):  # the service may have ended
+            if not self._said:
+                self._pod.put(f"{self._key}/{self._pod.process_id}", 0)
+
+    def _talk(self) -> None:
+        while not self._closed.wait(self._poll_s if not self._asked else self._poll_s / 20):
+            with contextlib.suppress(Exception):  # told by the watchdog, where the service is gone
+                if self._look():
+                    return
+
+    def _look(self) -> bool:
+        found = self._pod.below(self._key)
+        if self._received() and "asked" not in found:
+            self._pod.put(f"{self._key}/asked", True)
+        elif "asked" not in found:
+            return False
+        with self._lock:
+            first, self._asked = not self._asked, True
+            may_reach = self._step + 1  # the main thread may have asked just before, and go on by one
+        if first:
+            self._pod.put(f"{self._key}/{self._pod.process_id}", may_reach)
+            self._said = True
+        said = [found[one] for one in found if one != "asked"]
+        if len(said) < self._pod.num_processes:
+            return False
+        self._last = max(said)
+        self._settled.set()
+        return True
 
 
 def this_pod() -> Pod | None:

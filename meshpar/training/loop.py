@@ -26,22 +26,28 @@ from pathlib import Path
 from typing import IO, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.sharding.context import apart
 from meshpar.sharding.host import check_file
 from meshpar.sharding.types import MeshparError, PyTree, check_count, problem
 from meshpar.training import interrupts, watchdog
 from meshpar.training.checkpoint import Checkpoints
+from meshpar.training.coordination import Pod, StopAgreement, this_pod
 from meshpar.training.state import Setup, TrainState
 
 STEPS_IN_FLIGHT = 2
 """Steps that are dispatched and not waited for. Two hide the host's work. More would gain nothing, and on CPU host
 devices the threads of several programs, each waiting for its own collectives, take the cores from each other."""
 
-_RESERVED = ("step", "loss", "seconds", "tokens_per_s", "mfu")
+PHASES = {
+    "compile": "compiles its first step",
+    "data": "waits for data",
+    "save": "saves",
+    "validate": "validates",
+}
+"""What `fit` does beside steps, by the name it has in goodput and in profiles."""
+
+_RESERVED = ("step", "loss", "seconds", "tokens_per_s", "mfu", "goodput")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +145,12 @@ class Run:
     """Time of all recorded steps but the first."""
     reason: str | None = None
     """Why the run is to stop; None while it goes on."""
+    steps_s: float = 0.0
+    """Time of all recorded steps, without what `lost_s` holds."""
+    lost_s: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """Seconds in which no step was computed, by phase."""
+    phase: tuple[str, float] | None = None
+    """Of `PHASES`, the one it is in and since when, by `time.perf_counter`."""
 
     def __post_init__(self) -> None:
         self.step = self.first_step = int(self.state.step)
@@ -149,16 +161,41 @@ class Run:
         self.batches = self.iterator if hasattr(self.iterator, "get_state") else self.batches
         self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._read_at = self._began_at = time.perf_counter()
+        self._lost_at = self.lost_s.copy()
 
     def stop(self, reason: str) -> None:
         """Dispatch no further step; the first reason given is kept."""
         self.reason = self.reason or reason
+
+    @contextlib.contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """A block that is of one of `PHASES`: for the watchdog, the progress, goodput, and profiles."""
+        before, began = self.phase, time.perf_counter()
+        self.phase = (phase, began)
+        try:
+            with watchdog.busy(PHASES[phase]), jax.profiler.TraceAnnotation(f"meshpar:{phase}"):
+                yield
+        finally:
+            self.phase = before
+            # Steps that were dispatched before may go on behind a wait for data: then nothing is lost.
+            if phase != "data" or self._is_idle():
+                self.lost_s[phase] += time.perf_counter() - began
+
+    def _is_idle(self) -> bool:
+        """Whether the devices have done all that was dispatched."""
+        is_ready = getattr(self._in_flight[-1][1].get("loss"), "is_ready", None) if self._in_flight else None
+        return not self._in_flight or (is_ready is not None and bool(is_ready()))
 
     @property
     def tokens_per_s(self) -> float | None:
         """Mean over all recorded steps but the first, which holds the compilation."""
         steps = 0 if self.last is None else self.last.step - self.first_step - 1
         return None if self.tokens_per_step is None or steps < 1 else steps * self.tokens_per_step / self.training_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the call of `fit`."""
+        return time.perf_counter() - self._began_at
 
     def drain(self) -> None:
         """Wait for all that was dispatched, and call the hooks. What a hook does next counts as no step's time."""
@@ -186,7 +223,7 @@ class Run:
             validation=self.validation,
             skipped=self.skipped,
             tokens_per_s=self.tokens_per_s,
-            seconds=time.perf_counter() - self._began_at,
+            seconds=self.elapsed_s,
         )
 
     def publish(self, validation: Validation) -> None:
@@ -202,14 +239,16 @@ class Run:
     def advance(self, step: Any) -> None:
         """Dispatch one step, and read back the one that has left the window."""
         if not self._in_flight:  # the devices rest: what went before is no step's time
-            self._read_at = time.perf_counter()
+            self._read_at, self._lost_at = time.perf_counter(), self.lost_s.copy()
         try:
-            with watchdog.busy("waits for data"):
+            with self.within("data"):
                 batch = next(self.iterator)
         except StopIteration:
             self.stop("exhausted")
             return
-        self.state, metrics = step(self.state, batch)
+        compiles = self.within("compile") if self.step == self.first_step else contextlib.nullcontext()
+        with compiles, jax.profiler.StepTraceAnnotation("meshpar:step", step_num=self.step + 1):
+            self.state, metrics = step(self.state, batch)
         self.step += 1
         if self.step == self.first_step + 1:
             _check_names(metrics)
@@ -226,6 +265,8 @@ class Run:
     def _record(self, step: int, scalars: dict[str, float], arrays: dict[str, np.ndarray]) -> Record:
         now = time.perf_counter()
         seconds, self._read_at = max(now - self._read_at, 1e-9), now
+        lost, self._lost_at = sum(self.lost_s.values()) - sum(self._lost_at.values()), self.lost_s.copy()
+        self.steps_s += max(seconds - lost, 0.0)
         tokens, flops, peak = self.tokens_per_step, self.flops_per_step, self.peak_flops_per_s
         return Record(
             step=step,
@@ -415,7 +456,7 @@ class Checkpointer(Hook):
     def on_dispatched(self, run: Run) -> None:
         if self._every is not None and run.step % self._every == 0:
             run.drain()
-            with watchdog.busy("saves"):
+            with run.within("save"):
                 self._save(run)
 
     def _save(self, run: Run) -> None:
@@ -430,7 +471,8 @@ class Checkpointer(Hook):
 
     def on_end(self, run: Run, reason: str) -> None:
         if reason not in ("error", "nonfinite"):
-            self._checkpoints.save(run.state, data_state=run.data_state(), wait=True)
+            with run.within("save"):
+                self._checkpoints.save(run.state, data_state=run.data_state(), wait=True)
 
 
 class Validator(Hook):
@@ -459,7 +501,7 @@ class Validator(Hook):
         if run.step == run.steps or (self._every is not None and run.step % self._every == 0):
             run.drain()
             began = time.perf_counter()
-            with watchdog.busy("validates"):
+            with run.within("validate"):
                 metrics = self._means(run.state)
             run.publish(Validation(step=run.step, metrics=metrics, seconds=time.perf_counter() - began))
 
@@ -567,6 +609,15 @@ def json_line(values: Mapping[str, Any]) -> str:
     return json.dumps(line, allow_nan=False) + "\n"
 
 
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics.jsonl, each with its `step`; what is no such line was someone else's. No file: none."""
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(found := json.loads(line), dict) and "step" in found:
+                    yield found
+
+
 def _keep_lines(path: Path, *, last_step: int) -> None:
     """Drop the lines of later steps, and a last line that was cut off."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -616,8 +667,8 @@ class ProgressBar(Hook):
             return
         self._out = self._stream or sys.stdout
         if _is_terminal(self._out):
-            self._bar = _rich_bar(self._out)
-            self._task = self._bar.add_task("train", total=run.steps, completed=run.step, numbers="compiling")
+            self._bar = _rich_bar(self._out, run)
+            self._task = self._bar.add_task("train", total=run.steps, completed=run.step, numbers="")
             self._bar.start()
 
     def on_record(self, run: Run, record: Record) -> None:
@@ -677,15 +728,26 @@ def _is_terminal(stream: IO[str]) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _rich_bar(stream: IO[str]) -> Any:
+def _rich_bar(stream: IO[str], run: Run) -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Doing(ProgressColumn):
+        """Drawn four times a second by a thread of its own: it moves while the run compiles, too."""
+
+        def render(self, task: Task) -> Text:
+            phase = run.phase
+            since_s = 0.0 if phase is None else time.perf_counter() - phase[1]
+            told = f"{PHASES[phase[0]]}, {since_s:.0f} s  " if phase is not None and since_s > 0.2 else ""
+            return Text(told + task.fields["numbers"])
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}", markup=False),
+        Doing(table_column=Column(no_wrap=True)),
     )
     return Progress(*columns, console=Console(file=stream, force_terminal=True), refresh_per_second=4, expand=True)
 
@@ -712,7 +774,7 @@ class _Progress(Hook):
         return [] if watch is None else [cls(watch)]
 
     def on_start(self, run: Run) -> None:
-        self._watch.set_busy("compiles its first step")
+        self._watch.set_busy(PHASES["compile"])
 
     def on_dispatched(self, run: Run) -> None:
         self._watch.entered(run.step)
@@ -727,6 +789,31 @@ class _Progress(Hook):
         if reason == "error" and error is not None:
             self._watch.failed(error)
         self._watch.set_busy("ends")
+
+
+class Watched(Hook):
+    """What a pod's process does in every step beside training, to be measured: beats, and agreement on signals.
+
+    Args:
+      watch: started.
+      pod: this process's.
+    """
+
+    def __init__(self, watch: watchdog.Watchdog, pod: Pod) -> None:
+        self._progress, self._agreement = _Progress(watch), StopAgreement(pod, lambda: False)
+
+    def on_start(self, run: Run) -> None:
+        self._progress.on_start(run)
+
+    def on_dispatched(self, run: Run) -> None:
+        self._progress.on_dispatched(run)
+        self._agreement.is_over(run.step)
+
+    def on_record(self, run: Run, record: Record) -> None:
+        self._progress.on_record(run, record)
+
+    def on_end(self, run: Run, reason: str) -> None:
+        self._agreement.close()
 
 
 # ---- Preemption ------------------------------------------------------------------------------------------------------
@@ -752,7 +839,7 @@ class Preemption(Hook):
     def __init__(self, *, grace_s: float = interrupts.GRACE_S) -> None:
         self._grace_s = grace_s
         self._watch: interrupts.Watch | None = None
-        self._agreement: _Agreement | None = None
+        self._agreement: StopAgreement | None = None
         self._stopped = False
 
     def on_start(self, run: Run) -> None:
@@ -764,7 +851,9 @@ class Preemption(Hook):
                 "call fit there, or leave the hook out",
             )
         if jax.process_count() > 1:
-            self._agreement = _Agreement(run.state.step.sharding.mesh)
+            pod = this_pod()
+            assert pod is not None, "jax has several processes, and they a service"
+            self._agreement = StopAgreement(pod, lambda: self._watch is not None and self._watch.received is not None)
         watch = interrupts.current()
         self._watch = watch if watch is not None and watch.command else interrupts.Watch(signals=self._signals)
         # A command that compiles its first step may end at once; in a pod the others would wait for it.
@@ -773,11 +862,14 @@ class Preemption(Hook):
     def on_dispatched(self, run: Run) -> None:
         assert self._watch is not None
         received = self._watch.received is not None
-        if received if self._agreement is None else self._agreement.any(received):
+        if received if self._agreement is None else self._agreement.is_over(run.step):
             self._stopped = True
             run.stop("interrupted")
 
     def on_end(self, run: Run, reason: str) -> None:
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
         if self._watch is not None:
             self._watch.release()
             if self._watch.received is not None:  # also after the last step: whoever calls is to stop, too
@@ -804,26 +896,3 @@ class _CtrlC(Preemption):
         super().on_end(run, reason)
         if self._stopped and reason not in ("error", "nonfinite"):
             raise KeyboardInterrupt(f"stopped after step {run.step} of {run.steps}")
-
-
-class _Agreement:
-    """Whether any process received a signal, known to all after the same step.
-
-    Each step's answer is read some steps later, when it is there without waiting. As every process reads the same
-    answers in the same order, they stop together.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        flat = Mesh(mesh.devices.reshape(-1), ("all",))
-        self._each, whole = NamedSharding(flat, PartitionSpec("all")), NamedSharding(flat, PartitionSpec())
-        self._any = jax.jit(jnp.any, out_shardings=whole)
-        self._num_devices = flat.size
-        self._asked: collections.deque[jax.Array] = collections.deque()
-
-    @apart()
-    def any(self, received: bool) -> bool:
-        """Ask whether any process has received one by now; the answer to the question of a few steps ago."""
-        mine = np.full((self._num_devices,), received)
-        self._asked.append(self._any(jax.make_array_from_callback(mine.shape, self._each, lambda index: mine[index])))
-        # One more than the loop's window: the step before the question has been waited for.
-        return len(self._asked) > STEPS_IN_FLIGHT + 1 and bool(self._asked.popleft())

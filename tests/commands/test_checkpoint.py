@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshpar.training.checkpoint import Checkpoints
+from meshpar.training.checkpoint import Checkpoints, read_index, read_leaf
 from tests.training.test_checkpoint import DAMAGES, make
 
 
@@ -41,6 +41,25 @@ def test_what_lies_there_is_listed_and_shown(meshpar, saved):
     assert "params/up/kernel" in out
 
 
+def test_parameters_of_any_model_are_exported_as_safetensors(meshpar, saved, tmp_path):
+    from meshpar.interop.files import Folder
+
+    code, out, err = meshpar("checkpoint", "export", saved, tmp_path / "out", "--dtype", "bfloat16", "--max-bytes", 900)
+    assert code == 0, err
+    assert "of step 1" in out
+    index = read_index(saved / "checkpoints", 1)
+    params = {path.removeprefix("params/"): path for path in index["leaves"] if path.startswith("params/")}
+    with Folder(tmp_path / "out") as folder:
+        assert folder.entries.keys() == params.keys()
+        assert len({entry.file for entry in folder.entries.values()}) > 1
+        for name, path in params.items():
+            value = read_leaf(saved / "checkpoints", index, path)
+            assert np.array_equal(folder.whole(name), value.astype("bfloat16"))
+    code, _, err = meshpar("checkpoint", "export", saved, tmp_path / "out")
+    assert code == 2
+    assert "something is there already" in err
+
+
 def test_a_damaged_one_is_named_and_the_others_are_whole(meshpar, saved):
     code, out, err = meshpar("checkpoint", "verify", saved, "--json")
     assert (code, [row["is"] for row in rows(out)]) == (0, ["whole", "whole"]), err
@@ -54,6 +73,8 @@ def test_a_damaged_one_is_named_and_the_others_are_whole(meshpar, saved):
     DAMAGES["a bit flipped"](saved / "checkpoints" / "0")
     code, out, _ = meshpar("checkpoint", "verify", saved, "--step", 0, "--json")
     assert (code, rows(out)[0]["is"].split(":")[0]) == (1, "damaged")
+    code, _, err = meshpar("checkpoint", "export", saved, saved / "out", "--step", 0)
+    assert (code, "it is damaged" in err, (saved / "out").exists()) == (2, True, False)
 
 
 def test_where_nothing_lies_is_told(meshpar, saved, tmp_path):

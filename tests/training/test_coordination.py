@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from meshpar.sharding.types import MeshparError
-from meshpar.training.coordination import Pod, flatten, this_pod
+from meshpar.training.coordination import Pod, StopAgreement, flatten, this_pod
 
 
 class Store:
@@ -100,3 +100,49 @@ def test_values_are_compared_as_json_has_them() -> None:
 
 def test_a_process_on_its_own_has_no_pod() -> None:
     assert this_pod() is None
+
+
+# stopping at one step -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signalled", [1, 5, 40])
+def test_all_stop_behind_the_same_step_however_far_each_had_come(signalled):
+    """Steps are a barrier that lets a process be two ahead, as devices do; one receives a signal in a step."""
+    store, steps, ahead = Store(), 60, 2
+    done, news = [0, 0, 0], threading.Condition()
+
+    def process(number: int) -> int:
+        pod = Pod(store, process_id=number, num_processes=3)
+        agreement = StopAgreement(pod, lambda: number == 1 and done[1] >= signalled, poll_s=0.005)
+        step = 0
+        while step < steps:
+            step += 1
+            with news:
+                done[number] = step
+                news.notify_all()
+            if agreement.is_over(step):
+                break
+            with news:  # numbers of a step are there when all have dispatched it
+                assert news.wait_for(lambda at=step: min(done) >= at - ahead, timeout=60)
+        agreement.close()
+        return step
+
+    with ThreadPoolExecutor(3) as pool:
+        stopped = list(pool.map(process, range(3)))
+    assert len(set(stopped)) == 1
+    assert signalled <= stopped[0] <= steps
+
+
+def test_a_process_that_has_ended_is_not_waited_for():
+    store = Store()
+    pods = [Pod(store, process_id=number, num_processes=2) for number in range(2)]
+    first = StopAgreement(pods[0], lambda: False, poll_s=60)
+    received = threading.Event()
+    second = StopAgreement(pods[1], received.is_set, poll_s=0.005)
+    assert not second.is_over(3)
+    first.close()
+    received.set()
+    assert second._settled.wait(60)
+    assert not second.is_over(3)
+    assert second.is_over(4)
+    second.close()

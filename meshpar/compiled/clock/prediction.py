@@ -8,6 +8,7 @@ from typing import Any
 
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.clock import work
+from meshpar.compiled.clock.bracket import Bracket, bracket
 from meshpar.compiled.clock.timeline import Timed, Timeline
 from meshpar.compiled.hlo import Module
 from meshpar.compiled.model_flops import ModelFlops
@@ -72,6 +73,8 @@ class Compute:
     """Time on the wire by mesh axes, hidden or not."""
     exposed_s: Mapping[str, float]
     """Of that, while compute waits."""
+    bracket: Bracket | None = None
+    """Between which times the step is expected, and by whose figures; None without a cluster."""
     bubble_s: float | None = None
     """Waiting for other stages, of the mean stage; None without stages or a timeline."""
     library_calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -83,6 +86,7 @@ class Compute:
         """As plain data."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return found | {
+            "bracket": None if self.bracket is None else self.bracket.to_json(),
             "network_s": dict(self.network_s),
             "exposed_s": dict(self.exposed_s),
             "library_calls": dict(self.library_calls),
@@ -126,6 +130,7 @@ def compute(
     timeline: Timeline | None = None,
     reason: str = "",
     cells: Cells | None = None,
+    cluster: Cluster | None = None,
 ) -> Compute:
     """What a step computes, and how long it takes.
 
@@ -136,6 +141,7 @@ def compute(
       timeline: of the program, or None when it has none.
       reason: why there is no timeline.
       cells: of a pipelined program, whose stages pick what they compute; figures are then the mean stage's.
+      cluster: of the timeline, for its error bar.
     """
     flops = work.flops_per_step(module, cells)
     asked = model_flops.step / num_devices if model_flops is not None else None
@@ -152,6 +158,7 @@ def compute(
         model_flops_per_device=asked,
         ratio=flops / asked if asked else None,
         predicted_step_s=timeline.step_s if timeline is not None else None,
+        bracket=bracket(module, timeline, cluster) if timeline is not None and cluster is not None else None,
         utilisation=_utilisation(asked, timeline),
         bound=timeline.bound if timeline is not None else None,
         compute_s=timeline.compute_s if timeline is not None else None,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from meshpar.compiled.census import census
 from meshpar.compiled.clock import prediction, work
+from meshpar.compiled.clock.bracket import bracket
 from meshpar.compiled.clock.timeline import timeline
 from meshpar.compiled.model_flops import ModelFlops
-from meshpar.planner.hardware import parse_cluster
+from meshpar.planner.hardware import MATMUL_EFFICIENCY, Link, parse_cluster
 
 CLUSTER = parse_cluster("h100:1x8")
 ASKED = ModelFlops(forward=8000, step=24000, notes=("a note of the model",))
@@ -97,3 +99,28 @@ def test_both_are_plain_data(scan, timed):
     hidden = prediction.overlap(timed).to_json()
     assert json.loads(json.dumps(hidden)) == hidden
     assert hidden["exposed"][0]["time_s"] > 0
+
+
+def test_the_error_bar_holds_the_step_and_names_its_sources(scan, timed):
+    """By hand: low is kernels alone, high kernels with products at 65 % and every message waited for."""
+    found = prediction.compute(scan[0], num_devices=8, timeline=timed, cluster=CLUSTER).bracket
+    kernels_s = timed.compute_s + timed.memory_s + timed.bubble_s
+    assert found.low_s == pytest.approx(kernels_s)
+    assert found.low_s <= timed.step_s <= found.high_s
+    more_s = timed.compute_s * (1 / MATMUL_EFFICIENCY - 1) + sum(timed.network_s.values())
+    assert found.high_s == pytest.approx(kernels_s + more_s)
+    assert "data sheet" in found.sources[0]
+    assert "by data sheets" in found.sources[1]
+    assert prediction.compute(scan[0], num_devices=8, timeline=timed).bracket is None
+
+
+def test_measured_products_and_links_take_the_place_of_what_is_assumed(scan, timed):
+    peak = CLUSTER.gpu.bf16_flops_per_s
+    rates = {1: 0.5 * peak, 1 << 20: 0.5 * peak}
+    link = Link(alpha_s=1e-6, bytes_per_s=1e11)
+    axes = dict.fromkeys(timed.network_s, link)
+    measured = dataclasses.replace(CLUSTER, products=rates, axes=axes, source="measured here")
+    found = bracket(scan[0], timed, measured)
+    assert found.low_s == pytest.approx(2 * timed.compute_s + timed.memory_s + timed.bubble_s)
+    assert found.high_s == pytest.approx(found.low_s + sum(timed.network_s.values()))
+    assert all("measured here" in source for source in found.sources)

@@ -1,0 +1,92 @@
+"""Profile: a trace of some steps, with the phases of the loop by name, for XProf and `meshpar trace`."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshpar.sharding.types import problem
+from meshpar.training.loop import Hook, Run
+
+ABOUT = "about.json"
+"""Beside the trace: which steps it has, and the program's fingerprint."""
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """`10:15` as the first and the last step.
+
+    Raises:
+      ValueError: something else, or no step between them.
+    """
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    first, last = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= first <= last:
+        exists = "it is the first step, a colon and the last step, counted from 1"
+        raise problem(f"--profile {text}", "trace these steps", exists, "write --profile 10:15")
+    return first, last
+
+
+class Profile(Hook):
+    """Traces steps by `jax.profiler`, on every process; each begins and ends with devices at rest.
+
+    Host threads have `meshpar:step` around each dispatch and `meshpar:data`, `:compile`, `:save`, `:validate` around
+    what else the loop does. On devices an operation has its scope: `gradients` (with `transpose(...)` in the backward
+    pass) and `update`, the optimizer.
+
+    Args:
+      folder: where to; XProf and TensorBoard read it.
+      first, last: steps, counted from 1.
+      about: what is to be known of the run, for who reads the trace.
+    """
+
+    order = 3  # a save before the first step is not in it, one behind the last is
+
+    def __init__(self, folder: str | Path, *, first: int, last: int, about: Mapping[str, Any] | None = None) -> None:
+        self._folder, self._first, self._last, self._about = Path(folder), first, last, dict(about or {})
+        self._is_on = False
+
+    def on_start(self, run: Run) -> None:
+        if self._first > run.steps or self._last <= run.first_step:
+            where = f"a profile of steps {self._first} to {self._last}"
+            exists = f"this run takes steps {run.first_step + 1} to {run.steps}"
+            raise problem(where, "trace them", exists, "name steps among these")
+        self._begin(run)
+
+    def on_dispatched(self, run: Run) -> None:
+        if self._is_on and run.step >= self._last:
+            self._end(run)
+        self._begin(run)
+
+    def on_end(self, run: Run, reason: str) -> None:
+        if self._is_on:
+            self._end(run)
+
+    def _begin(self, run: Run) -> None:
+        if self._is_on or run.step + 1 != max(self._first, run.first_step + 1):
+            return
+        run.drain()
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every call of Python would be in it, and slow what is measured
+        self._is_on = self._tried(lambda: jax.profiler.start_trace(str(self._folder), profiler_options=options))
+        self._from = run.step + 1
+
+    def _end(self, run: Run) -> None:
+        self._is_on = False
+        run.drain()
+        if self._tried(jax.profiler.stop_trace) and jax.process_index() == 0:
+            about = {**self._about, "first_step": self._from, "last_step": run.step}
+            (self._folder / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+    def _tried(self, call: Any) -> bool:
+        try:
+            call()
+            return True
+        except (RuntimeError, OSError) as error:  # another profiler is at work, or the disk is full
+            warnings.warn(f"no profile was written: {error}; the run goes on", stacklevel=3)
+            return False
