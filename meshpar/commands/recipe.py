@@ -500,7 +500,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, MeshSpec):
         inside = {} if value.inside_node == ("tensor",) else {"inside_node": list(value.inside_node)}
-        return {**value, **inside}
+        types = {"axis_types": value.explicit_axes} if value.explicit_axes else {}
+        return {**value, **inside, **types}
     if isinstance(value, Strategy):
         return value.label
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -683,7 +684,7 @@ def _with_axes(spec: MeshSpec, tree: _Tree, path: tuple[str, ...]) -> MeshSpec:
             inside = read(text, tuple[str, ...], (*path, name))
         else:
             sizes[name] = read(text, int, (*path, name))
-    return MeshSpec(inside_node=inside, **{**spec, **sizes})
+    return spec.replace(inside_node=inside, **sizes)
 
 
 def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:

@@ -333,6 +333,6 @@ def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
             f"it has {cluster.num_devices} GPUs",
             f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster",
         )
-    mesh = mesh_on(cluster, setup.mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
+    mesh = mesh_on(cluster, setup.given_mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
     kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
     return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **kept)

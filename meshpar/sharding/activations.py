@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.sharding.context import Ambient, ambient, constrain, current, spec_of, within
+from meshpar.sharding.lay import lay
 from meshpar.sharding.types import PyTree, near_or, problem, spec_axes
 
 
@@ -113,4 +114,4 @@ def _with_rows(x: Any, boundaries: Boundaries, others: Any) -> Any:
     if not spec_axes(spec[0]):
         return x
     boundaries.num_held += 1
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(spec[0], *[others] * (x.ndim - 1)))
+    return lay(x, PartitionSpec(spec[0], *[others] * (x.ndim - 1)))

@@ -64,6 +64,8 @@ class Model:
     """Logical names by the path of the parameter; a leaf that is missing carries none. Call it after `init`."""
     random_keys: Callable[[], frozenset[str]] = frozenset
     """Paths in `extra` of raw random keys, from which the model draws by itself (NNX's `Rngs`)."""
+    is_explicit: bool = False
+    """Whether the model and the loss say themselves how every array lies: `explicit`."""
     after_update: Callable[[PyTree], PyTree] = lambda extra: extra
     """From `extra` behind the forward passes of a training step, all its micro-steps, to that of the next step."""
 
@@ -76,6 +78,29 @@ class Model:
         params = self.abstract().params
         names = self.names()
         return [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(params)]
+
+
+def explicit(model: Model) -> Model:
+    """A model written for jax's Explicit axes: in it, and in the loss, types say how arrays lie.
+
+    Parameters and the batch come in as the strategy lays them out, each with its type. What the compiler does on Auto
+    axes is then the model's: gathering a weight (`jax.sharding.reshard`), and the layout of lookups, reshapes and
+    contractions (`out_sharding=`), which may be `unreduced`. jax raises `ShardingTypeError` where a type is missing.
+    `mp.constrain` reshards by the strategy's rules. The mesh may be of either kind.
+
+    Source: jax's documentation, "Explicit sharding (a.k.a. sharding in types)".
+
+    Args:
+      model: from an adapter. The shipped decoders are not written so.
+
+    Raises:
+      ValueError: when a step is made with an engine inside `shard_map` (stages, `quantize`, `accumulate_mode="once"`),
+        for jax gives Manual axes no types.
+
+    Example:
+      >>> model = mp.explicit(mp.from_functions(init, apply))  # doctest: +SKIP
+    """
+    return dataclasses.replace(model, is_explicit=True)
 
 
 def key_data_like() -> jax.ShapeDtypeStruct:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.sharding.lay import lay
 from meshpar.sharding.types import PyTree, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import cast_floating
@@ -121,7 +122,7 @@ def compute_params(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:
 
 def constrained(tree: PyTree, shardings: PyTree) -> PyTree:
     """Every array laid out by its sharding."""
-    return jax.tree.map(lax.with_sharding_constraint, tree, shardings)
+    return jax.tree.map(lay, tree, shardings)
 
 
 def wide(x: jax.Array) -> jax.Array:
