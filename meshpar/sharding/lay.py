@@ -2,12 +2,13 @@
 
 A step is traced on Auto axes whatever the mesh it was given: a matmul of rows and weights that the same axis splits
 (FSDP) has no type, nor has the norm between them, and both stand in modules of Flax and in losses of users. So arrays
-have the types of the given mesh outside of a step: `on_types` takes them off before it and puts them on again behind
-it, which sends nothing. A model that says its types itself (`mp.explicit`) is traced on Explicit axes inside.
+have the types of the given mesh outside of a step, and inside `without_types` none: both kinds of mesh run the same
+program. A model that says its types itself (`mp.explicit`) is traced on Explicit axes inside.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -62,25 +63,12 @@ def is_typed(mesh: AnyMesh) -> bool:
     return AxisType.Explicit in mesh.axis_types
 
 
-def on_types(f: Callable[..., PyTree], mesh: AnyMesh, shardings: PyTree) -> Callable[..., PyTree]:
-    """A function of traced arrays on Auto axes as one of arrays that have the types of a mesh.
+def without_types(f: Callable[..., PyTree], mesh: AnyMesh) -> Callable[..., PyTree]:
+    """A function that is traced on Auto axes, as one to jit that is given arrays of this mesh, types or none.
 
-    Args:
-      f: traced with Auto axes.
-      mesh: as it was given.
-      shardings: of what f gives, a tree of NamedShardings or the first part of one.
+    What it gives gets its types by `out_shardings`. Nothing is constrained, so the program is that of Auto axes.
     """
-    if not is_typed(mesh):
-        return f
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    specs = jax.tree.map(lambda one: _only(one.spec, kinds, AxisType.Explicit), shardings)
-
-    def on_given(*args: PyTree) -> PyTree:
-        out = f(*with_auto_types(args))
-        with jax.sharding.use_abstract_mesh(abstract_of(mesh)):
-            return jax.sharding.reshard(out, specs)
-
-    return on_given
+    return functools.wraps(f)(lambda *args: f(*with_auto_types(args))) if is_typed(mesh) else f
 
 
 def with_auto_types(tree: PyTree) -> PyTree:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.adapters import Model, key_data_like
 from meshpar.sharding.context import apart, tracing
-from meshpar.sharding.lay import on_types, with_auto_types
+from meshpar.sharding.lay import with_auto_types, without_types
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
@@ -65,7 +65,7 @@ class Setup:
 
     def jit(self, f: Callable[..., PyTree], out: PyTree, **options: Any) -> Any:
         """`jax.jit` of a function that is traced on Auto axes; what it takes and gives has the given mesh's types."""
-        return jax.jit(on_types(f, self.given_mesh, out), out_shardings=out, **options)
+        return jax.jit(without_types(f, self.given_mesh), out_shardings=out, **options)
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
