@@ -598,6 +598,23 @@ def from_functions(
         (params, state), and `apply` takes (params, state, *inputs) and gives (outputs, state), whose state it is given
         at the next call, in the next step, too.
 
+    Libraries whose models are trees or pairs of functions come in by this door. Equinox: arrays are the parameters, and
+    what is none is made once, outside. Haiku: `hk.transform` gives the two functions, and `hk.transform_with_state`
+    those of a model that keeps state. Neither names dims: `names` does, or `Rules(paths=...)` by the paths that
+    `shardings` prints (`mlp/layers/0/weight`, `mlp/~/linear_0/w`), and `constrain` lays activations out in `apply`.
+
+    Example:
+      >>> shapes = eqx.filter_eval_shape(Net, jax.random.key(0))  # doctest: +SKIP
+      >>> static = eqx.partition(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))[1]  # doctest: +SKIP
+      >>> model = from_functions(  # doctest: +SKIP
+      ...     lambda key: eqx.partition(Net(key), eqx.is_array)[0],
+      ...     lambda params, x: jax.vmap(eqx.combine(params, static))(constrain(x, "batch", None)),
+      ... )
+      >>> net = hk.without_apply_rng(hk.transform(forward))  # doctest: +SKIP
+      >>> model = from_functions(lambda key: net.init(key, example), net.apply)  # doctest: +SKIP
+      >>> net = hk.without_apply_rng(hk.transform_with_state(forward))  # doctest: +SKIP
+      >>> model = from_functions(lambda key: net.init(key, example), net.apply, keeps_state=True)  # doctest: +SKIP
+
     Raises:
       ValueError: a path in `names` that the parameters do not have.
     """
