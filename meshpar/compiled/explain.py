@@ -129,7 +129,7 @@ def _explain(
         compute=compute(
             program.module, num_devices=setup.mesh.size, model_flops=asked, timeline=times, reason=reason, cells=cells
         ),
-        findings=(*findings, *_other_dtypes(held), *_wide_compute(step, traced.jaxpr)),
+        findings=(*findings, *_other_dtypes(held), *_wide_compute(step, state.setup, traced.jaxpr)),
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options),
@@ -233,9 +233,9 @@ def _other_dtypes(promise: Promise) -> Iterator[Finding]:
             )
 
 
-def _wide_compute(step: TrainStep, jaxpr: Any) -> Iterator[Finding]:
+def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding]:
     """Matmuls in a wider dtype than the step's precision asks for."""
-    found = wide_work(jaxpr.jaxpr, step.options.precision)
+    found = wide_work(jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if found is not None:
         yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
 

@@ -470,14 +470,15 @@ def _linen_modules() -> Iterator[None]:
     """
     from flax import linen as nn
 
-    here = ambient()
-    if here is None or current().boundaries is None:
+    here, boundaries = ambient(), current().boundaries
+    if here is None or boundaries is None:
         yield
         return
 
     def hold(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         out = call(*args, **kwargs)
-        return out if context.method_name == "setup" else handed_on("/".join(context.module.path), out)
+        path = "/".join((*boundaries.at, *context.module.path))
+        return out if context.method_name == "setup" else handed_on(path, out)
 
     theirs = tuple(nn.get_logical_axis_rules())
     known = {name for name, _ in theirs}

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from meshpar.sharding.activations import check_seen, held_between_modules
 from meshpar.sharding.context import ambient, apart, auto_sizes, tracing, within
 from meshpar.sharding.lay import with_auto_types
+from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
     MeshparError,
     PyTree,
@@ -89,10 +90,10 @@ class _Program:
         program = self.jitted(state, batch)
         if state.setup not in self._told:
             self._told.add(state.setup)
-            self._tell(_traced(program.trace, state, batch))
+            self._tell(state.setup, _traced(program.trace, state, batch))
         return program(state, batch)
 
-    def _tell(self, traced: Any) -> None:
+    def _tell(self, setup: Setup, traced: Any) -> None:
         """Before the first step, what its trace shows to be unlike what was asked. The call uses the same trace."""
 
     @apart()
@@ -126,8 +127,8 @@ class TrainStep(_Program):
         own = getattr(engine_of(setup, self.options), "compile_options", None)
         return options_for(setup.mesh, self._xla, {} if own is None else own(setup, self.options))
 
-    def _tell(self, traced: Any) -> None:
-        wide = wide_work(traced.jaxpr.jaxpr, self.options.precision)
+    def _tell(self, setup: Setup, traced: Any) -> None:
+        wide = wide_work(traced.jaxpr.jaxpr, self.options.precision, setup.strategy.activations.dtypes)
         if wide is not None:
             warnings.warn(f"{wide}. To change it, {wide.fix}.", stacklevel=4)
 
@@ -140,6 +141,7 @@ class TrainStep(_Program):
         _check_prefetch(setup, self.options)
         _check_frozen(setup, self.options)
         _check_explicit(setup, self.options)
+        _check_wider(setup, self.options.precision)
         return setup.jit(
             self._step,
             (setup.shardings, setup.whole),
@@ -331,6 +333,24 @@ def _check_explicit(setup: Setup, options: StepOptions) -> None:
             "jax makes no axis Explicit where another is Manual already",
             'use accumulate_mode="each" and a strategy without stages and quantize, or leave mp.explicit out',
         )
+
+
+def _check_wider(setup: Setup, precision: Precision) -> None:
+    """Rules of precision name modules that have parameters, and change how they compute."""
+    strategy, compute = setup.strategy, precision.compute
+    paths = [decision.path for decision in setup.table.params]
+    for rule in strategy.activations.precision:
+        where, asked = f"precision rule `{rule.key}`", f"compute in {rule.value}"
+        if not any(Rules(precision={rule.key: rule.value}).dtype_in(path) for path in paths):
+            modules = {path.rpartition("/")[0] for path in paths}
+            exists = f"it matches no module of the {len(modules)} that have parameters"
+            raise problem(where, asked, exists, near_or(rule.key, modules, "write a pattern of a module's whole path"))
+        if compute is None or jnp.dtype(rule.value).itemsize <= jnp.dtype(compute).itemsize:
+            exists = f"it is train_step(precision=Precision(compute={compute!r})), and modules take the wider dtype"
+            raise problem(where, asked, exists, 'use compute="bfloat16" and a wider rule, or leave the rule out')
+        if strategy.quantize is not None:
+            exists = f"{strategy.label} sends all weights by kernels, in the compute dtype"
+            raise problem(where, asked, exists, "leave quantize out, or the rule")
 
 
 def _check_state(state: TrainState) -> None:
