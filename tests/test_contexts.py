@@ -126,7 +126,8 @@ def test_a_batch_on_explicit_axes_trains_as_one_on_auto_axes():
 def test_what_a_step_gives_has_the_types_of_the_mesh_as_given():
     state = mp.init_state(MODELS["functions"](), optax.adam(1e-2), mesh=PLAIN, strategy=FSDP, key=0)
     state, metrics = mp.train_step(_loss)(state, ROWS)
-    up = state.params["up"]
+    up, rows = state.params["up"], mp.shard_batch(ROWS, PLAIN, FSDP)
+    assert jax.typeof(rows).sharding.spec[0] == ("data", "fsdp")
     assert jax.typeof(up).sharding.spec == state.table["up"].spec == P("fsdp", None)
     with jax.set_mesh(PLAIN):  # the user's own code goes on with them, typed
         assert jax.typeof(up * 2).sharding.spec == jax.typeof(up).sharding.spec

@@ -41,9 +41,9 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
     """
     sharding = batch_sharding(mesh, strategy)
     check_batch(batch, sharding, accumulate=1)
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    split, whole = NamedSharding(mesh, sharding.spec), NamedSharding(mesh, PartitionSpec())
     batch = with_auto_types(batch)
-    return jax.device_put(batch, jax.tree.map(lambda x: sharding if np.ndim(x) else whole, batch))
+    return jax.device_put(batch, jax.tree.map(lambda x: split if np.ndim(x) else whole, batch))
 
 
 @jax.tree_util.register_dataclass
