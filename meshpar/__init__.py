@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         zero3,
     )
     from meshpar.planner.plan import plan
-    from meshpar.sharding.adapters import Model, from_functions, from_linen, from_nnx
+    from meshpar.sharding.adapters import Model, explicit, from_functions, from_linen, from_nnx
     from meshpar.sharding.context import constrain, use
     from meshpar.sharding.mesh import MeshSpec
     from meshpar.sharding.rules import Rules, first, names, replicated
@@ -66,8 +66,8 @@ __all__ = [
     "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "MeshSpec", "MeshparError", "Model", "Muon", "Optax",
     "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy", "TrainState",
     "__version__", "abstract_state", "bench", "collectives", "compiled", "constrain", "context_parallel", "custom",
-    "data", "ddp", "eval_step", "expert_parallel", "explain", "first", "fit", "from_functions", "from_linen",
-    "from_nnx", "fsdp", "hsdp", "init_state", "interop", "load_params", "models", "moe", "moments_in", "muon",
-    "names", "offloaded", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "replicated", "scan_layers",
-    "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "zero1", "zero2", "zero3",
+    "data", "ddp", "eval_step", "expert_parallel", "explain", "explicit", "first", "fit", "from_functions",
+    "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "interop", "load_params", "models", "moe", "moments_in",
+    "muon", "names", "offloaded", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "replicated",
+    "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.sharding.lay import lay
 
 OWN = mp.MeshSpec(fsdp=-1).build()
 PLAIN = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
@@ -40,12 +41,9 @@ class Linen(nn.Module):
         return nn.Dense(16)(nn.relu(nn.Dense(32, kernel_init=init)(x)))
 
 
-def _functions() -> mp.Model:
+def _functions(apply=lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]) -> mp.Model:
     def init(key):
         return {"up": jax.random.normal(key, (16, 32)), "down": jnp.ones((32, 16))}
-
-    def apply(params, x):
-        return jnp.tanh(x @ params["up"]) @ params["down"]
 
     return mp.from_functions(init, apply, names={"up": ("embed", "mlp"), "down": ("mlp", "embed")})
 
@@ -123,3 +121,63 @@ def test_a_batch_on_explicit_axes_trains_as_one_on_auto_axes():
     assert metrics["loss"].sharding.mesh == OWN
     state, again = step(state, ROWS)
     assert float(metrics["loss"]) == float(again["loss"])
+
+
+def test_what_a_step_gives_has_the_types_of_the_mesh_as_given():
+    state = mp.init_state(MODELS["functions"](), optax.adam(1e-2), mesh=PLAIN, strategy=FSDP, key=0)
+    state, metrics = mp.train_step(_loss)(state, ROWS)
+    up, rows = state.params["up"], mp.shard_batch(ROWS, PLAIN, FSDP)
+    assert jax.typeof(rows).sharding.spec[0] == ("data", "fsdp")
+    assert jax.typeof(up).sharding.spec == state.table["up"].spec == P("fsdp", None)
+    with jax.set_mesh(PLAIN):  # the user's own code goes on with them, typed
+        assert jax.typeof(up * 2).sharding.spec == jax.typeof(up).sharding.spec
+        assert (metrics["loss"] + up.sum()).sharding.mesh == PLAIN
+    assert not np.isnan(state.bound()(jnp.asarray(ROWS))).any(), "and without a context, on Auto axes"
+
+
+def _typed() -> mp.Model:
+    def apply(params, x):
+        assert jax.typeof(x).sharding.spec[0] == jax.typeof(params["up"]).sharding.spec[0] == "fsdp"
+        up, down = (jax.sharding.reshard(params[name], P()) for name in ("up", "down"))
+        h = mp.constrain(jnp.tanh(x @ up), "batch", "act_embed")
+        return jnp.einsum("bm,me->be", h, down, out_sharding=P("fsdp", None))
+
+    return mp.explicit(_functions(apply))
+
+
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.matrix), 2])
+@pytest.mark.parametrize("types", ["auto", pytest.param("explicit", marks=pytest.mark.matrix)])
+def test_a_model_that_says_its_types_trains_as_one_that_leaves_them_to_the_compiler(types, accumulate):
+    mesh, losses = mp.MeshSpec(fsdp=8, axis_types=types).build(), []
+    for model in (_typed(), _functions()):
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=FSDP, key=0)
+        step = mp.train_step(_loss, accumulate=accumulate)
+        for _ in range(2):
+            state, metrics = step(state, ROWS)
+        losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    # Gradients add up in another order.
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_a_model_of_types_is_refused_inside_a_region_by_hand():
+    state = mp.init_state(_typed(), optax.sgd(0.1), mesh=OWN, strategy=FSDP, key=0)
+    with pytest.raises(mp.MeshparError, match="makes no axis Explicit where another is Manual"):
+        mp.train_step(_loss, accumulate=2, accumulate_mode="once")(state, ROWS)
+
+
+def test_a_layout_is_put_down_as_its_axes_ask():
+    mesh = mp.MeshSpec(fsdp=4, tensor=2, axis_types={"fsdp": "explicit"}).build()
+
+    def laid(x):
+        assert jax.typeof(x).sharding.spec == P(None, None)
+        x = lay(x, P("fsdp", "tensor"))
+        assert jax.typeof(x).sharding.spec == P("fsdp", None), "the other axis is the compiler's"
+        assert jax.typeof(lay(x, P(P.UNCONSTRAINED, None))).sharding.spec == P("fsdp", None)
+        return x
+
+    with jax.set_mesh(mesh):
+        assert jax.jit(laid)(ROWS).sharding.spec == P("fsdp", "tensor")
+        manual = jax.shard_map(
+            lambda x: lay(x, P(None, None)), in_specs=P(), out_specs=P(), axis_names=set(mesh.axis_names)
+        )
+        np.testing.assert_array_equal(jax.jit(manual)(ROWS), ROWS)

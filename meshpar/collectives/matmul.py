@@ -21,11 +21,12 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
 from meshpar.collectives.check import Axis, check_cut, ranks_of
 from meshpar.collectives.wire import pass_on, varying_alike
+from meshpar.sharding.lay import lay
 from meshpar.sharding.types import is_whole, problem
 
 Weight: TypeAlias = Num[Array, "E ..."]
@@ -334,10 +335,7 @@ def _whole(weight: jax.Array) -> jax.Array:
 
     Not part of what is kept for the backward pass, which gathers it again.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Auto not in mesh.axis_types:
-        return weight
-    return lax.with_sharding_constraint(weight, PartitionSpec(*[None] * weight.ndim))
+    return lay(weight, PartitionSpec(*[None] * weight.ndim))
 
 
 def _weight_grad(plan: _MatmulPlan, rows: jax.Array, grads: jax.Array, weight: jax.Array) -> jax.Array:

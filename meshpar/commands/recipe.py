@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import numbers
 import os
 import sys
 import types
@@ -96,7 +97,11 @@ class AdamW:
             where = f"{who}(schedule={self.schedule!r})"
             raise problem(where, "use it", "there is no such schedule", f"one of {known}")
         for field in dataclasses.fields(self):
-            _check_finite(f"{who}.{field.name}", getattr(self, field.name))
+            value, kind = getattr(self, field.name), str(field.type)
+            if kind.startswith(("float", "int")) and not (value is None and "None" in kind):
+                is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+                _check(f"{who}.{field.name}", value, is_number, "it is a number")
+            _check_finite(f"{who}.{field.name}", value)
         at_least = {"warmup_steps": 0, "final_lr": 0, "weight_decay": 0} | dict.fromkeys(self._DECAYS, 0)
         for name, least in at_least.items():
             _check(f"{who}.{name}", getattr(self, name), getattr(self, name) >= least, f"it is at least {least}")
@@ -502,7 +507,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, MeshSpec):
         inside = {} if value.inside_node == ("tensor",) else {"inside_node": list(value.inside_node)}
-        return {**value, **inside}
+        types = {"axis_types": value.explicit_axes} if value.explicit_axes else {}
+        return {**value, **inside, **types}
     if isinstance(value, Strategy):
         return value.label
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -685,7 +691,7 @@ def _with_axes(spec: MeshSpec, tree: _Tree, path: tuple[str, ...]) -> MeshSpec:
             inside = read(text, tuple[str, ...], (*path, name))
         else:
             sizes[name] = read(text, int, (*path, name))
-    return MeshSpec(inside_node=inside, **{**spec, **sizes})
+    return spec.replace(inside_node=inside, **sizes)
 
 
 def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
@@ -879,7 +885,8 @@ _READERS: Mapping[Any, Callable[[str], Any]] = {
 
 def _field_by_field(path: tuple[str, ...], value: Any) -> str:
     names = [f"`{_dotted(path, f.name)}`" for f in dataclasses.fields(value) if f.init]
-    return "set its fields: " + ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    fields = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    return f"set its fields: {fields}; another class is written in the recipe file, `{path[-1]}=...`"
 
 
 def _spoken(hint: Any) -> str:

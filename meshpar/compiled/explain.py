@@ -135,7 +135,7 @@ def _explain(
             cells=cells,
             cluster=cluster,
         ),
-        findings=(*findings, *_other_dtypes(held), *_wide_compute(step, traced.jaxpr)),
+        findings=(*findings, *_other_dtypes(held), *_wide_compute(step, state.setup, traced.jaxpr)),
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options),
@@ -240,9 +240,9 @@ def _other_dtypes(promise: Promise) -> Iterator[Finding]:
             )
 
 
-def _wide_compute(step: TrainStep, jaxpr: Any) -> Iterator[Finding]:
+def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding]:
     """Matmuls in a wider dtype than the step's precision asks for."""
-    found = wide_work(jaxpr.jaxpr, step.options.precision)
+    found = wide_work(jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if found is not None:
         yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
 
@@ -340,6 +340,6 @@ def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
             f"it has {cluster.num_devices} GPUs",
             f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster",
         )
-    mesh = mesh_on(cluster, setup.mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
+    mesh = mesh_on(cluster, setup.given_mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
     kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
     return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **kept)

@@ -397,7 +397,7 @@ def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
     if strategy is setup.strategy:
         return setup.abstract
     kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
-    return abstract_state(setup.model, setup.tx, mesh=setup.mesh, strategy=strategy, **kept)
+    return abstract_state(setup.model, setup.tx, mesh=setup.given_mesh, strategy=strategy, **kept)
 
 
 def _batch_rows(setup: Setup, batch: PyTree) -> int:

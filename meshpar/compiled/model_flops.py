@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 from meshpar.compiled.clock.work import causal_share
 from meshpar.compiled.traced import inner_jaxprs, num_trips
 from meshpar.sharding.context import tracing
+from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.types import PyTree
 from meshpar.training.batch import as_given
 from meshpar.training.precision import cast_floating, numerics
@@ -161,5 +162,5 @@ def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxp
     micro = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype), batch
     )
-    params, extra, key = jax.eval_shape(lambda *arrays: arrays, state.params, state.extra, state.key)
+    params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
     return jax.make_jaxpr(loss)(params, extra, micro, key).jaxpr

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.slicing import Cut, flat_jaxpr
 from meshpar.sharding.context import tracing
+from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
 from meshpar.training.batch import as_given
 from meshpar.training.engines.staged import reads_of_layers
@@ -77,7 +78,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
             loss = step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0]
         return (found[0], loss), ()
 
-    params, extra, key = jax.eval_shape(lambda *arrays: arrays, state.params, state.extra, state.key)
+    params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
     closed, _ = flat_jaxpr(ends, params, extra, like, key)
     outputs = len(closed.jaxpr.outvars)
     paths = [path for path, _ in tree_leaves_with_paths(params)]

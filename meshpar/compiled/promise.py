@@ -90,7 +90,7 @@ def facts_of(
     setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False, uses: Mapping[str, Uses] | None = None
 ) -> Facts:
     """The facts of a training step; arguments as for `promised`."""
-    sizes, batch_axes = axis_sizes(setup.mesh), setup.batch_axes
+    sizes, batch_axes, rules = axis_sizes(setup.mesh), setup.batch_axes, setup.strategy.activations
     rows, tokens = rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
     grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
     specs = zip(with_layers(setup.table.params), grads, updates, strict=True)
@@ -107,6 +107,7 @@ def facts_of(
         compute=options.precision.compute,
         reduce=options.precision.reduce,
         matmul=options.precision.matmul,
+        computes={one.path: dtype for one in setup.table.params if (dtype := rules.dtype_in(one.path))},
         on_cpu=on_cpu,
         uses=uses or {},
     )

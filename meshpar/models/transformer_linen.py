@@ -30,6 +30,7 @@ from meshpar.models.transformer import (
 )
 from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
+from meshpar.sharding.activations import below
 from meshpar.sharding.types import PyTree
 from meshpar.training.layers import Aux
 from meshpar.training.precision import dot_general
@@ -199,7 +200,8 @@ class LinenTransformer(nn.Module):
         one = LinenBlock(self.cfg, has_experts, parent=None)
 
         def block(x_BTE: Array, params: PyTree, variables: PyTree, angles: Rope, cache: LayerCache | None) -> Any:
-            x_BTE, (kv, aux) = one.apply({"params": params, **variables}, x_BTE, cache, angles, length)
+            with below(at):
+                x_BTE, (kv, aux) = one.apply({"params": params, **variables}, x_BTE, cache, angles, length)
             return x_BTE, kv, aux
 
         return run_layers(block, x_BTE, made.pop("params"), made, angles, caches, at)

@@ -147,6 +147,8 @@ class Facts:
     """The dtype that gradients are summed in; None: float32 at the least."""
     matmul: str | None = None
     """`Precision.matmul`."""
+    computes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of parameters by path, in modules that compute in another dtype."""
     quantize: Quantize | None = None
     """How kernels send weights and gradients of split parameters; None: as XLA sends them."""
     is_prefetched: bool = False
@@ -181,7 +183,7 @@ class Facts:
 
     def compute_dtype(self, decision: Decision) -> np.dtype:
         """In which a parameter is used."""
-        return np.dtype(jnp.dtype(self.compute or decision.leaf.dtype))
+        return np.dtype(jnp.dtype(self.computes.get(decision.path) or self.compute or decision.leaf.dtype))
 
     def gathered_dtype(self, decision: Decision) -> np.dtype:
         """In which a parameter is gathered: rounded before, where that is the layer's own and not done ahead of it."""

@@ -26,6 +26,7 @@ from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.schedules.slots import BUFFERS, SHIFTS, STAY
 from meshpar.pipeline.slicing import flat_jaxpr
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
+from meshpar.sharding.lay import lay
 from meshpar.sharding.types import PyTree
 from meshpar.training.layers import Aux
 from meshpar.training.sums import Sums, weighed_by
@@ -246,10 +247,7 @@ class _Trace:
     def _laid(self, x: PyTree) -> PyTree:
         """What goes from part to part, as the first part lays it out: XLA wants it alike at the end of all branches."""
         leaves, structure = jax.tree.flatten(x)
-        laid = [
-            x if spec is None else lax.with_sharding_constraint(x, spec)
-            for x, spec in zip(leaves, self.layout, strict=True)
-        ]
+        laid = [x if spec is None else lay(x, spec) for x, spec in zip(leaves, self.layout, strict=True)]
         return jax.tree.unflatten(structure, laid)
 
     def _chunk(self, params: PyTree, chunk: jax.Array) -> PyTree:

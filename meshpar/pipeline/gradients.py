@@ -27,6 +27,7 @@ from meshpar.pipeline import checks
 from meshpar.pipeline.executor import Executor, First, Functions, Last, Micro, Params, Plan, StageTotals
 from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.schedules import Schedule
+from meshpar.sharding.lay import lay
 from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is_spec, problem, spec_axes, without_axes
 from meshpar.training.batch import check_rows
@@ -132,7 +133,7 @@ class StagedRun:
 
     def laid(self, tree: PyTree, specs: PyTree) -> PyTree:
         """Every array laid out by its spec."""
-        return _each(lambda spec, x: lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)), specs, tree)
+        return _each(lambda spec, x: lay(x, NamedSharding(self.mesh, spec)), specs, tree)
 
     def _over_stages(self, ends: PyTree, specs: PyTree, owners: list[set[int]]) -> PyTree:
         """Gradients `[stage, ...]` of the ends, on all stages: sent from the one that has them, or summed."""
@@ -142,7 +143,7 @@ class StagedRun:
             if len(of) > 1:
                 out.append(_summed(g, 0))
                 continue
-            laid = lax.with_sharding_constraint(g, NamedSharding(self.mesh, P(self.axis, *spec)))
+            laid = lay(g, NamedSharding(self.mesh, P(self.axis, *spec)))
             out.append(self._sent(laid, next(iter(of), 0)))
         return jax.tree.unflatten(structure, out)
 
@@ -267,7 +268,7 @@ def _but(spec: P, own: P) -> P:
 
 def _pinned(tree: PyTree, specs: PyTree) -> PyTree:
     """Laid out over the axes that are XLA's, inside the `shard_map`."""
-    return _each(lambda spec, x: lax.with_sharding_constraint(x, spec) if axes_of_spec(spec) else x, specs, tree)
+    return _each(lambda spec, x: lay(x, spec) if axes_of_spec(spec) else x, specs, tree)
 
 
 def _summed(x: jax.Array, dim: int) -> jax.Array:

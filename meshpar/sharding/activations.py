@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.sharding.context import Ambient, ambient, constrain, current, spec_of, within
+from meshpar.sharding.lay import lay
 from meshpar.sharding.types import PyTree, near_or, problem, spec_axes
 
 
@@ -30,6 +31,8 @@ class Boundaries:
     splitting: frozenset[str] = frozenset()
     """Modules with a parameter of their own that splits work over other axes than the batch's: of what they give, the
     compiler splits the other dims."""
+    at: tuple[str, ...] = ()
+    """Where the part of the model stands that is traced by itself: its modules know their paths from there on only."""
     seen: set[str] = dataclasses.field(default_factory=set)
     """Paths of the modules that have handed something on."""
     num_held: int = 0
@@ -50,6 +53,21 @@ def held_between_modules(
     boundaries = Boundaries(num_rows, by_rows, splitting)
     with within(boundaries=boundaries):
         yield boundaries
+
+
+@contextlib.contextmanager
+def below(path: str) -> Iterator[None]:
+    """Around a part of a Linen model that is applied by itself: the path at which it stands."""
+    boundaries = current().boundaries
+    if boundaries is None:
+        yield
+        return
+    before = boundaries.at
+    boundaries.at = (*before, path)
+    try:
+        yield
+    finally:
+        boundaries.at = before
 
 
 @contextlib.contextmanager
@@ -85,6 +103,8 @@ def handed_on(path: str, out: PyTree) -> PyTree:
     if boundaries is None or here is None:
         return out
     boundaries.seen.add(path)
+    if any(rule.fires(path) for rule in here.rules.precision):
+        out = _narrowed(out)
     rule = next((rule for rule in reversed(here.rules.by_module) if rule.fires(path)), None)
     if rule is None:
         if not boundaries.by_rows:
@@ -103,6 +123,15 @@ def handed_on(path: str, out: PyTree) -> PyTree:
     return jax.tree.map(lambda x: constrain(x, *names) if rule.value and jnp.ndim(x) == len(names) else x, out)
 
 
+def _narrowed(out: PyTree) -> PyTree:
+    """What a module that computes in a wider dtype gives, as those behind it compute."""
+    numerics = current().numerics
+    if numerics is None or numerics.precision.compute is None:
+        return out
+    dtype = numerics.precision.compute
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, out)
+
+
 def _with_rows(x: Any, boundaries: Boundaries, others: Any) -> Any:
     """An array whose first dim is the batch, that dim split as the batch, and each other dim as given."""
     if not (isinstance(x, jax.Array) and x.ndim > 1 and x.shape[0] == boundaries.num_rows):
@@ -113,4 +142,4 @@ def _with_rows(x: Any, boundaries: Boundaries, others: Any) -> Any:
     if not spec_axes(spec[0]):
         return x
     boundaries.num_held += 1
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(spec[0], *[others] * (x.ndim - 1)))
+    return lay(x, PartitionSpec(spec[0], *[others] * (x.ndim - 1)))

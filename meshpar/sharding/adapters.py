@@ -64,6 +64,8 @@ class Model:
     """Logical names by the path of the parameter; a leaf that is missing carries none. Call it after `init`."""
     random_keys: Callable[[], frozenset[str]] = frozenset
     """Paths in `extra` of raw random keys, from which the model draws by itself (NNX's `Rngs`)."""
+    is_explicit: bool = False
+    """Whether the model and the loss say themselves how every array lies: `explicit`."""
     after_update: Callable[[PyTree], PyTree] = lambda extra: extra
     """From `extra` behind the forward passes of a training step, all its micro-steps, to that of the next step."""
 
@@ -76,6 +78,29 @@ class Model:
         params = self.abstract().params
         names = self.names()
         return [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(params)]
+
+
+def explicit(model: Model) -> Model:
+    """A model written for jax's Explicit axes: in it, and in the loss, types say how arrays lie.
+
+    Parameters and the batch come in as the strategy lays them out, each with its type. What the compiler does on Auto
+    axes is then the model's: gathering a weight (`jax.sharding.reshard`), and the layout of lookups, reshapes and
+    contractions (`out_sharding=`), which may be `unreduced`. jax raises `ShardingTypeError` where a type is missing.
+    `mp.constrain` reshards by the strategy's rules. The mesh may be of either kind.
+
+    Source: jax's documentation, "Explicit sharding (a.k.a. sharding in types)".
+
+    Args:
+      model: from an adapter. The shipped decoders are not written so.
+
+    Raises:
+      ValueError: when a step is made with an engine inside `shard_map` (stages, `quantize`, `accumulate_mode="once"`),
+        for jax gives Manual axes no types.
+
+    Example:
+      >>> model = mp.explicit(mp.from_functions(init, apply))  # doctest: +SKIP
+    """
+    return dataclasses.replace(model, is_explicit=True)
 
 
 def key_data_like() -> jax.ShapeDtypeStruct:
@@ -445,14 +470,15 @@ def _linen_modules() -> Iterator[None]:
     """
     from flax import linen as nn
 
-    here = ambient()
-    if here is None or current().boundaries is None:
+    here, boundaries = ambient(), current().boundaries
+    if here is None or boundaries is None:
         yield
         return
 
     def hold(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         out = call(*args, **kwargs)
-        return out if context.method_name == "setup" else handed_on("/".join(context.module.path), out)
+        path = "/".join((*boundaries.at, *context.module.path))
+        return out if context.method_name == "setup" else handed_on(path, out)
 
     theirs = tuple(nn.get_logical_axis_rules())
     known = {name for name, _ in theirs}
@@ -572,6 +598,23 @@ def from_functions(
       keeps_state: whether the model keeps more than parameters, that no optimizer updates: then `init` gives
         (params, state), and `apply` takes (params, state, *inputs) and gives (outputs, state), whose state it is given
         at the next call, in the next step, too.
+
+    Libraries whose models are trees or pairs of functions come in by this door. Equinox: arrays are the parameters, and
+    what is none is made once, outside. Haiku: `hk.transform` gives the two functions, and `hk.transform_with_state`
+    those of a model that keeps state. Neither names dims: `names` does, or `Rules(paths=...)` by the paths that
+    `shardings` prints (`mlp/layers/0/weight`, `mlp/~/linear_0/w`), and `constrain` lays activations out in `apply`.
+
+    Example:
+      >>> shapes = eqx.filter_eval_shape(Net, jax.random.key(0))  # doctest: +SKIP
+      >>> static = eqx.partition(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))[1]  # doctest: +SKIP
+      >>> model = from_functions(  # doctest: +SKIP
+      ...     lambda key: eqx.partition(Net(key), eqx.is_array)[0],
+      ...     lambda params, x: jax.vmap(eqx.combine(params, static))(constrain(x, "batch", None)),
+      ... )
+      >>> net = hk.without_apply_rng(hk.transform(forward))  # doctest: +SKIP
+      >>> model = from_functions(lambda key: net.init(key, example), net.apply)  # doctest: +SKIP
+      >>> net = hk.without_apply_rng(hk.transform_with_state(forward))  # doctest: +SKIP
+      >>> model = from_functions(lambda key: net.init(key, example), net.apply, keeps_state=True)  # doctest: +SKIP
 
     Raises:
       ValueError: a path in `names` that the parameters do not have.

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.sharding.lay import abstract_of, lay
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, problem, without_axes
@@ -79,7 +80,7 @@ def use(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
 @contextlib.contextmanager
 def tracing(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
     """`use`, and the mesh as jax's own, around a model that is traced: a bare PartitionSpec in it finds its axes."""
-    with use(mesh, rules) as here, jax.sharding.use_abstract_mesh(_abstract(here.mesh)):
+    with use(mesh, rules) as here, jax.sharding.use_abstract_mesh(abstract_of(here.mesh)):
         yield here
 
 
@@ -102,10 +103,6 @@ def apart() -> Iterator[None]:
         yield
 
 
-def _abstract(mesh: AnyMesh) -> AbstractMesh:
-    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-
-
 def ambient() -> Ambient | None:
     """What `use` has put in force, None outside of it."""
     return _context.value.ambient
@@ -119,8 +116,9 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
       *names: one logical name (or None: not split) for each dim of x.
 
     Returns:
-      x, with a sharding constraint on the ambient mesh. Inside a `shard_map` the axes it is manual over are left out:
-      there, they are no longer XLA's to split.
+      x, with a sharding constraint on the ambient mesh; where its axes are Explicit, inside a model of `mp.explicit` or
+      `jax.sharding.explicit_axes`, resharded, its type by the rules. Inside a `shard_map` the axes it is manual over
+      are left out: there, they are no longer XLA's to split.
 
     Raises:
       ValueError: outside `use`; or a name, axis or size that does not fit, as for parameters.
@@ -133,7 +131,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         current().boundaries.num_held += 1
     # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
     sharding = spec if _manual_axes(here) else NamedSharding(here.mesh, spec)
-    return jax.lax.with_sharding_constraint(x, sharding)
+    return lay(x, sharding)
 
 
 def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -17,6 +17,9 @@ from meshpar.sharding.types import AnyMesh, is_whole, near, problem
 
 AXES = ("data", "stage", "fsdp", "expert", "tensor")
 """The standard mesh axes, slowest network first. Axes a user adds stand just outside `tensor`."""
+
+AxisTypes: TypeAlias = str | AxisType | Mapping[str, str | AxisType]
+"""Of all axes of a mesh, or by axis."""
 
 MOST_DEVICES = 1 << 24
 """More than any pod has; jax counts devices in 32 bits."""
@@ -31,22 +34,28 @@ class MeshSpec(Mapping[str, int]):
       **sizes: size of each axis. Names beyond the standard ones are the user's own axes.
       inside_node: axes that must not cross a node (a host with its own fast links). They are checked when devices
         on several nodes are laid out.
+      axis_types: "auto" (the default), "explicit" or a `jax.sharding.AxisType`, for all axes, or by axis for some. On
+        Explicit axes arrays have types that say how they lie, before and behind a step; what is sent is the same.
 
     Raises:
       ValueError: a size that is not a positive integer or -1, more than one -1, or an axis of the user's own whose
         name is a standard one mistyped.
     """
 
-    __slots__ = ("_sizes", "inside_node")
+    __slots__ = ("_sizes", "axis_types", "inside_node")
     _sizes: dict[str, int]
     inside_node: tuple[str, ...]
+    axis_types: tuple[AxisType, ...]
 
-    def __init__(self, *, inside_node: Sequence[str] = ("tensor",), **sizes: int) -> None:
+    def __init__(
+        self, *, inside_node: Sequence[str] = ("tensor",), axis_types: AxisTypes = "auto", **sizes: int
+    ) -> None:
         more = [_checked_name(name) for name in sizes if name not in AXES]
         order = (*AXES[:-1], *more, AXES[-1])
         object.__setattr__(self, "_sizes", {name: _checked_size(name, sizes.get(name, 1)) for name in order})
         inside = _checked_inside(inside_node)
         object.__setattr__(self, "inside_node", inside)
+        object.__setattr__(self, "axis_types", _checked_types(axis_types, self._sizes))
         fills = [name for name, size in self._sizes.items() if size == -1]
         if len(fills) > 1:
             raise problem(
@@ -77,26 +86,39 @@ class MeshSpec(Mapping[str, int]):
         return len(self._sizes)
 
     def __hash__(self) -> int:
-        return hash((tuple(self._sizes.items()), self.inside_node))
+        return hash((tuple(self._sizes.items()), self.inside_node, self.axis_types))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MeshSpec):
             return NotImplemented
         # As pairs: the order of the axes is part of the mesh, and dicts compare without it.
-        return (list(self.items()), self.inside_node) == (list(other.items()), other.inside_node)
+        mine, its = ((list(one.items()), one.inside_node, one.axis_types) for one in (self, other))
+        return mine == its
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remake, (self._sizes, self.inside_node)
+        return _remake, (self._sizes, self.inside_node, self.explicit_axes)
+
+    @property
+    def explicit_axes(self) -> dict[str, str]:
+        """Axes that are not Auto, each with its type."""
+        pairs = zip(self._sizes, self.axis_types, strict=True)
+        return {name: kind.name.lower() for name, kind in pairs if kind is not AxisType.Auto}
 
     def __repr__(self) -> str:
         parts = [f"{name}={size}" for name, size in self._sizes.items() if size != 1 or name not in AXES]
         if self.inside_node != ("tensor",):
             parts.append(f"inside_node={self.inside_node}")
+        if self.explicit_axes:
+            every = len(self.explicit_axes) == len(self)
+            parts.append(f"axis_types={'explicit' if every else self.explicit_axes!r}")
         return f"MeshSpec({', '.join(parts)})"
 
-    def replace(self, *, inside_node: Sequence[str] | None = None, **sizes: int) -> MeshSpec:
-        """The same spec with some sizes, or `inside_node`, changed."""
-        return _remake({**self._sizes, **sizes}, self.inside_node if inside_node is None else inside_node)
+    def replace(
+        self, *, inside_node: Sequence[str] | None = None, axis_types: AxisTypes | None = None, **sizes: int
+    ) -> MeshSpec:
+        """The same spec with some sizes, `inside_node`, or `axis_types`, changed."""
+        inside = self.inside_node if inside_node is None else inside_node
+        return _remake({**self._sizes, **sizes}, inside, self.explicit_axes if axis_types is None else axis_types)
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
@@ -108,7 +130,8 @@ class MeshSpec(Mapping[str, int]):
         sizes: dict[str, int] = {}
         for entry in filter(None, (part.strip() for part in text.split(","))):
             name, _, size = (part.strip() for part in entry.partition("="))
-            if not re.fullmatch("-?[0-9]+", size) or not name.isidentifier() or name in (*sizes, "inside_node"):
+            taken = name in (*sizes, "inside_node", "axis_types")
+            if not re.fullmatch("-?[0-9]+", size) or not name.isidentifier() or taken:
                 raise problem(
                     f"mesh `{text}`",
                     f"read `{entry}`",
@@ -152,7 +175,7 @@ class MeshSpec(Mapping[str, int]):
         )
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """A `jax.sharding.Mesh` with Auto axes over `devices` (default: all of the process group's).
+        """A `jax.sharding.Mesh` over `devices` (default: all of the process group's).
 
         Devices are ordered node by node, so the innermost axes connect devices of one node.
 
@@ -168,18 +191,17 @@ class MeshSpec(Mapping[str, int]):
             )
         devices = list(jax.devices() if devices is None else devices)
         sizes = self.resolve(len(devices))
-        axis_types = (AxisType.Auto,) * len(sizes)
         if devices[0].platform == "tpu":  # the torus has its own best order, which jax knows
             from jax.experimental import mesh_utils
 
             grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices)
-            return Mesh(grid, tuple(sizes), axis_types=axis_types)
+            return Mesh(grid, tuple(sizes), axis_types=self.axis_types)
         nodes = _by_node(devices)
         if len(nodes) > 1:
             self._check_inside(sizes, {len(node) for node in nodes})
         grid = np.empty(len(devices), dtype=object)
         grid[:] = list(itertools.chain.from_iterable(nodes))
-        return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes), axis_types=axis_types)
+        return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes), axis_types=self.axis_types)
 
     def abstract(self, devices: int | None = None, *, devices_per_node: int | None = None) -> AbstractMesh:
         """The same mesh with no devices behind it, to plan with.
@@ -197,7 +219,7 @@ class MeshSpec(Mapping[str, int]):
         sizes = self.resolve(devices)
         if devices_per_node is not None and devices_per_node < devices:
             self._check_inside(sizes, {devices_per_node})
-        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=self.axis_types)
 
     def _check_inside(self, sizes: dict[str, int], node_sizes: set[int]) -> None:
         """An axis stays inside a node when it, and all axes inside it, fill a divisor of the node."""
@@ -214,8 +236,8 @@ class MeshSpec(Mapping[str, int]):
                 )
 
 
-def _remake(sizes: Mapping[str, int], inside_node: Sequence[str]) -> MeshSpec:
-    arguments: dict[str, Any] = {**sizes, "inside_node": inside_node}
+def _remake(sizes: Mapping[str, int], inside_node: Sequence[str], axis_types: AxisTypes = "auto") -> MeshSpec:
+    arguments: dict[str, Any] = {**sizes, "inside_node": inside_node, "axis_types": axis_types}
     return MeshSpec(**arguments)
 
 
@@ -244,6 +266,23 @@ def _checked_inside(inside_node: Sequence[str]) -> tuple[str, ...]:
     return tuple(inside)
 
 
+def _checked_types(given: AxisTypes, sizes: Mapping[str, int]) -> tuple[AxisType, ...]:
+    """One for each axis."""
+    kinds = {kind.name.lower(): kind for kind in (AxisType.Auto, AxisType.Explicit)}
+    by_axis = dict(given) if isinstance(given, Mapping) else dict.fromkeys(sizes, given)
+    found = {name: kinds.get(kind) if isinstance(kind, str) else kind for name, kind in by_axis.items()}
+    for name, kind in found.items():
+        if name not in sizes or kind not in kinds.values():
+            raise problem(
+                f"MeshSpec(axis_types={given!r})",
+                f"make axis `{name}` of type {by_axis[name]!r}",
+                f"the mesh has the axes {', '.join(sizes)}; a type is one of {', '.join(kinds)}"
+                + (", and Manual is what a shard_map makes of either" if kind is AxisType.Manual else ""),
+                'write axis_types="explicit", or axis_types={"fsdp": "explicit"}',
+            )
+    return tuple(found.get(name, AxisType.Auto) or AxisType.Auto for name in sizes)
+
+
 def _checked_size(name: str, size: int) -> int:
     if not is_whole(size, -1) or size == 0:
         raise problem(
@@ -256,10 +295,9 @@ def _checked_size(name: str, size: int) -> int:
 
 
 def with_auto_axes(where: str, mesh: Any) -> AnyMesh:
-    """The mesh, its axes XLA's to split: an Explicit one, as `jax.make_mesh` gives it, is taken as Auto.
+    """The mesh that a step is traced on, its axes XLA's to split: where one is Explicit, as in `jax.make_mesh`, Auto.
 
-    Devices and names stay. Where arrays lie follows from the rules, so nothing is lost: an Explicit axis asks that
-    every operation says how its result lies, and here the compiler finds that out.
+    Devices and names stay. Arrays between steps keep the types of the mesh as it was given (`meshpar.sharding.lay`).
 
     Raises:
       ValueError: it is no mesh.

@@ -167,6 +167,9 @@ class Rules:
       activations: path pattern of modules to one name or None for each dim of what they give, for models that do not
         call `constrain`; None leaves it to the compiler. Without a rule, what modules of a model without names give is
         split along the batch.
+      precision: path pattern of modules to the dtype, wider than `Precision.compute`, that parameters in them are cast
+        to: such a module computes in it (unless it has a `dtype=` of its own) and hands on what it gives in
+        `Precision.compute`. A pattern that stands later wins.
       **by_name: logical name to a mesh axis, a tuple of axes, `first(...)`, `replicated` or None (not split).
 
     Example:
@@ -176,6 +179,7 @@ class Rules:
     _by_name: dict[str, _Rule] = dataclasses.field(hash=False)
     _by_path: tuple[_Rule, ...] = ()
     by_module: tuple[_Rule, ...] = ()
+    precision: tuple[_Rule, ...] = ()
     known: frozenset[str] = frozenset()
     everything: str | None = None
     largest: Largest | None = None
@@ -186,16 +190,19 @@ class Rules:
         *,
         paths: Mapping[str, PathRule] | None = None,
         activations: Mapping[str, ModuleRule] | None = None,
+        precision: Mapping[str, str] | None = None,
         **by_name: DimRule,
     ) -> None:
         _check_mapping("paths", paths, "{r'.*/scale': mp.replicated}")
         _check_mapping("activations", activations, "{r'.*/mlp': ('batch', None, None)}")
+        _check_mapping("precision", precision, "{r'.*/router': 'float32'}")
         vars(self).update(
             _by_name={key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()},
             _by_path=tuple(_Rule(key, _checked_path_rule(key, x), is_path=True) for key, x in (paths or {}).items()),
             by_module=tuple(
                 _Rule(key, _checked_module_rule(key, x), is_path=True) for key, x in (activations or {}).items()
             ),
+            precision=tuple(_Rule(key, _checked_dtype(key, x), is_path=True) for key, x in (precision or {}).items()),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -294,6 +301,7 @@ class Rules:
             _by_name={**self._by_name, **other._by_name},
             _by_path=_behind(self._by_path, other._by_path),
             by_module=_behind(self.by_module, other.by_module),
+            precision=_behind(self.precision, other.precision),
             known=self.known | other.known,
             everything=other.everything or self.everything,
             largest=other.largest or self.largest,
@@ -306,6 +314,8 @@ class Rules:
             parts.append("paths={" + ", ".join(f"{r.key!r}: {r.value!r}" for r in self._by_path) + "}")
         if self.by_module:
             parts.append("activations={" + ", ".join(f"{r.key!r}: {r.value!r}" for r in self.by_module) + "}")
+        if self.precision:
+            parts.append("precision={" + ", ".join(f"{r.key!r}: {r.value!r}" for r in self.precision) + "}")
         return f"Rules({', '.join(parts)})"
 
     def to_json(self) -> dict[str, Any]:
@@ -313,7 +323,8 @@ class Rules:
         by_name = {rule.key: _to_plain(rule.value) for rule in self._by_name.values()}
         by_module = {rule.key: _to_plain(rule.value) for rule in self.by_module}
         paths = {rule.key: _to_plain(rule.value) for rule in self._by_path}
-        return {"by_name": by_name, "paths": paths} | ({"activations": by_module} if by_module else {})
+        more = {"activations": by_module, "precision": {rule.key: rule.value for rule in self.precision}}
+        return {"by_name": by_name, "paths": paths} | {name: said for name, said in more.items() if said}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Rules:
@@ -321,7 +332,18 @@ class Rules:
         by_name, paths, by_module = (
             {key: _from_plain(x) for key, x in data.get(of, {}).items()} for of in ("by_name", "paths", "activations")
         )
-        return Rules(paths=paths, activations=by_module, **by_name)
+        return Rules(paths=paths, activations=by_module, precision=data.get("precision"), **by_name)
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """Those that `precision` gives to modules."""
+        return frozenset(rule.value for rule in self.precision)
+
+    def dtype_in(self, path: str) -> str | None:
+        """The dtype that `precision` gives a parameter, by the modules that it stands in; None: no rule is about it."""
+        parts = path.split("/")
+        modules = ["/".join(parts[:end]) for end in range(1, len(parts))]
+        return next((rule.value for rule in reversed(self.precision) if any(map(rule.fires, modules))), None)
 
     @property
     def names(self) -> frozenset[str]:
@@ -473,6 +495,15 @@ def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
         "a module maps to one name or None for each dim of what it gives, or to None: as the compiler likes",
         'write ("batch", "seq", "act_mlp")',
     )
+
+
+def _checked_dtype(pattern: str, value: Any) -> str:
+    _check_pattern(pattern)
+    known = ("float64", "float32", "bfloat16", "float16")
+    if value not in known:
+        where, exists = f"precision rule `{pattern}`", f"it is no dtype of {', '.join(known)}"
+        raise problem(where, f"compute in {value!r}", exists, 'write "float32"')
+    return value
 
 
 def _checked_path_rule(pattern: str, value: Any) -> PathRule:

@@ -169,7 +169,7 @@ def shardings(
 
     Args:
       model: whose parameters.
-      mesh: a mesh, or an abstract one. Explicit axes (`jax.make_mesh`) are taken as Auto, here and everywhere.
+      mesh: a mesh, or an abstract one. Its axes are Auto or Explicit (`jax.make_mesh`); what is decided is the same.
       strategy: a strategy, or bare `Rules` that serve all its parts.
       tx: the optimizer, to decide about its state too.
       precision: when it names a parameter dtype, leaves are counted in it.

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.context import apart
+from meshpar.sharding.lay import lay, with_auto_types
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, fewer_devices, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, problem, tree_leaves_with_paths
@@ -41,9 +41,9 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
     """
     sharding = batch_sharding(mesh, strategy)
     check_batch(batch, sharding, accumulate=1)
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    split, whole = NamedSharding(mesh, sharding.spec), NamedSharding(mesh, PartitionSpec())
     batch = with_auto_types(batch)
-    return jax.device_put(batch, jax.tree.map(lambda x: sharding if np.ndim(x) else whole, batch))
+    return jax.device_put(batch, jax.tree.map(lambda x: split if np.ndim(x) else whole, batch))
 
 
 @jax.tree_util.register_dataclass
@@ -79,21 +79,6 @@ def as_given(rows: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: x.each[0] if isinstance(x, ForAllRows) else x, rows, is_leaf=lambda x: isinstance(x, ForAllRows)
     )
-
-
-def with_auto_types(batch: PyTree) -> PyTree:
-    """The batch; arrays on a mesh with Explicit axes, as `jax.make_mesh` gives it, lie as they lay, on Auto ones."""
-
-    def auto(x: Any) -> Any:
-        laid = getattr(x, "sharding", None)
-        if not (isinstance(laid, NamedSharding) and AxisType.Explicit in laid.mesh.axis_types):
-            return x
-        on = NamedSharding(with_auto_axes("batch", laid.mesh), laid.spec)
-        return (
-            jax.device_put(x, on) if isinstance(x, jax.Array) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
-        )
-
-    return jax.tree.map(auto, batch)
 
 
 def split_by(sharding: NamedSharding) -> tuple[str, ...]:
@@ -164,4 +149,4 @@ def split_rows(x: jax.Array, count: int, sharding: NamedSharding) -> jax.Array:
     rows = x.shape[0] // (shards * count)
     by_device = x.reshape(shards, count, rows, *x.shape[1:])
     split = jnp.moveaxis(by_device, 1, 0).reshape(count, shards * rows, *x.shape[1:])
-    return lax.with_sharding_constraint(split, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))
+    return lay(split, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.sharding.activations import rows_cut
 from meshpar.sharding.context import ambient, current, spec_of
+from meshpar.sharding.lay import lay
 from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_sizes, problem
 from meshpar.training.reports import is_counted
 
@@ -149,7 +149,7 @@ def _laid(x: jax.Array, *entries: Any) -> jax.Array:
     if all(entry is None for entry in entries):
         return x
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(entries))
-    return lax.with_sharding_constraint(x, PartitionSpec(*entries, *free))
+    return lay(x, PartitionSpec(*entries, *free))
 
 
 def _cut(x: jax.Array, count: int) -> list[jax.Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -90,8 +90,11 @@ class WideWork:
         )
 
 
-def wide_work(jaxpr: Any, precision: Precision) -> WideWork | None:
-    """What a traced step computes wider than asked; None: nothing worth telling, or nothing was asked."""
+def wide_work(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> WideWork | None:
+    """What a traced step computes wider than asked; None: nothing worth telling, or nothing was asked.
+
+    `meant` are dtypes that rules give to some modules.
+    """
     if precision.compute is None:
         return None
     asked, all_flops = jnp.dtype(precision.compute).itemsize, 0
@@ -99,7 +102,8 @@ def wide_work(jaxpr: Any, precision: Precision) -> WideWork | None:
     for flops, eqn in products(jaxpr):
         dtypes = [x.aval.dtype for x in eqn.invars[:2]]
         all_flops += flops
-        if all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > asked for dtype in dtypes):
+        is_wide = all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > asked for dtype in dtypes)
+        if is_wide and dtypes[0].name not in meant:
             key = dtypes[0].name, source_info_util.summarize(eqn.source_info)
             wide[key] = wide.get(key, 0) + flops
     if sum(wide.values()) < max(TOLD_FROM * all_flops, 1):

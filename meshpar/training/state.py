@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.adapters import Model, key_data_like
 from meshpar.sharding.context import apart, tracing
+from meshpar.sharding.lay import with_auto_types, without_types
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
@@ -41,7 +42,8 @@ class Setup:
 
     model: Model
     tx: optax.GradientTransformation
-    mesh: AnyMesh
+    given_mesh: AnyMesh
+    """As the user gave it: what arrays lie on between steps, with its types."""
     strategy: Strategy
     precision: Precision
     layout: Layout
@@ -50,6 +52,20 @@ class Setup:
     @property
     def table(self) -> ShardingTable:
         return self.layout.table
+
+    @functools.cached_property
+    def mesh(self) -> AnyMesh:
+        """The mesh that a step is traced on, its axes Auto."""
+        return with_auto_axes("mesh", self.given_mesh)
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Replicated, on the mesh as given: how metrics lie."""
+        return NamedSharding(self.given_mesh, PartitionSpec())
+
+    def jit(self, f: Callable[..., PyTree], out: PyTree, **options: Any) -> Any:
+        """`jax.jit` of a function that is traced on Auto axes; what it takes and gives has the given mesh's types."""
+        return jax.jit(without_types(f, self.given_mesh), out_shardings=out, **options)
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -94,8 +110,12 @@ class Setup:
         return jax.tree.map(lambda x, y: y if x is None else x, trained, tree, is_leaf=lambda x: x is None)
 
     def named(self, specs: PyTree) -> PyTree:
-        """A tree of PartitionSpecs as NamedShardings on this mesh."""
+        """A tree of PartitionSpecs as NamedShardings, for arrays inside a step."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
+
+    def _lying(self, specs: PyTree) -> PyTree:
+        """The same for arrays between steps."""
+        return jax.tree.map(lambda spec: NamedSharding(self.given_mesh, spec), specs, is_leaf=is_spec)
 
     def _between_steps(self, shardings: PyTree) -> PyTree:
         """Of the optimizer's state: what is offloaded lies in pinned memory of the host."""
@@ -117,14 +137,13 @@ class Setup:
     @functools.cached_property
     def shardings(self) -> TrainState:
         """A NamedSharding for every array of the state."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
         return TrainState(
-            step=whole,
-            params=self.named(self.layout.params),
-            opt_state=self._between_steps(self.named(self.layout.optimizer)),
-            extra=self.named(self.layout.extra),
-            key=whole,
-            skipped=whole,
+            step=self.whole,
+            params=self._lying(self.layout.params),
+            opt_state=self._between_steps(self._lying(self.layout.optimizer)),
+            extra=self._lying(self.layout.extra),
+            key=self.whole,
+            skipped=self.whole,
             setup=self,
         )
 
@@ -158,9 +177,9 @@ class Setup:
             return self.tx.init(trained), jax.random.key_data(step_key)
 
         lie = self.shardings
-        made = jax.jit(rest, out_shardings=(lie.opt_state, lie.key))
+        made = self.jit(rest, (lie.opt_state, lie.key))
         opt_state, step_key = made(_key_data(key), self.trained(params))
-        zeros = jax.jit(lambda: (jnp.zeros((), jnp.int32),) * 2, out_shardings=(lie.step, lie.skipped))()
+        zeros = self.jit(lambda: (jnp.zeros((), jnp.int32),) * 2, (lie.step, lie.skipped))()
         step, skipped = zeros
         return TrainState(
             step=step, params=params, opt_state=opt_state, extra=extra, key=step_key, skipped=skipped, setup=self
@@ -188,7 +207,7 @@ class Setup:
                 setup=self,
             )
 
-        return jax.jit(make, out_shardings=self.shardings)
+        return self.jit(make, self.shardings)
 
 
 @jax.tree_util.register_dataclass
@@ -224,7 +243,7 @@ class TrainState:
 
     def bound(self) -> Any:
         """The model with these parameters, as a loss function is given it."""
-        return self.setup.model.bind(self.params, self.extra)
+        return self.setup.model.bind(*with_auto_types((self.params, self.extra)))
 
 
 def make_setup(
@@ -237,10 +256,10 @@ def make_setup(
     trainable: Trainable = None,
 ) -> Setup:
     """Resolve every leaf of a state without making it; errors as in `shardings`."""
-    strategy, precision, mesh = as_strategy(strategy), precision or Precision(), with_auto_axes("mesh", mesh)
-    layout = lay_out(model, mesh, strategy, tx, precision, trainable)
+    strategy, precision = as_strategy(strategy), precision or Precision()
+    layout = lay_out(model, with_auto_axes("mesh", mesh), strategy, tx, precision, trainable)
     return Setup(
-        model=model, tx=tx, mesh=mesh, strategy=strategy, precision=precision, layout=layout, trainable=trainable
+        model=model, tx=tx, given_mesh=mesh, strategy=strategy, precision=precision, layout=layout, trainable=trainable
     )
 
 
@@ -332,11 +351,11 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
             near_or(path, given, keep) if is_known else near_or(path, known, "leave it out"),
         )
     loaded = [
-        jax.device_put(_fitting(path, given[path], decision.leaf), NamedSharding(setup.mesh, decision.spec))
+        jax.device_put(_fitting(path, given[path], decision.leaf), NamedSharding(setup.given_mesh, decision.spec))
         for path, decision in known.items()
     ]
     new = jax.tree.unflatten(jax.tree.structure(state.params), loaded)
-    begin = jax.jit(setup.tx.init, out_shardings=setup.shardings.opt_state)
+    begin = setup.jit(setup.tx.init, setup.shardings.opt_state)
     return state.replace(params=new, opt_state=begin(setup.trained(new)))
 
 

@@ -21,12 +21,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from meshpar.sharding.activations import check_seen, held_between_modules
 from meshpar.sharding.context import ambient, apart, auto_sizes, tracing, within
-from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, is_spec, near_or, problem, tree_leaves_with_paths
-from meshpar.training.batch import as_given, as_rows, check_batch, with_auto_types
+from meshpar.sharding.lay import with_auto_types
+from meshpar.sharding.rules import Rules
+from meshpar.sharding.types import (
+    MeshparError,
+    PyTree,
+    axes_of_spec,
+    is_spec,
+    near_or,
+    problem,
+    tree_leaves_with_paths,
+    without_axes,
+)
+from meshpar.training.batch import as_given, as_rows, check_batch
 from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, numerics, wide_work
@@ -79,10 +90,10 @@ class _Program:
         program = self.jitted(state, batch)
         if state.setup not in self._told:
             self._told.add(state.setup)
-            self._tell(_traced(program.trace, state, batch))
+            self._tell(state.setup, _traced(program.trace, state, batch))
         return program(state, batch)
 
-    def _tell(self, traced: Any) -> None:
+    def _tell(self, setup: Setup, traced: Any) -> None:
         """Before the first step, what its trace shows to be unlike what was asked. The call uses the same trace."""
 
     @apart()
@@ -116,8 +127,8 @@ class TrainStep(_Program):
         own = getattr(engine_of(setup, self.options), "compile_options", None)
         return options_for(setup.mesh, self._xla, {} if own is None else own(setup, self.options))
 
-    def _tell(self, traced: Any) -> None:
-        wide = wide_work(traced.jaxpr.jaxpr, self.options.precision)
+    def _tell(self, setup: Setup, traced: Any) -> None:
+        wide = wide_work(traced.jaxpr.jaxpr, self.options.precision, setup.strategy.activations.dtypes)
         if wide is not None:
             warnings.warn(f"{wide}. To change it, {wide.fix}.", stacklevel=4)
 
@@ -129,12 +140,13 @@ class TrainStep(_Program):
         _check_params_dtype(setup, self.options.precision)
         _check_prefetch(setup, self.options)
         _check_frozen(setup, self.options)
-        whole = NamedSharding(setup.mesh, PartitionSpec())
-        return jax.jit(
+        _check_explicit(setup, self.options)
+        _check_wider(setup, self.options.precision)
+        return setup.jit(
             self._step,
+            (setup.shardings, setup.whole),
             donate_argnums=0,  # the old state's buffers become the new one's: one copy of the state, not two
             in_shardings=(setup.shardings, setup.batch_sharding),
-            out_shardings=(setup.shardings, whole),
             compiler_options=dict(compile_options) or None,
         )
 
@@ -225,10 +237,10 @@ class EvalStep(_Program):
         self.loss_fn, self.precision, self._xla = loss_fn, precision, xla
 
     def _jit(self, setup: Setup, compile_options: Options) -> Any:
-        return jax.jit(
+        return setup.jit(
             self._evaluate,
+            setup.whole,
             in_shardings=(setup.shardings, setup.batch_sharding),
-            out_shardings=NamedSharding(setup.mesh, PartitionSpec()),
             compiler_options=dict(compile_options) or None,
         )
 
@@ -311,6 +323,36 @@ def _check_frozen(setup: Setup, options: StepOptions) -> None:
         )
 
 
+def _check_explicit(setup: Setup, options: StepOptions) -> None:
+    engine = engine_of(setup, options).__name__.rpartition(".")[2]
+    if setup.model.is_explicit and engine != "plain":
+        raise problem(
+            f"mp.explicit(model) and {setup.strategy.label}" + ', accumulate_mode="once"' * options.is_once,
+            "trace the model on Explicit axes",
+            "stages, kernels that quantize, and one reduction behind all micro-steps run it inside a shard_map, and "
+            "jax makes no axis Explicit where another is Manual already",
+            'use accumulate_mode="each" and a strategy without stages and quantize, or leave mp.explicit out',
+        )
+
+
+def _check_wider(setup: Setup, precision: Precision) -> None:
+    """Rules of precision name modules that have parameters, and change how they compute."""
+    strategy, compute = setup.strategy, precision.compute
+    paths = [decision.path for decision in setup.table.params]
+    for rule in strategy.activations.precision:
+        where, asked = f"precision rule `{rule.key}`", f"compute in {rule.value}"
+        if not any(Rules(precision={rule.key: rule.value}).dtype_in(path) for path in paths):
+            modules = {path.rpartition("/")[0] for path in paths}
+            exists = f"it matches no module of the {len(modules)} that have parameters"
+            raise problem(where, asked, exists, near_or(rule.key, modules, "write a pattern of a module's whole path"))
+        if compute is None or jnp.dtype(rule.value).itemsize <= jnp.dtype(compute).itemsize:
+            exists = f"it is train_step(precision=Precision(compute={compute!r})), and modules take the wider dtype"
+            raise problem(where, asked, exists, 'use compute="bfloat16" and a wider rule, or leave the rule out')
+        if strategy.quantize is not None:
+            exists = f"{strategy.label} sends all weights by kernels, in the compute dtype"
+            raise problem(where, asked, exists, "leave quantize out, or the rule")
+
+
 def _check_state(state: TrainState) -> None:
     """Arrays put in by `state.replace` are of the dtypes and shapes that the state was laid out with."""
     like = jax.tree.leaves(state.setup.abstract)
@@ -370,7 +412,12 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
         _check_extra(extra, after)
         return value, ({name: jnp.asarray(value) for name, value in {**reports.metrics, **metrics}.items()}, after)
 
-    return loss
+    if not setup.model.is_explicit:
+        return loss
+    layouts = (setup.layout.params, setup.layout.extra, setup.batch_sharding.spec, PartitionSpec())
+    alone = [axis for axis, size in setup.sizes.items() if size == 1]  # in types they would only be in the way
+    specs = jax.tree.map(lambda spec: without_axes(spec, alone), layouts, is_leaf=is_spec)
+    return jax.sharding.explicit_axes(loss, in_sharding=specs)
 
 
 def _explained(error: NameError) -> Exception:
@@ -391,7 +438,7 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     here = ambient()
     assert here is not None
     num_rows = max((np.shape(x)[0] for x in jax.tree.leaves(rows) if np.ndim(x)), default=0)
-    by_rows = lays_nothing_out(setup)
+    by_rows = lays_nothing_out(setup) and not setup.model.is_explicit
     with held_between_modules(num_rows, by_rows=by_rows, splitting=setup.splitting_modules) as boundaries:
         yield
     if not trains:
@@ -401,7 +448,7 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     is_local = all(auto_sizes(here)[axis] == 1 for axis in setup.batch_axes)
     updates = jax.tree.leaves(setup.layout.updates, is_leaf=is_spec)
     is_split = any(set(axes_of_spec(spec, setup.sizes)) & set(setup.batch_axes) for spec in updates)
-    if boundaries.num_held or is_local or not is_split:
+    if boundaries.num_held or is_local or not is_split or setup.model.is_explicit:
         return
     if by_rows:
         _warn_of_free_activations(setup)

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.sharding.types import PyTree, problem
+from meshpar.sharding.lay import lay
+from meshpar.sharding.types import PyTree, path_str, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import cast_floating
 from meshpar.training.reports import is_counted
@@ -116,12 +117,24 @@ def grad_specs(setup: Setup, options: StepOptions) -> PyTree:
 
 def compute_params(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:
     """Parameters in the compute dtype, still in their shards: the cast stands before the gather, not behind it."""
-    return params if dtype is None else constrained(cast_floating(params, dtype), setup.named(setup.layout.params))
+    if dtype is None:
+        return params
+    return constrained(in_compute(setup, params, dtype), setup.named(setup.layout.params))
+
+
+def in_compute(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:
+    """Parameters in the compute dtype, those in modules of a precision rule in its."""
+    rules = setup.strategy.activations
+    if not rules.precision:
+        return cast_floating(params, dtype)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: cast_floating(x, rules.dtype_in(path_str(path)) or dtype), params
+    )
 
 
 def constrained(tree: PyTree, shardings: PyTree) -> PyTree:
     """Every array laid out by its sharding."""
-    return jax.tree.map(lax.with_sharding_constraint, tree, shardings)
+    return jax.tree.map(lay, tree, shardings)
 
 
 def wide(x: jax.Array) -> jax.Array:

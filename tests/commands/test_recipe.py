@@ -194,6 +194,7 @@ def test_a_wrong_type_says_what_was_expected(assignment, expects):
         ("data.seq_len=0", "1"),
         ("sample.temperature=-1", "at least 0"),
         ("mesh.fsdp=0", "positive integer"),
+        ("optimizer=Muon", "another class is written in the recipe file"),
     ],
 )
 def test_values_are_checked_by_their_owners(assignment, says):
@@ -206,6 +207,18 @@ def test_values_are_checked_by_their_owners(assignment, says):
 def test_an_optimizers_numbers_are_finite(field, value):
     with pytest.raises(mp.MeshparError, match=rf"AdamW.{field}: asked to use (inf|nan), but it is a finite number"):
         mp.AdamW(**{field: value})
+
+
+@pytest.mark.parametrize(("make", "field"), [(mp.AdamW, "lr"), (mp.AdamW, "warmup_steps"), (mp.Muon, "rms")])
+def test_an_optimizers_numbers_are_numbers(make, field):
+    for wrong in ("x", None, True):
+        with pytest.raises(mp.MeshparError, match=rf"{make.__name__}.{field}: .*but it is a number"):
+            make(**{field: wrong})
+
+
+def test_a_mesh_of_explicit_axes_is_kept_by_overrides():
+    mesh = mp.MeshSpec(data=8, axis_types="explicit")
+    assert dataclasses.replace(small(), mesh=mesh).override("mesh.data=4").mesh == mesh.replace(data=4)
 
 
 def test_fields_that_must_fit_each_other_are_set_together():

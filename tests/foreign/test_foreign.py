@@ -39,6 +39,7 @@ STRATEGIES = {
     "fsdp|tensor by path": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp(min_bytes=0), 1),
     "zero1": (mp.MeshSpec(fsdp=8), mp.zero1(min_bytes=0), 1),
     "hsdp": (mp.MeshSpec(data=2, fsdp=4), mp.hsdp(min_bytes=0), 1),
+    "fsdp on Explicit axes": (mp.MeshSpec(fsdp=8, axis_types="explicit"), mp.fsdp(min_bytes=0), 1),
     "accumulate": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), 2),
 }
 
@@ -120,6 +121,30 @@ def test_explain_raises_no_false_alarm(name, strategy):
     assert report.promise.kept
     assert report.promise.untold_axes == (("tensor",) if "path" in strategy else ())
     assert ("over `tensor` nothing can be promised" in str(report)) == ("path" in strategy and report.is_as_promised)
+
+
+def test_state_of_haiku_is_carried_from_step_to_step():
+    needs("haiku")
+    import haiku as hk
+
+    def forward(x):
+        x = hk.BatchNorm(True, True, 0.9)(hk.Linear(16)(mp.constrain(x, "batch", None)), is_training=True)
+        return mp.constrain(x, "batch", None)
+
+    rows = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    net = hk.without_apply_rng(hk.transform_with_state(forward))
+    model = mp.from_functions(lambda key: net.init(key, rows), net.apply, keeps_state=True)
+    found = []
+    for spec, strategy in ((mp.MeshSpec(), mp.ddp()), (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0))):
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh_of(spec), strategy=strategy, key=0)
+        before = jax.device_get(state.extra)
+        step = mp.train_step(lambda model, batch, key: ((model(batch) ** 3).mean(), {}))
+        for _ in range(2):
+            state, _ = step(state, rows)
+        found.append(jax.tree.leaves(jax.device_get(state.extra)))
+        assert any((x != y).any() for x, y in zip(found[-1], jax.tree.leaves(before), strict=True))
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)  # float32, sums over devices in another order
 
 
 def test_gpt2_sends_and_holds_no_more_than_the_annotated_decoder(pod):

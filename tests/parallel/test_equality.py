@@ -11,11 +11,13 @@ import itertools
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import meshpar as mp
-from meshpar.models import TransformerConfig
-from tests.equal import VOCAB, assert_same, model_of, token_batches, train
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.moe import MoEConfig, Routing
+from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
 from tests.grid import cases
 
 ROWS, SEQ = 16, 8
@@ -45,11 +47,14 @@ CASES = {
 }
 
 
+SIZES = {
+    "vocab_size": VOCAB, "num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
+    "mlp_dim": 32,
+}  # fmt: skip
+
+
 def five_steps(framework, dtype, spec, strategy, options, start=None, **fields):
-    cfg = TransformerConfig(
-        vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=32,
-        param_dtype=dtype, **fields,
-    )  # fmt: skip
+    cfg = TransformerConfig(**SIZES, param_dtype=dtype, **fields)
     return train(
         model_of(framework, cfg, ROWS, SEQ), token_batches(ROWS, SEQ, 5), spec, strategy, start=start, **options
     )
@@ -80,6 +85,29 @@ def test_float64_losses_and_parameters(framework, case):
     assert {x.dtype for x in found.params.values()} == {np.dtype(np.float64)}
 
 
+CONTEXTS = {
+    "set_mesh(own)": lambda spec: jax.set_mesh(mesh_of(spec)),
+    "set_mesh(foreign)": lambda spec: jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"))),
+    "explicit": lambda spec: jax.set_mesh(mesh_of(spec)),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    ("framework", "case"), [one for one in itertools.product(("nnx", "linen"), CASES) if one not in SPARED]
+)
+def test_float64_in_contexts_of_jax_and_on_explicit_axes(framework, case, context):
+    spec, strategy, options = CASES[case]
+    spec = spec.replace(axis_types="explicit" if context == "explicit" else "auto")
+    with jax.enable_x64(True):
+        expected = single_device(framework, "float64")
+        with CONTEXTS[context](spec):
+            found = five_steps(framework, "float64", spec, strategy, options, start=expected.start)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
+    assert_same(found.params, expected.params, atol=1e-9)
+
+
 STAGES = mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-h1")
 CHUNKED = {
     **CASES,
@@ -102,6 +130,31 @@ def test_float64_with_logits_in_chunks(framework, tied, case):
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
     assert_same(found.params, expected.params, atol=1e-9)
     assert [one["accuracy"] for one in found.metrics] == [one["accuracy"] for one in expected.metrics]
+
+
+EXPERTS = {"moe": MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=32)}
+ON_TYPES = {
+    **{name: (*row, {}) for name, row in CHUNKED.items()},
+    "experts": (mp.MeshSpec(fsdp=2, expert=4), mp.fsdp() | mp.expert_parallel(), {}, EXPERTS),
+    "chunked": (*CASES["fsdp|tensor"], {"vocab_chunk": 6}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "types"), cases(("context ring", "all"), grid=itertools.product(ON_TYPES, ("all", "fsdp alone")))
+)
+def test_explicit_axes_run_the_program_of_auto_ones(case, types):
+    """So they send the same, promise the same, and give the same numbers."""
+    spec, strategy, options, fields = ON_TYPES[case]
+    texts = []
+    for one in (spec, spec.replace(axis_types="explicit" if types == "all" else {"fsdp": "explicit"})):
+        model = TransformerConfig(**SIZES, **fields).build()
+        state = mp.abstract_state(model, optax.adam(1e-2), mesh=mesh_of(one), strategy=strategy)
+        lowered = mp.train_step(next_token_loss, **options).lower(state, token_batches(ROWS, SEQ, 1)[0])
+        texts.append(lowered.as_text())
+        kinds = {x.sharding.mesh.axis_types for x in jax.tree.leaves((state, lowered.out_info))}
+        assert kinds == {one.axis_types}
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.matrix

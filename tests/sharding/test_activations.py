@@ -15,7 +15,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.compiled.promise import facts_of
 from meshpar.sharding import adapters
+from meshpar.training.precision import products
+from tests.grid import cases
 
 WIDTH, MLP, ROWS = 64, 128, 16
 X = np.random.default_rng(0).normal(size=(ROWS, 4, WIDTH)).astype(np.float32)
@@ -66,6 +69,10 @@ def _loss(model, batch, key):
 def _state(model, strategy=FSDP, mesh=None):
     mesh = mp.MeshSpec(fsdp=-1).build() if mesh is None else mesh
     return mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+
+
+def _abstract(model, strategy):
+    return mp.abstract_state(model, optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=-1).build(), strategy=strategy)
 
 
 def _specs(state, loss=_loss, **options) -> list[P]:
@@ -210,6 +217,58 @@ def test_logical_constraints_of_flax_are_honoured(names, rules, spec):
                 _specs(state)
         else:
             assert spec in _specs(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulate"), cases(("nnx", 1), grid=[("nnx", 1), ("nnx", 2), ("linen", 1), ("linen", 2)])
+)
+def test_modules_that_rules_name_compute_in_a_wider_dtype(kind, accumulate):
+    options = {"accumulate": accumulate, "accumulate_mode": "once"} if accumulate > 1 else {}
+    rules = mp.Rules(precision={r"block\d/up": "float32"})
+    assert mp.Rules.from_json(rules.to_json()) == rules == eval(repr(rules), {"Rules": mp.Rules})
+    state = _abstract(MODELS[kind](), FSDP | rules)
+    precision = mp.Precision(compute="bfloat16")
+    step = mp.train_step(lambda model, x, key: _loss(model, x.astype("bfloat16"), key), precision=precision, **options)
+    found = {}  # dtype of operands by the width of what they give
+    for _, eqn in products(step.trace(state, X).jaxpr.jaxpr):
+        found.setdefault(eqn.outvars[0].aval.shape[-1], set()).update(x.aval.dtype.name for x in eqn.invars)
+    assert found[MLP] >= {"float32"}, "up"
+    assert "bfloat16" in found[WIDTH], "down and out"
+    facts = facts_of(state.setup, step.options, X)
+    dtypes = [facts.compute_dtype(state.table[f"block1/{name}/kernel"]).name for name in ("up", "down")]
+    assert dtypes == ["float32", "bfloat16"]
+
+
+def test_a_rule_of_precision_that_would_change_nothing_is_refused():
+    for rules, compute, says in (
+        ({"upp": "float32"}, "bfloat16", "matches no module of the"),
+        ({"block0/up": "float32"}, None, "take the wider dtype"),
+        ({"block0/up": "bfloat16"}, "bfloat16", "take the wider dtype"),
+    ):
+        state = _abstract(MODELS["nnx"](), FSDP | mp.Rules(precision=rules))
+        with pytest.raises(mp.MeshparError, match=says):
+            mp.train_step(_loss, precision=mp.Precision(compute=compute)).trace(state, X)
+    with pytest.raises(mp.MeshparError, match="no dtype of"):
+        mp.Rules(precision={"up": "fp8"})
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("linen", [False, True])
+def test_layers_of_a_decoder_compute_in_a_wider_dtype(linen):
+    """The residual stream between them stays in the step's dtype, or a scan would not take it."""
+    cfg = mp.models.TransformerConfig(
+        vocab_size=32, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+    )
+    ids = jax.ShapeDtypeStruct((ROWS, 8), np.int32)
+    model = mp.from_linen(mp.models.LinenTransformer(cfg), ids) if linen else cfg.build()
+    losses = []
+    for rules in (mp.Rules(), mp.Rules(precision={"layers/(mlp|.*_norm)": "float32"})):
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=-1).build(), strategy=FSDP | rules, key=0)
+        step = mp.train_step(mp.models.next_token_loss, precision=mp.Precision(compute="bfloat16"))
+        batch = {name: np.arange(ROWS * 8, dtype=np.int32).reshape(ROWS, 8) % 32 for name in ("inputs", "targets")}
+        losses.append(float(step(state, batch)[1]["loss"]))
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(*losses, rtol=1e-2)  # bfloat16 keeps 8 bits
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

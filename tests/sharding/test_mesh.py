@@ -206,6 +206,19 @@ def test_one_node_holds_any_axis():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_types_of_axes_are_auto_unless_asked():
+    spec = mp.MeshSpec(fsdp=4, tensor=2, axis_types={"fsdp": "explicit"})
+    for mesh in (spec.build(), spec.abstract()):
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        assert [axis for axis, kind in kinds.items() if kind is AxisType.Explicit] == ["fsdp"]
+    assert pickle.loads(pickle.dumps(spec)) == spec.replace(tensor=2) == eval(repr(spec), {"MeshSpec": mp.MeshSpec})
+    assert spec != mp.MeshSpec(fsdp=4, tensor=2)
+    assert set(mp.MeshSpec(axis_types=AxisType.Explicit).axis_types) == {AxisType.Explicit}
+    for wrong in ("explict", {"fdsp": "explicit"}, AxisType.Manual, 3):
+        with pytest.raises(mp.MeshparError, match="axis_types"):
+            mp.MeshSpec(fsdp=4, axis_types=wrong)
+
+
 def test_an_abstract_mesh_needs_no_devices():
     mesh = mp.MeshSpec(data=-1, fsdp=64, tensor=8).abstract(devices=4096)
     assert isinstance(mesh, AbstractMesh)

@@ -23,7 +23,7 @@ from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_a
 from meshpar.training.engines.unshard import Unshard, make_unshard
 from meshpar.training.layers import gathering
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Numerics, cast_floating
+from meshpar.training.precision import Numerics
 from meshpar.training.reports import means
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import (
@@ -33,6 +33,7 @@ from meshpar.training.sums import (
     accumulated,
     constrained,
     grad_specs,
+    in_compute,
     micro_step,
     weighed,
     weight_of,
@@ -61,7 +62,7 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     """
     setup = state.setup
     axes = setup.batch_axes
-    params = cast_floating(state.params, options.precision.compute)
+    params = in_compute(setup, state.params, options.precision.compute)
     whole = jax.tree.map(lambda spec: without_axes(spec, axes), setup.layout.params, is_leaf=is_spec)
     params = constrained(params, setup.named(whole))
 

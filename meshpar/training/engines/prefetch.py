@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.parallel.promise import is_expert, is_router
 from meshpar.sharding.context import current
+from meshpar.sharding.lay import lay
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
 from meshpar.training.engines import plain
 from meshpar.training.layers import Ahead, Aux, Layer, check_alike, leaf_at, scanned, with_aux
@@ -120,16 +121,16 @@ def _run(setup: Setup, at: str, layer: Layer, x: Any, rows: tuple[PyTree, PyTree
     decisions = {one.path: one for one in setup.table.params}
 
     def laid(tree: PyTree, without: tuple[str, ...]) -> PyTree:
-        def lay(path: Any, weight: jax.Array) -> jax.Array | Ahead:
-            found = leaf_at(at, path_str(path), decisions, lambda one: (one.spec, one.leaf.names))
+        def one(path: Any, weight: jax.Array) -> jax.Array | Ahead:
+            found = leaf_at(at, path_str(path), decisions, lambda held: (held.spec, held.leaf.names))
             spec = _without(found, without)
-            laid = lax.with_sharding_constraint(weight, NamedSharding(setup.mesh, spec))
+            laid = lay(weight, NamedSharding(setup.mesh, spec))
             # An MoE layer gathers its experts in a region by hand, and scatters their gradients there: given whole ones
             # alone, it would reduce gradients whole.
             of_expert = is_expert(found) and not is_router(found)
             return Ahead(weight, laid) if of_expert and spec != _without(found, ()) else laid
 
-        return jax.tree_util.tree_map_with_path(lay, tree)
+        return jax.tree_util.tree_map_with_path(one, tree)
 
     whole = functools.partial(laid, without=setup.strategy.prefetched_axes)
     return prefetched(layer, x, rows, Layout(whole, functools.partial(laid, without=())))
