@@ -54,6 +54,7 @@ from meshpar.training.loop import (
     fit,
     restore_or_init,
 )
+from meshpar.training.lora import merged_params
 from meshpar.training.precision import cast_floating
 from meshpar.training.state import Setup, TrainState, make_setup
 from meshpar.training.step import TrainStep, eval_step
@@ -444,11 +445,12 @@ def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
 
     assert recipe.sample is not None
     wanted, setup = recipe.sample, state.setup
+    plain = setup.model if recipe.lora is None else build_model(recipe.replace(lora=None))
     prompt = np.asarray(source.encode(wanted.prompt), np.int32)[None]
 
     def write(params: Any, extra: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
         with use(setup.mesh, setup.strategy):
-            model = setup.model.bind(cast_floating(params, recipe.precision.compute), extra)
+            model = plain.bind(cast_floating(params, recipe.precision.compute), extra)
             return generate(
                 model,
                 prompt,
@@ -458,7 +460,7 @@ def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
                 temperature=wanted.temperature,
             )
 
-    tokens = jax.jit(write)(state.params, state.extra, prompt, jax.random.key(recipe.seed))
+    tokens = jax.jit(write)(merged_params(state), state.extra, prompt, jax.random.key(recipe.seed))
     return source.decode(np.asarray(tokens)[0])
 
 
