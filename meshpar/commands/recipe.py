@@ -286,6 +286,9 @@ class Recipe:
     """Micro-steps that share one update."""
     accumulate_mode: Literal["each", "once"] = "each"
     """Reduce the gradients of every micro-step into shards, or keep whole sums and reduce once."""
+    weight: str | None = None
+    """A metric by which micro-steps are weighed in the mean, as in `train_step`; None: the data's own, where it has one
+    (`ChatData` has "learnt"), else all alike."""
     precision: Precision = dataclasses.field(default_factory=Precision)
     """Dtypes of parameters, compute and the reduction of gradients."""
     remat: str | None = None
@@ -344,6 +347,7 @@ class Recipe:
             remat=self.remat,
             interleave=self.interleave,
             nonfinite=self.nonfinite,
+            weight=self.weight or getattr(self.data, "weight", None),
             xla=self.xla,
         )
 

@@ -150,7 +150,7 @@ def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
     Raises:
       ValueError: the recipe's model is no decoder; a config.json that is none of ours.
     """
-    from meshpar.data import TextData
+    from meshpar.data import ChatData, TextData
     from meshpar.models.config import TransformerConfig
 
     model, data = recipe.model, recipe.data
@@ -159,7 +159,7 @@ def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
         raise problem(f"--from-hf {folder}", "train its model", f"the recipe's is a {type(model).__name__}", fix)
     kept = {name: getattr(model, name) for name in KEPT}
     tokenizer = Path(folder) / "tokenizer.json"
-    if isinstance(data, TextData) and tokenizer.exists():
+    if isinstance(data, TextData | ChatData) and tokenizer.exists():
         data = dataclasses.replace(data, tokenizer=str(tokenizer))
     return recipe.replace(model=config_of(folder, **kept), data=data)
 
