@@ -31,8 +31,8 @@ from meshpar.commands.recipe import (
 )
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
-from meshpar.interop.hf import config_of, load_hf
-from meshpar.interop.runs import keep_beside
+from meshpar.interop.hf import check_weights, config_of, load_hf
+from meshpar.interop.runs import check_source, keep_beside
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
@@ -106,7 +106,7 @@ def train(
     screen = Screen(stream or sys.stdout)
     folder = Path(out) / recipe.name
 
-    recipe = recipe if from_hf is None else with_hf(recipe, from_hf)
+    recipe = recipe if from_hf is None else _begun_with(recipe, from_hf, folder, fresh)
     pod = this_pod()
     if pod is not None:
         pod.agree("recipe", recipe.to_json(), fix="start every process with the same command and recipe file")
@@ -138,6 +138,16 @@ def train(
             result = fit(step, state, batches, steps=recipe.steps, hooks=hooks, **worth)
             del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before)
+
+
+def _begun_with(recipe: Recipe, from_hf: str | Path, folder: Path, fresh: bool) -> Recipe:
+    """`with_hf`, and the weights looked at before anything is written: those of the run, where it has begun."""
+    recipe = with_hf(recipe, from_hf)
+    if fresh or not any((folder / "checkpoints").glob("*")):
+        check_weights(from_hf)
+    else:
+        check_source(from_hf, folder)
+    return recipe
 
 
 def _pretrained(from_hf: str | Path, setup: Setup, key: int) -> TrainState:

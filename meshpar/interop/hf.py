@@ -114,6 +114,16 @@ def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> Tr
         return _load(files, described, setup, key)
 
 
+def check_weights(folder: str | Path) -> None:
+    """Look whether a folder's files hold the tensors that its `config.json` says; numbers are not read.
+
+    Raises:
+      ValueError: as `from_hf`.
+    """
+    with Folder(folder) as files:
+        _check(files, describe(Path(folder)))
+
+
 def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
     """What a folder's `config.json` says, with fields changed; no weights are looked at.
 
@@ -230,12 +240,17 @@ def widest(files: Folder, described: Described) -> str:
     """The widest dtype that the files have of parameters, in which none of them is rounded."""
     names = {name for one in described.family.tensors(described.config) if not one.is_extra for name, _ in one.names()}
     found = {jnp.dtype(files.entries[name].dtype) for name in names}
+    if jnp.dtype("float64") in found:  # which jax would take for 32 bits here
+        return "float64"
     return jnp.dtype(jnp.result_type(*found)).name
 
 
 def _check_dtype(where: str, dtype: str) -> None:
     if dtype not in PARAM_DTYPES:
         raise problem(where, f"be {dtype!r}", f"weights are {', '.join(PARAM_DTYPES)}", "use one of them")
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        exists = "jax keeps 32 bits of them unless jax_enable_x64 is set, and would round them without a word"
+        raise problem(where, f"be {dtype!r}, as the files or you say", exists, 'say so: dtype="float32", or set it')
 
 
 def _check(files: Folder, described: Described) -> None:

@@ -6,6 +6,7 @@ runs/<name>/  checkpoints/ · hf/ (config.json, tokenizer, tensors that our deco
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from meshpar.interop.files import SINGLE, Folder, read_json, write
+from meshpar.interop.files import SINGLE, Folder, read_json, write, write_json
 from meshpar.interop.hf import CONFIG, config_of, copy_beside, describe, from_hf, kept_names
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.moe.config import MoEConfig
@@ -29,6 +30,9 @@ from meshpar.training.state import TrainState, make_setup
 BESIDE_RUN = "hf"
 """Folder of a run that `to_hf` goes by."""
 CHECKPOINTS = "checkpoints"
+SOURCE = "source.json"
+"""In it, which folder that was."""
+_LOOKED_AT = 2**20
 _PARTS = {
     one.__name__: one
     for one in (LatentAttention, Lora, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
@@ -52,7 +56,36 @@ def keep_beside(source: str | Path, run: Path) -> Path:
         if kept:
             total = sum(files.entries[name].nbytes for name in kept)
             write(to, dict.fromkeys(kept, SINGLE), files.whole, total)
+    write_json(to / SOURCE, {"folder": str(source), "fingerprint": fingerprint_of(source)})
     return to
+
+
+def check_source(source: str | Path, run: Path) -> None:
+    """Look whether a folder is the one that a run's model came from.
+
+    Raises:
+      ValueError: its files are others.
+    """
+    kept = run / BESIDE_RUN / SOURCE
+    if Path(source).resolve() == kept.parent.resolve():
+        return
+    if kept.exists() and read_json(kept).get("fingerprint") != fingerprint_of(source):
+        exists = f"the run began with the weights of another folder ({str(read_json(kept).get('folder'))[:200]})"
+        fix = "name that folder, or use --name for a new run beside it, or --fresh to begin anew"
+        raise problem(f"--from-hf {source}", f"go on with {run}", exists, fix)
+
+
+def fingerprint_of(source: str | Path) -> str:
+    """Tells folders of weights apart: by the names, sizes and ends of their files, not by all that they hold."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(source).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for at in (0, size // 2, max(size - _LOOKED_AT, 0)):
+                file.seek(at)
+                digest.update(file.read(_LOOKED_AT))
+    return digest.hexdigest()
 
 
 def like_of(run: Path) -> Path | None:

@@ -121,9 +121,7 @@ def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path):
 
 
 def test_parquet_and_the_template_of_a_folder(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<user>": 0, "[UNK]": 1, "x": 2}, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -131,7 +129,7 @@ def test_parquet_and_the_template_of_a_folder(tmp_path):
     config = {"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     table = pyarrow.table({"chat": [[{**one, "name": None} for one in chat] for chat in CHATS]})
-    pyarrow.parquet.write_table(table, tmp_path / "chats.parquet")
+    parquet.write_table(table, tmp_path / "chats.parquet")
     data = ChatData(
         files=(str(tmp_path / "chats.parquet"),), field="chat", tokenizer=str(tmp_path), seq_len=64, valid_fraction=0.3
     )
