@@ -281,7 +281,9 @@ class Template:
 
     def _text(self, where: str, messages: list[dict[str, Any]], *, prompts: bool) -> str:
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompts, **self._named)
+            text = self._template.render(messages=messages, add_generation_prompt=prompts, **self._named)
+            text.encode()  # JSON can spell half a character, which no tokenizer takes
+            return text
         except self._errors as error:
             fix = "correct the conversation, or name another template"
             raise problem(where, f"render it by {self.where}", _told(error), fix) from error

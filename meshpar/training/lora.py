@@ -3,6 +3,10 @@
     y = x W + (alpha / rank) (x A) B        A: [inputs, rank]    B: [rank, outputs], zeros at first
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+
+Flax's own `nnx.LoRA` wraps one `nnx.Linear`, and knows neither several dims in or out nor Linen. qwix 0.1 was tried: its
+`LoraProvider` (floats, int8 and nf4 alike) ends in an IndexError on the decoders' stacked layers, and its `PtqProvider`
+takes the names of dims for mesh axes. So the matrices are in floats here.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import meshpar as mp
 from meshpar.data import ChatData
 from meshpar.data.chat import Conversation, Template, packed
 from meshpar.models import TransformerConfig, next_token_loss
+from tests.interop.test_untrusted import check_parts
 
 pytest.importorskip("jinja2", reason="renders templates: pip install meshpar[hf]")
 TEMPLATE = (
@@ -118,6 +120,35 @@ def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path):
     ):
         with pytest.raises(mp.MeshparError, match=match):
             chats(tmp_path, **change).open(batch_size=2, seed=0)
+
+
+def test_broken_conversations_are_an_error_in_four_parts_or_fine():
+    rng, template, fine = random.Random(0), Template(TEMPLATE, {}, where="template"), 0
+    strange = [
+        None,
+        -1,
+        2**63,
+        float("nan"),
+        "",
+        "\ud800",
+        "{{ 1 }}",
+        [],
+        [[]],
+        {},
+        {"role": "assistant"},
+        True,
+        "9" * 99,
+    ]
+    for _ in range(300):
+        chat = json.loads(json.dumps(rng.choice(CHATS)))
+        message = rng.choice(chat)
+        message[rng.choice([*message, "more"])] = rng.choice(strange)
+        try:
+            template.render("line 1", rng.choice([chat, chat, chat, message, rng.choice(strange)]))
+            fine += 1
+        except mp.MeshparError as error:
+            check_parts(error)
+    assert 0 < fine < 300
 
 
 def test_parquet_and_the_template_of_a_folder(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from pathlib import Path
 
 import jax
@@ -17,8 +18,9 @@ from meshpar.commands.train import train
 from meshpar.interop import config_of, from_hf, load_peft, lora_of_peft, to_hf, to_peft
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.grid import cases
-from tests.interop.folders import KINDS, folder_of, golden
+from tests.interop.folders import KINDS, folder_of, golden, header_of, with_header
 from tests.interop.test_convert import RECIPE, run, small_folder
+from tests.interop.test_untrusted import broken, check_parts, mutated
 
 PARTIAL = {"deepseek_v3": r".*/(query_down|query_up|out)"}
 """Where a matrix of ours is a part of one of the release's."""
@@ -86,6 +88,33 @@ def test_what_is_no_adapter_of_ours_is_an_error(tmp_path):
     with pytest.raises(mp.MeshparError, match="the model's adapters have"):
         load_peft(other, config, tmp_path / "adapter")
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("num", cases(50, grid=[50, 1000]))
+def test_broken_adapters_are_an_error_in_four_parts_or_fine(num, tmp_path):
+    source, rng, fine = folder_of("llama", tmp_path / "source"), random.Random(num), 0
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=mp.lora(rank=2))
+    adapter = to_peft(state, config, tmp_path / "adapter")
+    for _ in range(num):
+        target = adapter / rng.choice(["adapter_config.json", "adapter_model.safetensors"])
+        content = target.read_bytes()
+        if target.suffix == ".json":
+            new = json.dumps(mutated(rng, json.loads(content))).encode()
+            target.write_bytes(new if rng.random() < 0.8 else broken(rng, content))
+        else:
+            header, rest = header_of(target)
+            target.unlink()
+            with_header(target, json.dumps(mutated(rng, header)).encode(), rest)
+        try:
+            if lora_of_peft(adapter, config).rank == 2:
+                load_peft(state, config, adapter)
+            fine += 1
+        except mp.MeshparError as error:
+            check_parts(error)
+        finally:
+            target.write_bytes(content)
+    assert 0 < fine < num
 
 
 @pytest.mark.matrix
