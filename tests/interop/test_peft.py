@@ -63,6 +63,36 @@ def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
         np.testing.assert_array_equal(x, y, err_msg=path)
 
 
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")  # of packages that the tests do not install, about each other
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "deepseek_v3"])
+def test_live_against_peft(kind, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    source = folder_of(kind, tmp_path / "source")
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
+    lora = mp.lora(rank=2, alpha=8, modules=PARTIAL.get(kind, r".*/attention/(query|key|value|out)"))
+    config, state = from_hf(source, mesh=mesh, strategy=mp.fsdp() | mp.tensor_parallel(), dtype="float32", lora=lora)
+    state = moved(state)
+    to_peft(state, config, tmp_path / "adapter", like=source)
+    to_hf(state, config, tmp_path / "merged", like=source, dtype="float32")
+    _, _, tokens, _ = golden(kind)
+    rows = np.resize(tokens, (8, tokens.shape[1]))
+
+    @jax.jit
+    def logits(state, rows):
+        with mp.use(mesh, state.setup.strategy):
+            return state.bound()(rows)
+
+    ours = np.asarray(logits(state, rows.astype(np.int32)))
+    base = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        for model in (peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), merged):
+            theirs = model.eval()(torch.from_numpy(rows.astype(np.int64))).logits.numpy()
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)  # float32, sums in another order
+
+
 def test_what_is_no_adapter_of_ours_is_an_error(tmp_path):
     source = folder_of("llama", tmp_path / "source")
     mesh = mp.MeshSpec().build(jax.devices()[:1])

@@ -18,7 +18,7 @@ from meshpar.training.lora import merged_params, of_pair
 from tests.grid import cases
 
 CONFIG = TransformerConfig(
-    vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
+    vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
 )
 ALL = r".*/(query|key|value|out|gate|up|down)"
 ROWS = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
@@ -77,8 +77,8 @@ def test_gradients_of_adapters_alone_are_made_and_sent(kind, mesh, strategy, opt
         elif path.endswith("lora_a"):
             module = path.rpartition("/")[0]
             pair = value, start[f"{module}/lora_b"]
-            flat = [pair[0].reshape(2, -1, 2), pair[1].reshape(2, 2, -1)]
-            d_kernel = np.asarray(gradients[f"{module}/kernel"]).reshape(2, flat[0].shape[1], -1)
+            flat = [pair[0].reshape(1, -1, 2), pair[1].reshape(1, 2, -1)]
+            d_kernel = np.asarray(gradients[f"{module}/kernel"]).reshape(1, flat[0].shape[1], -1)
             chained = 2 * d_kernel @ flat[1].swapaxes(1, 2), 2 * flat[0].swapaxes(1, 2) @ d_kernel
             for name, was, found in zip(("lora_a", "lora_b"), pair, chained, strict=True):
                 got = was - np.asarray(after[f"{module}/{name}"])
@@ -143,3 +143,35 @@ def test_what_has_no_adapters_is_an_error():
         state = mp.abstract_state(mp.lora(modules="head")(decoder(kind)), tx, mesh=mesh, strategy=mp.fsdp())
         with pytest.raises(mp.MeshparError, match="lora.*matrix is .*leave it out"):
             mp.train_step(next_token_loss).trace(state, BATCH)
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")  # of a package that the tests do not install, about Flax
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_adapters_of_qwix_over_a_base_in_few_bits(base):
+    qwix = pytest.importorskip("qwix")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(16, 32, rngs=rngs)
+            self.second = nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(nnx.relu(self.first(x)))
+
+    tiles = {"tile_size": 8} if base == "nf4" else {}
+    provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=8, weight_qtype=base, **tiles)
+    model = mp.from_nnx(lambda rngs: qwix.apply_lora_to_model(Net(rngs), provider, jnp.ones((8, 16)), rngs=rngs))
+    rules = mp.Rules(
+        batch="data", paths={r".*/qvalue": (None, "data"), r".*lora_b": (None, "data"), ".*": mp.replicated}
+    )
+    given = {"mesh": mp.MeshSpec(data=8).build(), "strategy": rules, "key": 0, "trainable": r".*lora_[ab]"}
+    state = mp.init_state(model, optax.adam(1e-2), **given)
+    assert state.params["first"]["kernel"]["array"]["qvalue"].dtype.itemsize == 1
+    assert {x.shape for x in jax.tree.leaves(state.opt_state)} == {(), (16, 4), (4, 32), (32, 4), (4, 16)}
+    step = mp.train_step(lambda model, x, key: (((model(x) - 1) ** 2).mean(), {}))
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, np.ones((8, 16), np.float32))
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0]
