@@ -36,7 +36,7 @@ def run(*args: str) -> None:
     assert not end.value.code
 
 
-@pytest.mark.parametrize("kind", cases("deepseek_v3", grid=KINDS))
+@pytest.mark.parametrize("kind", cases("qwen3", grid=KINDS))
 def test_a_folder_as_a_run_and_back(kind, tmp_path):
     source = folder_of(kind, tmp_path / "source")
     layout = ("--mesh", "fsdp=4,tensor=2", "--strategy", "fsdp() | tensor_parallel()", "--devices", "8")
