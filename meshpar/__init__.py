@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from meshpar.training.checkpoint import Checkpoints
     from meshpar.training.layers import Aux, scan_layers
     from meshpar.training.loop import fit
+    from meshpar.training.lora import Lora, lora
     from meshpar.training.moments import moments_in, offloaded
     from meshpar.training.muon import muon
     from meshpar.training.precision import Precision
@@ -63,11 +64,11 @@ __version__ = "0.1.0"
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "MeshSpec", "MeshparError", "Model", "Muon", "Optax",
+    "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "Lora", "MeshSpec", "MeshparError", "Model", "Muon", "Optax",
     "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy", "TrainState",
     "__version__", "abstract_state", "bench", "collectives", "compiled", "constrain", "context_parallel", "custom",
     "data", "ddp", "eval_step", "expert_parallel", "explain", "explicit", "first", "fit", "from_functions",
-    "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "interop", "load_params", "models", "moe", "moments_in",
-    "muon", "names", "offloaded", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "replicated",
-    "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "zero1", "zero2", "zero3",
+    "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "interop", "load_params", "lora", "models", "moe",
+    "moments_in", "muon", "names", "offloaded", "pipeline", "pipeline_parallel", "plan", "planner", "plots",
+    "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -3,6 +3,11 @@
     meshpar train recipes/finetune_hf.py --from-hf Llama-3.2-1B --set batch_size=64
     meshpar convert to-hf runs/finetune_hf finetuned --dtype bfloat16
 
+or adapters alone, over matrices that stay as they are:
+
+    meshpar train recipes/finetune_hf.py --from-hf Llama-3.1-8B --set lora.rank=16 --set optimizer.lr=1e-4
+    meshpar convert to-peft runs/finetune_hf adapter --base meta-llama/Llama-3.1-8B
+
 The folder gives the model's sizes, its weights and its tokenizer; the recipe says how it lies, is computed and is
 trained. Without a folder, `meshpar train recipes/finetune_hf.py` trains a small Llama over bytes from random weights.
 

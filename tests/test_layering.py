@@ -54,6 +54,7 @@ HOUSE: dict[str, list[str] | str] = {
     ],
     "training.batch": ["parallel", "sharding.context"],
     "training.state": ["sharding.table", "training.batch", "training.muon"],
+    "training.lora": ["sharding.regions", "training.state"],
     "training.xla": ["sharding.types"],
     "training.options": ["training.layers", "training.xla"],
     # Arithmetic that kernels use, too: algorithm="auto" asks it, while a program is traced, what a message would take.
@@ -80,7 +81,7 @@ HOUSE: dict[str, list[str] | str] = {
     "moe": ["collectives", "sharding.regions", "training.layers", "training.reports", "training.state"],
     "training.expert_load": ["training.loop", "moe"],
     "models": ["parallel", "sharding.adapters", "training.layers", "moe"],
-    "interop": ["training.interrupts", "models", "training.checkpoint"],
+    "interop": ["training.interrupts", "models", "training.checkpoint", "training.lora"],
     "planner": ["parallel", "planner.choice"],
     "compiled": ABOVE,
     "planner.workload": ABOVE,
@@ -93,7 +94,7 @@ HOUSE: dict[str, list[str] | str] = {
     "planner.plan": ["planner.search", "planner.advice"],
     "bench": ABOVE,
     "commands.plots": ABOVE,
-    "commands.recipe": ["training.loop"],
+    "commands.recipe": ["training.loop", "training.lora"],
     "bench.run": ABOVE,
     "commands": ABOVE,
     "sharding": [],
@@ -192,9 +193,10 @@ def test_the_package_itself_is_asked_for_nothing_but_its_version() -> None:
 
 
 def test_flax_enters_the_spine_through_the_adapters() -> None:
-    spine = [module for module in modules() if module.startswith(tuple(SPINE)) and module != "sharding.adapters"]
+    knowing = ("sharding.adapters", "training.lora")
+    spine = [module for module in modules() if module.startswith(tuple(SPINE)) and module not in knowing]
     lines = [(module, line) for module in spine for line, name in imports(source_of(module)) if is_of(name, "flax")]
-    assert not lines, f"{lines}: only adapters.py and models/ know flax"
+    assert not lines, f"{lines}: only adapters.py, lora.py and models/ know flax"
 
 
 def is_of(name: str, *packages: str) -> bool:

@@ -12,13 +12,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host import unexpected
 from meshpar.training import interrupts
+
+if TYPE_CHECKING:
+    from meshpar.commands.recipe import Recipe
 
 HOST_DEVICES = 8
 """XLA host devices where there is no accelerator and no number is given."""
@@ -265,6 +268,9 @@ field_options = options(
     output_options,
 )  # fmt: skip
 """What every command that reads a recipe takes beside it."""
+hf_option = click.option(
+    "--from-hf", metavar="DIR", type=click.Path(), help="With the model of a folder of Hugging Face's, as `train` has."
+)
 recipe_options = options(click.argument("recipe", type=click.Path()), field_options)
 
 
@@ -388,6 +394,7 @@ def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
 @cli.command()
 @recipe_options
 @layout_options
+@hf_option
 @click.option("--devices", metavar="N", type=click.IntRange(min=1), help="How many devices to plan for.")
 def shard(
     recipe: str,
@@ -396,6 +403,7 @@ def shard(
     mesh: str | None,
     devices: int | None,
     strategy: str | None,
+    from_hf: str | None,
 ) -> None:
     """Show how every leaf of a recipe's model lies on its mesh. Needs no devices.
 
@@ -408,7 +416,7 @@ def shard(
     from meshpar.training.xla import check_options
 
     given = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
-    found = load_recipe(recipe, devices=devices).override(*given, *assignments)
+    found = with_model(load_recipe(recipe, devices=devices).override(*given, *assignments), from_hf, assignments)
     if devices is None and -1 in found.mesh.values():
         raise problem(
             f"mesh {', '.join(f'{axis}={size}' for axis, size in found.mesh.items() if size != 1)}",
@@ -421,6 +429,16 @@ def shard(
     model = build_model(found)
     tx = build_optimizer(found, model, over)
     print_report(shardings(model, over, found.strategy, tx=tx, precision=found.precision), as_json=as_json)
+
+
+def with_model(recipe: Recipe, from_hf: str | None, assignments: Sequence[str]) -> Recipe:
+    """The recipe with the model of a folder of Hugging Face's, where one is named; its weights are not looked at."""
+    if from_hf is None:
+        return recipe
+    from meshpar.commands.train import check_left_to_folder, with_hf
+
+    check_left_to_folder(from_hf, assignments, None)
+    return with_hf(recipe, from_hf)
 
 
 def print_report(report: Any, *, as_json: bool) -> None:

@@ -35,22 +35,28 @@ def convert() -> None:
 @convert.command("from-hf")
 @click.argument("source", metavar="DIR", type=click.Path())
 @click.argument("out", metavar="OUT", type=click.Path())
+@click.option("--adapter", metavar="DIR", type=click.Path(), help="Merge the adapters of a folder of PEFT's into it.")
 @where_options
 def from_folder(
-    source: str, out: str, mesh: str | None, strategy: str | None, dtype: str | None, devices: int | None
-) -> None:
+    source: str, out: str, adapter: str | None, mesh: str | None, strategy: str | None, dtype: str | None,
+    devices: int | None,
+) -> None:  # fmt: skip
     """DIR, with config.json and safetensors files, as the run OUT: a checkpoint that restores onto any mesh.
 
     As in `meshpar convert from-hf Llama-3.1-8B runs/llama --mesh fsdp=8`.
     """
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.files import whole_folder
-    from meshpar.interop.hf import from_hf
-    from meshpar.interop.runs import CHECKPOINTS, keep_beside
+    from meshpar.interop.hf import config_of, from_hf
+    from meshpar.interop.peft import load_peft, lora_of_peft
+    from meshpar.interop.runs import CHECKPOINTS, keep_beside, merged
     from meshpar.training.checkpoint import Checkpoints
 
     with whole_folder(out) as folder:
-        config, state = from_hf(source, mesh=layout[0], strategy=layout[1], dtype=dtype)
+        lora = None if adapter is None else lora_of_peft(adapter, config_of(source), like=source)
+        config, state = from_hf(source, mesh=layout[0], strategy=layout[1], dtype=dtype, lora=lora)
+        if adapter is not None:
+            state = merged(load_peft(state, config, adapter, like=source), config)
         keep_beside(source, folder)
         with Checkpoints(folder / CHECKPOINTS) as checkpoints:
             checkpoints.save(state, wait=True)
@@ -79,3 +85,28 @@ def to_folder(
     config, state = opened(run, mesh=layout[0], strategy=layout[1], step=step)
     to_hf(state, config, out, like=like_of(Path(run)), dtype=dtype)
     click.echo(f"{out}: {state.num_params:,} parameters in {dtype or config.param_dtype}")
+
+
+@convert.command("to-peft")
+@click.argument("run", metavar="RUN", type=click.Path())
+@click.argument("out", metavar="DIR", type=click.Path())
+@click.option("--step", metavar="N", type=int, help="Which checkpoint; without it the newest.")
+@click.option("--base", metavar="NAME", help="The model they belong to, as PEFT is to find it.")
+@where_options
+def to_adapter(
+    run: str, out: str, step: int | None, base: str | None, mesh: str | None, strategy: str | None, dtype: str | None,
+    devices: int | None,
+) -> None:  # fmt: skip
+    """The adapters that the run RUN trained, and nothing else, as the folder DIR, which PEFT reads.
+
+    As in `meshpar convert to-peft runs/finetune_hf adapter --base meta-llama/Llama-3.2-1B`.
+    """
+    layout = layout_of(mesh, strategy, devices)
+    from meshpar.interop.files import new_folder
+    from meshpar.interop.peft import to_peft
+    from meshpar.interop.runs import like_of, restored_run
+
+    new_folder(out)
+    config, state = restored_run(Path(run), mesh=layout[0], strategy=layout[1], step=step)
+    to_peft(state, config, out, like=like_of(Path(run)), base=base, dtype=dtype)
+    click.echo(f"{out}: adapters of rank {state.setup.model.lora.rank}")

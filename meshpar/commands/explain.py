@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshpar.commands.cli import check_folder, field_options, layout_options, prepare_devices, print_report, writing
+from meshpar.commands.cli import (
+    check_folder,
+    field_options,
+    hf_option,
+    layout_options,
+    prepare_devices,
+    print_report,
+    with_model,
+    writing,
+)
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.printing import plain
 
@@ -41,6 +50,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("recipe", type=click.Path(), required=False)
 @field_options
+@hf_option
 @click.option(
     "--cluster",
     metavar="GPUS",
@@ -77,6 +87,7 @@ def explain(
     recipe: str | None,
     assignments: tuple[str, ...],
     as_json: bool,
+    from_hf: str | None,
     cluster: str | None,
     mesh: str | None,
     strategy: str | None,
@@ -112,7 +123,7 @@ def explain(
     with contextlib.redirect_stdout(sys.stderr), _crashes_explained(recipe, against):
         held_to = Budget.load(budget) if budget else None
         layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
-        subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch)
+        subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch, from_hf=from_hf)
         if held_to is not None:
             held_to.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
         other = subject.against(against) if against else None
@@ -170,6 +181,8 @@ class Subject:
     """Other fields of the recipe, too."""
     shapes: str | None
     """The batch, too."""
+    from_hf: str | None = None
+    """The folder whose model it is, too."""
 
     @staticmethod
     def of(
@@ -179,6 +192,7 @@ class Subject:
         layout: Sequence[str],
         assignments: Sequence[str],
         shapes: str | None,
+        from_hf: str | None = None,
     ) -> Subject:
         """A recipe from a file, with fields set by text.
 
@@ -195,7 +209,7 @@ class Subject:
         if pod is not None:
             require_aot(pod.name)
         recipe = load_recipe(path, devices=pod.num_devices if pod else len(jax.devices()))
-        recipe = recipe.override(*layout, *assignments)
+        recipe = with_model(recipe.override(*layout, *assignments), from_hf, assignments)
         mesh = _mesh_here(recipe) if pod is None else _mesh_on(recipe, pod)
         return Subject(
             path=path,
@@ -206,6 +220,7 @@ class Subject:
             layout=layout,
             assignments=assignments,
             shapes=shapes,
+            from_hf=from_hf,
         )
 
     def against(self, other: str) -> Subject:
@@ -213,7 +228,8 @@ class Subject:
         if re.search(r"\.py(:\w+)?$", other):
             return Subject.of(other, self.cluster, layout=(), assignments=self.assignments, shapes=self.shapes)
         if "(" not in other and re.fullmatch(r"[A-Za-z0-9_\-]+:[0-9x]+|.*\.json", other):
-            return Subject.of(self.path, other, layout=self.layout, assignments=self.assignments, shapes=self.shapes)
+            given = {"layout": self.layout, "assignments": self.assignments}
+            return Subject.of(self.path, other, **given, shapes=self.shapes, from_hf=self.from_hf)
         field = "mesh" if "=" in other and "(" not in other else "strategy"
         recipe = self.recipe.override(f"{field}={other}")
         mesh = _mesh_here(recipe) if self.cluster is None else _mesh_on(recipe, self.cluster)

@@ -17,8 +17,10 @@ from meshpar.commands.cli import (
     check_file,
     check_folder,
     field_options,
+    hf_option,
     prepare_devices,
     print_report,
+    with_model,
     writing,
 )
 from meshpar.sharding.errors import problem
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("recipe", type=click.Path())
 @field_options
+@hf_option
 @click.option("--cluster", metavar="GPUS", required=True, help="h100:8x8 (GPU:NODESxGPUS), or a profile's my.json.")
 @click.option("--top", metavar="N", default=5, show_default=True, type=click.IntRange(min=1), help="How many plans.")
 @click.option(
@@ -45,6 +48,7 @@ def plan(
     recipe: str,
     assignments: tuple[str, ...],
     as_json: bool,
+    from_hf: str | None,
     cluster: str,
     top: int,
     verify: int,
@@ -76,10 +80,10 @@ def plan(
     if why_not is not None and not why_not.strip():
         raise problem("--why-not", "look at no mesh", "it names the axes of one", "write --why-not fsdp=8,tensor=8")
     if growth:
-        _grow(recipe, cluster, assignments, plot=plot, as_json=as_json)
+        _grow(recipe, cluster, assignments, from_hf, plot=plot, as_json=as_json)
         return
     with contextlib.redirect_stdout(sys.stderr):  # a recipe may print; the report has standard output for itself
-        found = plans_for(recipe, cluster, assignments, top=top, verify=verify)
+        found = plans_for(recipe, cluster, assignments, from_hf, top=top, verify=verify)
     if save:
         with writing(save):
             found.save(save)
@@ -94,11 +98,13 @@ def _is_given(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
-def _grow(recipe: str, cluster: str, assignments: tuple[str, ...], *, plot: str | None, as_json: bool) -> None:
+def _grow(
+    recipe: str, cluster: str, assignments: tuple[str, ...], from_hf: str | None, *, plot: str | None, as_json: bool
+) -> None:
     from meshpar.planner.growth import grow
 
     with contextlib.redirect_stdout(sys.stderr):
-        search = plans_for(recipe, cluster, assignments, top=1, verify=0).search
+        search = plans_for(recipe, cluster, assignments, from_hf, top=1, verify=0).search
     assert search is not None
     found = grow(search.workload, search.cluster)
     print_report(found, as_json=as_json)
@@ -109,7 +115,9 @@ def _grow(recipe: str, cluster: str, assignments: tuple[str, ...], *, plot: str 
             plots.growth(found).savefig(plot)
 
 
-def plans_for(path: str, cluster: str, assignments: tuple[str, ...], *, top: int, verify: int) -> Plans:
+def plans_for(
+    path: str, cluster: str, assignments: tuple[str, ...], from_hf: str | None = None, *, top: int, verify: int
+) -> Plans:
     """The plans of a recipe; errors are those of `load_recipe` and `planner.plan.plan`."""
     from meshpar.commands.explain import batch_of
     from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
@@ -118,7 +126,7 @@ def plans_for(path: str, cluster: str, assignments: tuple[str, ...], *, top: int
     from meshpar.sharding.mesh import MeshSpec
 
     pod = parse_cluster(cluster)
-    recipe = load_recipe(path, devices=pod.num_devices).override(*assignments)
+    recipe = with_model(load_recipe(path, devices=pod.num_devices).override(*assignments), from_hf, assignments)
     model = build_model(recipe)
     return plan_for(
         model,

@@ -37,6 +37,7 @@ from meshpar.sharding.host import check_file
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, is_whole, near, path_str, problem
+from meshpar.training.lora import Lora
 from meshpar.training.moments import DTYPES, moments_in, offloaded
 from meshpar.training.muon import matrices, muon
 from meshpar.training.options import StepOptions
@@ -278,6 +279,8 @@ class Recipe:
     """(model, batch, key) -> (loss, metrics)."""
     data: DataSource
     """What it is trained on."""
+    lora: Lora | None = None
+    """Adapters to train in place of the model's own matrices, as in `mp.lora`; None: all of it is trained."""
     optimizer: AdamW | Optax | Optimizer = dataclasses.field(default_factory=AdamW)
     """How it is trained."""
     steps: int
@@ -288,6 +291,9 @@ class Recipe:
     """Micro-steps that share one update."""
     accumulate_mode: Literal["each", "once"] = "each"
     """Reduce the gradients of every micro-step into shards, or keep whole sums and reduce once."""
+    weight: str | None = None
+    """A metric by which micro-steps are weighed in the mean, as in `train_step`; None: the data's own, where it has one
+    (`ChatData` has "learnt"), else all alike."""
     precision: Precision = dataclasses.field(default_factory=Precision)
     """Dtypes of parameters, compute and the reduction of gradients."""
     remat: str | None = None
@@ -316,6 +322,7 @@ class Recipe:
         _check_kind("mesh", self.mesh, MeshSpec, "mp.MeshSpec(fsdp=4, tensor=2)")
         object.__setattr__(self, "strategy", as_strategy(self.strategy))
         _check_kind("precision", self.precision, Precision, 'mp.Precision(compute="bfloat16")')
+        _check_kind("lora", self.lora or Lora(), Lora, "mp.lora(rank=8)")
         for field, wants in (("model", "build"), ("data", "open"), ("optimizer", "build"), ("loss", "__call__")):
             _check_offers(field, getattr(self, field), wants)
         for field in ("steps", "batch_size", "validate_every", "checkpoint_every", "keep_checkpoints"):
@@ -347,6 +354,7 @@ class Recipe:
             remat=self.remat,
             interleave=self.interleave,
             nonfinite=self.nonfinite,
+            weight=self.weight or getattr(self.data, "weight", None),
             xla=self.xla,
         )
 
@@ -386,8 +394,9 @@ def _check_offers(field: str, value: object, method: str) -> None:
 
 
 def build_model(recipe: Recipe) -> Model:
-    """The recipe's model, described."""
-    return recipe.model if isinstance(recipe.model, Model) else recipe.model.build()
+    """The recipe's model, described, with its adapters."""
+    model = recipe.model if isinstance(recipe.model, Model) else recipe.model.build()
+    return model if recipe.lora is None else recipe.lora(model)
 
 
 def build_optimizer(recipe: Recipe, model: Model, mesh: AnyMesh) -> optax.GradientTransformation:

@@ -32,8 +32,8 @@ from meshpar.commands.recipe import (
 )
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
-from meshpar.interop.hf import config_of, load_hf
-from meshpar.interop.runs import keep_beside
+from meshpar.interop.hf import check_weights, config_of, load_hf
+from meshpar.interop.runs import check_source, keep_beside
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
@@ -59,6 +59,7 @@ from meshpar.training.loop import (
     read_lines,
     restore_or_init,
 )
+from meshpar.training.lora import merged_params
 from meshpar.training.precision import cast_floating
 from meshpar.training.profile import Profile
 from meshpar.training.state import Setup, TrainState, make_setup
@@ -114,7 +115,7 @@ def train(
     screen, folder, began_s = Screen(stream or sys.stdout), Path(out) / recipe.name, time.time()
     check_writers(recipe.writers)
 
-    recipe = recipe if from_hf is None else with_hf(recipe, from_hf)
+    recipe = recipe if from_hf is None else _begun_with(recipe, from_hf, folder, fresh)
     pod = this_pod()
     if pod is not None:
         pod.agree("recipe", recipe.to_json(), fix="start every process with the same command and recipe file")
@@ -164,6 +165,16 @@ def _state(
     return restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
 
 
+def _begun_with(recipe: Recipe, from_hf: str | Path, folder: Path, fresh: bool) -> Recipe:
+    """`with_hf`, and the weights looked at before anything is written: those of the run, where it has begun."""
+    recipe = with_hf(recipe, from_hf)
+    if fresh or not any((folder / "checkpoints").glob("*")):
+        check_weights(from_hf)
+    else:
+        check_source(from_hf, folder)
+    return recipe
+
+
 def _pretrained(from_hf: str | Path, setup: Setup, key: int) -> TrainState:
     return load_hf(from_hf, setup, key=key)
 
@@ -174,7 +185,7 @@ def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
     Raises:
       ValueError: the recipe's model is no decoder; a config.json that is none of ours.
     """
-    from meshpar.data import TextData
+    from meshpar.data import ChatData, TextData
     from meshpar.models.config import TransformerConfig
 
     model, data = recipe.model, recipe.data
@@ -183,7 +194,7 @@ def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
         raise problem(f"--from-hf {folder}", "train its model", f"the recipe's is a {type(model).__name__}", fix)
     kept = {name: getattr(model, name) for name in KEPT}
     tokenizer = Path(folder) / "tokenizer.json"
-    if isinstance(data, TextData) and tokenizer.exists():
+    if isinstance(data, TextData | ChatData) and tokenizer.exists():
         data = dataclasses.replace(data, tokenizer=str(tokenizer))
     return recipe.replace(model=config_of(folder, **kept), data=data)
 
@@ -487,11 +498,12 @@ def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
 
     assert recipe.sample is not None
     wanted, setup = recipe.sample, state.setup
+    plain = setup.model if recipe.lora is None else build_model(recipe.replace(lora=None))
     prompt = np.asarray(source.encode(wanted.prompt), np.int32)[None]
 
     def write(params: Any, extra: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
         with use(setup.mesh, setup.strategy):
-            model = setup.model.bind(cast_floating(params, recipe.precision.compute), extra)
+            model = plain.bind(cast_floating(params, recipe.precision.compute), extra)
             return generate(
                 model,
                 prompt,
@@ -501,7 +513,7 @@ def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
                 temperature=wanted.temperature,
             )
 
-    tokens = jax.jit(write)(state.params, state.extra, prompt, jax.random.key(recipe.seed))
+    tokens = jax.jit(write)(merged_params(state), state.extra, prompt, jax.random.key(recipe.seed))
     return source.decode(np.asarray(tokens)[0])
 
 

@@ -3,9 +3,9 @@
     files ─► documents ─► train | held out ─► token streams ─► windows ─► batches ──► global arrays
     text.py               split.py            tokens.py        rows.py     batches.py  assembly.py
 
-`TextData` and `ArrayData` describe data; `.open(batch_size=, seed=)` reads it and gives a `Source`: `train()`,
-`valid()`, `describe()`. `baseline.py` says what a bigram model reaches on the same held-out tokens. Names are imported
-when they are first used.
+`TextData`, `ChatData` and `ArrayData` describe data; `.open(batch_size=, seed=)` reads it and gives a `Source`:
+`train()`, `valid()`, `describe()`. `baseline.py` says what a bigram model reaches on the same held-out tokens. Names
+are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshpar.data.assembly import Batch, Sharding
     from meshpar.data.baseline import Baseline, CrossEntropy, bigram_baseline
     from meshpar.data.batches import Batches, ValidBatches
+    from meshpar.data.chat import ChatData, ChatSource
     from meshpar.data.corpus import TextData, TextSource
     from meshpar.data.rows import ArrayRows, Rows, Windows
     from meshpar.data.source import DataSource, Source
@@ -28,6 +29,6 @@ __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [  # noqa: RUF022
     "ArrayData", "ArraySource", "Baseline", "CrossEntropy", "bigram_baseline", "Batch", "Batches", "Sharding",
-    "ValidBatches", "TextData", "TextSource", "ArrayRows", "Rows", "Windows", "DataSource", "Source", "ByteTokenizer",
-    "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer",
+    "ValidBatches", "ChatData", "ChatSource", "TextData", "TextSource", "ArrayRows", "Rows", "Windows", "DataSource",
+    "Source", "ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer",
 ]  # fmt: skip

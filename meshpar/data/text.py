@@ -227,6 +227,10 @@ def _jsonl(file: File, text_field: str) -> Iterator[Document]:
 
 
 def _json_text(where: str, line: bytes, text_field: str) -> str:
+    return _text_of(where, _json_row(where, line), text_field)
+
+
+def _json_row(where: str, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except RecursionError as error:
@@ -243,7 +247,37 @@ def _json_text(where: str, line: bytes, text_field: str) -> str:
         raise problem(where, "read a JSON object", f"{error}"[:100], "leave the line out") from error
     if not isinstance(row, dict):
         raise problem(where, "read a JSON object", f"it holds a {type(row).__name__}", "write one JSON object a line")
-    return _text_of(where, row, text_field)
+    return row
+
+
+def records(files: Iterable[File], field: str) -> Iterator[tuple[str, str, Any]]:
+    """What a field holds in each line of .jsonl files and each row of .parquet files: (name, where, value).
+
+    Raises:
+      ValueError: a file of another kind, one that is damaged, a line that is no JSON object, a row without that field.
+    """
+    for file in files:
+        if file.path.suffix == ".parquet":
+            with _table(file) as table:
+                if field not in table.schema_arrow.names:
+                    fix = f"name another ({near(field, table.schema_arrow.names)})"
+                    raise problem(f"{file.path}", f"take column `{field}`", "it has no such column", fix)
+                found = (value for batch in _batches(file, table, field) for value in batch.column(0).to_pylist())
+                for number, value in enumerate(found, start=1):
+                    yield f"{file.name}:{number}", f"{file.path}, row {number}", value
+        elif file.path.suffix == ".jsonl":
+            for number, line in enumerate(_file_bytes(file).split(b"\n"), start=1):
+                where = f"{file.path}, line {number}"
+                try:
+                    row = _json_row(where, line) if line.strip() else None
+                except UnicodeError as error:
+                    raise _not_utf8(where, error) from error
+                if row is not None and field not in row:
+                    raise problem(where, f"take field `{field}`", "it has no such field", near(field, row))
+                if row is not None:
+                    yield f"{file.name}:{number}", where, row[field]
+        else:
+            raise problem(f"{file.path}", "read its rows", "it is neither .jsonl nor .parquet", "name one of these")
 
 
 def _text_of(where: str, row: dict[str, Any], text_field: str) -> str:
@@ -257,16 +291,19 @@ def _text_of(where: str, row: dict[str, Any], text_field: str) -> str:
     return row[text_field]
 
 
-def _parquet(file: File, text_field: str) -> Iterator[Document]:
+def _table(file: File) -> Any:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(file.path)
+        return pyarrow.parquet.ParquetFile(file.path)
     except (pyarrow.ArrowInvalid, OSError) as error:
         fix = "name a parquet file, or rename a file of another kind"
         raise problem(f"{file.path}", "read it as parquet", f"it is not ({error})", fix) from error
-    with table:
+
+
+def _parquet(file: File, text_field: str) -> Iterator[Document]:
+    with _table(file) as table:
         _check_column(file, table.schema_arrow, text_field)
         row = 0
         for batch in _batches(file, table, text_field):

@@ -46,6 +46,10 @@ class Tokenizer(Protocol):
         """`encode` of every text, together where that is faster."""
         ...
 
+    def encode_with_places(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
+        """`encode`, and at which character of the text each token begins."""
+        ...
+
     def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
         """The text that the tokens spell."""
         ...
@@ -63,6 +67,11 @@ class ByteTokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " tokens"]]:
         return [self.encode(text) for text in texts]
+
+    def encode_with_places(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
+        """Ids, and at which character of the text each begins."""
+        widths = [len(character.encode()) for character in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), widths)
 
     def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
         """The text; bytes that are not UTF-8, as a model may write, become U+FFFD."""
@@ -101,6 +110,12 @@ class HuggingFaceTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " tokens"]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+
+    def encode_with_places(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
+        """Ids, and at which character of the text each begins."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        places = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+        return np.array(encoding.ids, dtype=self._dtype), places
 
     def encode_prompt(self, text: str) -> UInt[np.ndarray, " tokens"]:
         """The text's tokens with the special ones that the file puts around a text, as Llama's beginning is."""

@@ -1,4 +1,4 @@
-"""Other frameworks' checkpoints in and out: `from_hf` and `to_hf` for folders of Hugging Face's."""
+"""Other frameworks' checkpoints in and out: `from_hf`, `to_hf` for Hugging Face's folders, `to_peft` for adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
     from meshpar.interop.hf import config_of, from_hf, load_hf, to_hf
+    from meshpar.interop.peft import load_peft, lora_of_peft, to_peft
 
 __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["config_of", "from_hf", "load_hf", "to_hf"]
+__all__ = ["config_of", "from_hf", "load_hf", "load_peft", "lora_of_peft", "to_hf", "to_peft"]

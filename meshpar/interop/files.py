@@ -93,14 +93,15 @@ class Folder:
 
     Args:
       path: of the folder.
+      single: the file's name where there is no index.
 
     Raises:
       ValueError: no such folder or no safetensors in it; an index that names files outside, or says what they do not
         hold; a file that is none; a dtype that is none of weights.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, single: str = SINGLE) -> None:
+        self.path, self._single = Path(path), single
         self._files: dict[str, Any] = {}
         self._opened = contextlib.ExitStack()
         try:
@@ -133,7 +134,7 @@ class Folder:
     def _entries(self) -> dict[str, Entry]:
         files = self._listed()
         entries: dict[str, Entry] = {}
-        for file in sorted({*files.values()} or {SINGLE}):
+        for file in sorted({*files.values()} or {self._single}):
             for name, entry in self._held(file):
                 if name in entries:
                     raise problem(
@@ -155,10 +156,10 @@ class Folder:
         if not self.path.is_dir():
             raise problem(f"folder `{self.path}`", "read a model", "there is no such folder", "name a folder")
         index = self.path / INDEX
-        if not index.exists():
-            if not (self.path / SINGLE).is_file():
+        if self._single != SINGLE or not index.exists():
+            if not (self.path / self._single).is_file():
                 pickled = any(self.path.glob("*.bin")) or any(self.path.glob("*.pt*"))
-                exists = f"it has neither {SINGLE} nor {INDEX}"
+                exists = f"it has neither {self._single} nor {INDEX}"
                 exists += "; pickled files are never read: they run what they like" * pickled
                 fix = "save it by save_pretrained(..., safe_serialization=True)" if pickled else "download the weights"
                 raise problem(f"folder `{self.path}`", "read a model", exists, fix)
@@ -224,7 +225,9 @@ def assigned(sizes: Iterable[tuple[str, int]], most_bytes: int) -> dict[str, str
     }
 
 
-def write(folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int) -> None:
+def write(
+    folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int, *, index: bool = True
+) -> None:
     """Write tensors to their files, one file in memory at a time, and the index where there are several.
 
     Args:
@@ -232,14 +235,15 @@ def write(folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarr
       files: the file of each tensor.
       make: a tensor by its name.
       total_bytes: of all, for the index.
+      index: whether there is one.
     """
     save_file = library().numpy.save_file
     for file in dict.fromkeys(files.values()):
         held = {name: np.ascontiguousarray(make(name)) for name, of in files.items() if of == file}
         save_file(held, str(folder / file), metadata={"format": "pt"})
-    if set(files.values()) != {SINGLE}:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
-        write_json(folder / INDEX, index)
+    if index and set(files.values()) != {SINGLE}:
+        document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+        write_json(folder / INDEX, document)
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

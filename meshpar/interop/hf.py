@@ -31,6 +31,7 @@ from meshpar.parallel import Strategy
 from meshpar.sharding.context import apart
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import PyTree, near, problem, tree_leaves_with_paths
+from meshpar.training.lora import Lora, fresh_pairs, merged_params, of_pair
 from meshpar.training.precision import Precision
 from meshpar.training.state import Setup, TrainState, make_setup
 
@@ -60,6 +61,7 @@ def from_hf(
     tx: optax.GradientTransformation | None = None,
     dtype: str | None = None,
     precision: Precision | None = None,
+    lora: Lora | None = None,
     key: jax.Array | int = 0,
     **changes: Any,
 ) -> tuple[TransformerConfig, TrainState]:
@@ -74,6 +76,7 @@ def from_hf(
       tx: the optimizer, to train with; None: none, to look at the model or to write it elsewhere.
       dtype: of the parameters; None: the widest that the files have, so that nothing is rounded.
       precision: as for `init_state`; its parameters' dtype goes before `dtype`.
+      lora: adapters to train in place of the model's matrices, as in `mp.lora`.
       key: a jax random key, or a seed, of training.
       **changes: fields of the config to change: `attention="cudnn"`, `vocab_chunk=8192`.
 
@@ -94,7 +97,8 @@ def from_hf(
         _check_dtype("from_hf(dtype=...)", param_dtype)
         config = dataclasses.replace(described.config, param_dtype=param_dtype, **changes)
         tx = optax.identity() if tx is None else tx
-        setup = make_setup(config.build(), tx, mesh=mesh, strategy=strategy, precision=precision)
+        model = config.build() if lora is None else lora(config.build())
+        setup = make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision)
         return config, _load(files, described, setup, key)
 
 
@@ -108,6 +112,16 @@ def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> Tr
         described = describe(Path(folder))
         _check(files, described)
         return _load(files, described, setup, key)
+
+
+def check_weights(folder: str | Path) -> None:
+    """Look whether a folder's files hold the tensors that its `config.json` says; numbers are not read.
+
+    Raises:
+      ValueError: as `from_hf`.
+    """
+    with Folder(folder) as files:
+        _check(files, describe(Path(folder)))
 
 
 def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
@@ -226,12 +240,17 @@ def widest(files: Folder, described: Described) -> str:
     """The widest dtype that the files have of parameters, in which none of them is rounded."""
     names = {name for one in described.family.tensors(described.config) if not one.is_extra for name, _ in one.names()}
     found = {jnp.dtype(files.entries[name].dtype) for name in names}
+    if jnp.dtype("float64") in found:  # which jax would take for 32 bits here
+        return "float64"
     return jnp.dtype(jnp.result_type(*found)).name
 
 
 def _check_dtype(where: str, dtype: str) -> None:
     if dtype not in PARAM_DTYPES:
         raise problem(where, f"be {dtype!r}", f"weights are {', '.join(PARAM_DTYPES)}", "use one of them")
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        exists = "jax keeps 32 bits of them unless jax_enable_x64 is set, and would round them without a word"
+        raise problem(where, f"be {dtype!r}, as the files or you say", exists, 'say so: dtype="float32", or set it')
 
 
 def _check(files: Folder, described: Described) -> None:
@@ -279,7 +298,8 @@ def _load(files: Folder, described: Described, setup: Setup, key: jax.Array | in
     like = setup.abstract
     of_params = {one.ours: one for one in tensors if not one.is_extra}
     of_extra = {one.ours: one for one in tensors if one.is_extra}
-    given = {path: leaf.shape for path, leaf in tree_leaves_with_paths(like.params)}
+    given = {path: leaf.shape for path, leaf in tree_leaves_with_paths(like.params) if not of_pair(path)}
+    pairs = fresh_pairs(setup, key)
     if given != {path: one.shape for path, one in of_params.items()}:
         wrong = next(path for path in sorted(given.keys() | of_params) if path not in of_params
                      or given.get(path) != of_params[path].shape)  # fmt: skip
@@ -287,12 +307,12 @@ def _load(files: Folder, described: Described, setup: Setup, key: jax.Array | in
         raise problem(f"load_hf, `{wrong}`", "put weights into the model", exists, "build it of config_of(folder, ...)")
 
     def param(path: str, leaf: Any) -> jax.Array:
-        return _born(files, of_params[path], leaf)
+        return pairs[path] if path in pairs else born(files, of_params[path], leaf)
 
     def extra(path: str, leaf: Any) -> jax.Array:
         end = next((one for ours, one in of_extra.items() if path.endswith(ours)), None)
         if end is not None:
-            return _born(files, end, leaf)
+            return born(files, end, leaf)
         return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # what was counted since the last step
 
     return setup.begin(_mapped(param, like.params), _mapped(extra, like.extra), key)
@@ -303,7 +323,7 @@ def _mapped(f: Any, tree: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def _born(files: Folder, tensor: Tensor, like: jax.ShapeDtypeStruct) -> jax.Array:
+def born(files: Folder, tensor: Tensor, like: jax.ShapeDtypeStruct) -> jax.Array:
     """An array in its shards, each read from the files by itself and let go of before the next one is read."""
     owners: dict[Any, list[jax.Device]] = {}
     indices: dict[Any, Any] = {}
@@ -354,7 +374,7 @@ def to_hf(
     Of the host's memory this takes one file at a time.
 
     Args:
-      state: a state, or its parameters alone. All on devices of this process.
+      state: a state, or its parameters alone. All on devices of this process. A state's adapters are merged.
       config: of the model.
       folder: a new one.
       like: the folder the model came from, or `hf` of a run: names the family, and gives what is not ours: other fields
@@ -369,7 +389,11 @@ def to_hf(
     Raises:
       ValueError: the folder is there already; a config that no family has; parameters of another model.
     """
-    params, extra = (state.params, state.extra) if isinstance(state, TrainState) else (state, {})
+    params, extra = (merged_params(state), state.extra) if isinstance(state, TrainState) else (state, {})
+    for path, _ in tree_leaves_with_paths(params):
+        if of_pair(path):
+            exists, fix = "a state says how they count, parameters alone do not", "give the state"
+            raise problem(f"to_hf, `{path}`", "merge adapters", exists, fix)
     if dtype is not None:
         _check_dtype("to_hf(dtype=...)", dtype)
     with contextlib.ExitStack() as stack:
@@ -378,7 +402,7 @@ def to_hf(
         document = _document(written(config, family), source, dtype)
         has_files = like is not None and any((Path(like) / name).exists() for name in (SINGLE, INDEX))
         files = stack.enter_context(Folder(like)) if like is not None and has_files else None
-        made = _Made(family.tensors(config), params, extra, files, dtype)
+        made = Made(family.tensors(config), params, extra, files, dtype)
         kept = [] if source is None else kept_names(source)
         made.kept = tuple(name for name in kept if files is not None and name in files.entries)
         fresh = stack.enter_context(whole_folder(folder))
@@ -420,7 +444,7 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
     return theirs
 
 
-class _Made:
+class Made:
     """The tensors of a model to write, made one at a time of the arrays they are parts of."""
 
     def __init__(

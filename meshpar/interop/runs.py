@@ -6,6 +6,7 @@ runs/<name>/  checkpoints/ · hf/ (config.json, tokenizer, tensors that our deco
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from meshpar.interop.files import SINGLE, Folder, read_json, write
+from meshpar.interop.files import SINGLE, Folder, read_json, write, write_json
 from meshpar.interop.hf import CONFIG, config_of, copy_beside, describe, from_hf, kept_names
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.moe.config import MoEConfig
@@ -23,13 +24,18 @@ from meshpar.parallel import Strategy
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import problem
 from meshpar.training.checkpoint import Checkpoints
+from meshpar.training.lora import Lora, merged_params
 from meshpar.training.state import TrainState, make_setup
 
 BESIDE_RUN = "hf"
 """Folder of a run that `to_hf` goes by."""
 CHECKPOINTS = "checkpoints"
+SOURCE = "source.json"
+"""In it, which folder that was."""
+_LOOKED_AT = 2**20
 _PARTS = {
-    one.__name__: one for one in (LatentAttention, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
+    one.__name__: one
+    for one in (LatentAttention, Lora, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
 }
 
 
@@ -50,7 +56,36 @@ def keep_beside(source: str | Path, run: Path) -> Path:
         if kept:
             total = sum(files.entries[name].nbytes for name in kept)
             write(to, dict.fromkeys(kept, SINGLE), files.whole, total)
+    write_json(to / SOURCE, {"folder": str(source), "fingerprint": fingerprint_of(source)})
     return to
+
+
+def check_source(source: str | Path, run: Path) -> None:
+    """Look whether a folder is the one that a run's model came from.
+
+    Raises:
+      ValueError: its files are others.
+    """
+    kept = run / BESIDE_RUN / SOURCE
+    if Path(source).resolve() == kept.parent.resolve():
+        return
+    if kept.exists() and read_json(kept).get("fingerprint") != fingerprint_of(source):
+        exists = f"the run began with the weights of another folder ({str(read_json(kept).get('folder'))[:200]})"
+        fix = "name that folder, or use --name for a new run beside it, or --fresh to begin anew"
+        raise problem(f"--from-hf {source}", f"go on with {run}", exists, fix)
+
+
+def fingerprint_of(source: str | Path) -> str:
+    """Tells folders of weights apart: by the names, sizes and ends of their files, not by all that they hold."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(source).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for at in (0, size // 2, max(size - _LOOKED_AT, 0)):
+                file.seek(at)
+                digest.update(file.read(_LOOKED_AT))
+    return digest.hexdigest()
 
 
 def like_of(run: Path) -> Path | None:
@@ -61,7 +96,7 @@ def like_of(run: Path) -> Path | None:
 def opened(
     folder: str | Path, *, mesh: Mesh, strategy: Strategy | Rules, dtype: str | None = None, step: int | None = None
 ) -> tuple[TransformerConfig, TrainState]:
-    """The model of a run, or of a folder of Hugging Face's, without an optimizer.
+    """The model of a run, or of a folder of Hugging Face's, without an optimizer; a run's adapters are merged.
 
     Args:
       folder: of either; a run is one that has `checkpoints/`.
@@ -82,16 +117,39 @@ def opened(
         exists = "a run is opened in the dtype that it has"
         fix = "leave --dtype out, or convert to-hf first"
         raise problem(f"run `{path}`", f"open its model in {dtype}", exists, fix)
+    config, state = restored_run(path, mesh=mesh, strategy=strategy, step=step)
+    return config, merged(state, config)
+
+
+def merged(state: TrainState, config: TransformerConfig) -> TrainState:
+    """A decoder's state without adapters, which are in its matrices then, and without an optimizer."""
+    if state.setup.model.lora is None:
+        return state
+    setup = make_setup(config.build(), optax.identity(), mesh=state.setup.mesh, strategy=state.setup.strategy)
+    return setup.begin(merged_params(state), state.extra, 0)
+
+
+def restored_run(
+    path: Path, *, mesh: Mesh, strategy: Strategy | Rules, step: int | None = None
+) -> tuple[TransformerConfig, TrainState]:
+    """The model of a run as it trained it, with adapters where it has them; arguments and errors as `opened`."""
     with Checkpoints(path / CHECKPOINTS) as checkpoints:
         table = checkpoints.stored(step).get("params/embed/embedding")
         if table is None:
             exists, fix = "its model is none of the shipped decoders", "take a run of a TransformerConfig"
             raise problem(f"run `{path}`", "open its model", exists, fix)
-        config = config_of_run(path, param_dtype=table["dtype"])
-        setup = make_setup(config.build(), optax.identity(), mesh=mesh, strategy=strategy)
+        config, lora = config_of_run(path, param_dtype=table["dtype"]), lora_of_run(path)
+        model = config.build() if lora is None else lora(config.build())
+        setup = make_setup(model, optax.identity(), mesh=mesh, strategy=strategy)
         restored = checkpoints.restore(setup, step, weights_only=True)
         assert restored is not None
         return config, restored.state
+
+
+def lora_of_run(run: Path) -> Lora | None:
+    """The adapters that a run trained; None: it trained the whole model."""
+    path = run / "recipe.json"
+    return _from_plain(read_json(path).get("lora")) if path.exists() else None
 
 
 def config_of_run(run: Path, **changes: Any) -> TransformerConfig:

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from meshpar.models.config import TransformerConfig
+from meshpar.sharding.types import PAIR, problem
 from meshpar.training.precision import dot_general
 
 Initializer = nnx.initializers.Initializer
@@ -42,6 +43,19 @@ def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
         )
 
     return make
+
+
+def bare(layer: nnx.LinearGeneral) -> Array:
+    """A layer's matrix, to multiply by elsewhere.
+
+    Raises:
+      ValueError: the layer has adapters, which would be left out.
+    """
+    if hasattr(layer, PAIR[0]):
+        exists = "here its matrix is used without the layer, as overlapped matmuls, heads and cached latents do"
+        fix = 'leave it out of lora(modules=...), use tensor_matmul="xla", or merge the adapters first'
+        raise problem("lora", "add what adapters make to what their layer makes", exists, fix)
+    return layer.kernel[...]
 
 
 def nnx_norm(cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed") -> nnx.RMSNorm:

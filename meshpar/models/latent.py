@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshpar.models import layers
-from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, linen_norm, nnx_linear, nnx_norm
+from meshpar.models.annotated import bare, into_residual, linen_kernel, linen_linear, linen_norm, nnx_linear, nnx_norm
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import LayerCache, Rope
 
@@ -83,7 +83,7 @@ class NNXLatentAttention(nnx.Module):
         if cache is None:
             o_BTHW = attend(self.cfg, q_BTHD, self.key_up(c_BTC), r_BTR, self.value_up(c_BTC), angles)
         else:
-            up = (self.key_up.kernel[...], self.value_up.kernel[...])
+            up = (bare(self.key_up), bare(self.value_up))
             o_BTHW, cache = attend_to_latents(self.cfg, q_BTHD, c_BTC, r_BTR, *up, angles, cache, length)
         return self.out(o_BTHW), cache
 

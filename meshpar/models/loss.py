@@ -24,24 +24,34 @@ def next_token_loss(
       model: from tokens `[B, T]` to logits `[B, T, V]`, or to an `Unembedding`, whose logits are made in chunks.
       batch: `inputs` and `targets`, both int32 `[B, T]`; target t is the token behind input t. Where rows hold several
         sequences, `segments` of the same shape, and `positions` if they are not to begin anew in each: the model is
-        given both by these names.
+        given both by these names. With `weights` of that shape, whole numbers, the mean is over targets by their
+        weight: 0 for what is not to be learnt, a prompt or padding.
       key: not used; the decoder draws nothing.
       z_loss: adds so many times the mean of `log(Z)²`, Z the sum of a token's exponentials, which keeps logits near
         zero: 1e-4, in a `functools.partial` (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways").
 
     Returns:
       the loss, float32 at the least, and metrics: `accuracy`, the share of targets that no other token outscores; with
-      `z_loss` also `nats`, the cross entropy alone.
+      `z_loss` also `nats`, the cross entropy alone; with `weights` also `learnt`, their sum, by which
+      `train_step(weight="learnt")` weighs micro-steps.
     """
     del key
     logits = model(batch["inputs"], **{name: batch[name] for name in ("positions", "segments") if name in batch})
     with jax.named_scope("loss"):
         whole_or_not = chunked_cross_entropy if isinstance(logits, Unembedding) else cross_entropy
         nats_BT, best_BT, log_z_BT = whole_or_not(logits, batch["targets"])
-        nats, metrics = nats_BT.mean(), {"accuracy": best_BT.mean(dtype=nats_BT.dtype)}
+        weights_BT = batch.get("weights")
+        counted = {} if weights_BT is None else {"learnt": weights_BT.sum()}
+
+        def mean(x_BT: Array) -> Array:
+            if weights_BT is None:
+                return x_BT.mean(dtype=nats_BT.dtype)
+            return (x_BT * weights_BT).sum(dtype=nats_BT.dtype) / jnp.maximum(counted["learnt"], 1)
+
+        nats, metrics = mean(nats_BT), {"accuracy": mean(best_BT), **counted}
         if not z_loss:
             return nats, metrics
-        return nats + z_loss * jnp.square(log_z_BT).mean(), {**metrics, "nats": nats}
+        return nats + z_loss * mean(jnp.square(log_z_BT)), {**metrics, "nats": nats}
 
 
 def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, "B T"]) -> CrossEntropy:

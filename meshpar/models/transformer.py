@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.collectives.attention import capped
 from meshpar.models import context, layers, overlap
-from meshpar.models.annotated import Initializer, into_residual, nnx_linear, nnx_norm
+from meshpar.models.annotated import Initializer, bare, into_residual, nnx_linear, nnx_norm
 from meshpar.models.config import TransformerConfig
 from meshpar.models.latent import NNXLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         inward = (self.query, self.key, self.value)
         if overlapped:
             names = ("act_heads", "act_kv_heads", "act_kv_heads")
-            q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, [one.kernel[...] for one in inward], names)
+            q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, [bare(one) for one in inward], names)
         else:
             q_BTHD, k_BTKD, v_BTKD = (one(h_BTE) for one in inward)
         if self.cfg.qk_norm:
@@ -73,7 +73,7 @@ class Attention(nnx.Module):
             **self.cfg.attention_limits,
         )
         if overlapped:
-            return overlap.matmul_scattered(o_BTHD, self.out.kernel[...], "act_heads"), cache
+            return overlap.matmul_scattered(o_BTHD, bare(self.out), "act_heads"), cache
         return self.out(o_BTHD), cache
 
 
@@ -90,9 +90,9 @@ class MLP(nnx.Module):
         """[B T E] -> [B T E]."""
         if not overlapped:
             return self.down(layers.swiglu(self.gate(h_BTE), self.up(h_BTE)))
-        inward = [self.gate.kernel[...], self.up.kernel[...]]
+        inward = [bare(self.gate), bare(self.up)]
         gate_BTM, up_BTM = overlap.gathered_matmul(h_BTE, inward, ("act_mlp", "act_mlp"))
-        return overlap.matmul_scattered(layers.swiglu(gate_BTM, up_BTM), self.down.kernel[...], "act_mlp")
+        return overlap.matmul_scattered(layers.swiglu(gate_BTM, up_BTM), bare(self.down), "act_mlp")
 
 
 class Block(nnx.Module):
@@ -190,7 +190,7 @@ class Transformer(nnx.Module):
         angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
         with jax.named_scope("head"):
-            kernel_EV = None if self.cfg.tied_embeddings else self.head.kernel[...]
+            kernel_EV = None if self.cfg.tied_embeddings else bare(self.head)
             x_BTE, kernel_EV = (x_BTE, None) if kernel_EV is None else layers.reduced_first(x_BTE, kernel_EV)
             h_BTE = layers.block_input(self.final_norm(x_BTE))
             h_BTE = context.left(h_BTE) if cache is None else h_BTE

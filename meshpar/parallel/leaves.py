@@ -35,7 +35,7 @@ from meshpar.parallel.promise import (
     size_of,
     split_axes,
 )
-from meshpar.sharding.types import Leaf, axes_of_spec
+from meshpar.sharding.types import PAIR, Decision, Leaf, axes_of_spec
 
 
 def promised(facts: Facts) -> Iterator[Promised]:
@@ -175,7 +175,7 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
     owned, split = set(owned_axes(facts, decision)), set(split_axes(facts, decision.spec))
     of_all = set(facts.batch_axes) | set(facts.context_axes)
     partial = ((of_all | set(facts.sequence_axes)) - owned - split) | ((split & of_all) - owned)
-    if is_router(decision):  # experts see the whole sequence, and so does what scores them
+    if is_router(decision) or _takes_whole(facts, decision):  # the whole sequence, as what is split over its axes
         partial -= set(facts.sequence_axes)
     if not partial:
         return None
@@ -212,6 +212,13 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
         stack=stack,
         of_leaf=True,
     )
+
+
+def _takes_whole(facts: Facts, decision: Decision) -> bool:
+    """Whether a leaf is the first of a low-rank pair beside a column-parallel matrix, and takes in what that does."""
+    module, _, name = decision.path.rpartition("/")
+    other = next((one.decision for one in facts.weights if one.decision.path == f"{module}/{PAIR[1]}"), None)
+    return name == PAIR[0] and other is not None and bool(set(split_axes(facts, other.spec)) & set(facts.sequence_axes))
 
 
 def _rows_gathered(facts: Facts, weight: Weight) -> Iterator[Promised]:

@@ -9,7 +9,7 @@ from typing import Literal
 from meshpar.parallel.part import Part, RuleSets, Trial, activations, axes_of, split
 from meshpar.parallel.promise import Facts, Promised, has_vocabulary, is_expert, parent
 from meshpar.parallel.strategy import Strategy, preset
-from meshpar.sharding.types import Decision, spec_axes
+from meshpar.sharding.types import PAIR, Decision, axes_of_spec, spec_axes
 
 VOCABULARY = "loss over a split vocabulary"
 """A role of what is promised."""
@@ -112,6 +112,9 @@ def contracted(facts: Facts) -> Iterator[Promised]:
     blocks: dict[tuple[str, str, int, bool], _SplitWeights] = {}
     for decision in leaves:
         for axis in facts.tensor_axes:
+            if decision.path.rpartition("/")[2] in PAIR:
+                yield from _of_pair(facts, decision, axis)
+                continue
             side = _side(decision, axis)
             if side is not None:
                 key = parent(decision), axis, decision.leaf.num_layers, is_expert(decision)
@@ -191,6 +194,21 @@ def _of_narrow(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
         yield promise("partial sums, backward", "sum", 1, max(1, shares), whole=True)
         if block.axis in facts.sequence_axes:
             yield promise("sequence made whole, forward", "gather", 1, 1 + facts.recomputed(stack))
+
+
+def _of_pair(facts: Facts, decision: Decision, axis: str) -> Iterator[Promised]:
+    """What the few numbers between a low-rank pair send: partial sums, of them where a split input makes them, and of
+    their gradient where they make a split output. Both are as narrow as the rank.
+    """
+    if axis not in axes_of_spec(decision.spec):
+        return
+    is_inward, stack = decision.path.endswith(PAIR[0]), decision.leaf.num_layers
+    width = decision.leaf.shape[-1] if is_inward else decision.leaf.shape[stack > 1]
+    promise = _promise_of(facts, axis, width, stack, decision, (decision,))
+    role, most = ("forward", facts.recomputed(stack)) if is_inward else ("backward", 1)
+    yield promise(f"partial sums, {role}", "sum", 1, most, whole=True)
+    if is_inward and axis in facts.sequence_axes:
+        yield promise("sequence made whole, backward", "gather", 1, 1)
 
 
 def _promise_of(

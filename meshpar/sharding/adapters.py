@@ -68,6 +68,10 @@ class Model:
     """Whether the model and the loss say themselves how every array lies: `explicit`."""
     after_update: Callable[[PyTree], PyTree] = lambda extra: extra
     """From `extra` behind the forward passes of a training step, all its micro-steps, to that of the next step."""
+    build: Callable[[Any], Any] | None = None
+    """What `from_nnx` was given."""
+    lora: Any = None
+    """The `meshpar.training.lora.Lora` whose adapters it has, which alone are trained where nothing else is said."""
 
     def abstract(self) -> Variables:
         """Shapes and dtypes of the arrays; nothing is computed."""
@@ -108,7 +112,7 @@ def key_data_like() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
 
 
-def _key(data: jax.Array) -> jax.Array:
+def key_of(data: jax.Array) -> jax.Array:
     """A typed key from raw key data; state holds raw data, which every checkpoint format knows."""
     return jax.random.wrap_key_data(data) if data.dtype == jnp.uint32 else data
 
@@ -148,6 +152,7 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         names=module.names,
         random_keys=module.random_keys,
         after_update=module.after_update,
+        build=build,
     )
 
 
@@ -181,7 +186,7 @@ class _Nnx:
         return graphs[0], *parts
 
     def init(self, key: jax.Array) -> Variables:
-        return _split(self._made(_key(key)))
+        return _split(self._made(key_of(key)))
 
     def bind(self, params: PyTree, extra: PyTree) -> Any:
         from flax import nnx
@@ -282,7 +287,7 @@ def _filled(like: Any, values: PyTree) -> Any:
     for path, one in nnx.to_flat_state(like):
         value = functools.reduce(lambda node, part: node[str(part)], path, values)
         # A variable holds an array, or a tree of them, or nothing; what stands outside of variables is bare.
-        value = jax.tree.map(lambda like, x: _key(x) if _is_key(like) else x, _value_of(one), value)
+        value = jax.tree.map(lambda like, x: key_of(x) if _is_key(like) else x, _value_of(one), value)
         filled.append((path, one.replace(value) if isinstance(one, nnx.Variable) else value))
     return nnx.from_flat_state(filled)
 
@@ -409,7 +414,7 @@ class _Linen:
 
     def _boxed(self, key: jax.Array) -> Any:
         args, kwargs = jax.tree.map(_array, (self._args, self._kwargs))
-        params_key, other_key = jax.random.split(_key(key))
+        params_key, other_key = jax.random.split(key_of(key))
         init = functools.partial(self._module.init, {"params": params_key, "dropout": other_key}, *args, **kwargs)
         try:
             # In a mesh Linen takes the names of parameters for mesh axes, and lays each out by them as it is made.
@@ -622,7 +627,7 @@ def from_functions(
     given = {path: _names_of(path, dims) for path, dims in (names or {}).items()}
 
     def make(key: jax.Array) -> Variables:
-        made = init(_key(key))
+        made = init(key_of(key))
         params, extra = _two(made, "init", "(params, state)") if keeps_state else (made, {})
         paths = {path for path, _ in tree_leaves_with_paths(params)}
         for path in (path for path in given if path not in paths):

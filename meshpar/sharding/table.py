@@ -222,7 +222,7 @@ def lay_out(
         cast = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
         variables = variables._replace(params=cast)
     leaves, extra_leaves = _leaves(variables.params, names), _leaves(variables.extra, {})
-    leaves = _with_frozen(leaves, trainable)
+    leaves = _with_frozen(leaves, model.lora.trained if trainable is None and model.lora is not None else trainable)
     trained = [leaf.is_trained for leaf in leaves]
     parts = (strategy.params, strategy.grads, strategy.optimizer)
     by_stage = ByStage.of(strategy, mesh)

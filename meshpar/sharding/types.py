@@ -148,6 +148,10 @@ def without_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a not in left_out) or None for entry in spec))
 
 
+PAIR = ("lora_a", "lora_b")
+"""Names of the low-rank pair beside a layer's `kernel`: from its inputs to a few numbers, and from these on."""
+
+
 def scores_experts(names: Names) -> bool:
     """Whether these are the dims of a router: a matrix, stacked or not, whose last dim is the experts'."""
     return names[-1:] == ("expert",) and "embed" in names

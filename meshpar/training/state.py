@@ -166,7 +166,7 @@ class Setup:
     @apart()
     def init(self, key: jax.Array | int) -> TrainState:
         """Make the state; every array is born in its shards."""
-        return self._jitted_init(_key_data(key))
+        return self._jitted_init(key_words(key))
 
     @apart()
     def begin(self, params: PyTree, extra: PyTree, key: jax.Array | int) -> TrainState:
@@ -178,7 +178,7 @@ class Setup:
 
         lie = self.shardings
         made = self.jit(rest, (lie.opt_state, lie.key))
-        opt_state, step_key = made(_key_data(key), self.trained(params))
+        opt_state, step_key = made(key_words(key), self.trained(params))
         zeros = self.jit(lambda: (jnp.zeros((), jnp.int32),) * 2, (lie.step, lie.skipped))()
         step, skipped = zeros
         return TrainState(
@@ -392,7 +392,7 @@ def _check_kept(path: str, x: Any, dtype: np.dtype, is_kept: bool) -> None:
         )
 
 
-def _key_data(key: jax.Array | int) -> np.ndarray:
+def key_words(key: jax.Array | int) -> np.ndarray:
     """Raw data of a key or a seed, on the host so that it belongs to no device yet."""
     key = jax.random.key(key) if isinstance(key, int | np.integer) else key
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

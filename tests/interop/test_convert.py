@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import meshpar as mp
 from meshpar.commands import cli
@@ -17,7 +19,7 @@ from meshpar.commands.recipe import load_recipe
 from meshpar.commands.train import train
 from meshpar.interop import from_hf, to_hf
 from meshpar.interop.files import whole_folder
-from meshpar.interop.runs import BESIDE_RUN
+from meshpar.interop.runs import BESIDE_RUN, check_source, keep_beside
 from meshpar.models import TransformerConfig
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.interrupts import scratch
@@ -34,7 +36,7 @@ def run(*args: str) -> None:
     assert not end.value.code
 
 
-@pytest.mark.parametrize("kind", cases("deepseek_v3", grid=KINDS))
+@pytest.mark.parametrize("kind", cases("qwen3", grid=KINDS))
 def test_a_folder_as_a_run_and_back(kind, tmp_path):
     source = folder_of(kind, tmp_path / "source")
     layout = ("--mesh", "fsdp=4,tensor=2", "--strategy", "fsdp() | tensor_parallel()", "--devices", "8")
@@ -44,6 +46,51 @@ def test_a_folder_as_a_run_and_back(kind, tmp_path):
     for name in ("model.safetensors", "tokenizer.json"):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_shard_explain_and_plan_take_the_folders_model(tmp_path, capsys):
+    source = folder_of("qwen3", tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    run("shard", str(RECIPE), "--from-hf", str(source), "--devices", "4", "--json")
+    leaves = json.loads(capsys.readouterr().out)["leaves"]
+    assert [24, 16] in [leaf["shape"] for leaf in leaves]
+    assert any(leaf["path"] == "layers/attention/query_norm/scale" for leaf in leaves)
+    from meshpar.commands.explain import Subject
+
+    subject = Subject.of(str(RECIPE), None, layout=(), assignments=(), shapes=None, from_hf=str(source))
+    assert subject.recipe.model.qk_norm
+    assert subject.against("fsdp=4,data=2").recipe.model.qk_norm
+    with pytest.raises(mp.MeshparError, match="the folder says it"):
+        Subject.of(str(RECIPE), None, layout=(), assignments=("model.num_layers=3",), shapes=None, from_hf=str(source))
+
+
+def test_a_folder_that_is_not_the_runs_or_is_damaged_is_told_before_anything_is_written(tmp_path):
+    source, other = small_folder(tmp_path / "source"), tmp_path / "other"
+    shutil.copytree(source, other)
+    run_folder = tmp_path / "run"
+    keep_beside(source, run_folder)
+    check_source(source, run_folder)
+    check_source(run_folder / BESIDE_RUN, run_folder)
+    content = bytearray((other / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (other / "model.safetensors").write_bytes(content)
+    with pytest.raises(mp.MeshparError, match="began with the weights of another folder"):
+        check_source(other, run_folder)
+    (other / "model.safetensors").write_bytes(content[:-8])
+    recipe = load_recipe(RECIPE, devices=8).override("sample=none")
+    with pytest.raises(mp.MeshparError, match="no sound safetensors file"):
+        train(recipe, out=tmp_path / "runs", from_hf=other, stream=io.StringIO())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_64_bits_are_not_halved_without_a_word(tmp_path):
+    source = folder_of("llama", tmp_path / "source")
+    path = source / "model.safetensors"
+    save_file({name: x.astype(np.float64) for name, x in load_file(path).items()}, path)
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    with pytest.raises(mp.MeshparError, match="float64.*jax_enable_x64"):
+        from_hf(source, mesh=mesh, strategy=mp.ddp())
+    assert from_hf(source, mesh=mesh, strategy=mp.ddp(), dtype="float32")[0].param_dtype == "float32"
 
 
 def test_a_folder_is_made_where_links_lead_or_not_at_all(tmp_path, monkeypatch):

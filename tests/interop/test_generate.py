@@ -47,6 +47,11 @@ def test_the_command(tmp_path, capsys):
     assert all(len(one["tokens"]) == 3 and one["text"].startswith(one["prompt"]) for one in found)
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return small_folder(tmp_path_factory.mktemp("made") / "source")
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -58,8 +63,7 @@ def test_the_command(tmp_path, capsys):
         (["--prompt", "a", "--tokenizer", "bytes", "--seed", "10000000000"], "is not in the range"),
     ],
 )
-def test_mistakes(args, says, tmp_path, capsys):
-    source = small_folder(tmp_path / "source")
+def test_mistakes(args, says, source, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["generate", str(source), *args, "--devices", "1"])
     assert end.value.code == 2

@@ -1,0 +1,315 @@
+"""ChatData: conversations as a source of next-token batches, of which the assistant's tokens alone are learnt.
+
+    messages ─► template ─► text, spans of the assistant's ─► tokens, weights ─► several in a row ─► batches
+
+Templates are programs: they are run by jinja2's sandbox, which lets them reach and change nothing outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Integer, UInt
+
+from meshpar.data.batches import PREFETCH
+from meshpar.data.rows import ArrayRows
+from meshpar.data.source import RowSource, check_least
+from meshpar.data.split import check_fraction, split_rows
+from meshpar.data.text import find, records
+from meshpar.data.tokens import Tokenizer, load_tokenizer
+from meshpar.sharding.types import problem
+
+OPEN_ROWS = 64
+"""Rows that a conversation may still go into: few are left half empty, and packing stays quick."""
+_FIELDS = ("inputs", "targets", "segments", "positions", "weights")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatData:
+    """Conversations -> text by the model's own template -> tokens -> rows of several conversations -> batches.
+
+    Needs `pip install meshpar[hf]`. A batch is `inputs`, `targets`, `segments` (numbers of the conversations in a row,
+    0 behind the last), `positions` (from 0 in each) and `weights` (1 for a target that is the assistant's, else 0),
+    int32 `[batch_size, seq_len]`, as `next_token_loss` takes them.
+    """
+
+    files: tuple[str, ...]
+    """.jsonl and .parquet files, globs or folders of them; a line or row is a conversation."""
+    field: str = "messages"
+    """Which field holds a list of `{"role": ..., "content": ...}`."""
+    tokenizer: str
+    """A folder with `tokenizer.json`, or the file; `bytes`."""
+    template: str | None = None
+    """The file of a jinja template; None: that of the tokenizer's folder, `chat_template.jinja` or in
+    `tokenizer_config.json`."""
+    seq_len: int = 1024
+    """Predictions a row; what a conversation has more is cut off."""
+    valid_fraction: float = 0.05
+    """Which part of the conversations is held out, chosen by their numbers."""
+    valid_batches: int = 8
+    """Batches a validation serves; fewer where the held-out set has not as many."""
+    prefetch: int = PREFETCH
+    """Batches made ahead in the background."""
+
+    weight: ClassVar[str] = "learnt"
+    """The metric of `next_token_loss` by which a recipe weighs micro-steps: how many targets each learns from."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.files, str) or not self.files:
+            exists, fix = "it must be a tuple of one or more names", f'write files=("{self.files or "chats.jsonl"}",)'
+            raise problem("`ChatData.files`", f"read {self.files!r}", exists, fix)
+        object.__setattr__(self, "files", tuple(self.files))
+        check_fraction("`ChatData.valid_fraction`", self.valid_fraction)
+        for name, least in (("seq_len", 1), ("valid_batches", 1), ("prefetch", 0)):
+            check_least(f"ChatData.{name}", getattr(self, name), least)
+
+    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a batch; reads nothing."""
+        return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in _FIELDS}
+
+    def open(self, *, batch_size: int, seed: int) -> ChatSource:
+        """Reads, renders, tokenizes and packs the conversations.
+
+        Raises:
+          ValueError: files that are not there or are damaged; a template or tokenizer that does not load; messages that
+            the template refuses, or whose assistant's part it does not tell; too few of them for a batch.
+        """
+        tokenizer = load_tokenizer(self.tokenizer, separator=None if self.tokenizer == "bytes" else "")
+        template = Template.of(self.tokenizer, self.template)
+        found = [
+            _tokens(tokenizer, *template.render(where, messages))
+            for _, where, messages in records(find(self.files), self.field)
+        ]
+        return ChatSource(self, tokenizer, found, batch_size=batch_size, seed=seed)
+
+
+class Conversation(NamedTuple):
+    """Tokens, and which of them are the assistant's."""
+
+    ids: UInt[np.ndarray, " tokens"]
+    is_learnt: Integer[np.ndarray, " tokens"]
+
+
+class ChatSource(RowSource):
+    """Opened conversations. Made by `ChatData.open`."""
+
+    def __init__(
+        self, data: ChatData, tokenizer: Tokenizer, found: Sequence[Conversation], *, batch_size: int, seed: int
+    ) -> None:
+        self.tokenizer, self._data, self._found = tokenizer, data, len(found)
+        # Of a conversation that was cut off before the assistant says a word nothing is learnt.
+        kept = [one for one in found if one.is_learnt[1 : data.seq_len + 1].any()]
+        if len(kept) < 2:
+            exists = f"of {len(found)} conversations, {len(kept)} have a word of the assistant's within seq_len"
+            raise problem("`ChatData.files`", "train on some and hold out others", exists, "give more, or longer rows")
+        sides = [[kept[i] for i in which] for which in split_rows(len(kept), data.valid_fraction)]
+        self._packed = [packed(side, data.seq_len) for side in sides]
+        train, valid = (ArrayRows(rows, np.arange(len(rows["inputs"]))) for rows in self._packed)
+        self._sides = [len(side) for side in sides]
+        super().__init__(
+            train, valid, batch_size=batch_size, seed=seed, valid_batches=data.valid_batches, prefetch=data.prefetch,
+            extra={"seq_len": data.seq_len},
+        )  # fmt: skip
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token id is below it."""
+        return self.tokenizer.vocab_size
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of all rows, in their order."""
+        digest = hashlib.blake2b(f"chat {self.tokenizer.name}".encode(), digest_size=16)
+        for rows in self._packed:
+            for name in _FIELDS:
+                digest.update(np.ascontiguousarray(rows[name]).data)
+        return digest.hexdigest()
+
+    def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
+        """Ids of a text, as it stands."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
+        """The text that the tokens spell."""
+        return self.tokenizer.decode(ids)
+
+    def describe(self) -> dict[str, Any]:
+        """Conversations, rows and tokens of both sets; JSON values only."""
+        sides = {
+            name: {"conversations": count, "rows": len(rows["inputs"]), "tokens": int((rows["segments"] > 0).sum()),
+                   "learnt_tokens": int(rows["weights"].sum())}
+            for name, count, rows in zip(("train", "valid"), self._sides, self._packed, strict=True)
+        }  # fmt: skip
+        about = {"files": list(self._data.files), "tokenizer": self.tokenizer.name, "vocab_size": self.vocab_size}
+        left_out = self._found - sum(self._sides)
+        return {**about, "seq_len": self._data.seq_len, "left_out": left_out, "fingerprint": self.fingerprint, **sides}
+
+
+def packed(conversations: Sequence[Conversation], seq_len: int) -> dict[str, Integer[np.ndarray, "rows seq_len"]]:
+    """Rows of several conversations, each in the first row that has room, and the rest padded with weight 0."""
+    rows: list[list[Conversation]] = []
+    room: list[int] = []
+    for one in conversations:
+        one = Conversation(one.ids[: seq_len + 1], one.is_learnt[: seq_len + 1])
+        needed = len(one.ids) - 1
+        first = max(len(rows) - OPEN_ROWS, 0)
+        at = next((i for i in range(first, len(rows)) if room[i] >= needed), None)
+        if at is None:
+            at = len(rows)
+            rows.append([])
+            room.append(seq_len)
+        rows[at].append(one)
+        room[at] -= needed
+    out = {name: np.zeros((len(rows), seq_len), np.int32) for name in _FIELDS}
+    for number, row in enumerate(rows):
+        start = 0
+        for segment, one in enumerate(row, start=1):
+            to = slice(start, start := start + len(one.ids) - 1)
+            out["inputs"][number, to], out["targets"][number, to] = one.ids[:-1], one.ids[1:]
+            out["segments"][number, to], out["weights"][number, to] = segment, one.is_learnt[1:]
+            out["positions"][number, to] = np.arange(len(one.ids) - 1)
+        out["positions"][number, start:] = np.arange(seq_len - start)
+    return out
+
+
+def _tokens(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Conversation:
+    ids, places = tokenizer.encode_with_places(text)
+    is_learnt = np.zeros(len(ids), np.int32)
+    for start, stop in spans:
+        is_learnt |= ((places >= start) & (places < stop)).astype(np.int32)
+    return Conversation(ids, is_learnt)
+
+
+# ---- Templates -------------------------------------------------------------------------------------------------------
+
+
+class Template:
+    """A chat template, as Hugging Face's tokenizers have them.
+
+    Args:
+      source: the template.
+      named: what it is given beside messages, as `bos_token`.
+      where: what to call it in errors.
+
+    Raises:
+      ValueError: jinja2 is not installed; no template of jinja's.
+    """
+
+    def __init__(self, source: str, named: Mapping[str, str], *, where: str) -> None:
+        self.where, self._named = where, dict(named)
+        try:
+            import jinja2.sandbox
+        except ImportError as error:
+            exists, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
+            raise problem("meshpar.data.ChatData", "render a chat template", exists, fix) from error
+        env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        env.filters["tojson"] = lambda x, indent=None, **_: json.dumps(x, ensure_ascii=False, indent=indent)
+        env.globals["raise_exception"] = _refused
+        env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        self._errors: tuple[type[Exception], ...] = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError,
+                                                     LookupError, AttributeError, RecursionError)  # fmt: skip
+        try:
+            self._template = env.from_string(source)
+        except self._errors as error:
+            raise problem(where, "read it as a chat template", _told(error), "take the file of the release") from error
+
+    @staticmethod
+    def of(tokenizer: str, template: str | None) -> Template:
+        """That of a file, or of the folder that a tokenizer lies in.
+
+        Raises:
+          ValueError: there is none.
+        """
+        at = Path(tokenizer).expanduser()
+        folder = at if at.is_dir() else at.parent
+        config = {} if tokenizer == "bytes" else _config(folder / "tokenizer_config.json")
+        tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        contents = {name: x.get("content") if isinstance(x, dict) else x for name, x in tokens.items()}
+        named = {name: x for name, x in contents.items() if isinstance(x, str)}
+        file = folder / "chat_template.jinja" if template is None else Path(template).expanduser()
+        try:
+            if template is not None or (tokenizer != "bytes" and file.is_file()):
+                return Template(file.read_text(encoding="utf-8"), named, where=str(file))
+        except (OSError, UnicodeError) as error:
+            fix = "name a file with a template"
+            raise problem("`ChatData.template`", f"read {file}", f"that fails ({error})"[:160], fix) from error
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            by_name = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+            source = by_name.get("default")
+        if not isinstance(source, str):
+            exists = "neither chat_template.jinja nor tokenizer_config.json has one"
+            raise problem(f"folder `{folder}`", "find a chat template", exists, "name a file: ChatData(template=...)")
+        return Template(source, named, where=str(folder / "tokenizer_config.json"))
+
+    def render(self, where: str, messages: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and from where to where the assistant writes it.
+
+        A part is what the messages up to it add to the messages before it with the prompt for an answer.
+
+        Raises:
+          ValueError: no list of messages; the template refuses them, or writes earlier ones otherwise when more follow.
+        """
+        messages = [_message(where, one) for one in messages] if isinstance(messages, list) else None
+        if not messages:
+            raise problem(
+                where, "take a conversation", "it is no list of messages", 'write [{"role": ..., "content": ...}]'
+            )
+        text, spans = self._text(where, messages, prompts=False), []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._text(where, messages[:number], prompts=True)
+            upto = self._text(where, messages[: number + 1], prompts=False)
+            if not (upto.startswith(before) and text.startswith(upto)):
+                exists = f"{self.where} writes the messages before it in another way once it is there"
+                fix = "make a conversation end at each answer, or use a template that writes every message alike"
+                raise problem(f"{where}, message {number}", "find what the assistant writes", exists, fix)
+            spans.append((len(before), len(upto)))
+        return text, spans
+
+    def _text(self, where: str, messages: list[dict[str, Any]], *, prompts: bool) -> str:
+        try:
+            text = self._template.render(messages=messages, add_generation_prompt=prompts, **self._named)
+            text.encode()  # JSON can spell half a character, which no tokenizer takes
+            return text
+        except self._errors as error:
+            fix = "correct the conversation, or name another template"
+            raise problem(where, f"render it by {self.where}", _told(error), fix) from error
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    """A message without what it leaves empty, as parquet's rows have all fields of all."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise problem(where, "take a message", "it has no `role`", 'write {"role": "user", "content": "..."}')
+    return {name: x for name, x in message.items() if x is not None}
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes()) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        fix = "take the file of the release"
+        raise problem(str(file), "read it as JSON", f"that fails ({_told(error)})", fix) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _refused(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

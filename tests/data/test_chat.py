@@ -1,0 +1,171 @@
+"""Conversations: rendered by the sandbox, packed, and learnt where the assistant speaks."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.data import ChatData
+from meshpar.data.chat import Conversation, Template, packed
+from meshpar.models import TransformerConfig, next_token_loss
+from tests.interop.test_untrusted import check_parts
+
+pytest.importorskip("jinja2", reason="renders templates: pip install meshpar[hf]")
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% if m.role == 'assistant' %}$\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHATS = [
+    [{"role": "user", "content": f"q{i}é"}, {"role": "assistant", "content": "yes" * (i % 3 + 1)},
+     {"role": "user", "content": "and"}, {"role": "assistant", "content": f"no{i}"}] for i in range(40)
+]  # fmt: skip
+
+
+def chats(tmp_path, **changes):
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    given = {
+        "files": (str(tmp_path / "chats.jsonl"),),
+        "tokenizer": "bytes",
+        "template": str(tmp_path / "template.jinja"),
+    }
+    return ChatData(**{**given, "seq_len": 128, "valid_fraction": 0.3, **changes})
+
+
+def test_rows_hold_conversations_of_which_the_assistants_words_are_learnt(tmp_path):
+    source = chats(tmp_path).open(batch_size=2, seed=0)
+    with source.train() as batches:
+        batch = {name: np.asarray(x) for name, x in next(batches).items()}
+    assert {name: (x.shape, x.dtype.name) for name, x in batch.items()} == {
+        name: (x.shape, x.dtype.name) for name, x in chats(tmp_path).batch_shapes(2).items()
+    }
+    for row in range(2):
+        learnt = source.decode(batch["targets"][row][batch["weights"][row] == 1])
+        said = [part for part in learnt.split("$\n") if part]
+        assert all(part.startswith(("yes", "no")) for part in said), learnt
+        assert batch["segments"][row].max() > 1
+        for segment in range(1, batch["segments"][row].max() + 1):
+            where = batch["segments"][row] == segment
+            np.testing.assert_array_equal(batch["positions"][row][where], np.arange(where.sum()))
+            assert source.decode(batch["inputs"][row][where]).startswith("<user>q")
+    facts = source.describe()
+    assert facts["train"]["conversations"] + facts["valid"]["conversations"] == 40
+    assert facts["train"]["learnt_tokens"] < facts["train"]["tokens"]
+
+
+def test_packing_keeps_every_token_and_cuts_what_is_too_long():
+    rng = np.random.default_rng(0)
+    found = [
+        Conversation(rng.integers(1, 9, n), rng.integers(0, 2, n).astype(np.int32)) for n in rng.integers(2, 14, 50)
+    ]
+    rows = packed(found, 9)
+    assert (rows["segments"] > 0).sum() == sum(min(len(one.ids), 10) - 1 for one in found)
+    assert rows["weights"].sum() == sum(one.is_learnt[1:10].sum() for one in found)
+    assert not rows["weights"][rows["segments"] == 0].any()
+    assert len(rows["inputs"]) < len(found)
+
+
+def test_a_packed_row_is_learnt_as_its_conversations_alone(tmp_path):
+    config = TransformerConfig(
+        vocab_size=256, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
+    )
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    state = mp.init_state(config.build(), optax.identity(), mesh=mesh, strategy=mp.ddp(), key=0)
+    found = [Conversation(np.arange(1, n), (np.arange(1, n) > 2).astype(np.int32)) for n in (5, 8, 4)]
+
+    @jax.jit
+    def losses(params, rows):
+        with mp.use(mesh, mp.ddp()):
+            return next_token_loss(config.build().bind(params, {}), rows, None)
+
+    together, metrics = losses(state.params, packed(found, 16))
+    alone = [losses(state.params, packed([one], 16)) for one in found]
+    weights = [int(one["learnt"]) for _, one in alone]
+    assert int(metrics["learnt"]) == sum(weights)
+    np.testing.assert_allclose(together, np.average([loss for loss, _ in alone], weights=weights), rtol=1e-5)
+
+
+def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path):
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    for source, match in (
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ ''.__class__ }}{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        (
+            "{% for m in messages %}{{ m.content }}{{ messages | length }}{% endfor %}",
+            "in another way once it is there",
+        ),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ range(999999999) | list }}", "OverflowError|Range too big"),
+    ):
+        with pytest.raises(mp.MeshparError, match=match):
+            Template(source, {}, where="template").render("line 1", chat)
+    with pytest.raises(mp.MeshparError, match="read it as a chat template"):
+        Template("{% if %}", {}, where="template")
+    template = Template(TEMPLATE, {}, where="template")
+    for wrong in (None, [], "text", ["x"], [{"content": "x"}]):
+        with pytest.raises(mp.MeshparError, match="line 1"):
+            template.render("line 1", wrong)
+    for change, match in (
+        ({"field": "message"}, "did you mean `messages`"),
+        ({"template": None}, "find a chat template"),
+        ({"seq_len": 3}, "have a word of the assistant's within seq_len"),
+    ):
+        with pytest.raises(mp.MeshparError, match=match):
+            chats(tmp_path, **change).open(batch_size=2, seed=0)
+
+
+def test_broken_conversations_are_an_error_in_four_parts_or_fine():
+    rng, template, fine = random.Random(0), Template(TEMPLATE, {}, where="template"), 0
+    strange = [
+        None,
+        -1,
+        2**63,
+        float("nan"),
+        "",
+        "\ud800",
+        "{{ 1 }}",
+        [],
+        [[]],
+        {},
+        {"role": "assistant"},
+        True,
+        "9" * 99,
+    ]
+    for _ in range(300):
+        chat = json.loads(json.dumps(rng.choice(CHATS)))
+        message = rng.choice(chat)
+        message[rng.choice([*message, "more"])] = rng.choice(strange)
+        try:
+            template.render("line 1", rng.choice([chat, chat, chat, message, rng.choice(strange)]))
+            fine += 1
+        except mp.MeshparError as error:
+            check_parts(error)
+    assert 0 < fine < 300
+
+
+def test_parquet_and_the_template_of_a_folder(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<user>": 0, "[UNK]": 1, "x": 2}, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    table = pyarrow.table({"chat": [[{**one, "name": None} for one in chat] for chat in CHATS]})
+    parquet.write_table(table, tmp_path / "chats.parquet")
+    data = ChatData(
+        files=(str(tmp_path / "chats.parquet"),), field="chat", tokenizer=str(tmp_path), seq_len=64, valid_fraction=0.3
+    )
+    source = data.open(batch_size=1, seed=0)
+    assert source.describe()["train"]["learnt_tokens"] > 0
+    text, spans = Template.of(str(tmp_path), None).render("row 1", CHATS[0])
+    assert text.startswith("<s><user>q0")
+    assert [text[slice(*span)] for span in spans] == ["yes$\n", "no0$\n"]

@@ -1,0 +1,173 @@
+"""Adapters in PEFT's format, and runs that train them."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import meshpar as mp
+from meshpar.commands.recipe import load_recipe
+from meshpar.commands.train import train
+from meshpar.interop import config_of, from_hf, load_peft, lora_of_peft, to_hf, to_peft
+from meshpar.sharding.types import tree_leaves_with_paths
+from tests.grid import cases
+from tests.interop.folders import KINDS, folder_of, golden, header_of, with_header
+from tests.interop.test_convert import RECIPE, run, small_folder
+from tests.interop.test_untrusted import broken, check_parts, mutated
+
+PARTIAL = {"deepseek_v3": r".*/(query_down|query_up|out)"}
+"""Where a matrix of ours is a part of one of the release's."""
+
+
+def moved(state):
+    """The state with adapters that do something."""
+    leaves = [
+        0.1 * jax.random.normal(jax.random.key(i), x.shape, x.dtype) if path.endswith("lora_b") else x
+        for i, (path, x) in enumerate(tree_leaves_with_paths(state.params))
+    ]
+    return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), leaves))
+
+
+@pytest.mark.parametrize("kind", cases("qwen3", grid=KINDS))
+def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
+    source = folder_of(kind, tmp_path / "source")
+    mesh, strategy = mp.MeshSpec(fsdp=4, tensor=2).build(), mp.fsdp() | mp.tensor_parallel()
+    lora = mp.lora(rank=2, alpha=8, modules=PARTIAL.get(kind, r".*/attention/(query|key|value|out)"))
+    config, state = from_hf(source, mesh=mesh, strategy=strategy, lora=lora)
+    state = moved(state)
+    to_peft(state, config, tmp_path / "adapter", like=source, base="some/model")
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (2, 8, "some/model")
+    assert {name.split(".")[-3] for name in written} == set(said["target_modules"])
+
+    # As PEFT has it: W + alpha / r · B A, with B [out, r] and A [r, in].
+    to_hf(state, config, tmp_path / "merged", like=source, dtype="float32")
+    merged, (_, before, _, _) = load_file(tmp_path / "merged" / "model.safetensors"), golden(kind)
+    for name, weight in before.items():
+        pair = [f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight" for side in "BA"]
+        more = 4 * written[pair[0]] @ written[pair[1]] if pair[0] in written else 0
+        np.testing.assert_allclose(merged[name], np.asarray(weight, np.float32) + more, atol=1e-2, rtol=1e-2)
+
+    again = lora_of_peft(tmp_path / "adapter", config_of(source), like=source)
+    _, fresh = from_hf(source, mesh=mp.MeshSpec(data=2).build(jax.devices()[:2]), strategy=mp.ddp(), lora=again)
+    fresh = load_peft(fresh, config, tmp_path / "adapter", like=source)
+    for (path, x), (_, y) in zip(*map(tree_leaves_with_paths, (state.params, fresh.params)), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=path)
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")  # of packages that the tests do not install, about each other
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "deepseek_v3"])
+def test_live_against_peft(kind, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    source = folder_of(kind, tmp_path / "source")
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
+    lora = mp.lora(rank=2, alpha=8, modules=PARTIAL.get(kind, r".*/attention/(query|key|value|out)"))
+    config, state = from_hf(source, mesh=mesh, strategy=mp.fsdp() | mp.tensor_parallel(), dtype="float32", lora=lora)
+    state = moved(state)
+    to_peft(state, config, tmp_path / "adapter", like=source)
+    to_hf(state, config, tmp_path / "merged", like=source, dtype="float32")
+    _, _, tokens, _ = golden(kind)
+    rows = np.resize(tokens, (8, tokens.shape[1]))
+
+    @jax.jit
+    def logits(state, rows):
+        with mp.use(mesh, state.setup.strategy):
+            return state.bound()(rows)
+
+    ours = np.asarray(logits(state, rows.astype(np.int32)))
+    base = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        for model in (peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), merged):
+            theirs = model.eval()(torch.from_numpy(rows.astype(np.int64))).logits.numpy()
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)  # float32, sums in another order
+
+
+def test_what_is_no_adapter_of_ours_is_an_error(tmp_path):
+    source = folder_of("llama", tmp_path / "source")
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    config, plain = from_hf(source, mesh=mesh, strategy=mp.ddp())
+    with pytest.raises(mp.MeshparError, match="the model has no adapters"):
+        to_peft(plain, config, tmp_path / "none")
+    _, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=mp.lora(rank=2))
+    with pytest.raises(mp.MeshparError, match="parameters alone do not"):
+        to_hf(state.params, config, tmp_path / "none")
+    to_peft(state, config, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    good = json.loads(path.read_text())
+    for change, match in (
+        ({"use_dora": True}, "use_dora.*be True"), ({"peft_type": "IA3"}, "read 'IA3'"), ({"r": 0}, "rank=0"),
+        ({"lora_alpha": "x"}, "alpha='x'"), ({"bias": "all"}, "bias.*be 'all'"), ({"rank_pattern": {"q": 3}}, "rank_"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ):  # fmt: skip
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(mp.MeshparError, match=match):
+            lora_of_peft(tmp_path / "adapter", config)
+    path.write_text(json.dumps(good | {"r": 3}))
+    _, other = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=lora_of_peft(tmp_path / "adapter", config))
+    with pytest.raises(mp.MeshparError, match="the model's adapters have"):
+        load_peft(other, config, tmp_path / "adapter")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("num", cases(20, grid=[20, 1000]))
+def test_broken_adapters_are_an_error_in_four_parts_or_fine(num, tmp_path):
+    source, rng, fine = folder_of("llama", tmp_path / "source"), random.Random(num), 0
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=mp.lora(rank=2))
+    adapter = to_peft(state, config, tmp_path / "adapter")
+    for _ in range(num):
+        target = adapter / rng.choice(["adapter_config.json", "adapter_model.safetensors"])
+        content = target.read_bytes()
+        if target.suffix == ".json":
+            new = json.dumps(mutated(rng, json.loads(content))).encode()
+            target.write_bytes(new if rng.random() < 0.8 else broken(rng, content))
+        else:
+            header, rest = header_of(target)
+            target.unlink()
+            with_header(target, json.dumps(mutated(rng, header)).encode(), rest)
+        try:
+            if lora_of_peft(adapter, config).rank == 2:
+                load_peft(state, config, adapter)
+            fine += 1
+        except mp.MeshparError as error:
+            check_parts(error)
+        finally:
+            target.write_bytes(content)
+    assert 0 < fine < num
+
+
+@pytest.mark.matrix
+def test_a_recipe_trains_adapters_resumes_and_takes_them_home(tmp_path):
+    source = small_folder(tmp_path / "source")
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox " * 400)
+    recipe = load_recipe(RECIPE, devices=8).override(
+        "lora.rank=2", "steps=2", "data.seq_len=16", f"data.files={text}", "data.valid_batches=1", "batch_size=8",
+        "optimizer.warmup_steps=0", "optimizer.schedule=constant", "optimizer.lr=1e-2", "sample.num_tokens=4",
+    )  # fmt: skip
+    train(recipe, out=tmp_path, from_hf=source, stream=io.StringIO())
+    screen = io.StringIO()
+    more = train(recipe.override("steps=4"), out=tmp_path, from_hf=source, stream=screen)
+    assert "resuming at step 2 of 4" in screen.getvalue()
+    at = str(more.folder)
+    run("convert", "to-peft", at, str(tmp_path / "adapter"), "--devices", "2")
+    run("convert", "to-hf", at, str(tmp_path / "merged"), "--devices", "2")
+    run("convert", "from-hf", str(source), str(tmp_path / "joined"), "--adapter", str(tmp_path / "adapter"))
+    run("convert", "to-hf", str(tmp_path / "joined"), str(tmp_path / "again"))
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("source", "merged", "again")]
+    changed = {name for name in files[0] if not np.array_equal(files[0][name], files[1][name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    for name, x in files[1].items():
+        np.testing.assert_allclose(files[2][name], x, atol=1e-6, err_msg=name)  # float32
+    assert Path(at, "checkpoints").is_dir()

@@ -1,0 +1,177 @@
+"""Low-rank adapters: what is trained, what is sent, and that a pair is what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import meshpar as mp
+from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.lora import merged_params, of_pair
+from tests.grid import cases
+
+CONFIG = TransformerConfig(
+    vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
+)
+ALL = r".*/(query|key|value|out|gate|up|down)"
+ROWS = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
+BATCH = {"inputs": ROWS[:, :-1], "targets": ROWS[:, 1:]}
+
+
+def decoder(kind: str, config: TransformerConfig = CONFIG) -> mp.Model:
+    if kind == "nnx":
+        return config.build()
+    return mp.from_linen(LinenTransformer(config), jax.ShapeDtypeStruct((8, 8), jnp.int32))
+
+
+def moved(state):
+    """The state with adapters that do something."""
+    params = {
+        path: 0.1 * jax.random.normal(jax.random.key(i), x.shape) if path.endswith("lora_b") else x
+        for i, (path, x) in enumerate(tree_leaves_with_paths(state.params))
+    }
+    return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), list(params.values())))
+
+
+GRID = [
+    ("nnx", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(), {}),
+    ("linen", "fsdp=8", mp.fsdp(), {}),
+    ("nnx", "data=2,fsdp=4", mp.hsdp(), {"accumulate": 2, "remat": "minimal"}),
+    ("linen", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
+    ("nnx", "fsdp=4,context=2", mp.fsdp() | mp.context_parallel(), {"accumulate": 1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "strategy", "options"), cases(GRID[0], grid=GRID))
+def test_gradients_of_adapters_alone_are_made_and_sent(kind, mesh, strategy, options):
+    model = mp.lora(rank=2, alpha=4, modules=ALL)(decoder(kind))
+    mesh, tx = mp.MeshSpec.parse(mesh).build(), optax.sgd(1.0)
+    state = moved(mp.init_state(model, tx, mesh=mesh, strategy=strategy, key=0))
+    step = mp.train_step(next_token_loss, **options)
+    report = mp.explain(step, state, BATCH)
+    assert report.is_as_promised, str(report)
+    sent = {path for line in report.promise.kept if line.role == "gradients" for path in line.tensors}
+    assert sent
+    assert all(map(of_pair, sent))
+    assert {d.path for d in state.table.grads} == {d.path for d in state.table.params if of_pair(d.path)}
+    before, whole = jax.tree.map(np.asarray, state.params), jax.tree.map(np.asarray, merged_params(state))
+    state, _ = step(state, BATCH)
+
+    # The chain rule from the gradient of the merged model, on one device: dA = s dW Bᵀ, dB = s Aᵀ dW.
+    plain = decoder(kind)
+    alone = mp.init_state(plain, tx, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), key=0)
+    with mp.use(alone.setup.mesh, mp.ddp()):
+        of_whole = jax.grad(lambda p: next_token_loss(plain.bind(p, alone.extra), BATCH, None)[0])(whole)
+    gradients = dict(tree_leaves_with_paths(of_whole))
+    after, start = dict(tree_leaves_with_paths(state.params)), dict(tree_leaves_with_paths(before))
+    for path, value in start.items():
+        if not of_pair(path):
+            np.testing.assert_array_equal(after[path], value)
+        elif path.endswith("lora_a"):
+            module = path.rpartition("/")[0]
+            pair = value, start[f"{module}/lora_b"]
+            flat = [pair[0].reshape(1, -1, 2), pair[1].reshape(1, 2, -1)]
+            d_kernel = np.asarray(gradients[f"{module}/kernel"]).reshape(1, flat[0].shape[1], -1)
+            chained = 2 * d_kernel @ flat[1].swapaxes(1, 2), 2 * flat[0].swapaxes(1, 2) @ d_kernel
+            for name, was, found in zip(("lora_a", "lora_b"), pair, chained, strict=True):
+                got = was - np.asarray(after[f"{module}/{name}"])
+                np.testing.assert_allclose(got, found.reshape(was.shape), atol=1e-6)  # float32, sums over 128 tokens
+
+
+def test_any_model_by_path_rules_and_a_base_in_another_dtype():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(8, 16, param_dtype=jnp.bfloat16, rngs=rngs)
+            self.second = nnx.LinearGeneral(16, (2, 4), rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(nnx.relu(self.first(x)))
+
+    class Dense(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(4, name="second")(linen.Dense(16, name="first")(x))
+
+    rules = mp.Rules(batch="data", paths={r"first/.*a": (None, None), r"first/kernel": (None, "data"),
+                                           r"first/lora_b": (None, "data")})  # fmt: skip
+    x = np.ones((8, 8), np.float32)
+    for model in (mp.from_nnx(Net), mp.from_linen(Dense(), x)):
+        adapted = mp.lora(rank=2, modules="first")(model)
+        state = mp.init_state(adapted, optax.adam(0.1), mesh=mp.MeshSpec(data=8).build(), strategy=rules, key=0)
+        assert state.params["first"]["lora_b"].sharding.spec == state.params["first"]["kernel"].sharding.spec
+        assert state.params["first"]["lora_a"].dtype == jnp.float32
+        assert {x.shape for x in jax.tree.leaves(state.opt_state)} == {(), (8, 2), (2, 16)}
+        step = mp.train_step(lambda model, x, key: (((model(x) - 1) ** 2).mean(), {}))
+        losses = []
+        for _ in range(3):
+            state, metrics = step(state, x)
+            losses.append(float(metrics["loss"]))
+        assert losses[2] < losses[0]
+        bound, plain = state.bound(), model.bind(merged_params(state), state.extra)
+        np.testing.assert_allclose(bound(x), plain(x), atol=1e-2)  # the matrix is bfloat16 in one
+
+
+def test_what_has_no_adapters_is_an_error():
+    moe = mp.moe.MoEConfig(routing=mp.moe.Routing(num_experts=2, top_k=1, normalize=False), mlp_dim=16)
+    experts = dataclasses.replace(CONFIG, moe=moe)
+    mesh, tx = mp.MeshSpec(fsdp=8).build(), optax.sgd(0.1)
+    functions = mp.from_functions(lambda key: {"w": jnp.ones((4, 4))}, lambda p, x: x @ p["w"])
+    adapted = mp.lora()(CONFIG.build())
+    for make, match in (
+        (lambda: mp.lora(rank=0), "rank=0.*at least 1"),
+        (lambda: mp.lora(alpha=float("nan")), "alpha=nan.*above 0"),
+        (lambda: mp.lora(modules="("), "regular expression"),
+        (lambda: mp.lora()(functions), "plain functions have no linear layers"),
+        (lambda: mp.lora()(adapted), "it has some already"),
+        (
+            lambda: mp.lora(modules="layers/attention/querry")(CONFIG.build()).abstract(),
+            "did you mean `layers/attention",
+        ),
+        (lambda: mp.lora(modules=ALL)(experts.build()).abstract(), "experts, routers and tables have no adapters"),
+        (lambda: mp.lora(modules=ALL)(decoder("linen", experts)).abstract(), "experts, routers and tables have no"),
+    ):
+        with pytest.raises(mp.MeshparError, match=match), mp.use(mesh, mp.fsdp()):
+            make()
+    for kind in ("nnx", "linen"):
+        state = mp.abstract_state(mp.lora(modules="head")(decoder(kind)), tx, mesh=mesh, strategy=mp.fsdp())
+        with pytest.raises(mp.MeshparError, match="lora.*matrix is .*leave it out"):
+            mp.train_step(next_token_loss).trace(state, BATCH)
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")  # of a package that the tests do not install, about Flax
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_adapters_of_qwix_over_a_base_in_few_bits(base):
+    qwix = pytest.importorskip("qwix")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(16, 32, rngs=rngs)
+            self.second = nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(nnx.relu(self.first(x)))
+
+    tiles = {"tile_size": 8} if base == "nf4" else {}
+    provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=8, weight_qtype=base, **tiles)
+    model = mp.from_nnx(lambda rngs: qwix.apply_lora_to_model(Net(rngs), provider, jnp.ones((8, 16)), rngs=rngs))
+    rules = mp.Rules(
+        batch="data", paths={r".*/qvalue": (None, "data"), r".*lora_b": (None, "data"), ".*": mp.replicated}
+    )
+    given = {"mesh": mp.MeshSpec(data=8).build(), "strategy": rules, "key": 0, "trainable": r".*lora_[ab]"}
+    state = mp.init_state(model, optax.adam(1e-2), **given)
+    assert state.params["first"]["kernel"]["array"]["qvalue"].dtype.itemsize == 1
+    assert {x.shape for x in jax.tree.leaves(state.opt_state)} == {(), (16, 4), (4, 32), (32, 4), (4, 16)}
+    step = mp.train_step(lambda model, x, key: (((model(x) - 1) ** 2).mean(), {}))
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, np.ones((8, 16), np.float32))
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0]
