@@ -70,6 +70,7 @@ HOUSE: dict[str, list[str] | str] = {
     "training.coordination": ["sharding.types"],
     "training.watchdog": ["training.coordination"],
     "training.checkpoint": ["training.state"],
+    "training.verify": ["training.step", "training.checkpoint", "pipeline.schedules"],
     "training.loop": ["training.step", "training.interrupts", "training.watchdog", "data", "training.checkpoint"],
     "moe": ["collectives", "sharding.regions", "training.layers", "training.reports", "training.state"],
     "training.expert_load": ["training.loop", "moe"],

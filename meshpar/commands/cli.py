@@ -156,6 +156,9 @@ COMMANDS: dict[str, Lazy] = {
     "checkpoint": Lazy(
         "meshpar.commands.checkpoint:checkpoint", "List, inspect and verify the checkpoints of a run; needs no recipe."
     ),
+    "verify": Lazy(
+        "meshpar.commands.verify:verify", "Hold a recipe's model to one device, under random layouts and restarts."
+    ),
     "doctor": Lazy(
         "meshpar.commands.doctor:doctor", "Versions, devices, links, environment; what looks wrong, and what to do."
     ),
