@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ ROWS, SEQ_LEN = 16, 16
 """Of the batch: every mesh of eight devices cuts the rows into two micro-steps."""
 MOST_BYTES = 2**28
 """Of a model's parameters: they are held a few times by every host device."""
-DRAWN_DIMS = 8
-"""Of a recipe that says nothing of its data but shapes."""
+QUICKLY = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
+"""A layout is compiled, and runs seven steps: code made fast, not fast code."""
 
 
 @click.command()
@@ -47,11 +48,12 @@ def verify(
 ) -> None:
     """Hold a recipe's model to one device: `meshpar verify recipes/gpt_stdlib.py`.
 
-    Random meshes, strategies, micro-steps and pipeline schedules, on host devices: loss and gradients of two steps, a
+    Random meshes, strategies, micro-steps and pipeline schedules, on host devices: loss and gradients of three steps, a
     restart, a restart from another layout's checkpoint. A shipped decoder is made small first, and gets random tokens;
     another model is taken as it is (--set makes it small) with its own data. Exits 1 where a layout differs, with the
     smallest such as a command.
     """
+    os.environ["XLA_FLAGS"] = " ".join([*QUICKLY, os.environ.get("XLA_FLAGS", "")])  # what is said later holds
     prepare_devices(devices)
     import jax
 

@@ -1,9 +1,9 @@
 """verify: a model under random layouts is held to itself on one device; the smallest that differs is named.
 
-    one device:   two steps of the optimizer ─► loss and gradients of each
-    every layout: from the same numbers the same two steps ─► equal to those
-                  saved after the first, restored: the second again, to the bit
-                  the layout before it, saved after the first, restored here: the second again
+    one device:   three steps of the optimizer ─► loss and gradients of each
+    every layout: from the same numbers the same steps ─► equal to those
+                  saved after the first, restored: the others again, to the bit
+                  the layout before it, saved after the first, restored here: the others again
 
 Layouts are drawn from what parts try on a mesh (`Part.tried`), so a new parallelism is drawn too. Gradients are kept by
 a rule before the optimizer's: what it is given is what is compared.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import json
+import itertools
 import math
 import random
 import tempfile
@@ -59,9 +59,13 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
 """Options of `train_step` likewise."""
 _CUT = ("accumulate", "accumulate_mode", "interleave")
 """Options that cut the rows."""
+STEPS = 3
+"""The optimizer's state of the first shows in the third."""
 MOST_SHRUNK = 24
 """Layouts tried on the way to the smallest that fails."""
-_DRAWS = 40
+_CHOICE = 8
+"""Layouts of which one is run."""
+_DRAWS = 40 * _CHOICE
 """Draws for each layout that is wanted: most models refuse some."""
 
 
@@ -146,7 +150,7 @@ class Verified:
         lines += [f"not drawn: {one}" for one in self.left_out]
         if self.smallest is not None:
             lines += [f"smallest that differs: {self.smallest.case}", f"  {self.smallest.words}"]
-            if self.dtype == "float64" and "to one device by" in self.smallest.words:
+            if self.dtype == "float64" and "of one device" in self.smallest.words:
                 lines.append('  (a model that computes in float32 inside is held to less with dtype="float32")')
         elif not counts["same"]:
             lines.append("nothing was verified: the model refused every layout that was drawn")
@@ -172,8 +176,8 @@ def verify(
 ) -> Verified:
     """Hold a model to itself on one device, under random meshes, strategies, micro-steps and schedules.
 
-    Losses and gradients of two steps must be the same, and a second step from a checkpoint: to the bit on the same
-    layout, within the tolerance from another one's. The smallest layout that differs is looked for and named.
+    Losses and gradients of three steps must be the same, and those from a checkpoint of the first: to the bit on the
+    same layout, within the tolerance from another one's. The smallest layout that differs is looked for and named.
 
     Args:
       model: from an adapter; small, for a layout takes a compilation and the devices of a host hold it all.
@@ -183,8 +187,7 @@ def verify(
       cases: layouts that are run.
       seed: of what is drawn, and of the model's first numbers.
       time_s: no layout is begun after so many seconds.
-      case: only this one, by its name or itself.
-      first: run before those that are drawn.
+      case: only this one, by its name or itself. `first` are run before those that are drawn.
       dtype: of parameters and floating data, "float64" or "float32"; the tolerance is that of `TOLERANCE`.
       devices: default: the first eight of jax's.
       tell: called with every outcome.
@@ -192,15 +195,14 @@ def verify(
     Raises:
       ValueError: a model that does not run, or has no finite loss, on one device; a dtype or case that does not exist.
     """
-    if dtype not in TOLERANCE:
-        exists = f"there is {' and '.join(TOLERANCE)}"
-        raise problem(f"verify(dtype={dtype!r})", "compute in it", exists, 'use "float64", or "float32"')
+    _check_dtype(dtype)
     began = time.monotonic()
     wanted = [named(case) if isinstance(case, str) else case] if case is not None else list(first)
     outcomes: list[Outcome] = []
     with jax.enable_x64(dtype == "float64"), tempfile.TemporaryDirectory() as folder:
-        held = _Held(model, loss, batch, tx or optax.adam(1e-2), dtype, devices or jax.devices()[:8], Path(folder), seed)
-        drawn = iter(()) if case is not None else held.drawn(random.Random(seed), most=_DRAWS * cases)
+        tx, devices = tx or optax.adam(1e-2), devices or jax.devices()[:8]
+        held = _Held(model, loss, batch, tx, dtype, devices, Path(folder), seed)
+        drawn = held.drawn(random.Random(seed), most=0 if case is not None else _DRAWS * cases)
         failing: Case | None = None
         for one in _chained(wanted, drawn):
             enough = sum(each.verdict != "refused" for each in outcomes) >= cases and case is None
@@ -217,6 +219,12 @@ def verify(
         outcomes=tuple(outcomes), smallest=smallest, seed=seed, tolerance=TOLERANCE[dtype], dtype=dtype,
         left_out=held.left_out,
     )  # fmt: skip
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in TOLERANCE:
+        exists = f"there is {' and '.join(TOLERANCE)}"
+        raise problem(f"verify(dtype={dtype!r})", "compute in it", exists, 'use "float64", or "float32"')
 
 
 def _chained(wanted: Sequence[Case], drawn: Iterator[Case]) -> Iterator[Case]:
@@ -251,7 +259,7 @@ class _Held:
         state = setup.init(seed)
         self.start = jax.device_get(state)
         self.expected: list[_Taken] = []
-        for _ in range(2):
+        for _ in range(STEPS):
             state, taken = self.step(step, state)
             self.expected.append(taken)
         if not all(math.isfinite(one.loss) for one in self.expected):
@@ -281,9 +289,9 @@ class _Held:
         if self.model.random_keys() or taken.loss != self.expected[0].loss:
             yield "micro-steps, slices and pipelines: the loss draws random numbers, which each of them draws anew"
             return
-        halves = [jax.tree.map(lambda x, at=at: x[at :: 2], self.batch) for at in range(2)]
+        halves = [jax.tree.map(lambda x, at=at: x[at::2], self.batch) for at in range(2)]
         losses = [self.step(step, self.begun(setup), half)[1].loss for half in halves]
-        if self._apart(sum(losses) / 2, self.expected[0].loss) > self.tolerance:
+        if abs(sum(losses) / 2 - self.expected[0].loss) > self.tolerance * max(abs(self.expected[0].loss), 1e-6):
             yield "micro-steps, slices and pipelines: the loss of a batch is not the mean of its halves'"
 
     # -- Layouts ------------------------------------------------------------------------------------------------------
@@ -311,6 +319,16 @@ class _Held:
         return sorted(axis for axis in {*known, "data"} if without.get(axis, True))
 
     def drawn(self, draw: random.Random, *, most: int) -> Iterator[Case]:
+        """Layouts at random, each of a few the one with the most pairs of features that none before it had."""
+        covered: set[tuple[str, str]] = set()
+        found = self._drawn(draw, most=most)
+        while few := list(itertools.islice(found, _CHOICE)):
+            pairs = [set(itertools.combinations(sorted(_features(one)), 2)) for one in few]
+            at = max(range(len(few)), key=lambda at: len(pairs[at] - covered))
+            covered |= pairs[at]
+            yield few[at]
+
+    def _drawn(self, draw: random.Random, *, most: int) -> Iterator[Case]:
         """Layouts at random, none twice."""
         axes, seen = self._axes(), set()
         counts = [count for count in range(2, len(self.devices) + 1) if len(self.devices) % count == 0]
@@ -344,7 +362,8 @@ class _Held:
             for name, value in options.items()
             if value != OPTIONS[name][0] and (stacked or name not in ("remat", "interleave"))
         }
-        return Case(mesh=MeshSpec(**{a: n for a, n in sizes.items() if n > 1}), strategy=strategy, options=changed)
+        above: dict[str, Any] = {axis: size for axis, size in sizes.items() if size > 1}
+        return Case(mesh=MeshSpec(**above), strategy=strategy, options=changed)
 
     # -- One layout ---------------------------------------------------------------------------------------------------
 
@@ -367,49 +386,54 @@ class _Held:
     def _compared(self, setup: Setup, step: TrainStep) -> tuple[str | None, float]:
         """What differs, and the largest difference that does not count as one."""
         state, largest, folder = self.begun(setup), 0.0, Path(tempfile.mkdtemp(dir=self.folder))
+        went_on: list[_Taken] = []
         for number, expected in enumerate(self.expected, 1):
             state, taken = self.step(step, state)
             words, apart = self._difference(f"step {number}", taken, expected, self.tolerance)
             if words:
                 return words, apart
             largest = max(largest, apart)
+            went_on.append(taken)
             if number == 1:
                 with Checkpoints(folder) as checkpoints:
                     checkpoints.save(state, wait=True)
         del state
-        words, _ = self._difference("step 2 after a restart", self._resumed(folder, setup, step), taken, 0.0)
+        words = self._restarted("after a restart", folder, setup, step, went_on, 0.0)
         if words is None and self.saved is not None:
-            resharded = self._resumed(self.saved, setup, step)
-            what = "step 2 from the checkpoint of the layout before"
-            words, _ = self._difference(what, resharded, self.expected[1], self.tolerance)
+            what = "from the checkpoint of the layout before"
+            words = self._restarted(what, self.saved, setup, step, self.expected, self.tolerance)
         self.saved = folder
         return words, largest
 
-    def _resumed(self, folder: Path, setup: Setup, step: TrainStep) -> _Taken:
+    def _restarted(
+        self, what: str, folder: Path, setup: Setup, step: TrainStep, expected: Sequence[_Taken], most: float
+    ) -> str | None:
+        """What differs in the steps behind the first from a checkpoint of it."""
         with Checkpoints(folder) as checkpoints:
             found = checkpoints.restore(setup)
         assert found is not None
-        return self.step(step, found.state)[1]
+        state, words = found.state, None
+        for number in range(1, STEPS):
+            state, taken = self.step(step, state)
+            words = words or self._difference(f"step {number + 1} {what}", taken, expected[number], most)[0]
+        return words
 
     def _difference(self, what: str, taken: _Taken, expected: _Taken, most: float) -> tuple[str | None, float]:
-        apart = self._apart(taken.loss, expected.loss)
-        if not apart <= most:
-            other = "one device" if most else "the run that went on"
-            return f"{what}: loss {taken.loss:.9g}, of {other} {expected.loss:.9g}: unlike it to one device by {apart:.1e}", apart
+        like = "one device" if most else "the run that went on"
+        loss = abs(taken.loss - expected.loss) / max(abs(expected.loss), 1e-6)
+        if not loss <= most:
+            return f"{what}: loss {taken.loss:.9g}, of {like} {expected.loss:.9g}, by {loss:.1e} of it", loss
         scale = max((float(np.abs(x).max(initial=0)) for x in expected.grads.values()), default=0.0) or 1.0
-        by_path = {
+        apart = {
             path: float(np.abs(x.astype(np.float64) - expected.grads[path]).max(initial=0)) / scale
             for path, x in taken.grads.items()
         }
-        worst = max(by_path, key=lambda path: (math.isnan(by_path[path]), by_path[path]))
-        if not by_path[worst] <= most:
-            wrong = [path for path, apart in by_path.items() if not apart <= most]
-            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            return f"{what}: gradient of `{worst}`{more} by {by_path[worst]:.1e} of the largest", by_path[worst]
-        return None, max(apart, by_path[worst])
-
-    def _apart(self, one: float, other: float) -> float:
-        return abs(one - other) / max(abs(other), 1e-6)
+        wrong = [path for path, by in apart.items() if not by <= most]
+        worst = max(wrong or apart, key=lambda path: (math.isnan(apart[path]), apart[path]))
+        if wrong:
+            more = f" (and {len(wrong) - 1} more)" * (len(wrong) > 1)
+            return f"{what}: gradient of `{worst}`{more}, of {like} by {apart[worst]:.1e} of the largest", apart[worst]
+        return None, max(loss, apart[worst])
 
     # -- The smallest -------------------------------------------------------------------------------------------------
 
@@ -451,15 +475,25 @@ class _Held:
         """The same parts on a smaller mesh, those without an axis left out."""
         before = {type(part): part for part in case.strategy.parts}
         full = {**dict.fromkeys(self._axes(), 1), **sizes}
+
+        def as_before(part: Part) -> dict[str, Any]:
+            return {name: getattr(before.get(type(part)), name, values[0]) for name, values in VARIED.items()}
+
         for form in tried(self._trial(full)):
             try:
-                parts = tuple(
-                    _replaced(part, {name: getattr(before.get(type(part)), name, values[0]) for name, values in VARIED.items()})
-                    for part in form.parts
-                )
+                parts = tuple(_replaced(part, as_before(part)) for part in form.parts)
                 yield self._case(full, parts, case.options)
             except MeshparError:
                 continue
+
+
+def _features(case: Case) -> Iterator[str]:
+    """What a layout has: axes, kinds of parts and what they are given, options."""
+    yield from (axis for axis, size in case.mesh.items() if size > 1)
+    yield from (f"{name}={value}" for name, value in case.options.items())
+    for part in case.strategy.parts:
+        yield part.name
+        yield from (f"{part.name} {name}={value}" for name, value in part.arguments().items() if name != "stages")
 
 
 def _replaced(part: Part, values: Mapping[str, Any]) -> Part:
