@@ -293,7 +293,8 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
 )  # fmt: skip
 @click.option(
     "--processes", metavar="N", type=click.IntRange(min=1),
-    help="Start N processes on this machine as one pod, to try it; without it, the launcher around says which this is.",
+    help="Start N processes on this machine as one pod, to try it: any N gives the losses of the same mesh bit for bit. "
+    "Without it, the launcher around says which this is.",
 )  # fmt: skip
 def train(
     recipe: str,
@@ -326,7 +327,7 @@ def train(
     prepare_devices(devices, start="jax")
     from meshpar.commands import launch, together
 
-    launch.join()
+    launch.join(alone=PARENT in os.environ)
     with together.pod(stall_s=stall_limit, command={"--out": out, "--fresh": fresh, "--from-hf": from_hf}):
         _train(recipe, assignments, as_json, plan, devices, steps, name, out, fresh, text, tokenizer, from_hf)
 
