@@ -293,7 +293,7 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
 )  # fmt: skip
 @click.option(
     "--processes", metavar="N", type=click.IntRange(min=1),
-    help="Start N processes on this machine as one pod, to try it: any N gives the losses of the same mesh bit for bit. "
+    help="Start N processes on this machine as one pod, to try it: any N gives the same losses bit for bit. "
     "Without it, the launcher around says which this is.",
 )  # fmt: skip
 def train(

@@ -1,9 +1,8 @@
-"""One mesh over 1, 2 and 4 processes, layouts over 2, restarts on others: the same data in the same order, same losses."""
+"""One mesh over 1, 2 and 4 processes, layouts over 2, restarts on others: the same losses."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
