@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-STEPS = 400
+STEPS = 160
 GONE_S = 120.0
 """Seconds in which everybody has to be gone."""
 
@@ -64,7 +64,7 @@ def lines_of(folder: Path) -> int:
 def kill_one(folder: Path, draw: random.Random) -> dict[str, Any] | None:
     """Start, wait for a random moment, kill one with signal 9; None where the run came to its end first."""
     process = start(folder)
-    begun, more = lines_of(folder), draw.choice([0, 0, 1, 2, 5, 10, 15])
+    begun, more = lines_of(folder), draw.choice([0, 0, 1, 2, 5, 10])
     if more == 0:
         time.sleep(draw.uniform(0.5, 6.0))  # while it starts, restores or compiles
     while more and process.poll() is None and lines_of(folder) < begun + more:
