@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from meshpar.training.precision import Precision
     from meshpar.training.state import TrainState, abstract_state, init_state, load_params
     from meshpar.training.step import eval_step, train_step
+    from meshpar.training.verify import verify
 
 __version__ = "0.1.0"
 
@@ -70,5 +71,6 @@ __all__ = [
     "data", "ddp", "eval_step", "expert_parallel", "explain", "explicit", "first", "fit", "from_functions",
     "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "interop", "load_params", "lora", "models", "moe",
     "moments_in", "muon", "names", "offloaded", "pipeline", "pipeline_parallel", "plan", "planner", "plots",
-    "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "zero1", "zero2", "zero3",
+    "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "verify", "zero1",
+    "zero2", "zero3",
 ]  # fmt: skip

@@ -184,7 +184,8 @@ FAULTS = (
     ),
     Fault(
         "the loss of the token that was read", "models/loss.py",
-        "CrossEntropy(log_BT - target_BT, target_BT == 0,", "CrossEntropy(log_BT, target_BT == 0,", "models/test_loss.py",
+        "CrossEntropy(log_BT - target_BT, target_BT == 0,", "CrossEntropy(log_BT, target_BT == 0,",
+        "models/test_loss.py",
     ),
     Fault(
         "rotary embeddings turn one half only", "models/layers.py",

@@ -150,6 +150,27 @@ def schedule(place: Place, draw: random.Random) -> list[str]:
     return ["schedule", "gpipe", option, draw.choice(WEIRD)]
 
 
+def plan(place: Place, draw: random.Random) -> list[str]:
+    """Nothing here is well enough formed for a search, which takes seconds."""
+    option = draw.choice(["--cluster", "--cluster", "--save", "--plot", "--why-not", "--strategy", "--top", "--verify"])
+    words = [*place.paths(), *WEIRD, "h100:-1x8", "h100:8", "h100:1e9x1e9", "h100:0x0", "no:1x1"]
+    cluster = [] if option == "--cluster" else ["--cluster", draw.choice(words)]
+    return ["plan", draw.choice(["recipe.py", *place.paths()]), *cluster, option, draw.choice(words)]
+
+
+def explain(place: Place, draw: random.Random) -> list[str]:
+    option = draw.choice(["--batch", "--against", "--budget", "--html", "--cluster", "--set", "--save-budget"])
+    word = draw.choice([*place.paths(), *WEIRD, "inputs=int32[8,16]", "inputs=float99[8]", "inputs=int32[1e9]"])
+    files = [*place.paths(), "pipe.py", "broken.py", "recipe.py:raises", *["recipe.py"] * 4]
+    return ["explain", draw.choice(files), option, word]
+
+
+def verify(place: Place, draw: random.Random) -> list[str]:
+    option = draw.choice(["--case", "--cases", "--seed", "--time", "--dtype", "--devices"])
+    files = [*place.paths(), "pipe.py", "broken.py", "recipe.py:raises"]
+    return ["verify", draw.choice(files), option, draw.choice(WEIRD)]
+
+
 def directly(place: Place, draw: random.Random) -> list[str]:
     """What a command that compiles would read before it does."""
     return [draw.choice(list(READ)), draw.choice([*place.paths(), *place.paths("jsonl")])]
@@ -174,7 +195,7 @@ READ: dict[str, Callable[[str], object]] = {
     "tokenizer": load_tokenizer,
 }
 CLASSES: list[Callable[[Place, random.Random], list[str]]] = [
-    field, fields, recipe, mesh, cost, profile, schedule, directly, variables,
+    field, fields, recipe, mesh, cost, profile, schedule, directly, variables, plan, explain, verify,
 ]  # fmt: skip
 
 

@@ -74,6 +74,7 @@ HOUSE: dict[str, list[str] | str] = {
     "training.coordination": ["sharding.types"],
     "training.watchdog": ["training.coordination"],
     "training.checkpoint": ["training.state"],
+    "training.verify": ["training.step", "training.checkpoint", "pipeline.schedules"],
     "training.loop": ["training.step", "training.interrupts", "training.watchdog", "data", "training.checkpoint"],
     "training.goodput": ["training.loop"],
     "training.writers": ["training.loop"],

@@ -161,6 +161,9 @@ COMMANDS: dict[str, Lazy] = {
         "List, inspect, verify, export a run's checkpoints; needs no recipe.",
     ),
     "trace": Lazy("meshpar.commands.trace:trace", "A profile of training steps, beside what explain predicts."),
+    "verify": Lazy(
+        "meshpar.commands.verify:verify", "Hold a recipe's model to one device, under random layouts and restarts."
+    ),
     "doctor": Lazy(
         "meshpar.commands.doctor:doctor", "Versions, devices, links, environment; what looks wrong, and what to do."
     ),
@@ -298,7 +301,8 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
 )  # fmt: skip
 @click.option(
     "--processes", metavar="N", type=click.IntRange(min=1),
-    help="Start N processes on this machine as one pod, to try it; without it, the launcher around says which this is.",
+    help="Start N processes on this machine as one pod, to try it: any N gives the same losses bit for bit. "
+    "Without it, the launcher around says which this is.",
 )  # fmt: skip
 @click.option(
     "--writer", "writers", metavar="NAME", multiple=True, type=click.Choice(["tensorboard", "wandb"]),
@@ -324,7 +328,7 @@ def train(*, devices: int | None, stall_limit: float, processes: int | None, **g
     prepare_devices(devices, start="jax")
     from meshpar.commands import launch, together
 
-    launch.join()
+    launch.join(alone=PARENT in os.environ)
     command = {f"--{name.replace('_', '-')}": given[name] for name in ("out", "fresh", "from_hf")}
     with together.pod(stall_s=stall_limit, command=command):
         _train(devices=devices, **given)

@@ -154,13 +154,15 @@ def detect(env: Env) -> Launch | None:
     return None
 
 
-def join(env: Env | None = None, *, timeout_s: int = 300) -> Launch | None:
+def join(env: Env | None = None, *, timeout_s: int = 300, alone: bool = False) -> Launch | None:
     """Join the pod that `env` (by default the process's own environment) describes; a no-op when it describes none.
 
     Must come before anything that asks jax for devices. Host devices talk to each other through gloo, jax's default.
 
     Args:
         timeout_s: how long to wait for the other processes, in seconds.
+        alone: join a pod of one process, too: its host devices then talk through gloo, which adds up in the same order
+            for any number of processes.
 
     Returns:
         What was found, or None for a process on its own.
@@ -171,7 +173,7 @@ def join(env: Env | None = None, *, timeout_s: int = 300) -> Launch | None:
     """
     env = os.environ if env is None else env
     launch = detect(env)
-    if launch is None or launch.num_processes == 1:
+    if launch is None or (launch.num_processes == 1 and not alone):
         logger.info("one process%s: no pod to join", _alone_in(env) if launch is None else f" under {launch.source}")
         return launch
     if jax.distributed.is_initialized():

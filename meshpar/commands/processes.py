@@ -89,7 +89,7 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | 
 def _first_failed(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """The exit code of one that has failed, which is named; None when none has."""
     for number, process in enumerate(started):
-        if process.returncode:
+        if process.poll():
             how = f"exit code {process.returncode}"
             if process.returncode < 0:
                 how = f"{signal.Signals(-process.returncode).name}"

@@ -21,6 +21,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 
+from meshpar.commands.lock import held
 from meshpar.commands.recipe import (
     Recipe,
     breaks_resuming,
@@ -124,13 +125,13 @@ def train(
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
     _check_sample(recipe, source)
     setup = _setup(recipe, mesh)
-    with source.train(setup.batch_sharding) as batches:
+    with source.train(setup.batch_sharding) as batches, contextlib.ExitStack() as until_end:
         step = build_step(recipe)
         with screen.doing("traces and lowers the training step"):
             program = _program(step, setup, batches)
         if pod is not None:
             _agree(pod, setup, source, batches, program)
-        _prepare_folder(folder, recipe, setup, fresh=fresh, screen=screen)
+        until_end.enter_context(_prepared(folder, recipe, setup, fresh=fresh, screen=screen))
         screen.facts("meshpar train", _facts(recipe, setup, source, folder))
         with Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints:
             with screen.doing("restores the state, or makes it"):
@@ -314,18 +315,22 @@ def _check_fits_host(setup: Setup) -> None:
         check_memory("the training state", asked, needed, "make the model smaller, or shard it over more hosts")
 
 
-def _prepare_folder(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> None:
-    if not fresh:
-        _check_same_recipe(folder, recipe, screen)
-    barrier("meshpar: folder checked")  # no process writes before all have looked
-    if jax.process_index() == 0:
-        if fresh and folder.exists():
-            screen.line(f"the earlier run is moved to {_move_aside(folder)}")
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "recipe.json", recipe.to_json())
-        _write(folder / "sharding.json", setup.table.to_json())
-        (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
-    barrier("meshpar: folder prepared")
+@contextlib.contextmanager
+def _prepared(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> Iterator[None]:
+    """The run's folder, with what it is about; held against other runs."""
+    with held(folder, tell=screen.line) if jax.process_index() == 0 else contextlib.nullcontext():
+        if not fresh:
+            _check_same_recipe(folder, recipe, screen)
+        barrier("meshpar: folder checked")  # no process writes before all have looked
+        if jax.process_index() == 0:
+            if fresh and folder.exists():
+                screen.line(f"the earlier run is moved to {_move_aside(folder)}")
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder / "recipe.json", recipe.to_json())
+            _write(folder / "sharding.json", setup.table.to_json())
+            (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
+        barrier("meshpar: folder prepared")
+        yield
 
 
 def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:

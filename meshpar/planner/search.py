@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 from meshpar.parallel import Strategy
 from meshpar.parallel.part import Part, Trial
 from meshpar.parallel.promise import split_axes
+from meshpar.parallel.tried import kinds, tried
 from meshpar.planner import memory
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.layout import Layout, Placed, Placer
@@ -71,9 +71,6 @@ class Search:
         self.considered = 0
         self.smallest: Found | None = None
         """Of what did not fit, what misses the limit by least."""
-        kinds = [kind for kind in _kinds(Part) if kind.axes]
-        self._state = [kind for kind in kinds if kind.splits_state]
-        self._others = [kind for kind in kinds if not kind.splits_state]
         seen: dict[tuple[Remat, ...], Remat] = {}
         for remat in POLICIES:  # policies that keep the same of this model are one
             seen.setdefault((workload.held[remat], workload.flops[remat]), remat)  # type: ignore[arg-type]
@@ -201,12 +198,8 @@ class Search:
         return self._filled(dict.fromkeys(sizes, 1), sizes, self.cluster.num_devices)
 
     def strategies(self, sizes: Mapping[str, int]) -> Iterator[Strategy]:
-        """What parts try on a mesh: one way to keep the state, and a form of every other that lives on its axes."""
-        trial = self._trial(sizes)
-        state = [part for kind in self._state for part in kind.tried(trial)]
-        others = [list(kind.tried(trial)) for kind in self._others if trial.ways(*kind.axes) > 1]
-        for parts in itertools.product(state, *others):
-            yield Strategy(parts)
+        """What parts try on a mesh."""
+        return tried(self._trial(sizes))
 
     def of(self, placed: Placed) -> Iterator[Found]:
         """The layouts of a strategy on a mesh that fit: by remat policy, in the fewest micro-steps that do."""
@@ -305,7 +298,7 @@ class Search:
 
     def _axes(self) -> list[str]:
         """Axes that parts live on, in a mesh's order."""
-        named = {axis: 1 for kind in (*self._state, *self._others) for axis in kind.axes}
+        named = {axis: 1 for state in (True, False) for kind in kinds(splits_state=state) for axis in kind.axes}
         return list(_spec(named, least=1))
 
     def _sizes_of(self, axis: str) -> list[int]:
@@ -353,12 +346,6 @@ def _is_used(placed: Placed, part: Part) -> bool:
         return True
     specs = (spec for one in placed.weights for spec in (one.decision.spec, one.grads, one.update))
     return bool({axis for spec in specs for axis in axes_of_spec(spec)} & set(part.axes))
-
-
-def _kinds(kind: type[Part]) -> Iterator[type[Part]]:
-    for one in kind.__subclasses__():
-        yield one
-        yield from _kinds(one)
 
 
 def _spec(sizes: Mapping[str, int], *, least: int = 2) -> MeshSpec:

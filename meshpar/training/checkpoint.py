@@ -423,9 +423,13 @@ def _read_arrays(folder: Any, target: PyTree) -> PyTree:
     how = ocp.checkpoint_utils.construct_restore_args(target)
     try:
         args = ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=True)
-        return handler.restore(folder / "state", args=args)
+        found = handler.restore(folder / "state", args=args)
     finally:
         handler.close()
+    # Of what its index does not name, orbax gives back what was asked for.
+    if missing := [x for x in jax.tree.leaves(found, is_leaf=lambda x: x is None) if not isinstance(x, jax.Array)]:
+        raise _DamagedError(f"the index of arrays lacks {len(missing)} of them")
+    return found
 
 
 # ---- What is stored --------------------------------------------------------------------------------------------------

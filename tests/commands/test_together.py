@@ -225,19 +225,21 @@ def test_local_processes_share_the_host_devices(tmp_path: Path, monkeypatch: pyt
 CHILD = """
 import os, signal, sys
 number = int(os.environ["RANK"])
-if sys.argv[1] == "stops" and number:
+if sys.argv[1] == f"{1 - number} fails, the other stops":
     os.kill(os.getpid(), signal.SIGSTOP)
-sys.exit(7 if sys.argv[1] in ("fails", "stops") and not number else 0)
+sys.exit(0 if sys.argv[1] == "ends" else 7)
 """
 
 
-@pytest.mark.parametrize(("what", "code"), [("ends", 0), ("fails", 7), ("stops", 7)])
+@pytest.mark.parametrize(
+    ("what", "code"), [("ends", 0), ("0 fails, the other stops", 7), ("1 fails, the other stops", 7)]
+)
 def test_local_processes_end_together(what: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(processes, "GRACE_S", 0.2)
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", CHILD))
     assert processes.run([what], processes=2) == code
-    assert ("process 0 of 2 ended with exit code 7" in capfd.readouterr().err) == bool(code)
+    assert (f"process {what[0]} of 2 ended with exit code 7" in capfd.readouterr().err) == bool(code)
 
 
 @pytest.mark.matrix

@@ -368,32 +368,73 @@ print(json.dumps({"seen": seen, "rows": of.row_numbers(2).tolist(), "held": held
 """
 
 
-@pytest.mark.matrix
-def test_each_process_reads_only_what_its_devices_hold():
+def run_processes(program, count, *args):
+    """What so many processes of one pod, which share 4 host devices, say at their end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
         "PYTHONPATH": str(Path(meshpar.__file__).parents[1]),
     }
+    command = [sys.executable, "-c", program, str(port)]
     running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(port), str(i)], env=environment, text=True, stdout=-1, stderr=-1
-        )
-        for i in range(2)
+        subprocess.Popen([*command, str(i), *map(str, args)], env=environment, text=True, stdout=-1, stderr=-1)
+        for i in range(count)
     ]
     try:
         finished = [process.communicate(timeout=PATIENCE_S) for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0], finished
-    one, two = (json.loads(re.search(r"\{.*\}", out)[0]) for out, _ in finished)  # gloo prints there too
+    assert [process.returncode for process in running] == [0] * count, finished
+    return [json.loads(re.search(r"\{.*\}", out)[0]) for out, _ in finished]  # gloo prints there too
+
+
+@pytest.mark.matrix
+def test_each_process_reads_only_what_its_devices_hold():
+    one, two = run_processes(PROCESS, 2)
     # They agree on the batch, and each read its half of it and nothing else.
     assert one["rows"] == two["rows"]
     assert len(set(one["rows"])) == 4
     assert [one["seen"], two["seen"]] == [one["rows"][:2], one["rows"][2:]]
     assert [list(one["held"]), list(two["held"])] == [["0"], ["2"]]
     assert one["total"] == two["total"] == sum(one["held"]["0"] + two["held"]["2"])
+
+
+LEG = """
+import json, sys
+import jax
+port, number, count, steps, state = int(sys.argv[1]), *map(int, sys.argv[2:5]), json.loads(sys.argv[5])
+jax.distributed.initialize(f"127.0.0.1:{port}", count, number)
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from meshpar.data import ArrayData
+
+mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+source = ArrayData(arrays={"x": np.arange(96)}, valid_fraction=0.2).open(batch_size=8, seed=1)
+given = []
+with source.train(NamedSharding(mesh, P("fsdp"))) as of:
+    if state:
+        of.set_state(state)
+    for _ in range(steps):
+        given += [x for shard in next(of)["x"].addressable_shards for x in shard.data.tolist()]
+    print(json.dumps({"given": given, "state": of.get_state(), "rows": len(source.train_rows)}))
+"""
+
+
+@pytest.mark.matrix
+def test_processes_give_every_row_once_an_epoch_however_many_there_are_after_each_restart():
+    state, given, num_rows = None, [], 0
+    for count, steps in ((2, 3), (4, 2), (1, 4), (2, 11)):
+        told = run_processes(LEG, count, count, steps, json.dumps(state))
+        assert all(one["state"] == told[0]["state"] for one in told)
+        shares = [len(one["given"]) for one in told]
+        assert shares == [8 * steps // count] * count
+        by_step = [[one["given"][at * 8 // count : (at + 1) * 8 // count] for one in told] for at in range(steps)]
+        given += [x for parts in by_step for part in parts for x in part]
+        state, num_rows = told[0]["state"], told[0]["rows"]
+    assert len(given) == 160 >= 2 * num_rows
+    assert len(set(given[:num_rows])) == len(set(given[num_rows : 2 * num_rows])) == num_rows
+    assert set(given[:num_rows]) == set(given[num_rows : 2 * num_rows])

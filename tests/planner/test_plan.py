@@ -290,7 +290,7 @@ def test_a_part_takes_part_by_its_answers(small, monkeypatch):
         axes = ("rows",)
 
     kinds = [*Part.__subclasses__(), Rows]
-    monkeypatch.setattr("meshpar.planner.search._kinds", lambda part: kinds)
+    monkeypatch.setattr("meshpar.parallel.tried._below", lambda part: kinds)
     search = Search(small, parse_cluster("h100:1x8"))
     tried = {str(one) for sizes in search.meshes() if sizes["rows"] == 2 for one in search.strategies(sizes)}
     assert "ddp() | rows_parallel(sequence=True)" in {one.partition(" | tensor")[0] for one in tried}

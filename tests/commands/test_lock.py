@@ -1,0 +1,65 @@
+"""Two runs in one folder are told apart; what a killed one leaves is no obstacle."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshpar.commands.lock import held
+from meshpar.sharding.types import MeshparError
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from meshpar.commands.lock import held
+with held(Path(sys.argv[1]), tell=print):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def silent(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_a_second_run_is_told_who_holds_the_folder_until_that_one_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stdout.readline() == "held\n"
+        words = f"process {process.pid} on .* is training in this folder. To fix it: wait for it or stop it"
+        with pytest.raises(MeshparError, match=words), held(folder, tell=silent, wait_s=0.0):
+            pass
+        with held(folder.with_name("two"), tell=silent, wait_s=0.0):  # beside it there is room
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with held(folder, tell=silent, wait_s=0.0):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_lets_go_at_its_end_and_at_an_error(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), held(tmp_path / "run", tell=silent, wait_s=0.0):
+            raise ZeroDivisionError
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch) -> None:
+    def none(number: int, how: int) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    told: list[str] = []
+    with held(tmp_path / "run", tell=told.append, wait_s=0.0):
+        assert "without locks" in told[0]
