@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,12 +13,15 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.commands.recipe import load_recipe
+from meshpar.commands.train import train
 from meshpar.data import ChatData
 from meshpar.data.chat import Conversation, Template, packed
 from meshpar.models import TransformerConfig, next_token_loss
 from tests.interop.test_untrusted import check_parts
 
 pytest.importorskip("jinja2", reason="renders templates: pip install meshpar[hf]")
+RECIPE = Path(__file__).parents[2] / "recipes" / "finetune_hf.py"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% if m.role == 'assistant' %}$\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -169,3 +174,16 @@ def test_parquet_and_the_template_of_a_folder(tmp_path):
     text, spans = Template.of(str(tmp_path), None).render("row 1", CHATS[0])
     assert text.startswith("<s><user>q0")
     assert [text[slice(*span)] for span in spans] == ["yes$\n", "no0$\n"]
+
+
+@pytest.mark.matrix
+def test_a_recipe_trains_on_conversations(tmp_path):
+    recipe = load_recipe(RECIPE, devices=8).override("steps=2", "lora.rank=2", "accumulate=2", "batch_size=16")
+    recipe = recipe.override("optimizer.warmup_steps=0", "sample.num_tokens=4")
+    recipe = recipe.replace(data=chats(tmp_path, valid_batches=1, seq_len=24, valid_fraction=0.45))
+    assert recipe.step_options.weight == "learnt"
+    outcome = train(recipe, out=tmp_path, stream=io.StringIO())
+    assert outcome.summary["validation"]["loss"] > 0
+    written = json.loads((outcome.folder / "recipe.json").read_text())
+    assert written["data"]["type"] == "ChatData"
+    assert written["lora"]["rank"] == 2

@@ -139,6 +139,11 @@ def test_what_has_no_adapters_is_an_error():
     ):
         with pytest.raises(mp.MeshparError, match=match), mp.use(mesh, mp.fsdp()):
             make()
+    stages = mp.fsdp() | mp.pipeline_parallel(stages=2, microbatches=2, schedule="gpipe")
+    deeper = mp.lora()(dataclasses.replace(CONFIG, num_layers=2).build())
+    state = mp.abstract_state(deeper, tx, mesh=mp.MeshSpec(stage=2, fsdp=4).build(), strategy=stages)
+    with pytest.raises(mp.MeshparError, match="leave frozen parameters out of the gradients.*stages"):
+        mp.train_step(next_token_loss).trace(state, BATCH)
     for kind in ("nnx", "linen"):
         state = mp.abstract_state(mp.lora(modules="head")(decoder(kind)), tx, mesh=mesh, strategy=mp.fsdp())
         with pytest.raises(mp.MeshparError, match="lora.*matrix is .*leave it out"):
