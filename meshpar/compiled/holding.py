@@ -214,18 +214,21 @@ def _claimed(promises: Sequence[Promised], pool: _Pool) -> list[_Claim]:
             by_axis[d, k] = float(worth) if owner == c and axis in collective.axes else 0
     least, most = (np.array([promises[c].count_over(axis)[bound] for c, axis in due], float) for bound in (0, 1))
     lacking = np.eye(len(due))
-    found = milp(
-        np.concatenate([cost, np.full(len(due), _LACKING)]),
-        integrality=np.concatenate([np.ones(len(fits)), np.zeros(len(due))]),
-        bounds=Bounds(0, np.concatenate([np.array([runs[g] for _, g, *_ in fits], float), np.full(len(due), np.inf)])),
-        constraints=[
+    problem = {
+        "c": np.concatenate([cost, np.full(len(due), _LACKING)]),
+        "integrality": np.concatenate([np.ones(len(fits)), np.zeros(len(due))]),
+        "bounds": Bounds(
+            0, np.concatenate([np.array([runs[g] for _, g, *_ in fits], float), np.full(len(due), np.inf)])
+        ),
+        "constraints": [
             LinearConstraint(np.hstack([by_group, np.zeros((len(groups), len(due)))]), -np.inf, np.array(runs, float)),
             LinearConstraint(np.hstack([by_axis, np.zeros_like(lacking)]), -np.inf, most + 1e-6),
             LinearConstraint(np.hstack([by_axis, lacking]), least - 1e-6, np.inf),
         ],
-        options={"mip_rel_gap": 1e-9},
-    )
-    assert found.x is not None, found.message
+    }
+    # To take nothing is always allowed; HiGHS fails at times on what its presolve leaves, and not without.
+    tries = (milp(**problem, options={"mip_rel_gap": 1e-9, "presolve": presolve}) for presolve in (True, False))
+    found = next(one for one in tries if one.x is not None)
     for (c, g, worth, _), taken in zip(fits, np.rint(found.x[: len(fits)]).astype(int).tolist(), strict=True):
         for at in groups[g]:
             here = min(taken, pool.left[at][1])
