@@ -322,7 +322,7 @@ class Recipe:
         _check_kind("mesh", self.mesh, MeshSpec, "mp.MeshSpec(fsdp=4, tensor=2)")
         object.__setattr__(self, "strategy", as_strategy(self.strategy))
         _check_kind("precision", self.precision, Precision, 'mp.Precision(compute="bfloat16")')
-        _check_kind("lora", self.lora or Lora(), Lora, "mp.lora(rank=8)")
+        _check_kind("lora", Lora() if self.lora is None else self.lora, Lora, "mp.lora(rank=8)")
         for field, wants in (("model", "build"), ("data", "open"), ("optimizer", "build"), ("loss", "__call__")):
             _check_offers(field, getattr(self, field), wants)
         for field in ("steps", "batch_size", "validate_every", "checkpoint_every", "keep_checkpoints"):

@@ -22,7 +22,7 @@ from jaxtyping import Integer, UInt
 
 from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import ArrayRows
-from meshpar.data.source import RowSource, check_least
+from meshpar.data.source import RowSource, check_least, check_names
 from meshpar.data.split import check_fraction, split_rows
 from meshpar.data.text import find, records
 from meshpar.data.tokens import Tokenizer, load_tokenizer
@@ -30,6 +30,8 @@ from meshpar.sharding.types import problem
 
 OPEN_ROWS = 64
 """Rows that a conversation may still go into: few are left half empty, and packing stays quick."""
+DATE = "2024-07-26"
+"""What Llama's templates say where they are told no day."""
 _FIELDS = ("inputs", "targets", "segments", "positions", "weights")
 
 
@@ -51,6 +53,8 @@ class ChatData:
     template: str | None = None
     """The file of a jinja template; None: that of the tokenizer's folder, `chat_template.jinja` or in
     `tokenizer_config.json`."""
+    date: str = DATE
+    """The day, `YYYY-MM-DD`, that a template is told it is: a run that is resumed another day reads the same rows."""
     seq_len: int = 1024
     """Predictions a row; what a conversation has more is cut off."""
     valid_fraction: float = 0.05
@@ -64,10 +68,11 @@ class ChatData:
     """The metric of `next_token_loss` by which a recipe weighs micro-steps: how many targets each learns from."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.files, str) or not self.files:
-            exists, fix = "it must be a tuple of one or more names", f'write files=("{self.files or "chats.jsonl"}",)'
-            raise problem("`ChatData.files`", f"read {self.files!r}", exists, fix)
-        object.__setattr__(self, "files", tuple(self.files))
+        object.__setattr__(self, "files", check_names("ChatData.files", self.files, "chats.jsonl"))
+        for name, kinds in (("field", str), ("tokenizer", str | Path), ("template", str | Path | None), ("date", str)):
+            if not isinstance(value := getattr(self, name), kinds):
+                raise problem(f"`ChatData.{name}`", f"use {value!r}"[:100], "it is a name", f'write {name}="..."')
+        _day(self.date)
         check_fraction("`ChatData.valid_fraction`", self.valid_fraction)
         for name, least in (("seq_len", 1), ("valid_batches", 1), ("prefetch", 0)):
             check_least(f"ChatData.{name}", getattr(self, name), least)
@@ -84,10 +89,10 @@ class ChatData:
             the template refuses, or whose assistant's part it does not tell; too few of them for a batch.
         """
         tokenizer = load_tokenizer(self.tokenizer, separator=None if self.tokenizer == "bytes" else "")
-        template = Template.of(self.tokenizer, self.template)
+        template = Template.of(self.tokenizer, self.template, date=self.date)
         found = [
             _tokens(tokenizer, *template.render(where, messages))
-            for _, where, messages in records(find(self.files), self.field)
+            for _, where, messages in records(find(self.files, (".jsonl", ".parquet")), self.field)
         ]
         return ChatSource(self, tokenizer, found, batch_size=batch_size, seed=seed)
 
@@ -199,12 +204,13 @@ class Template:
       source: the template.
       named: what it is given beside messages, as `bos_token`.
       where: what to call it in errors.
+      date: which day `strftime_now` tells it.
 
     Raises:
       ValueError: jinja2 is not installed; no template of jinja's.
     """
 
-    def __init__(self, source: str, named: Mapping[str, str], *, where: str) -> None:
+    def __init__(self, source: str, named: Mapping[str, str], *, where: str, date: str = DATE) -> None:
         self.where, self._named = where, dict(named)
         try:
             import jinja2.sandbox
@@ -214,18 +220,16 @@ class Template:
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        env.filters["tojson"] = lambda x, indent=None, **_: json.dumps(x, ensure_ascii=False, indent=indent)
+        env.filters["tojson"] = _to_json
         env.globals["raise_exception"] = _refused
-        env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        self._errors: tuple[type[Exception], ...] = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError,
-                                                     LookupError, AttributeError, RecursionError)  # fmt: skip
+        env.globals["strftime_now"] = _day(date).strftime
         try:
             self._template = env.from_string(source)
-        except self._errors as error:
+        except Exception as error:  # a program of others fails in any way: SyntaxError, MemoryError, AssertionError
             raise problem(where, "read it as a chat template", _told(error), "take the file of the release") from error
 
     @staticmethod
-    def of(tokenizer: str, template: str | None) -> Template:
+    def of(tokenizer: str, template: str | None, *, date: str = DATE) -> Template:
         """That of a file, or of the folder that a tokenizer lies in.
 
         Raises:
@@ -240,7 +244,7 @@ class Template:
         file = folder / "chat_template.jinja" if template is None else Path(template).expanduser()
         try:
             if template is not None or (tokenizer != "bytes" and file.is_file()):
-                return Template(file.read_text(encoding="utf-8"), named, where=str(file))
+                return Template(file.read_text(encoding="utf-8"), named, where=str(file), date=date)
         except (OSError, UnicodeError) as error:
             fix = "name a file with a template"
             raise problem("`ChatData.template`", f"read {file}", f"that fails ({error})"[:160], fix) from error
@@ -251,7 +255,7 @@ class Template:
         if not isinstance(source, str):
             exists = "neither chat_template.jinja nor tokenizer_config.json has one"
             raise problem(f"folder `{folder}`", "find a chat template", exists, "name a file: ChatData(template=...)")
-        return Template(source, named, where=str(folder / "tokenizer_config.json"))
+        return Template(source, named, where=str(folder / "tokenizer_config.json"), date=date)
 
     def render(self, where: str, messages: Any) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and from where to where the assistant writes it.
@@ -284,7 +288,7 @@ class Template:
             text = self._template.render(messages=messages, add_generation_prompt=prompts, **self._named)
             text.encode()  # JSON can spell half a character, which no tokenizer takes
             return text
-        except self._errors as error:
+        except Exception as error:
             fix = "correct the conversation, or name another template"
             raise problem(where, f"render it by {self.where}", _told(error), fix) from error
 
@@ -293,7 +297,11 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     """A message without what it leaves empty, as parquet's rows have all fields of all."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise problem(where, "take a message", "it has no `role`", 'write {"role": "user", "content": "..."}')
-    return {name: x for name, x in message.items() if x is not None}
+    told = {name: x for name, x in message.items() if x is not None}
+    if not told.keys() & {"content", "tool_calls"}:  # jinja2 would write nothing for it
+        exists = f"it has {', '.join(map(str, told))}, and neither `content` nor `tool_calls`"[:200]
+        raise problem(where, "take a message", exists, 'write {"role": "user", "content": "..."}')
+    return told
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -303,6 +311,20 @@ def _config(file: Path) -> dict[str, Any]:
         fix = "take the file of the release"
         raise problem(str(file), "read it as JSON", f"that fails ({_told(error)})", fix) from error
     return found if isinstance(found, dict) else {}
+
+
+def _day(date: str) -> datetime.datetime:
+    try:
+        return datetime.datetime.strptime(date, "%Y-%m-%d")
+    except ValueError as error:
+        raise problem("`ChatData.date`", f"use {date!r}"[:100], "it is no day", f'write date="{DATE}"') from error
+
+
+def _to_json(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """jinja2's own escapes for HTML; arguments as transformers has them."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refused(message: str) -> None:

@@ -15,11 +15,10 @@ from jaxtyping import Integer, UInt
 from meshpar.data.baseline import Baseline, bigram_baseline
 from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import Rows, Windows
-from meshpar.data.source import RowSource, check_least
+from meshpar.data.source import RowSource, check_least, check_names
 from meshpar.data.split import Split, check_fraction, split_documents
 from meshpar.data.text import STDLIB, Document, Reading, find, read
 from meshpar.data.tokens import BYTES, Tokenizer, load_tokenizer, token_stream
-from meshpar.sharding.types import problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +47,7 @@ class TextData:
     """Batches made ahead in the background; 0 makes each when it is needed."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.files, str) or not self.files:
-            fix = f'write files=("{self.files or STDLIB}",)'
-            raise problem("`TextData.files`", f"read {self.files!r}", "it must be a tuple of one or more names", fix)
-        object.__setattr__(self, "files", tuple(self.files))
+        object.__setattr__(self, "files", check_names("TextData.files", self.files, STDLIB))
         check_fraction("`TextData.valid_fraction`", self.valid_fraction)
         for name, least in (("seq_len", 1), ("valid_batches", 1), ("max_bytes", 1), ("prefetch", 0)):
             check_least(f"TextData.{name}", getattr(self, name), least)

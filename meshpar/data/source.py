@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from meshpar.data.assembly import Sharding, check_batch_size
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
 from meshpar.data.rows import Rows
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import is_whole, problem
 
 
 @runtime_checkable
@@ -96,6 +96,15 @@ class RowSource(Source):
 
 
 def check_least(where: str, value: int | None, least: int) -> None:
-    """Raises ValueError where a number is below `least`; None passes."""
-    if value is not None and value < least:
-        raise problem(f"`{where}`", f"use {value}", f"the least is {least}", f"set it to {least} or more")
+    """Raises ValueError for what is no whole number from `least` on; None passes."""
+    if value is not None and not is_whole(value, least):
+        exists = f"the least is {least}" if is_whole(value) else "it is a whole number"
+        raise problem(f"`{where}`", f"use {value!r}", exists, f"set it to {least} or more")
+
+
+def check_names(where: str, files: object, example: str) -> tuple[str, ...]:
+    """Names of files, as a tuple; raises ValueError for what is none."""
+    if isinstance(files, tuple | list) and files and all(isinstance(name, str) for name in files):
+        return tuple(files)
+    fix = f'write files=("{files if files and isinstance(files, str) else example}",)'
+    raise problem(f"`{where}`", f"read {files!r}"[:100], "it must be a tuple of one or more names", fix)

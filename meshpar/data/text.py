@@ -66,7 +66,7 @@ class Reading:
     """Names of the files that were found by searching and are not UTF-8."""
 
 
-def find(entries: Sequence[str]) -> list[File]:
+def find(entries: Sequence[str], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> list[File]:
     """The files that the entries name, each once, in the order of the entries and then of their paths.
 
     Raises:
@@ -74,7 +74,7 @@ def find(entries: Sequence[str]) -> list[File]:
     """
     found: dict[str, tuple[Path, int, bool]] = {}
     for entry in entries:
-        for path, num_parts, named in _matches(entry):
+        for path, num_parts, named in _matches(entry, suffixes):
             # One file reached by two ways must be one document, or its text could be trained on and held out.
             found.setdefault(os.path.realpath(path), (path, num_parts, named))
     names = _distinct_names([(path, num_parts) for path, num_parts, _ in found.values()])
@@ -98,7 +98,7 @@ def read(files: Iterable[File], *, text_field: str = "text", max_bytes: int | No
     return Reading(documents=documents, skipped=tuple(skipped))
 
 
-def _matches(entry: str) -> Iterator[tuple[Path, int, bool]]:
+def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, bool]]:
     """Paths of one entry, each with the number of its last parts that make its name, and whether it was named."""
     path = Path(os.path.abspath(os.path.expanduser(entry)))
     check_name(path, f"`TextData.files` entry `{entry[:100]}`", "name a file, a folder or a glob")
@@ -110,7 +110,7 @@ def _matches(entry: str) -> Iterator[tuple[Path, int, bool]]:
         return
     elif path.is_dir():
         root = path
-        found = [p for p in root.rglob("*") if p.suffix in FOLDER_SUFFIXES and not _is_hidden(p.relative_to(root))]
+        found = [p for p in root.rglob("*") if p.suffix in suffixes and not _is_hidden(p.relative_to(root))]
     elif glob.has_magic(entry):
         pattern = os.path.expanduser(entry)
         root = _fixed_part(pattern)
@@ -119,7 +119,7 @@ def _matches(entry: str) -> Iterator[tuple[Path, int, bool]]:
         raise _no_such_path(entry, path)
     found = sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(root).as_posix())
     if not found:
-        raise _nothing_found(entry, root)
+        raise _nothing_found(entry, root, suffixes)
     for file in found:
         yield file, len(file.relative_to(root).parts), False
 
@@ -178,13 +178,12 @@ def _no_such_path(entry: str, path: Path) -> ValueError:
     )
 
 
-def _nothing_found(entry: str, root: Path) -> ValueError:
-    suffixes = " ".join(FOLDER_SUFFIXES)
+def _nothing_found(entry: str, root: Path, suffixes: Sequence[str]) -> ValueError:
     return problem(
         f"`TextData.files` entry `{entry}`",
         "find files",
         f"no file under {root} matches",
-        f"name a file, a glob that matches (`**` goes into folders), or a folder with any of {suffixes}",
+        f"name a file, a glob that matches (`**` goes into folders), or a folder with any of {' '.join(suffixes)}",
     )
 
 

@@ -32,7 +32,7 @@ from meshpar.sharding.context import apart
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import PyTree, near, problem, tree_leaves_with_paths
 from meshpar.training.lora import Lora, fresh_pairs, merged_params, of_pair
-from meshpar.training.precision import Precision
+from meshpar.training.precision import Precision, check_bits
 from meshpar.training.state import Setup, TrainState, make_setup
 
 CONFIG = "config.json"
@@ -94,7 +94,7 @@ def from_hf(
         described = describe(Path(folder))
         _check(files, described)
         param_dtype = dtype or widest(files, described)
-        _check_dtype("from_hf(dtype=...)", param_dtype)
+        check_dtype("from_hf(dtype=...)", param_dtype)
         config = dataclasses.replace(described.config, param_dtype=param_dtype, **changes)
         tx = optax.identity() if tx is None else tx
         model = config.build() if lora is None else lora(config.build())
@@ -245,12 +245,11 @@ def widest(files: Folder, described: Described) -> str:
     return jnp.dtype(jnp.result_type(*found)).name
 
 
-def _check_dtype(where: str, dtype: str) -> None:
+def check_dtype(where: str, dtype: str) -> None:
+    """Raises `ValueError` for what is no dtype of weights, or of more bits than jax keeps."""
     if dtype not in PARAM_DTYPES:
         raise problem(where, f"be {dtype!r}", f"weights are {', '.join(PARAM_DTYPES)}", "use one of them")
-    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        exists = "jax keeps 32 bits of them unless jax_enable_x64 is set, and would round them without a word"
-        raise problem(where, f"be {dtype!r}, as the files or you say", exists, 'say so: dtype="float32", or set it')
+    check_bits(where, dtype)
 
 
 def _check(files: Folder, described: Described) -> None:
@@ -395,7 +394,7 @@ def to_hf(
             exists, fix = "a state says how they count, parameters alone do not", "give the state"
             raise problem(f"to_hf, `{path}`", "merge adapters", exists, fix)
     if dtype is not None:
-        _check_dtype("to_hf(dtype=...)", dtype)
+        check_dtype("to_hf(dtype=...)", dtype)
     with contextlib.ExitStack() as stack:
         source = None if like is None else describe(Path(like))
         family = family_of(config) if source is None else source.family

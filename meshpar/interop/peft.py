@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from meshpar.interop.files import Folder, read_json, whole_folder, write, write_json
-from meshpar.interop.hf import Made, born, describe, family_of
+from meshpar.interop.hf import Made, born, check_dtype, describe, family_of
 from meshpar.interop.table import Tensor
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import apart
@@ -32,6 +32,9 @@ PLAIN = {
     "trainable_token_indices": None, "target_parameters": None,
 }  # fmt: skip
 """Fields of adapter_config.json by which adapters do more than ours, and what they are where they do not."""
+
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
+"""Values of `init_lora_weights` with which PEFT takes what the pair begins with out of the matrix."""
 
 
 def to_peft(
@@ -61,6 +64,8 @@ def to_peft(
         one with others, which PEFT cannot say.
     """
     lora = _lora_of(state, "to_peft")
+    if dtype is not None:
+        check_dtype("to_peft(dtype=...)", dtype)
     family = family_of(config) if like is None else describe(Path(like)).family
     pairs = {path: x for path, x in tree_leaves_with_paths(state.params) if of_pair(path)}
     tensors = _tensors(family.tensors(config), pairs, lora.rank)
@@ -97,6 +102,10 @@ def lora_of_peft(folder: str | Path, config: TransformerConfig, *, like: str | P
         if found != value and (found or value):
             exists = f"adapters here have {value!r}"
             raise problem(f"{path}, `{field}`", f"be {found!r}"[:80], exists, "merge it by PEFT first")
+    start = document.get("init_lora_weights")
+    if str(start).startswith(CHANGE_THE_BASE):
+        exists = "such adapters belong to a model whose matrices were changed as training began"
+        raise problem(f"{path}, `init_lora_weights`", f"be {start!r}"[:80], exists, "merge it by PEFT first")
     rank, alpha = document.get("r"), document.get("lora_alpha")
     with Folder(folder, single=WEIGHTS) as files:
         modules = _modules(files, config, like)

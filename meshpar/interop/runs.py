@@ -125,7 +125,7 @@ def merged(state: TrainState, config: TransformerConfig) -> TrainState:
     """A decoder's state without adapters, which are in its matrices then, and without an optimizer."""
     if state.setup.model.lora is None:
         return state
-    setup = make_setup(config.build(), optax.identity(), mesh=state.setup.mesh, strategy=state.setup.strategy)
+    setup = make_setup(config.build(), optax.identity(), mesh=state.setup.given_mesh, strategy=state.setup.strategy)
     return setup.begin(merged_params(state), state.extra, 0)
 
 

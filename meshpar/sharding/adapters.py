@@ -98,12 +98,16 @@ def explicit(model: Model) -> Model:
       model: from an adapter. The shipped decoders are not written so.
 
     Raises:
-      ValueError: when a step is made with an engine inside `shard_map` (stages, `quantize`, `accumulate_mode="once"`),
-        for jax gives Manual axes no types.
+      ValueError: no model, or one with adapters; when a step is made with an engine inside `shard_map` (stages,
+        `quantize`, `accumulate_mode="once"`), for jax gives Manual axes no types.
 
     Example:
       >>> model = mp.explicit(mp.from_functions(init, apply))  # doctest: +SKIP
     """
+    if not isinstance(model, Model) or model.lora is not None:
+        exists = "its adapters say no types" if isinstance(model, Model) else f"a {type(model).__name__} is no Model"
+        fix = "give what mp.from_nnx, from_linen or from_functions made, without adapters"
+        raise problem("mp.explicit", "trace a model on Explicit axes", exists, fix)
     return dataclasses.replace(model, is_explicit=True)
 
 

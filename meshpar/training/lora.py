@@ -28,7 +28,7 @@ from meshpar.sharding.adapters import BoundLinen, Model, Variables, key_of
 from meshpar.sharding.context import ambient, apart, spec_of, tracing
 from meshpar.sharding.regions import outer_axes
 from meshpar.sharding.types import PAIR, Names, PyTree, is_whole, near_or, problem, tree_leaves_with_paths
-from meshpar.training.precision import cast_floating, dot_general
+from meshpar.training.precision import cast_floating, check_bits, dot_general
 from meshpar.training.state import Setup, TrainState, key_words
 
 INWARD, OUTWARD = PAIR
@@ -54,7 +54,7 @@ class Lora:
     def __post_init__(self) -> None:
         for name, is_right, rule in (
             ("rank", is_whole(self.rank, 1), "it is a whole number of at least 1"),
-            ("alpha", isinstance(self.alpha, int | float) and 0 < self.alpha < math.inf, "it is a number above 0"),
+            ("alpha", _is_number(self.alpha) and 0 < self.alpha < math.inf, "it is a number above 0"),
             ("dtype", self.dtype in ("float32", "bfloat16", "float16", "float64"), "it is a dtype of weights"),
             ("modules", _is_pattern(self.modules), "it is a regular expression for whole paths of linear layers"),
         ):
@@ -75,18 +75,22 @@ class Lora:
         """The model with pairs beside the layers that are chosen; of it they are trained, and nothing else.
 
         Raises:
-          ValueError: a model of plain functions; one with adapters; a pattern that chooses no linear layer, or what is
-            none, as experts' matrices.
+          ValueError: no model; one of plain functions, with adapters, or of `mp.explicit`; a pattern that chooses no
+            linear layer, or what is none, as experts' matrices; 64 bits where jax has none.
         """
         where = f"lora(modules={self.modules!r})"
+        if not isinstance(model, Model):
+            exists, fix = f"a {type(model).__name__} is no Model", "wrap it: mp.from_nnx(lambda rngs: ...)"
+            raise problem(where, "give the model adapters", exists, fix)
         if model.lora is not None:
             raise problem(where, "give the model adapters", "it has some already", "take the model without them")
-        if model.kind == "functions":
-            exists, fix = (
-                "plain functions have no linear layers to name",
-                "add x @ a @ b to them, and train by trainable=",
-            )
+        if model.is_explicit:
+            exists, fix = "it says its own types (mp.explicit), and adapters say none", "leave mp.explicit out"
             raise problem(where, "give the model adapters", exists, fix)
+        if model.kind == "functions":
+            exists, fix = "plain functions have no linear layers to name", "add x @ a @ b, and train by trainable="
+            raise problem(where, "give the model adapters", exists, fix)
+        check_bits("lora(dtype=...)", self.dtype)
         return _on_nnx(self, model) if model.kind == "nnx" else _on_linen(self, model)
 
     def merged(self, params: PyTree) -> PyTree:
@@ -111,7 +115,8 @@ class Lora:
         """
         where, pattern = f"lora(modules={self.modules!r})", re.compile(self.modules)
         for path, shape in params.items():
-            if len(shape) > 1 and path.rpartition("/")[0] not in layers and pattern.fullmatch(path):
+            module = path.rpartition("/")[0]
+            if len(shape) > 1 and module not in layers and (pattern.fullmatch(path) or pattern.fullmatch(module)):
                 exists = (
                     f"`{path}` {list(shape)} is no linear layer's matrix: experts, routers and tables have no adapters"
                 )
@@ -166,7 +171,7 @@ def fresh_pairs(setup: Setup, key: jax.Array | int) -> dict[str, jax.Array]:
         return {path: cast_floating(made[path], setup.precision.params) for path in paths}
 
     lie = dict(tree_leaves_with_paths(setup.shardings.params))
-    return jax.jit(make, out_shardings={path: lie[path] for path in paths})(key_words(key))
+    return setup.jit(make, {path: lie[path] for path in paths})(key_words(key))
 
 
 @apart()
@@ -178,7 +183,11 @@ def merged_params(state: TrainState) -> PyTree:
     like = jax.eval_shape(lora.merged, state.params)
     lie = dict(tree_leaves_with_paths(state.setup.shardings.params))
     shardings = [lie[path] for path, _ in tree_leaves_with_paths(like)]
-    return jax.jit(lora.merged, out_shardings=jax.tree.unflatten(jax.tree.structure(like), shardings))(state.params)
+    return state.setup.jit(lora.merged, jax.tree.unflatten(jax.tree.structure(like), shardings))(state.params)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def _is_pattern(text: Any) -> bool:
@@ -367,13 +376,14 @@ class _LinenAdapters:
         with nn.intercept_methods(watch):
             params, extra = self._model.init(key)
         shapes = {path: x.shape for path, x in tree_leaves_with_paths(params)}
-        layers = {path: dims for path, dims in seen.items() if f"{path}/kernel" in shapes}
+        layers = {path: dims for path, dims in seen.items() if _below(path, "kernel") in shapes}
         names = self._model.names()
         for number, path in enumerate(self._lora.chosen(layers, shapes)):
-            layer = _Layer(shapes[f"{path}/kernel"], *layers[path], names.get(f"{path}/kernel"))
+            kernel = _below(path, "kernel")
+            layer = _Layer(shapes[kernel], *layers[path], names.get(kernel))
             self._chosen[path] = layer
             pair = layer.pair(self._lora, jax.random.fold_in(key_of(key), number))
-            params = _with(params, path.split("/"), dict(zip((INWARD, OUTWARD), pair, strict=True)))
+            params = _with(params, path.split("/") if path else [], dict(zip((INWARD, OUTWARD), pair, strict=True)))
         return Variables(params, extra)
 
     def names(self) -> Mapping[str, Names]:
@@ -381,7 +391,7 @@ class _LinenAdapters:
         for path, layer in self._chosen.items():
             for name, names in zip((INWARD, OUTWARD), layer.pair_names(), strict=True):
                 if names is not None:
-                    found[f"{path}/{name}"] = names
+                    found[_below(path, name)] = names
         return found
 
     def bind(self, params: PyTree, extra: PyTree) -> BoundLinen:
@@ -427,6 +437,10 @@ def _linen_dims(module: Any) -> tuple[int, int] | None:
     if axes != tuple(range(-len(axes), 0)):
         return None
     return len(axes), 1 if isinstance(module.features, int) else len(module.features)
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name
 
 
 def _with(tree: PyTree, path: list[str], more: Mapping[str, Any]) -> PyTree:

@@ -52,6 +52,13 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 MATMULS = ("fp8",)
 
 
+def check_bits(where: str, dtype: str) -> None:
+    """Raises `ValueError` for 64 bits where jax has none."""
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        exists = "jax keeps 32 bits of them unless jax_enable_x64 is set, and would round them without a word"
+        raise problem(where, f"be {dtype!r}", exists, 'say so: "float32", or set it')
+
+
 def cast_floating(tree: PyTree, dtype: str | None) -> PyTree:
     """The tree with its floating leaves in another dtype; None leaves it alone."""
     if dtype is None:

@@ -40,7 +40,7 @@ from meshpar.sharding.types import (
 from meshpar.training.batch import as_given, as_rows, check_batch
 from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Numerics, Precision, numerics, wide_work
+from meshpar.training.precision import Numerics, Precision, check_bits, numerics, wide_work
 from meshpar.training.reports import check_numbers, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
@@ -348,6 +348,7 @@ def _check_wider(setup: Setup, precision: Precision) -> None:
         if compute is None or jnp.dtype(rule.value).itemsize <= jnp.dtype(compute).itemsize:
             exists = f"it is train_step(precision=Precision(compute={compute!r})), and modules take the wider dtype"
             raise problem(where, asked, exists, 'use compute="bfloat16" and a wider rule, or leave the rule out')
+        check_bits(where, rule.value)
         if strategy.quantize is not None:
             exists = f"{strategy.label} sends all weights by kernels, in the compute dtype"
             raise problem(where, asked, exists, "leave quantize out, or the rule")

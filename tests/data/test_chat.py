@@ -109,22 +109,36 @@ def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path):
         ),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ range(999999999) | list }}", "OverflowError|Range too big"),
+        ("{{ 'x' * 10**15 }}", "MemoryError"),
+        ("{{ cycler() }}", "RuntimeError"),
     ):
         with pytest.raises(mp.MeshparError, match=match):
             Template(source, {}, where="template").render("line 1", chat)
     with pytest.raises(mp.MeshparError, match="read it as a chat template"):
         Template("{% if %}", {}, where="template")
+    with pytest.raises(mp.MeshparError, match="SyntaxError"):
+        Template("{% break %}", {}, where="template")
     template = Template(TEMPLATE, {}, where="template")
-    for wrong in (None, [], "text", ["x"], [{"content": "x"}]):
+    for wrong in (None, [], "text", ["x"], [{"content": "x"}], [{"role": "user", "contents": "x"}]):
         with pytest.raises(mp.MeshparError, match="line 1"):
             template.render("line 1", wrong)
     for change, match in (
         ({"field": "message"}, "did you mean `messages`"),
         ({"template": None}, "find a chat template"),
+        ({"seq_len": float("nan")}, "a whole number"),
+        ({"tokenizer": None}, r"ChatData.tokenizer`: asked to use None"),
+        ({"files": (5,)}, "a tuple of one or more names"),
+        ({"date": "today"}, "it is no day"),
         ({"seq_len": 3}, "have a word of the assistant's within seq_len"),
     ):
         with pytest.raises(mp.MeshparError, match=match):
             chats(tmp_path, **change).open(batch_size=2, seed=0)
+
+
+def test_templates_write_json_and_the_day_as_transformers_does():
+    source = "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}{{ strftime_now('%d %b %Y') }}"
+    text, _ = Template(source, {}, where="template").render("line 1", [{"role": "user", "content": "<é>"}])
+    assert text == '[{"content":"<é>","role":"user"}]26 Jul 2024'
 
 
 def test_broken_conversations_are_an_error_in_four_parts_or_fine():

@@ -102,13 +102,15 @@ def test_what_is_no_adapter_of_ours_is_an_error(tmp_path):
     _, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=mp.lora(rank=2))
     with pytest.raises(mp.MeshparError, match="parameters alone do not"):
         to_hf(state.params, config, tmp_path / "none")
+    with pytest.raises(mp.MeshparError, match="be 'int8'"):
+        to_peft(state, config, tmp_path / "none", dtype="int8")
     to_peft(state, config, tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_config.json"
     good = json.loads(path.read_text())
     for change, match in (
         ({"use_dora": True}, "use_dora.*be True"), ({"peft_type": "IA3"}, "read 'IA3'"), ({"r": 0}, "rank=0"),
         ({"lora_alpha": "x"}, "alpha='x'"), ({"bias": "all"}, "bias.*be 'all'"), ({"rank_pattern": {"q": 3}}, "rank_"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
     ):  # fmt: skip
         path.write_text(json.dumps(good | change))
         with pytest.raises(mp.MeshparError, match=match):

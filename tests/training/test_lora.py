@@ -127,7 +127,13 @@ def test_what_has_no_adapters_is_an_error():
     for make, match in (
         (lambda: mp.lora(rank=0), "rank=0.*at least 1"),
         (lambda: mp.lora(alpha=float("nan")), "alpha=nan.*above 0"),
+        (lambda: mp.lora(alpha=True), "alpha=True.*above 0"),
         (lambda: mp.lora(modules="("), "regular expression"),
+        (lambda: mp.lora()(CONFIG), "a TransformerConfig is no Model"),
+        (lambda: mp.lora(dtype="float64")(CONFIG.build()), "jax keeps 32 bits"),
+        (lambda: mp.lora()(mp.explicit(CONFIG.build())), "adapters say none"),
+        (lambda: mp.explicit(adapted), "its adapters say no types"),
+        (lambda: mp.lora(modules="embed|.*/query")(CONFIG.build()).abstract(), "embed/embedding.* is no linear layer"),
         (lambda: mp.lora()(functions), "plain functions have no linear layers"),
         (lambda: mp.lora()(adapted), "it has some already"),
         (
@@ -139,6 +145,8 @@ def test_what_has_no_adapters_is_an_error():
     ):
         with pytest.raises(mp.MeshparError, match=match), mp.use(mesh, mp.fsdp()):
             make()
+    alone = mp.lora(rank=2, modules="")(mp.from_linen(linen.Dense(4), np.ones((8, 8), np.float32)))
+    assert set(alone.abstract().params) == {"bias", "kernel", "lora_a", "lora_b"}
     stages = mp.fsdp() | mp.pipeline_parallel(stages=2, microbatches=2, schedule="gpipe")
     deeper = mp.lora()(dataclasses.replace(CONFIG, num_layers=2).build())
     state = mp.abstract_state(deeper, tx, mesh=mp.MeshSpec(stage=2, fsdp=4).build(), strategy=stages)
