@@ -353,6 +353,8 @@ def _train(
 ) -> None:
     prepare_devices(devices)
     here = _devices(devices)
+    import jax
+
     from meshpar.commands.recipe import load_recipe
     from meshpar.commands.train import check_left_to_folder
     from meshpar.commands.train import train as run
@@ -376,7 +378,7 @@ def _train(
     stream = sys.stderr if as_json else sys.stdout
     more: dict[str, Any] = {"fit_vocab": fit_vocab, "from_hf": from_hf, "profile": steps_traced}
     outcome = run(found, out=out, devices=here, fresh=fresh, stream=stream, **more)
-    if as_json:
+    if as_json and jax.process_index() == 0:
         _print_json({"folder": str(outcome.folder), **outcome.summary})
     if outcome.reason == "interrupted":
         sys.exit(interrupts.exit_code())
