@@ -358,7 +358,7 @@ def _train(
     from meshpar.commands.recipe import load_recipe
     from meshpar.commands.train import check_left_to_folder
     from meshpar.commands.train import train as run
-    from meshpar.training.profile import parse_steps
+    from meshpar.training.profile import check_steps, parse_steps
 
     steps_traced = None if profile is None else parse_steps(profile)
     found = load_recipe(recipe, devices=len(here))
@@ -368,6 +368,8 @@ def _train(
         found = with_plan(found, plan)
     own = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
     found = found.override(*assignments, *(f"{field}={value}" for field, value in own if value is not None))
+    if steps_traced is not None:
+        check_steps(*steps_traced, done=0, steps=found.steps)  # here, too: before anything is compiled
     if from_hf is not None:
         check_left_to_folder(from_hf, assignments, tokenizer)
     if text or tokenizer:

@@ -62,7 +62,7 @@ from meshpar.training.loop import (
 )
 from meshpar.training.lora import merged_params
 from meshpar.training.precision import cast_floating
-from meshpar.training.profile import Profile, check_steps
+from meshpar.training.profile import Profile
 from meshpar.training.state import Setup, TrainState, make_setup
 from meshpar.training.step import TrainStep, eval_step
 from meshpar.training.writers import check_writers, writers
@@ -115,8 +115,6 @@ def train(
     """
     screen, folder, began_s = Screen(stream or sys.stdout), Path(out) / recipe.name, time.time()
     check_writers(recipe.writers)
-    if profile is not None:
-        check_steps(*profile, done=0, steps=recipe.steps)  # here, too: before anything is compiled
 
     recipe = recipe if from_hf is None else _begun_with(recipe, from_hf, folder, fresh)
     pod = this_pod()
