@@ -305,7 +305,7 @@ def run(
     from meshpar.planner.units import parse_bytes
 
     found = load_recipe(recipe, devices=jax.device_count()).override(*assignments)
-    more: dict[str, Any] = {"parts": parts or measured.PARTS, "restored_bytes": parse_bytes(restored_bytes)}
+    more: dict[str, Any] = {"parts": parts or measured.PARTS, "restored_bytes": parse_bytes(restored_bytes, least=1)}
     with _live() as progress:
         figures = measured.run(found, pairs=pairs, steps=steps, folder=folder, progress=progress, **more)
     print_report(figures, as_json=as_json)

@@ -116,6 +116,7 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     from meshpar.training.checkpoint import read_index, read_leaf
 
     library()
+    most_bytes = int(parse_bytes(max_bytes, least=1))
     new_folder(out)  # minutes before it is written
     folder, step = _chosen(run, step)
     index = read_index(folder, step)
@@ -130,7 +131,7 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
 
     sizes = {path: math.prod(leaf["shape"]) * dtype_now(path).itemsize for path, leaf in leaves.items()}
     named = {path.removeprefix("params/"): path for path in leaves}
-    files = assigned(((name, sizes[path]) for name, path in named.items()), int(parse_bytes(max_bytes)))
+    files = assigned(((name, sizes[path]) for name, path in named.items()), most_bytes)
 
     def make(name: str) -> Any:
         return read_leaf(folder, index, named[name]).astype(dtype_now(named[name]))

@@ -353,10 +353,12 @@ def _train(
 ) -> None:
     prepare_devices(devices)
     here = _devices(devices)
+    import jax
+
     from meshpar.commands.recipe import load_recipe
     from meshpar.commands.train import check_left_to_folder
     from meshpar.commands.train import train as run
-    from meshpar.training.profile import parse_steps
+    from meshpar.training.profile import check_steps, parse_steps
 
     steps_traced = None if profile is None else parse_steps(profile)
     found = load_recipe(recipe, devices=len(here))
@@ -366,6 +368,8 @@ def _train(
         found = with_plan(found, plan)
     own = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
     found = found.override(*assignments, *(f"{field}={value}" for field, value in own if value is not None))
+    if steps_traced is not None:
+        check_steps(*steps_traced, done=0, steps=found.steps)  # here, too: before anything is compiled
     if from_hf is not None:
         check_left_to_folder(from_hf, assignments, tokenizer)
     if text or tokenizer:
@@ -376,7 +380,7 @@ def _train(
     stream = sys.stderr if as_json else sys.stdout
     more: dict[str, Any] = {"fit_vocab": fit_vocab, "from_hf": from_hf, "profile": steps_traced}
     outcome = run(found, out=out, devices=here, fresh=fresh, stream=stream, **more)
-    if as_json:
+    if as_json and jax.process_index() == 0:
         _print_json({"folder": str(outcome.folder), **outcome.summary})
     if outcome.reason == "interrupted":
         sys.exit(interrupts.exit_code())

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import zlib
 from collections.abc import Mapping
 
@@ -183,6 +184,7 @@ def join(env: Env | None = None, *, timeout_s: int = 300, alone: bool = False) -
     logger.info("joining: %s", launch)
     if launch.coordinator is not None:
         check_port(launch.coordinator, process_id=launch.process_id)
+    _keep_stdout()
     jax.distributed.initialize(
         coordinator_address=launch.coordinator,
         num_processes=launch.num_processes,
@@ -192,6 +194,19 @@ def join(env: Env | None = None, *, timeout_s: int = 300, alone: bool = False) -
         initialization_timeout=timeout_s,
     )
     return launch
+
+
+def _keep_stdout() -> None:
+    """Leave standard output to Python: gloo tells every connection there, amid a report or JSON, and now on stderr."""
+    try:
+        if sys.stdout.fileno() != 1:
+            return
+        sys.stdout.flush()
+        own = os.dup(1)
+        os.dup2(2, 1)
+    except (OSError, ValueError):  # closed, or no file: nothing of gloo's comes between
+        return
+    sys.stdout = open(own, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
 
 
 def check_port(coordinator: str, *, process_id: int | None) -> None:

@@ -24,19 +24,22 @@ def si(value: float, unit: str, *, digits: int = 4) -> str:
     return f"{float(f'{value / size:.{digits}g}'):.15g} {prefix}{unit}"
 
 
-def parse_bytes(text: str) -> float:
+def parse_bytes(text: str, *, least: float = -math.inf) -> float:
     """Bytes that a user wrote: `14e9`, `14GB`, `256 kB`.
 
     Raises:
-      ValueError: neither form.
+      ValueError: neither form, no finite number, or fewer than `least`.
     """
     found = re.fullmatch(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?) *([kmgt]?)b?", text.strip().lower())
     try:
         if found is None:
             raise ValueError
-        return float(found.group(1)) * _LARGE[found.group(2)]
+        value = float(found.group(1)) * _LARGE[found.group(2)]
+        if not least <= value < math.inf:
+            raise ValueError
+        return value
     except ValueError:
-        exists = "it is no number of bytes"
+        exists = "it is no number of bytes" + f", {least:g} or more" * math.isfinite(least)
         raise problem(f"`{text}`", "be read as bytes", exists, "write 14e9, 14GB or 256kB (SI: 1 kB is 1e3)") from None
 
 

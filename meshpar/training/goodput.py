@@ -47,7 +47,7 @@ class Goodput(Hook):
             return
         self._run, self._before = run, {}
         now, account = time.time(), self._read()
-        if account is not None and run.first_step > 0:
+        if account is not None:
             self._before = {name: float(seconds) for name, seconds in account["seconds"].items()}
             counted = range(run.first_step + 1, int(account["step"]) + 1)
             lost_s = sum(_seconds(line) for line in read_lines(self._metrics) if line["step"] in counted)

@@ -32,6 +32,19 @@ def parse_steps(text: str) -> tuple[int, int]:
     return first, last
 
 
+def check_steps(first: int, last: int, *, done: int, steps: int) -> None:
+    """See that a run that has `done` of its `steps` takes one from `first` to `last`.
+
+    Raises:
+      ValueError: it takes none of them.
+    """
+    if first > steps or last <= done:
+        exists, fix = f"this run takes steps {done + 1} to {steps}", "name steps among these"
+        if done >= steps:
+            exists, fix = f"the run has taken all its {steps}", "leave --profile out, or give it more --steps"
+        raise problem(f"a profile of steps {first} to {last}", "trace them", exists, fix)
+
+
 class Profile(Hook):
     """Traces steps by `jax.profiler`, on every process; each begins and ends with devices at rest.
 
@@ -52,10 +65,7 @@ class Profile(Hook):
         self._is_on = False
 
     def on_start(self, run: Run) -> None:
-        if self._first > run.steps or self._last <= run.first_step:
-            where = f"a profile of steps {self._first} to {self._last}"
-            exists = f"this run takes steps {run.first_step + 1} to {run.steps}"
-            raise problem(where, "trace them", exists, "name steps among these")
+        check_steps(self._first, self._last, done=run.first_step, steps=run.steps)
         self._begin(run)
 
     def on_dispatched(self, run: Run) -> None:

@@ -152,8 +152,11 @@ class Verified:
             lines += [f"smallest that differs: {self.smallest.case}", f"  {self.smallest.words}"]
             if self.dtype == "float64" and "of one device" in self.smallest.words:
                 lines.append('  (a model that computes in float32 inside is held to less with dtype="float32")')
+        elif not self.outcomes:
+            lines.append("nothing was verified: no layout was begun, for want of devices or time")
         elif not counts["same"]:
-            lines.append("nothing was verified: the model refused every layout that was drawn")
+            case, _, words = self.outcomes[0]
+            lines.append(f"nothing was verified: the model refused every layout, as {case}: {words}")
         return "\n".join(lines)
 
     __rich__ = __str__

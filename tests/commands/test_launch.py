@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -335,7 +334,6 @@ def test_two_processes_add_up_across_each_other() -> None:
             process.kill()
     for rank, (out, err) in enumerate(outputs):
         assert processes[rank].returncode == 0, err
-        told = re.search(r"\{.*\}", out)  # gloo, too, prints here, and its last words may come after
-        assert told, out
-        assert json.loads(told[0]) == {"id": rank, "all": 8, "own": 4, "sum": 28.0, "again": True}
+        # Nothing of gloo's is there: JSON of several processes can be read.
+        assert json.loads(out) == {"id": rank, "all": 8, "own": 4, "sum": 28.0, "again": True}
         assert f"joining: torchrun: process {rank} of 2, coordinator 127.0.0.1:{port}" in err

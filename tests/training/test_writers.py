@@ -197,6 +197,11 @@ def test_what_died_with_a_process_is_no_goodput(tmp_path):
     kept = first.seconds["steps"] - redone
     assert seconds["steps"] >= kept + 3 * 0.01
     assert second.share < 0.05
+    # Killed again, with no checkpoint left: all of it was in vain, and stays in the account.
+    third = goodput()
+    run(1, [third, JsonlWriter(tmp_path / "m")])
+    assert third.seconds["restart"] >= 100
+    assert third.seconds["redone"] == pytest.approx(seconds["redone"] + seconds["steps"], rel=0.05)
 
 
 @pytest.mark.parametrize("junk", ["", "{", "[1]", '{"seconds": 3}', '{"seconds": {"steps": "x"}, "step": 1}'])
