@@ -30,6 +30,7 @@ from meshpar.compiled.cells import Cells
 from meshpar.compiled.groups import Groups, parse_lists
 from meshpar.compiled.hlo import ArrayShape, Computation, Instruction, Module
 from meshpar.compiled.walk import Loop, Visit, executed
+from meshpar.pipeline.placement import RETURNED
 from meshpar.planner.cost import KINDS, bytes_sent
 from meshpar.sharding.types import AnyMesh, axis_sizes, problem
 
@@ -478,8 +479,8 @@ def _is_sliced(module: Module, computation: Computation, value: Instruction, gro
 def _keeps_part(use: Instruction | None, of: ArrayShape | None, group_size: int) -> bool:
     if use is None or of is None or use.opcode != "dynamic-slice" or not isinstance(use.shape, ArrayShape):
         return False
-    if scopes.primitive(use.metadata.op_name) == "dynamic_slice":
-        return False  # the program's own choice of a part, say of one that a schedule holds elsewhere
+    if RETURNED in scopes.components(use.metadata.op_name):
+        return False  # a part that goes back to its stage
     return use.shape.size * group_size == of.size
 
 

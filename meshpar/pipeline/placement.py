@@ -18,6 +18,9 @@ from meshpar.pipeline.executor import read, write
 from meshpar.pipeline.schedules import Schedule
 from meshpar.sharding.types import PyTree
 
+RETURNED = "return_gradients"
+"""Scope of gradients that go from where a schedule holds their part to where it lies between steps."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Round:
@@ -87,7 +90,7 @@ class WeightPlacement:
 
     def collect(self, grads: PyTree) -> PyTree:
         """`[chunk, ...] -> [rows, ...]`, copies of a part summed."""
-        with jax.named_scope("return_gradients"):
+        with jax.named_scope(RETURNED):
             return self._moved(grads, back=True)
 
     def _moved(self, tree: PyTree, *, back: bool) -> PyTree:
