@@ -221,7 +221,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "accumulate=1",
         ),
     ),
-    ("deepseek_v3", "h100:256x8", ()),
+    ("deepseek_v3", "h100:256x8", ("strategy=fsdp()|expert_parallel()", "accumulate=8")),
     (
         B8,
         "h100:4x8",
