@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def to_peft(
     sizes = {name: made.nbytes(name) for name in made.pieces}
     with whole_folder(folder) as fresh:
         write(fresh, dict.fromkeys(sizes, WEIGHTS), made, sum(sizes.values()), index=False)
-        names = sorted({name.split(".")[-3] for name in sizes})
+        names = _targets(sizes, family.tensors(config))
         document = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
             "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": names, **PLAIN,
@@ -179,6 +179,14 @@ def _pair_of(one: Tensor, path: str, *, is_inward: bool, rank: int) -> Tensor:
     name = ROOT + one.theirs.removesuffix("weight") + ("lora_A.weight" if is_inward else "lora_B.weight")
     sizes = {**one.sizes, "R": rank}
     return dataclasses.replace(one, theirs=name, ours=path, dims=f"{side} -> {' '.join(dims)}", sizes=sizes)
+
+
+def _targets(pairs: Iterable[str], table: list[Tensor]) -> list[str]:
+    """What to name as `target_modules`: ends of names, or whole ones where an end stands for other modules, too."""
+    chosen = {name.removeprefix(ROOT).rpartition(".lora_")[0] for name in pairs}
+    ends = {name.rpartition(".")[2] for name in chosen}
+    known = {name.removesuffix(".weight") for one in table for name, _ in one.names()}
+    return sorted(chosen if any(name.rpartition(".")[2] in ends for name in known - chosen) else ends)
 
 
 def _modules(files: Folder, config: TransformerConfig, like: str | Path | None) -> list[str]:

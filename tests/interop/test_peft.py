@@ -93,6 +93,15 @@ def test_live_against_peft(kind, tmp_path):
             np.testing.assert_allclose(ours, theirs, atol=1e-4)  # float32, sums in another order
 
 
+def test_whole_names_are_written_where_ends_stand_for_experts_too(tmp_path):
+    source = folder_of("deepseek_v3", tmp_path / "source")
+    adapters = mp.lora(rank=2, modules="dense_layers/mlp/(up|down)")
+    config, state = from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), lora=adapters)
+    to_peft(state, config, tmp_path / "adapter")
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert named == ["model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"]
+
+
 def test_what_is_no_adapter_of_ours_is_an_error(tmp_path):
     source = folder_of("llama", tmp_path / "source")
     mesh = mp.MeshSpec().build(jax.devices()[:1])

@@ -244,6 +244,7 @@ def test_a_rule_of_precision_that_would_change_nothing_is_refused():
         ({"upp": "float32"}, "bfloat16", "matches no module of the"),
         ({"block0/up": "float32"}, None, "take the wider dtype"),
         ({"block0/up": "bfloat16"}, "bfloat16", "take the wider dtype"),
+        ({"block0/up": "float64"}, "bfloat16", "jax keeps 32 bits"),
     ):
         state = _abstract(MODELS["nnx"](), FSDP | mp.Rules(precision=rules))
         with pytest.raises(mp.MeshparError, match=says):
