@@ -68,7 +68,7 @@ def test_gradients_of_adapters_alone_are_made_and_sent(kind, mesh, strategy, opt
     plain = decoder(kind)
     alone = mp.init_state(plain, tx, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), key=0)
     with mp.use(alone.setup.mesh, mp.ddp()):
-        of_whole = jax.grad(lambda p: next_token_loss(plain.bind(p, alone.extra), BATCH, None)[0])(whole)
+        of_whole = jax.jit(jax.grad(lambda p: next_token_loss(plain.bind(p, alone.extra), BATCH, None)[0]))(whole)
     gradients = dict(tree_leaves_with_paths(of_whole))
     after, start = dict(tree_leaves_with_paths(state.params)), dict(tree_leaves_with_paths(before))
     for path, value in start.items():
