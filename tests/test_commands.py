@@ -203,7 +203,7 @@ def tokenizer(path: Path) -> None:
 
 def pretrained(path: Path) -> Path:
     """A small Llama over bytes, in a folder of Hugging Face's."""
-    pytest.importorskip("safetensors")
+    pytest.importorskip("safetensors", reason="reads its files: pip install meshpar[hf]")
     import jax
     import optax
 

@@ -67,8 +67,8 @@ def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
 @pytest.mark.filterwarnings("ignore")  # of packages that the tests do not install, about each other
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "deepseek_v3"])
 def test_live_against_peft(kind, tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
+    why = "compares with them: pip install torch transformers peft"
+    torch, transformers, peft = (pytest.importorskip(one, reason=why) for one in ("torch", "transformers", "peft"))
     source = folder_of(kind, tmp_path / "source")
     mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
     lora = mp.lora(rank=2, alpha=8, modules=PARTIAL.get(kind, r".*/attention/(query|key|value|out)"))

@@ -162,7 +162,7 @@ def test_what_has_no_adapters_is_an_error():
 @pytest.mark.filterwarnings("ignore")  # of a package that the tests do not install, about Flax
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_adapters_of_qwix_over_a_base_in_few_bits(base):
-    qwix = pytest.importorskip("qwix")
+    qwix = pytest.importorskip("qwix", reason="takes its bases of few bits: pip install qwix")
 
     class Net(nnx.Module):
         def __init__(self, rngs):

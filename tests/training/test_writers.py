@@ -120,7 +120,7 @@ def test_only_process_0_writes(tmp_path, monkeypatch):
 
 
 def test_tensorboard_files_hold_the_numbers(tmp_path):
-    pytest.importorskip("tensorboardX")
+    pytest.importorskip("tensorboardX", reason="writes by it: pip install meshpar[tensorboard] tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run(3, [WRITERS["tensorboard"](tmp_path, config={"steps": 3})])
@@ -129,7 +129,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
 
 
 def test_wandb_writes_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="writes by it: pip install meshpar[wandb]")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run(2, [WRITERS["wandb"](tmp_path, config={"steps": 2})])
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
