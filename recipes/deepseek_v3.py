@@ -11,8 +11,8 @@ Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has 
 
 `explain` finds 61 GB of 80 in use. In a step of four micro-steps each GPU sends 1.29 TB of tokens over expert, and
 1.20 TB of weights and gradients over fsdp, 51 s on the wire; with --check it passes. Layers run on two slices of the
-rows, so that what one sends goes on behind the other's matmuls: 20 % of it by XLA alone, 44 % by the latencies of
-`explain --save-latencies`, and a step of 73 s and 61 s.
+rows, so that what one sends goes on behind the other's matmuls: 20 % of it by XLA alone, in a step of 73 s; with one
+round of latencies, as `explain --save-latencies` takes several of, 44 % and 61 s.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -55,34 +55,29 @@ def held_between_modules(
         yield boundaries
 
 
-@contextlib.contextmanager
-def below(path: str) -> Iterator[None]:
+def below(path: str) -> contextlib.AbstractContextManager[None]:
     """Around a part of a Linen model that is applied by itself: the path at which it stands."""
-    boundaries = current().boundaries
-    if boundaries is None:
-        yield
-        return
-    before = boundaries.at
-    boundaries.at = (*before, path)
-    try:
-        yield
-    finally:
-        boundaries.at = before
+    return _changed("at", lambda at: (*at, path))
+
+
+def rows_cut(count: int) -> contextlib.AbstractContextManager[None]:
+    """Around what is given each `count`-th part of the rows only."""
+    return _changed("num_rows", lambda num_rows: num_rows // count)
 
 
 @contextlib.contextmanager
-def rows_cut(count: int) -> Iterator[None]:
-    """Around what is given each `count`-th part of the rows only."""
+def _changed(field: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """A field of the boundaries in force, where there are any."""
     boundaries = current().boundaries
     if boundaries is None:
         yield
         return
-    before = boundaries.num_rows
-    boundaries.num_rows = before // count
+    before = getattr(boundaries, field)
+    setattr(boundaries, field, change(before))
     try:
         yield
     finally:
-        boundaries.num_rows = before
+        setattr(boundaries, field, before)
 
 
 def check_seen(boundaries: Boundaries, here: Ambient) -> None:

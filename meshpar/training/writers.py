@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import importlib.util
 import json
 import math
@@ -19,7 +20,7 @@ from meshpar.training.loop import Hook, Record, Run, Validation
 Also = Callable[[Record], Mapping[str, Any]]
 
 
-class Writer(Hook):
+class Writer(Hook, abc.ABC):
     """Numbers to a library's writer, by process 0.
 
     What goes wrong in the library after `check_writers` ends no run: a warning tells it once, the run goes on without
@@ -70,14 +71,17 @@ class Writer(Hook):
             warnings.warn(told, stacklevel=3)
             self._library = None
 
+    @abc.abstractmethod
     def _open(self, first_step: int) -> Any:
-        raise NotImplementedError
+        """The library's writer, for a run that has taken so many steps."""
 
+    @abc.abstractmethod
     def _log(self, step: int, values: Mapping[str, float]) -> None:
-        raise NotImplementedError
+        """Writes numbers of a step by name, as `train/loss`."""
 
+    @abc.abstractmethod
     def _close(self, *, failed: bool) -> None:
-        raise NotImplementedError
+        """Writes what is left, and whether the run ended by an error."""
 
 
 class TensorBoard(Writer):
