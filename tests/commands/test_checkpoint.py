@@ -70,7 +70,7 @@ def test_a_damaged_one_is_named_and_the_others_are_whole(meshpar, saved):
     code, _, err = meshpar("checkpoint", "inspect", saved)
     assert code == 2
     assert "checkpoints/1: asked to read its index, but it is damaged" in err
-    DAMAGES["a bit flipped"](saved / "checkpoints" / "0")
+    DAMAGES["bits flipped"](saved / "checkpoints" / "0")
     code, out, _ = meshpar("checkpoint", "verify", saved, "--step", 0, "--json")
     assert (code, rows(out)[0]["is"].split(":")[0]) == (1, "damaged")
     code, _, err = meshpar("checkpoint", "export", saved, saved / "out", "--step", 0)
