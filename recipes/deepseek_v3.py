@@ -25,18 +25,23 @@ from meshpar.models import deepseek_v3, next_token_loss
 
 
 def recipe(devices: int = 2048) -> mp.Recipe:
-    # Mesh: 64 ranks of experts, eight neighbouring nodes, as in the paper; fsdp across these.
-    expert = min(64, devices)
-    mesh = mp.MeshSpec(fsdp=devices // expert, expert=expert)
+    # Mesh: 64 ranks of experts as in the paper, eight nodes (data) of eight GPUs (expert); fsdp across these.
+    expert = min(8, devices)
+    nodes = min(8, devices // expert)
+    mesh = mp.MeshSpec(data=nodes, fsdp=devices // (nodes * expert), expert=expert)
 
     # Model: the real sizes, with latent attention, a shared expert, and balance by a bias. Room for any routing would
     # be a million rows a layer, 15 GB for each array of them; for twice an even load from each rank it is a sixteenth,
     # and what is above that drops.
     model = deepseek_v3(attention="cudnn")
-    model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, bound_factor=2.0))
+    # A token goes once to each of the four nodes it visits, and on from there over NVLink; out in fp8, as in the paper.
+    moe = dataclasses.replace(
+        model.moe, bound_factor=2.0, implementation="node-first", payload=mp.moe.Payload(dispatch="fp8")
+    )
+    model = dataclasses.replace(model, moe=moe)
 
-    # Strategy: every rank of `expert` owns four experts of a layer, cut over fsdp; tokens are split over both axes.
-    strategy = mp.fsdp(prefetch=1) | mp.expert_parallel()
+    # Strategy: every rank of data × expert owns four experts of a layer, cut over fsdp; tokens are split over all axes.
+    strategy = mp.fsdp(prefetch=1) | mp.expert_parallel(axis=("data", "expert"))
 
     # Data: your own text and tokenizer, from the command line.
     data = TextData(seq_len=4096, valid_batches=2, cache="runs/tokens")

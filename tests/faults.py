@@ -156,8 +156,9 @@ FAULTS = (
         "return lax.all_to_all(parts, link.axis, 0, 0)", "return parts", "moe/test_dispatch.py",
     ),
     Fault(
-        "buffers of twice the size", "moe/dispatch_combine.py",
-        "// shape.num_ranks\n", "// shape.num_ranks * 2\n", "compiled/test_promise_moe.py -k formulas",
+        "buffers of twice the size", "moe/paths.py",
+        "rows // shape.num_ranks, shape", "rows // shape.num_ranks * 2, shape",
+        "compiled/test_promise_moe.py -k formulas",
     ),
     Fault(
         "two all-to-alls more than needed each way", "moe/exchange.py",

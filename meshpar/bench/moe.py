@@ -26,8 +26,8 @@ from meshpar.bench.report import Figures, Measure, in_turn, load, quartiles
 from meshpar.compiled import hlo
 from meshpar.compiled.clock import work
 from meshpar.moe.config import MoEConfig
-from meshpar.moe.dispatch_combine import Payload
 from meshpar.moe.layer import Weights, moe_layer
+from meshpar.moe.paths import Payload
 from meshpar.moe.routing import Routing, capacity, count, route
 from meshpar.parallel import expert_parallel
 from meshpar.planner.cost import matmul_flops

@@ -3,8 +3,8 @@
     routing.py    logits -> experts and weights of every token; who finds room
     balance.py    auxiliary loss, z-loss, the balancing bias
     metrics.py    how even the load is, over experts and over ranks, and what to do about it
-    dispatch_combine.py  tokens to their experts and back: order.py (what stands where), exchange.py (rows on the wire),
-                  choice.py (how they travel when nothing is said about it)
+    dispatch_combine.py  tokens to their experts and back: paths.py (in buffers, sorted, node first), order.py (what
+                  stands where), exchange.py (rows on the wire), choice.py (how they travel when nothing is said)
     grouped.py    rows sorted by expert, each times its own expert's weight
     config.py     what an MoE layer is: layer.py computes it, nnx.py and linen.py make Flax modules of it
     placement.py  expert rebalancing: which rank owns which experts, by measured loads
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from meshpar.moe.balance import auxiliary_loss, update_bias, z_loss
     from meshpar.moe.choice import KernelChoice, choose_dispatch
     from meshpar.moe.config import MoEConfig
-    from meshpar.moe.dispatch_combine import Dispatched, Payload, dispatch
+    from meshpar.moe.dispatch_combine import dispatch
     from meshpar.moe.grouped import choose_grouped_matmul, grouped_matmul, grouped_swiglu
     from meshpar.moe.layer import RouterStats, Weights, moe_layer, report_layers
     from meshpar.moe.linen import LinenMoE
     from meshpar.moe.metrics import Advice, Load, Loads, advice, loads, measure, scalars
     from meshpar.moe.nnx import MoE
+    from meshpar.moe.paths import Dispatched, Payload
     from meshpar.moe.placement import ExpertPlacement, Rebalanced, permute, place, rebalance
     from meshpar.moe.routing import Routed, Routing, capacity, count, kept, route
 

@@ -6,7 +6,10 @@ import dataclasses
 
 import jax
 
-IMPLEMENTATIONS = ("auto", "fixed", "ragged", "hierarchical")
+NODE_FIRST = "node-first"
+IMPLEMENTATIONS = ("auto", "fixed", "ragged", "hierarchical", NODE_FIRST)
+TWO_LEVELS = ("hierarchical", NODE_FIRST)
+"""Over a pair of axes, across the nodes and inside them."""
 GPUS = ("gpu", "cuda", "rocm")
 
 

@@ -6,8 +6,9 @@ import dataclasses
 
 from meshpar.collectives.check import check_choice
 from meshpar.moe.check import check_factor, check_whole
-from meshpar.moe.choice import IMPLEMENTATIONS
-from meshpar.moe.dispatch_combine import Payload, check_bound, check_payload
+from meshpar.moe.choice import IMPLEMENTATIONS, NODE_FIRST
+from meshpar.moe.dispatch_combine import check_bound, check_payload
+from meshpar.moe.paths import Payload
 from meshpar.moe.routing import Routing
 from meshpar.sharding.types import problem
 
@@ -76,7 +77,10 @@ class MoEConfig:
         where = 'Routing(choice="expert")'
         if routing.choice == "token":
             where = f"Routing(capacity_factor={routing.capacity_factor!r})"
-        for field, unused in (("bound_factor", self.bound_factor), ("implementation", self.implementation == "ragged")):
+        for field, unused in (
+            ("bound_factor", self.bound_factor),
+            ("implementation", self.implementation in ("ragged", NODE_FIRST)),
+        ):
             if unused:
                 raise problem(
                     f"MoEConfig({field}={getattr(self, field)!r}) with {where}",

@@ -16,6 +16,13 @@ the ragged form, T k d numbers of which (N-1)/N leave the rank if routing is eve
 [E, C, d] travel whole (Lepikhin et al. 2020, "GShard", with buffers by rank; Fedus et al. 2022, "Switch Transformers").
 It is the form for experts that choose, too: k = E columns cost no room.
 
+*Node-first* (`implementation="node-first"`, dropless over two axes: M nodes of K ranks): a token goes once to each node
+that it visits, to the rank of its own place there, with its choices and their weights; that rank hands it on to its
+experts in the node and sends one weighted sum back. Of T tokens that visit v nodes each, T v d numbers go across the
+nodes each way, of which (M-1)/M leave the node, where every other form sends T k d; T k d as before go inside. Weights
+are done with before the way home, so recomputing a layer for its gradient does not repeat that across the nodes.
+DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2: k = 8 choices in v = 4 nodes.
+
 What is dropped has no part in y and no gradient: the residual carries the token. First come, first served: choices
 count token by token, and a token's own in their order (column by column), so that what is over are the last tokens of a
 rank. `Dispatched.dropped` counts it.
@@ -29,68 +36,27 @@ R.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_of
-from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.collectives.wire import varying_alike
-from meshpar.moe import choice, exchange
+from meshpar.moe import choice
 from meshpar.moe.check import check_positive, check_routed
-from meshpar.moe.choice import GPUS, IMPLEMENTATIONS, choose_dispatch
-from meshpar.moe.exchange import Coding, RowCounts, RowLink
-from meshpar.moe.order import Order, Places, Runs, by_expert, in_buffers, moved, part_of, spread, weighted_sum
-from meshpar.moe.routing import count, kept, or_unassigned
-from meshpar.planner import cost
+from meshpar.moe.choice import GPUS, IMPLEMENTATIONS, NODE_FIRST, TWO_LEVELS, choose_dispatch
+from meshpar.moe.paths import Capacity, Dispatched, Dropless, NodeFirst, Path, Payload, Shape
+from meshpar.moe.routing import or_unassigned
 from meshpar.sharding.types import problem
 
 KERNEL = "dispatch"
 
 ExpertFn: TypeAlias = Callable[[jax.Array, Any], jax.Array]
 """(rows [R, d] sorted by local expert, group_sizes int32 [E/N]) -> [R, d']; rows beyond the sum are unassigned."""
-
-
-class Dispatched(NamedTuple):
-    """What was sent where, as one rank sees it: int32, no gradient."""
-
-    chosen: jax.Array
-    """[E]: choices of this rank's tokens for each expert, dropped ones included."""
-    received: jax.Array
-    """[E/N]: rows that this rank's experts computed for the tokens of all ranks."""
-    dropped: jax.Array
-    """[]: choices of this rank's tokens that no expert computed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Payload:
-    """How rows travel: each number format "int8", "fp8" or None, as they are.
-
-    Rows are quantized one by one, to nearest (`collectives.quantize`: a scale for each run of at most `block` numbers),
-    and rounding counts as the identity in the gradient. DeepSeek-V3 (2024, section 3.3.2) dispatches in fp8 and
-    combines in bf16.
-    """
-
-    dispatch: str | None = None
-    """Tokens to their experts."""
-    combine: str | None = None
-    """What the experts made of them, back."""
-    grad: str | None = None
-    """The cotangents, both ways."""
-    block: int = BLOCK
-
-    def __post_init__(self) -> None:
-        for name in ("dispatch", "combine", "grad"):
-            if getattr(self, name) is not None:
-                check_choice("Payload", name, getattr(self, name), FORMATS)
-        checked_count("Payload", "block", self.block)
 
 
 def dispatch(
@@ -106,6 +72,7 @@ def dispatch(
     bound_factor: float | None = None,
     payload: Payload | None = None,
     chunks: int = 1,
+    nodes_per_token: int | None = None,
 ) -> tuple[Float[Array, "T e"], Dispatched]:
     """y[t] = sum over j of weights[t, j] expert_{experts[t, j]}(x[t]), with the experts spread over a mesh axis.
 
@@ -122,15 +89,17 @@ def dispatch(
       weights: of any floating dtype; those of no expert count nothing.
       expert_fn: computes rows sorted by local expert, of which there are `group_sizes`, as `grouped_matmul` does. With
         capacity every expert has N C rows, and the sizes are NumPy's; without, they sum to T k / chunks on the mean.
-      axis: the axis of the experts, or several as one; a pair (outer, inner) for the hierarchical form.
+      axis: the axis of the experts, or several as one; a pair (outer, inner) for the forms in two levels.
       num_experts: E, in all.
       capacity: C; None: dropless.
       implementation: how rows travel: `fixed`, `ragged` (for GPUs, on whose mesh or on an abstract one it has to be
-        traced), `hierarchical`, or `auto`: `choose_dispatch` says which and why.
+        traced), `hierarchical`, `node-first` (dropless only), or `auto`: `choose_dispatch` says which and why.
       bound_factor: for dropless only: rows from one rank to another, in units of an even load; None: any routing fits.
       payload: number formats on the wire; None: as the rows are.
       chunks: cuts the tokens into so many parts, so that the messages of one may travel while another's experts
         compute; each has its own all-to-alls, capacity and bound.
+      nodes_per_token: for `node-first`: how many nodes a token's experts lie on at the most, as node-limited routing
+        has it; choices on further ones are dropped, and counted. None: any number.
 
     Raises:
       ValueError: no such axis here; shapes, dtypes or options that do not go together; experts that N does not divide.
@@ -141,22 +110,27 @@ def dispatch(
     _check_chunks(chunks, x.shape[0])
     how = _checked_how(axis, capacity, bound_factor, implementation)
     check_payload(KERNEL, payload)
+    nodes = _checked_nodes(axis, how, experts.shape[1], nodes_per_token)
     experts = or_unassigned(experts, num_experts)
     _, x, weights = varying_alike(axis, experts, x, weights)
     (experts,) = varying_alike(axis, experts)  # and no further: so what is counted is the same at ranks of other axes
     size, (num_tokens, k) = x.shape[0] // chunks, experts.shape
-    shape = _Shape(size, k, num_experts, num_ranks, (axis,) if isinstance(axis, str) else axis, how)
+    shape = Shape(size, k, num_experts, num_ranks, (axis,) if isinstance(axis, str) else axis, how)
     payload = payload or Payload()
-    path: _Dropless | _Capacity = _Dropless(shape, payload, bound_factor)
+    path: Path
     if capacity is not None:
-        path = _Capacity(shape, payload, min(capacity, size))
+        path = Capacity(shape, payload, min(capacity, size))
+    elif how == NODE_FIRST:
+        path = NodeFirst.of(shape, payload, bound_factor, *nodes)
+    else:
+        path = Dropless.of(shape, payload, bound_factor)
     parts = [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
     outputs, stats = _pipelined(path, x, experts, weights, expert_fn, parts)
     return jnp.concatenate(outputs), Dispatched(*(sum(of[1:], of[0]) for of in zip(*stats, strict=True)))
 
 
 def _pipelined(
-    path: _Dropless | _Capacity,
+    path: Path,
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
@@ -171,188 +145,23 @@ def _pipelined(
     waiting = [x[part] for part in parts]
     outputs, stats = [], []
     with jax.named_scope(KERNEL):
-        one = path.out(waiting.pop(0), experts[parts[0]])
+        one = path.out(waiting.pop(0), experts[parts[0]], weights[parts[0]])
     rows = one.rows
     if waiting:
         rows, waiting[0] = lax.optimization_barrier((rows, waiting[0]))
-    for part, after in itertools.zip_longest(parts, parts[1:]):
+    for after in [*parts[1:], None]:
         if after is not None:
             with jax.named_scope(KERNEL):
-                following = path.out(waiting.pop(0), experts[after])
+                following = path.out(waiting.pop(0), experts[after], weights[after])
         with jax.named_scope("experts"):
             made = _checked_rows(expert_fn(rows, one.sizes), rows)
         if after is not None:
             made, rows, waiting[:1] = lax.optimization_barrier((made, following.rows, waiting[:1]))
         with jax.named_scope("combine"):
-            outputs.append(weighted_sum(path.back(made, one), weights[part], one.order))
+            outputs.append(path.back(made, one))
         stats.append(one.stats)
         one = following if after is not None else one
     return outputs, stats
-
-
-# ---- The two paths ---------------------------------------------------------------------------------------------------
-
-
-class _Shape(NamedTuple):
-    """What is known when the program is traced, of one chunk."""
-
-    tokens: int
-    k: int
-    num_experts: int
-    num_ranks: int
-    axis: tuple[str, ...]
-    how: str
-
-    @property
-    def local_experts(self) -> int:
-        return self.num_experts // self.num_ranks
-
-    def link(self, pair_rows: int) -> RowLink:
-        return RowLink(self.axis, self.num_ranks, self.how, pair_rows, self.tokens * self.k)
-
-    def counts_of_all(self, counts: jax.Array) -> jax.Array:
-        """int32 [N from, N to, E/N], of every rank's [E]."""
-        with jax.named_scope("counts"):
-            gathered = counts[None] if self.num_ranks == 1 else lax.all_gather(counts, self.axis)
-        return gathered.reshape(self.num_ranks, self.num_ranks, self.local_experts)
-
-    def rank(self) -> jax.Array:
-        return lax.axis_index(self.axis)
-
-
-class _Arrived(NamedTuple):
-    """Rows of this rank's experts, and what takes them back."""
-
-    rows: jax.Array
-    sizes: Any
-    order: Order
-    """Of this rank's own choices."""
-    traffic: RowCounts | None
-    runs: Runs | Places | None
-    """From where rows came in to where they stand."""
-    stats: Dispatched
-
-
-class _Capacity(NamedTuple):
-    """A buffer of `room` rows for every pair of rank and expert; all of them travel."""
-
-    shape: _Shape
-    payload: Payload
-    room: int
-
-    def out(self, x: jax.Array, experts: jax.Array) -> _Arrived:
-        shape, room = self.shape, self.room
-        order = in_buffers(experts, shape.num_experts, room)
-        link = shape.link(shape.local_experts * room)
-        parts = spread(x, order).reshape(shape.num_ranks, link.pair_rows, x.shape[1])
-        parts = exchange.swapped(link, _coding(self.payload, "dispatch"), parts)
-        rows = self._turned(parts.reshape(shape.num_ranks, shape.local_experts, room, x.shape[1]))
-        sizes = np.full(shape.local_experts, shape.num_ranks * room, np.int32)
-        return _Arrived(rows, sizes, order, None, None, self._stats(experts))
-
-    def back(self, made: jax.Array, arrived: _Arrived) -> jax.Array:
-        """[E C, d']: rows in the order of this rank's own choices."""
-        shape = self.shape
-        link, width = shape.link(shape.local_experts * self.room), made.shape[1]
-        parts = self._turned(made.reshape(shape.local_experts, shape.num_ranks, self.room, width))
-        parts = exchange.swapped(
-            link, _coding(self.payload, "combine"), parts.reshape(shape.num_ranks, link.pair_rows, width)
-        )
-        return parts.reshape(-1, width)
-
-    def _turned(self, parts: jax.Array) -> jax.Array:
-        """[N, E/N, C, d] <-> [E/N, N, C, d], as rows."""
-        return jnp.swapaxes(parts, 0, 1).reshape(-1, parts.shape[3])
-
-    def _stats(self, experts: jax.Array) -> Dispatched:
-        chosen = count(experts, self.shape.num_experts)
-        fitting = jnp.minimum(chosen, self.room)
-        received = self.shape.counts_of_all(fitting)[:, self.shape.rank()].sum(0, dtype=jnp.int32)
-        return Dispatched(chosen, received, jnp.sum(chosen - fitting, dtype=jnp.int32))
-
-
-class _Dropless(NamedTuple):
-    """Rows sorted by expert, as many to each rank as there are."""
-
-    shape: _Shape
-    payload: Payload
-    bound_factor: float | None
-
-    @property
-    def link(self) -> RowLink:
-        shape = self.shape
-        return shape.link(
-            cost.dropless_rows(shape.tokens, shape.k, shape.num_experts, shape.num_ranks, self.bound_factor)
-            // shape.num_ranks
-        )
-
-    def out(self, x: jax.Array, experts: jax.Array) -> _Arrived:
-        shape, link = self.shape, self.link
-        chosen = sent = count(experts, shape.num_experts)
-        if link.pair_rows < link.send_rows:  # what a rank takes may be less than all, and who comes late is dropped
-            _, fits = kept(experts // shape.local_experts, link.pair_rows, shape.num_ranks)
-            experts = jnp.where(fits, experts, shape.num_experts)
-            sent = count(experts, shape.num_experts)
-        order, of_all = by_expert(experts, shape.num_experts), shape.counts_of_all(sent)
-        traffic, mine = self._traffic(of_all), of_all[:, shape.rank()]
-        came_in = exchange.sent_out(link, _coding(self.payload, "dispatch"), spread(x, order), traffic)
-        stats = Dispatched(chosen, mine.sum(0, dtype=jnp.int32), jnp.sum(chosen - sent, dtype=jnp.int32))
-        # Runs spare a CPU the rows that are not there. On GPUs, where all are read either way, places leave XLA the
-        # freedom to let chunks travel while experts work: with runs it hid two exchanges of eight, with places four.
-        on_cpu = choice.platform_of_mesh() == "cpu"
-        runs = _runs_by_expert(mine, link.pair_rows) if on_cpu else _places_by_expert(mine, link.pair_rows)
-        rows = came_in if runs is None else moved(came_in, runs, len(came_in))
-        return _Arrived(rows, stats.received, order, traffic, runs, stats)
-
-    def back(self, made: jax.Array, arrived: _Arrived) -> jax.Array:
-        """[A, d']: rows in the order of this rank's own choices."""
-        assert arrived.traffic is not None
-        rows = made if arrived.runs is None else moved(made, arrived.runs.undone, len(made))
-        return exchange.sent_back(self.link, _coding(self.payload, "combine"), rows, arrived.traffic)
-
-    def _traffic(self, of_all: jax.Array) -> RowCounts:
-        sums = of_all.sum(2, dtype=jnp.int32)  # [from, to]
-        begins, rank = jnp.cumsum(sums, axis=1) - sums, self.shape.rank()
-        return RowCounts(sums[rank], begins[rank], sums[:, rank], begins[:, rank])
-
-
-def _begins(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where each rank's rows for each expert begin: among that rank's, and among all in the order of the experts."""
-    of_experts = counts.sum(0, dtype=jnp.int32)
-    before = (jnp.cumsum(of_experts) - of_experts) + (jnp.cumsum(counts, axis=0) - counts)
-    return jnp.cumsum(counts, axis=1) - counts, before
-
-
-def _runs_by_expert(counts: jax.Array, pair_rows: int) -> Runs | None:
-    """Rows [N P] came in rank by rank, each rank's by expert, and are to stand in the order of the experts.
-
-    Args:
-      counts: int32 [N, E/N].
-
-    Returns:
-      A run for each expert and rank; None for one rank's, which stand so.
-    """
-    if len(counts) == 1:
-        return None
-    within, before = _begins(counts)
-    begins = jnp.arange(len(counts), dtype=jnp.int32)[:, None] * pair_rows + within
-    return Runs(begins.T.reshape(-1), before.T.reshape(-1), counts.T.reshape(-1))
-
-
-def _places_by_expert(counts: jax.Array, pair_rows: int) -> Places:
-    """The same motion, row by row."""
-    num_ranks = len(counts)
-    within, before = _begins(counts)
-    at = jnp.arange(pair_rows, dtype=jnp.int32)
-    shift = jnp.take_along_axis(before - within, part_of(within, pair_rows), axis=1)
-    size = num_ranks * pair_rows
-    back = jnp.where(at < counts.sum(1, dtype=jnp.int32)[:, None], at + shift, -1).reshape(size)
-    to = jnp.full_like(back, -1).at[jnp.where(back < 0, size, back)].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
-    return Places(to, back)
-
-
-def _coding(payload: Payload, way: str) -> Coding:
-    return Coding(getattr(payload, way), payload.grad, payload.block)
 
 
 # ---- Checks ----------------------------------------------------------------------------------------------------------
@@ -397,10 +206,17 @@ def _checked_how(axis: Axis, capacity: int | None, bound_factor: float | None, i
             f"XLA has no ragged-all-to-all for {platform}",
             "leave it to 'auto', which is ragged where the program is compiled for GPUs, or take 'fixed'",
         )
-    if implementation == "hierarchical" and not is_pair:
+    if implementation == NODE_FIRST and not is_dropless:
         raise problem(
             KERNEL,
-            f"use implementation='hierarchical' over axis={axis!r}",
+            f"use implementation='node-first' with capacity={capacity!r}",
+            "buffers of fixed capacity have a row for every choice",
+            "take implementation='hierarchical', or leave out the capacity",
+        )
+    if implementation in TWO_LEVELS and not is_pair:
+        raise problem(
+            KERNEL,
+            f"use implementation={implementation!r} over axis={axis!r}",
             "its two levels are two axes",
             'give axis=("outer", "inner"), across the nodes and inside them',
         )
@@ -409,6 +225,18 @@ def _checked_how(axis: Axis, capacity: int | None, bound_factor: float | None, i
     if is_dropless:
         return "auto"  # the exchange decides when it is lowered, as `choose_dispatch` says
     return choose_dispatch(dropless=False, two_levels=is_pair).implementation
+
+
+def _checked_nodes(axis: Axis, how: str, k: int, nodes_per_token: int | None) -> tuple[int, int]:
+    """(nodes, how many of them a token visits at the most), node-first."""
+    if nodes_per_token is not None:
+        checked_count(KERNEL, "nodes_per_token", nodes_per_token)
+        if how != NODE_FIRST:
+            exists = f"implementation={how!r} sends a row for every choice, whatever node it is for"
+            fix = "take implementation='node-first', or leave it out"
+            raise problem(KERNEL, f"use nodes_per_token={nodes_per_token}", exists, fix)
+    nodes = ranks_of(KERNEL, axis[0]) if how == NODE_FIRST else 1
+    return nodes, min(nodes, k, nodes_per_token or nodes)
 
 
 def check_bound(where: str, factor: Any) -> None:

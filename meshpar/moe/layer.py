@@ -25,10 +25,12 @@ from jaxtyping import Array, Float, Int32
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe.balance import auxiliary_loss, z_loss
 from meshpar.moe.check import check_array, check_whole
+from meshpar.moe.choice import NODE_FIRST, TWO_LEVELS
 from meshpar.moe.config import MoEConfig
-from meshpar.moe.dispatch_combine import Dispatched, ExpertFn, dispatch
+from meshpar.moe.dispatch_combine import ExpertFn, dispatch
 from meshpar.moe.grouped import grouped_swiglu
 from meshpar.moe.order import by_expert, in_buffers, spread, weighted_sum
+from meshpar.moe.paths import Dispatched
 from meshpar.moe.reduction import Dims, ahead, alike, scattered, total, varies_beside, whole
 from meshpar.moe.routing import Routed, capacity, count, entropy, route
 from meshpar.sharding.context import Ambient, ambient, constrain, param_spec, spec_of
@@ -294,6 +296,8 @@ class _SplitAxes(NamedTuple):
     experts: tuple[str, ...] = ()
     inner_experts: tuple[str, ...] = ()
     """The same, unless a region around has cut the experts already."""
+    is_one_level: bool = False
+    """Experts lie over two axes, of which one has one rank: two levels are then one."""
     hidden: tuple[str, ...] = ()
     inward: Dims = ()
     """Of each dim of gate and up, the axes that split it on the way in: as it lies, or as it is used."""
@@ -314,7 +318,8 @@ class _SplitAxes(NamedTuple):
         tokens = [several(entry) for entry in _padded(spec_of(x, "batch", "seq", None), 3)]
         behind = [several(entry) for entry in _padded(spec_of(x, "batch", "norm_seq", None), 3)]
         like = jax.ShapeDtypeStruct((num_experts, 1, config.mlp_dim), x.dtype)
-        experts, _, hidden = (several(entry) for entry in _padded(spec_of(like, "act_expert", None, "act_mlp"), 3))
+        of_experts, _, of_hidden = _padded(spec_of(like, "act_expert", None, "act_mlp"), 3)
+        experts, hidden = several(of_experts), several(of_hidden)
         inner_experts = experts
         if weights.gate.shape[0] != num_experts:
             experts, inner_experts = _cut_outside(here, weights, num_experts), ()
@@ -338,6 +343,7 @@ class _SplitAxes(NamedTuple):
             outer=around,
             experts=experts,
             inner_experts=inner_experts,
+            is_one_level=len(experts) == 1 and len(spec_axes(of_experts)) == 2,  # type: ignore[arg-type]
             hidden=hidden,
             inward=lying(INWARD_NAMES, one_expert, (inner_experts, (), hidden)),
             outward=lying(OUTWARD_NAMES, one_expert[::-1], (inner_experts, hidden, ())),
@@ -560,6 +566,11 @@ def _travelling(
     # Where the experts' width is split the same rows go to every part of it. Their gradients travel as they are, and
     # are summed over the parts here, where they are the tokens' and not as many as there is room for.
     rows = alike(varies_beside(experts[0], rows), rows)
+    how, nodes = config.implementation, None
+    if cut.is_one_level and how in TWO_LEVELS:
+        how = "auto"
+    elif how == NODE_FIRST and len(cut.experts) == 2:
+        nodes = config.routing.nodes_visited(lax.axis_size(cut.experts[0]))
     return dispatch(
         rows,
         routed.experts,
@@ -568,10 +579,11 @@ def _travelling(
         axis=cut.experts,
         num_experts=config.routing.num_experts,
         capacity=room,
-        implementation=config.implementation,
+        implementation=how,
         bound_factor=config.bound_factor,
         payload=config.payload,
         chunks=config.chunks,
+        nodes_per_token=nodes,
     )
 
 

@@ -80,6 +80,15 @@ spread.defvjp(
 )
 
 
+@jax.custom_vjp
+def summed(rows: jax.Array, order: Order) -> jax.Array:
+    """[S, d] -> [T, d]: each token's sum over its choices, in float32 at the least; the transpose of `spread`."""
+    return _sum_of_choices(rows, None, order)
+
+
+summed.defvjp(lambda rows, order: (summed(rows, order), order), lambda order, grad: (taken(grad, order.tokens), None))
+
+
 def weighted_sum(rows: jax.Array, weights: jax.Array, order: Order) -> jax.Array:
     """[S, d], [T, k] -> [T, d]: each token's sum over its choices, in float32 at the least.
 

@@ -75,6 +75,13 @@ class Routing:
         if self.choice == "expert":
             self._check_expert_choice()
 
+    def nodes_visited(self, nodes: int) -> int:
+        """How many of so many equal runs of neighbouring experts the choices of a token lie in at the most."""
+        most = min(nodes, self.top_k)
+        if nodes % self.groups == 0 or self.groups % nodes == 0:
+            most = min(most, self.top_groups * max(1, nodes // self.groups))
+        return most
+
     def _check_top_k(self) -> None:
         reachable = self.num_experts // self.groups * self.top_groups
         if self.top_k > reachable:

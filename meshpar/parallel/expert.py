@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshpar.parallel.part import Part, RuleSets, Trial, activations, axes_of, split
+from meshpar.parallel.part import Axes, Part, RuleSets, Trial, activations, axes_of, split
 from meshpar.parallel.promise import Facts, Promised, is_router, parent, size_of
 from meshpar.parallel.strategy import Strategy, preset
 
@@ -14,7 +14,7 @@ from meshpar.parallel.strategy import Strategy, preset
 class Expert(Part):
     """See `expert_parallel`."""
 
-    axis: str = "expert"
+    axis: Axes = "expert"
 
     name = "expert_parallel"
     axes = ("expert",)
@@ -43,7 +43,7 @@ class Expert(Part):
             yield Promised(
                 role="rows to experts and back",
                 kind="exchange",
-                axes=facts.ordered((self.axis,)),
+                axes=facts.ordered(axes_of(self.name, self.axis)),
                 elements=tokens * facts.choices * size_of(decision, "embed"),
                 dtype=facts.wire(facts.compute_dtype(decision)),
                 count=(count, count),
@@ -52,13 +52,14 @@ class Expert(Part):
 
 
 @preset
-def expert_parallel(*, axis: str = "expert") -> Strategy:
+def expert_parallel(*, axis: Axes = "expert") -> Strategy:
     """Expert parallel: each rank of `axis` owns some experts; tokens go to their owners and back.
 
     Lepikhin et al. 2020, "GShard". Gradients of what is not an expert are reduced over `axis` like any batch axis.
 
     Args:
-      axis: the mesh axis to split over.
+      axis: the mesh axis to split over; two, as in ("data", "expert"), for MoE layers that send in two levels, across
+        the nodes and inside them (`MoEConfig(implementation="node-first")`).
 
     Example:
       >>> expert_parallel().params

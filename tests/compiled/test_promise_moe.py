@@ -236,6 +236,50 @@ def test_two_all_to_alls_each_way_a_layer_and_nothing_that_was_not_promised(foun
     assert sum(one.count_per_step for one in collectives if one.kind == kind) == len(coded) * runs * times
 
 
+NODE_FIRST = Case(**TWO_LEVELS, moe={"implementation": "node-first"})
+NODES_FIRST = {
+    "cpu": dataclasses.replace(NODE_FIRST, step={"remat": "full"}),
+    "cpu, kept": NODE_FIRST,
+    "pod": dataclasses.replace(
+        NODE_FIRST,
+        axes=(("data", 8), ("expert", 2)),
+        target="h100:8x2",
+        routing={"groups": 8, "top_groups": 1},
+        step={"remat": "full"},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cpu", pytest.param("cpu, kept", marks=pytest.mark.matrix), pytest.param("pod", marks=pytest.mark.pod)],
+)
+def test_node_first_sends_a_row_to_every_node_and_the_sum_home_once(request, name):
+    """A layer that is computed again repeats the way out, and of the way home only what is inside the node."""
+    case = NODES_FIRST[name]
+    state, step = case.state_and_step
+    traced = step.trace(state, case.batch)
+    if not case.on_cpu and missing_aot():
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
+    on_pod = lambda: request.getfixturevalue("pod").compile(traced, case.target)  # noqa: E731
+    program = compile_here(traced, options=QUICK) if case.on_cpu else on_pod()
+    collectives = census(program.module, state.setup.mesh)
+    verdict = case.held(collectives, traced.jaxpr)
+    assert verdict.missing == verdict.unexpected == ()
+    nodes, here = (case.sizes[axis] for axis in case.experts)
+    visited, itemsize = (min(K, nodes), 4) if case.on_cpu else (1, 2)
+    across, inside = nodes * case.tokens, nodes * case.tokens * K * here
+    if not case.on_cpu:  # rows that there are at the most, of any routing: not in parts of one size
+        across, inside = case.tokens * visited, nodes * case.tokens * K
+    again = case.forwards
+    for axis, rows, of_rows, times in (("data", across, nodes, 2 + again + 1), ("expert", inside, here, 2 * again + 2)):
+        along = (again + 1) * (axis == "data")
+        sent = [one for one in collectives if one.axes == (axis,) and "all-to-all" in one.kind]
+        assert sum(one.count_per_step for one in sent) == L * (times + along), axis
+        numbers = rows * (of_rows - 1) / of_rows * (times * D * itemsize + along * 2 * K * 4)
+        assert sum(one.bytes_sent_per_step for one in sent) == pytest.approx(L * numbers), axis
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_gradients_of_experts_are_summed_over_other_axes_and_the_routers_over_all(found, name):
     case = CASES[name]

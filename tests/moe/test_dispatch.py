@@ -44,6 +44,7 @@ class Case:
     bound_factor: float | None = None
     payload: Payload | None = None
     chunks: int = 1
+    nodes_per_token: int | None = None
     mesh_order: tuple[str, ...] = ()
     """Of the mesh's axes; by default as they are above, where specs and kernels name them."""
 
@@ -73,7 +74,7 @@ class Case:
 
     def over_experts(self, **options):
         """The kernel, as it is called."""
-        asked = ("capacity", "implementation", "bound_factor", "payload", "chunks")
+        asked = ("capacity", "implementation", "bound_factor", "payload", "chunks", "nodes_per_token")
         options = {name: getattr(self, name) for name in asked} | options
         return functools.partial(dispatch, axis=self.expert_axis, num_experts=self.num_experts, **options)
 
@@ -220,6 +221,12 @@ CASES = {
     "as many choices as experts": Case(on(expert=2), tokens=4, k=8),
     "in float32": Case(on(expert=4), dtype="float32"),
     "two levels": Case(on(outer=2, inner=3), num_experts=12, implementation="hierarchical"),
+    "node first": Case(on(outer=2, inner=3), num_experts=12, k=3, implementation="node-first"),
+    "node first, four nodes in chunks": Case(
+        on(outer=4, inner=2), num_experts=16, k=5, implementation="node-first", chunks=2
+    ),
+    "node first, nodes of one rank": Case(on(outer=4, inner=1), k=3, implementation="node-first"),
+    "node first, one node": Case(on(outer=1, inner=4), k=3, implementation="node-first"),
     "buffers that hold what is even": Case(on(expert=4), capacity=2),
     "buffers in two levels": Case(on(outer=2, inner=2), capacity=1),
     "buffers in chunks": Case(on(expert=2), tokens=12, capacity=2, chunks=3),
@@ -239,6 +246,7 @@ OUT_OF_ORDER = {
     "dropless": Case(on(outer=2, inner=3), **SWAPPED),
     "two levels": Case(on(outer=2, inner=3), implementation="hierarchical", **SWAPPED),
     "buffers": Case(on(outer=2, inner=3), capacity=2, **SWAPPED),
+    "node first": Case(on(outer=2, inner=3), implementation="node-first", **SWAPPED),
     "rows cut, too": Case(on(outer=2, data=2, inner=2), mesh_order=("inner", "data", "outer")),
 }
 
@@ -343,6 +351,36 @@ def test_a_bound_drops_what_is_over_and_says_so():
     assert not stats.dropped.any()
 
 
+NODES = Case(on(outer=4, inner=2), num_experts=16, k=4, implementation="node-first")
+
+
+def test_a_token_visits_no_more_nodes_than_it_may():
+    """Those of its first choices; choices on other nodes are dropped, as if they were unassigned."""
+    experts = routings(NODES)["anyhow"]
+    nodes, visited = experts // 4, []
+    for of_token in nodes:
+        visited.append(list(dict.fromkeys(of_token.tolist()))[:2])
+    stays = np.array([[node in seen for node in of] for of, seen in zip(nodes, visited, strict=True)])
+    y, stats = outputs(dataclasses.replace(NODES, nodes_per_token=2), experts)
+    expected, _ = outputs(NODES, np.where(stays, experts, -1))
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(stats.dropped, (~stays).reshape(8, -1).sum(1))
+    assert 0 < (~stays).sum() < stays.sum()
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.7])
+def test_a_bound_in_two_levels_counts_what_it_drops(factor):
+    """What is chosen is received or dropped; a token that is received whole is as without a bound."""
+    case = dataclasses.replace(NODES, bound_factor=factor)
+    for name, experts in routings(case).items():
+        y, stats = outputs(case, experts)
+        whole, all_received = outputs(NODES, experts)
+        assert stats.received.sum() + stats.dropped.sum() == stats.chosen.sum() == all_received.received.sum(), name
+        same = np.isclose(y, whole, rtol=0, atol=1e-12).all(1)
+        assert (~same).sum() <= stats.dropped.sum(), name
+        assert (stats.dropped.sum() > 0) == (~same).any(), name
+
+
 def test_choosing_an_expert_twice_may_drop_and_says_so():
     """Where a rank has fewer experts than k, it makes room for as many choices of a token as it has experts."""
     case = Case(on(expert=2), num_experts=2)
@@ -402,6 +440,11 @@ def as_on_gpus(monkeypatch):
 
 def test_the_ragged_form_is_equal(as_on_gpus):
     assert_equal(Case(on(expert=4), k=3, implementation="ragged"), every=True)
+
+
+def test_node_first_is_equal_in_the_ragged_form(as_on_gpus, monkeypatch):
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, cuda=None, **_: (cuda or default)(*args))
+    assert_equal(Case(on(outer=2, inner=4), k=3, implementation="node-first", bound_factor=8.0), every=True)
 
 
 QUANTIZED = {

@@ -9,8 +9,8 @@ import pytest
 
 from meshpar.compiled import hlo
 from meshpar.compiled.clock import work
-from meshpar.moe.dispatch_combine import _places_by_expert, _runs_by_expert
 from meshpar.moe.order import Runs, moved, moved_at_once, moved_in_blocks
+from meshpar.moe.paths import _places_by_expert, _runs_by_expert
 
 RUNS = {
     "in another order, one empty": ([0, 5, 5, 140], [100, 3, 3, 0], [5, 70, 0, 3]),
