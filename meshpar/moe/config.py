@@ -35,7 +35,8 @@ class MoEConfig:
     bias_rate: float = 0.0
     """By how much a step moves the balancing bias of an expert (`balance.update_bias`); 0: there is no bias."""
     implementation: str = "auto"
-    """How rows travel between the ranks of experts: as for `dispatch`."""
+    """How rows travel between the ranks of experts: as for `dispatch`. Forms in two levels want experts split over two
+    axes; over one, a warning says that there is one level."""
     bound_factor: float | None = None
     """Room for rows from one rank to another, as for `dispatch`; None: for any routing."""
     payload: Payload | None = None

@@ -112,8 +112,9 @@ def dispatch(
     check_payload(KERNEL, payload)
     nodes = _checked_nodes(axis, how, experts.shape[1], nodes_per_token)
     experts = or_unassigned(experts, num_experts)
-    _, x, weights = varying_alike(axis, experts, x, weights)
-    (experts,) = varying_alike(axis, experts)  # and no further: so what is counted is the same at ranks of other axes
+    _, x, _ = varying_alike(axis, experts, x, weights)
+    # And these no further, so that what is counted is the same at ranks of other axes.
+    (experts,), (weights,) = varying_alike(axis, experts), varying_alike(axis, weights)
     size, (num_tokens, k) = x.shape[0] // chunks, experts.shape
     shape = Shape(size, k, num_experts, num_ranks, (axis,) if isinstance(axis, str) else axis, how)
     payload = payload or Payload()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -567,9 +568,11 @@ def _travelling(
     # are summed over the parts here, where they are the tokens' and not as many as there is room for.
     rows = alike(varies_beside(experts[0], rows), rows)
     how, nodes = config.implementation, None
-    if cut.is_one_level and how in TWO_LEVELS:
+    if how in TWO_LEVELS and len(cut.experts) == 1:
         how = "auto"
-    elif how == NODE_FIRST and len(cut.experts) == 2:
+        if not cut.is_one_level:
+            _tell_one_level(config.implementation, cut.experts[0])
+    elif how == NODE_FIRST:
         nodes = config.routing.nodes_visited(lax.axis_size(cut.experts[0]))
     return dispatch(
         rows,
@@ -585,6 +588,16 @@ def _travelling(
         chunks=config.chunks,
         nodes_per_token=nodes,
     )
+
+
+def _tell_one_level(implementation: str, axis: str) -> None:
+    told = problem(
+        "the MoE layer",
+        f"send tokens {implementation!r}, in two levels",
+        f"experts are split over `{axis}` alone, so that rows travel as by 'auto', in one",
+        'split them over two axes, across the nodes and inside them: mp.expert_parallel(axis=("data", "expert"))',
+    )
+    warnings.warn(str(told), stacklevel=2)
 
 
 def _staying(

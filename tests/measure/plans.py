@@ -221,7 +221,17 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "accumulate=1",
         ),
     ),
-    ("deepseek_v3", "h100:256x8", ("strategy=fsdp()|expert_parallel()", "accumulate=8")),
+    (
+        "deepseek_v3",
+        "h100:256x8",
+        (
+            "strategy=fsdp()|expert_parallel()",
+            "mesh=fsdp=32,expert=64",
+            "accumulate=8",
+            "model.moe.implementation=auto",
+            "model.moe.payload=none",
+        ),
+    ),
     (
         B8,
         "h100:4x8",

@@ -143,6 +143,42 @@ def test_value_and_gradients_on_every_mesh(case):
         check(found, wanted, wanted[0][1])
 
 
+PAIR = mp.expert_parallel(axis=("data", "expert"))
+NODES = {
+    "nodes x expert x tensor": ({"data": 2, "expert": 2, "tensor": 2}, mp.ddp() | PAIR | mp.tensor_parallel()),
+    "nodes x fsdp x expert": ({"data": 2, "fsdp": 2, "expert": 2}, mp.fsdp() | PAIR),
+    "nodes x expert": ({"data": 4, "expert": 2}, mp.ddp() | PAIR),
+    "one node": ({"data": 1, "expert": 4}, mp.ddp() | PAIR),
+}
+
+
+@pytest.mark.parametrize("case", cases("nodes x expert x tensor", grid=NODES))
+def test_node_first_on_every_mesh(case, recwarn):
+    """Two groups of experts of four, so that a token visits half of the nodes."""
+    with jax.enable_x64(True):
+        x, weights, _, cotangent = arrays()
+        cfg = config(routing={"groups": 4, "top_groups": 2}, implementation="node-first", chunks=2)
+        wanted = reference(cfg)
+        check(on_mesh(cfg, *NODES[case], x, weights, None, cotangent), wanted, wanted[0][1])
+    assert not [one for one in recwarn if "two levels" in str(one.message)]
+
+
+def test_two_levels_over_one_axis_are_told():
+    x, weights, *_ = arrays()
+    with pytest.warns(UserWarning, match="split over `expert` alone.*mp.expert_parallel"):
+        run = functools.partial(under, mesh_of({"expert": 4}), EXPERT)
+        jax.eval_shape(lambda x, weights: run(x, weights, config(implementation="node-first")), x, weights)
+
+
+@pytest.mark.parametrize(
+    ("groups", "top_groups", "nodes", "visited"),
+    [(8, 4, 8, 4), (8, 4, 4, 4), (8, 4, 16, 8), (4, 2, 8, 4), (1, 1, 8, 8), (8, 2, 6, 6), (8, 1, 2, 1), (16, 4, 2, 2)],
+)
+def test_node_limited_routing_says_how_many_nodes_a_token_visits(groups, top_groups, nodes, visited):
+    routing = Routing(num_experts=64, top_k=8 if top_groups > 1 else 4, groups=groups, top_groups=top_groups)
+    assert routing.nodes_visited(nodes) == min(visited, routing.top_k)
+
+
 def test_without_a_mesh():
     with jax.enable_x64(True):
         x, weights, bias, cotangent = arrays()
