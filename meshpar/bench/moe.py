@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from meshpar.bench.report import Figures, Measure, in_turn, load, quartiles
 from meshpar.compiled import hlo
 from meshpar.compiled.clock import work
+from meshpar.moe.choice import NODE_FIRST
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.layer import Weights, moe_layer
 from meshpar.moe.paths import Payload
@@ -38,7 +39,9 @@ from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import near, problem
 
 ONE_HOT = "one-hot einsum"
-FORMS = (ONE_HOT, "dropless", "dropless, bound 2", "dropless, 2 chunks", "dropless, int8", "buffers", "two levels")
+PAIRED = ("two levels", NODE_FIRST)
+"""Over two axes."""
+FORMS = (ONE_HOT, "dropless", "dropless, bound 2", "dropless, 2 chunks", "dropless, int8", "buffers", *PAIRED)
 FACTOR = 1.25
 """Of capacity, where there is one: that of Switch Transformers' training."""
 NUM_EXPERTS = (8, 16, 64)
@@ -163,12 +166,13 @@ def layer(form: str, shape: Shape) -> Layer:
         "dropless, 2 chunks": {"chunks": 2},
         "dropless, int8": {"payload": Payload(dispatch="int8", combine="int8", grad="int8")},
         "two levels": {"implementation": "hierarchical"},
+        NODE_FIRST: {"implementation": NODE_FIRST},
     }
     factor = FACTOR if form in (ONE_HOT, "buffers", "two levels") else None
     routing = Routing(num_experts=shape.num_experts, top_k=shape.top_k, capacity_factor=factor)
     config = MoEConfig(routing=routing, mlp_dim=shape.hidden, **options.get(form, {}))
     outer = 2 if shape.num_ranks % 2 == 0 else 1
-    sizes = {"outer": outer, "inner": shape.num_ranks // outer} if form == "two levels" else {"expert": shape.num_ranks}
+    sizes = {"outer": outer, "inner": shape.num_ranks // outer} if form in PAIRED else {"expert": shape.num_ranks}
     devices = np.array(jax.devices()[: shape.num_ranks]).reshape(tuple(sizes.values()))
     mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     rules = expert_parallel().activations | Rules(batch=tuple(sizes), act_expert=tuple(sizes))

@@ -92,14 +92,13 @@ def dispatch(
       axis: the axis of the experts, or several as one; a pair (outer, inner) for the forms in two levels.
       num_experts: E, in all.
       capacity: C; None: dropless.
-      implementation: how rows travel: `fixed`, `ragged` (for GPUs, on whose mesh or on an abstract one it has to be
-        traced), `hierarchical`, `node-first` (dropless only), or `auto`: `choose_dispatch` says which and why.
+      implementation: how rows travel: `fixed`, `ragged` (traced for GPUs or on an abstract mesh), `hierarchical`,
+        `node-first` (dropless only), or `auto`: `choose_dispatch` says which and why.
       bound_factor: for dropless only: rows from one rank to another, in units of an even load; None: any routing fits.
       payload: number formats on the wire; None: as the rows are.
       chunks: cuts the tokens into so many parts, so that the messages of one may travel while another's experts
         compute; each has its own all-to-alls, capacity and bound.
-      nodes_per_token: for `node-first`: how many nodes a token's experts lie on at the most, as node-limited routing
-        has it; choices on further ones are dropped, and counted. None: any number.
+      nodes_per_token: for `node-first`: nodes that a token's experts lie on at the most; choices on more are dropped.
 
     Raises:
       ValueError: no such axis here; shapes, dtypes or options that do not go together; experts that N does not divide.
@@ -113,21 +112,24 @@ def dispatch(
     nodes = _checked_nodes(axis, how, experts.shape[1], nodes_per_token)
     experts = or_unassigned(experts, num_experts)
     _, x, _ = varying_alike(axis, experts, x, weights)
-    # And these no further, so that what is counted is the same at ranks of other axes.
-    (experts,), (weights,) = varying_alike(axis, experts), varying_alike(axis, weights)
-    size, (num_tokens, k) = x.shape[0] // chunks, experts.shape
-    shape = Shape(size, k, num_experts, num_ranks, (axis,) if isinstance(axis, str) else axis, how)
-    payload = payload or Payload()
-    path: Path
-    if capacity is not None:
-        path = Capacity(shape, payload, min(capacity, size))
-    elif how == NODE_FIRST:
-        path = NodeFirst.of(shape, payload, bound_factor, *nodes)
-    else:
-        path = Dropless.of(shape, payload, bound_factor)
-    parts = [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
+    (experts,) = varying_alike(axis, experts)  # and no further: so what is counted is the same at ranks of other axes
+    (weights,) = varying_alike(axis, weights)
+    size, names = x.shape[0] // chunks, (axis,) if isinstance(axis, str) else axis
+    shape = Shape(size, experts.shape[1], num_experts, num_ranks, names, how)
+    path = _path(shape, payload or Payload(), capacity, bound_factor, nodes)
+    parts = [slice(begin, begin + size) for begin in range(0, len(x), size)]
     outputs, stats = _pipelined(path, x, experts, weights, expert_fn, parts)
     return jnp.concatenate(outputs), Dispatched(*(sum(of[1:], of[0]) for of in zip(*stats, strict=True)))
+
+
+def _path(
+    shape: Shape, payload: Payload, capacity: int | None, bound_factor: float | None, nodes: tuple[int, int]
+) -> Path:
+    if capacity is not None:
+        return Capacity(shape, payload, min(capacity, shape.tokens))
+    if shape.how == NODE_FIRST:
+        return NodeFirst.of(shape, payload, bound_factor, *nodes)
+    return Dropless.of(shape, payload, bound_factor)
 
 
 def _pipelined(

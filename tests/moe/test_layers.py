@@ -165,8 +165,8 @@ def test_node_first_on_every_mesh(case, recwarn):
 
 def test_two_levels_over_one_axis_are_told():
     x, weights, *_ = arrays()
+    run = functools.partial(under, mesh_of({"expert": 4}), EXPERT)
     with pytest.warns(UserWarning, match="split over `expert` alone.*mp.expert_parallel"):
-        run = functools.partial(under, mesh_of({"expert": 4}), EXPERT)
         jax.eval_shape(lambda x, weights: run(x, weights, config(implementation="node-first")), x, weights)
 
 
