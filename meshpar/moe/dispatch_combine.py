@@ -96,24 +96,23 @@ def dispatch(
         `node-first` (dropless only), or `auto`: `choose_dispatch` says which and why.
       bound_factor: for dropless only: rows from one rank to another, in units of an even load; None: any routing fits.
       payload: number formats on the wire; None: as the rows are.
-      chunks: cuts the tokens into so many parts, so that the messages of one may travel while another's experts
-        compute; each has its own all-to-alls, capacity and bound.
+      chunks: parts of the tokens, so that the messages of one may travel while another's experts compute; each has its
+        own all-to-alls, capacity and bound.
       nodes_per_token: for `node-first`: nodes that a token's experts lie on at the most; choices on more are dropped.
 
     Raises:
       ValueError: no such axis here; shapes, dtypes or options that do not go together; experts that N does not divide.
     """
-    num_ranks = ranks_of(KERNEL, axis)
     check_routed(KERNEL, x, experts, weights)
-    _check_experts(num_experts, num_ranks)
+    _check_experts(num_experts, num_ranks := ranks_of(KERNEL, axis))
     _check_chunks(chunks, x.shape[0])
     how = _checked_how(axis, capacity, bound_factor, implementation)
     check_payload(KERNEL, payload)
     nodes = _checked_nodes(axis, how, experts.shape[1], nodes_per_token)
     experts = or_unassigned(experts, num_experts)
     _, x, _ = varying_alike(axis, experts, x, weights)
-    (experts,) = varying_alike(axis, experts)  # and no further: so what is counted is the same at ranks of other axes
-    (weights,) = varying_alike(axis, weights)
+    # And no further: so what is counted is the same at ranks of other axes.
+    (experts,), (weights,) = varying_alike(axis, experts), varying_alike(axis, weights)
     size, names = x.shape[0] // chunks, (axis,) if isinstance(axis, str) else axis
     shape = Shape(size, experts.shape[1], num_experts, num_ranks, names, how)
     path = _path(shape, payload or Payload(), capacity, bound_factor, nodes)
