@@ -21,6 +21,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import time
 import types
 import warnings
@@ -406,11 +407,33 @@ def _read_here(folder: Any, run: Mapping[str, Any], paths: Iterable[str]) -> dic
 
 
 def _index(folder: Any, step: int) -> dict[str, Any]:
-    path = Checkpoints(folder).folder / str(step) / "run" / "metadata"
-    run = _agreed(lambda: _unsealed(json.loads(path.read_text())))
+    at = Checkpoints(folder).folder / str(step)
+
+    def read() -> dict[str, Any]:
+        _check_files(at)
+        return _unsealed(json.loads((at / "run" / "metadata").read_text()))
+
+    run = _agreed(read)
     if run["step"] != step:
         raise _DamagedError(f"run/metadata is that of step {run['step']}")
     return run
+
+
+def _check_files(folder: Any) -> None:
+    """All that lies below a local folder can be read: a pipe would never end, and a reader in C would name no file."""
+    if not os.path.isdir(folder):
+        return  # a bucket, or nothing at all
+
+    def unlisted(error: OSError) -> None:
+        raise _DamagedError(f"{os.path.relpath(error.filename, folder)} cannot be listed ({error.strerror})")
+
+    for below, _, names in os.walk(folder, onerror=unlisted):
+        for name in names:
+            path = os.path.join(below, name)
+            if not os.path.isfile(path):
+                raise _DamagedError(f"{os.path.relpath(path, folder)} is no file")
+            if not os.access(path, os.R_OK):
+                raise _DamagedError(f"{os.path.relpath(path, folder)} may not be read")
 
 
 def _read_arrays(folder: Any, target: PyTree) -> PyTree:
@@ -621,7 +644,7 @@ def _agreed(read: Any) -> Any:
     value, failure = None, None
     try:
         value = read()
-    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+    except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # says nothing about the files
     except Exception as error:
         failure = str(error) if isinstance(error, _DamagedError) else _reason(error)
