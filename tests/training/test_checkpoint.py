@@ -640,6 +640,27 @@ def test_a_save_that_fails_in_the_background_is_told(tmp_path, setup, full_disk)
     assert Checkpoints(tmp_path).steps() == []
 
 
+def test_orbax_reports_a_write_that_failed_when_the_others_have_ended(tmp_path):
+    from orbax.checkpoint._src import asyncio_utils
+
+    Checkpoints(tmp_path)
+    ended = []
+
+    async def fails():
+        raise OSError("no space left on device")
+
+    async def goes_on():
+        await asyncio.sleep(0.05)
+        ended.append(True)
+
+    async def both():
+        await asyncio.gather(fails(), goes_on())
+
+    with pytest.raises(OSError, match="no space left"):
+        asyncio_utils.run_sync(both())
+    assert ended  # else it would meet a closed loop, and print a traceback
+
+
 def test_what_ended_the_block_comes_before_a_save_that_failed(tmp_path, setup, full_disk):
     with pytest.raises(KeyError) as caught, Checkpoints(tmp_path) as checkpoints:  # noqa: PT012
         checkpoints.save(setup.init(0))
