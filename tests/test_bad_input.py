@@ -191,7 +191,7 @@ READ: dict[str, Callable[[str], object]] = {
     "budget": Budget.load,
     "plans": load_plans,
     "profile": parse_profile,
-    "text": lambda path: text.read(text.find([path])),
+    "text": lambda path: list(text.Reading(files=text.find([path]))),
     "tokenizer": load_tokenizer,
 }
 CLASSES: list[Callable[[Place, random.Random], list[str]]] = [
@@ -281,7 +281,7 @@ def test_texts_that_are_none_are_told(place: Place, alarm, monkeypatch) -> None:
     for entry in ("pipe", "gone", "loop", "no/such", "folder.json", "x" * 5000, "*.nothing", "**/nothing", "\x00"):
         alarm()
         with pytest.raises((MeshparError, OSError, ValueError)):
-            text.read(text.find([entry]))
+            list(text.Reading(files=text.find([entry])))
 
 
 def test_links_that_lead_back_are_walked_once(place: Place, alarm, monkeypatch) -> None:

@@ -1,7 +1,7 @@
 """Text files or arrays as deterministic, resumable global batches.
 
     files ─► documents ─► train | held out ─► token streams ─► windows ─► batches ──► global arrays
-    text.py               split.py            tokens.py        rows.py     batches.py  assembly.py
+    text.py               split.py            streams.py       rows.py     batches.py  assembly.py
 
 `TextData`, `ChatData` and `ArrayData` describe data; `.open(batch_size=, seed=)` reads it and gives a `Source`:
 `train()`, `valid()`, `describe()`. `baseline.py` says what a bigram model reaches on the same held-out tokens. Names

@@ -78,7 +78,10 @@ class Bigram:
         before = self._keys // vocab_size
         self._times_before = np.bincount(before, weights=self._counts, minlength=vocab_size)
         self._kinds_after = np.bincount(before, minlength=vocab_size).astype(np.float64)
-        single = np.bincount(tokens, minlength=vocab_size).astype(np.float64)
+        # In pieces: bincount makes eight bytes of each token.
+        single = np.zeros(vocab_size)
+        for start in range(0, len(tokens), _CHUNK):
+            single += np.bincount(tokens[start : start + _CHUNK], minlength=vocab_size)
         kinds = np.count_nonzero(single)
         self._single = (single + kinds / vocab_size) / (single.sum() + kinds)
 

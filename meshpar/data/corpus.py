@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,11 +13,12 @@ from jaxtyping import Integer, UInt
 
 from meshpar.data.baseline import Baseline, bigram_baseline
 from meshpar.data.batches import PREFETCH
-from meshpar.data.rows import Rows, Windows
+from meshpar.data.rows import Windows
 from meshpar.data.source import RowSource, check_least, check_names
-from meshpar.data.split import Split, check_fraction, split_documents
-from meshpar.data.text import STDLIB, Document, Reading, find, read
-from meshpar.data.tokens import BYTES, Tokenizer, load_tokenizer, token_stream
+from meshpar.data.split import check_fraction
+from meshpar.data.streams import Streams, token_streams
+from meshpar.data.text import STDLIB, Reading, find
+from meshpar.data.tokens import BYTES, Tokenizer, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ class TextData:
     valid_batches: int = 8
     """Batches a validation serves, spread evenly over the held-out set; fewer where it has not as many."""
     cache: str | None = None
-    """A folder where tokens are kept between runs, for tokenizers that take their time; None keeps nothing."""
+    """A folder where tokens are kept between runs, for tokenizers that take their time; None keeps nothing: longer text
+    goes to a temporary file. Either way they are mapped from disk, and text need not fit into memory."""
     prefetch: int = PREFETCH
     """Batches made ahead in the background; 0 makes each when it is needed."""
 
@@ -64,9 +65,9 @@ class TextData:
             held-out set too small for one window or one batch.
         """
         tokenizer = load_tokenizer(self.tokenizer, separator=self.separator)
-        reading = read(find(self.files), text_field=self.text_field, max_bytes=self.max_bytes)
-        split = split_documents(reading.documents, self.valid_fraction)
-        return TextSource(self, tokenizer, reading, split, batch_size=batch_size, seed=seed)
+        reading = Reading(files=find(self.files), text_field=self.text_field, max_bytes=self.max_bytes)
+        streams = token_streams(reading, tokenizer, valid_fraction=self.valid_fraction, cache=self.cache)
+        return TextSource(self, tokenizer, streams, batch_size=batch_size, seed=seed)
 
 
 class TextSource(RowSource):
@@ -75,12 +76,10 @@ class TextSource(RowSource):
     A batch is `inputs` and `targets`, int32 `[batch_size, seq_len]`, the targets one token ahead.
     """
 
-    def __init__(
-        self, data: TextData, tokenizer: Tokenizer, reading: Reading, split: Split, *, batch_size: int, seed: int
-    ) -> None:
+    def __init__(self, data: TextData, tokenizer: Tokenizer, streams: Streams, *, batch_size: int, seed: int) -> None:
         self.data, self.tokenizer = data, tokenizer
-        self.train_tokens: UInt[np.ndarray, " tokens"] = token_stream(split.train, tokenizer, cache=data.cache)
-        self.valid_tokens: UInt[np.ndarray, " tokens"] = token_stream(split.valid, tokenizer, cache=data.cache)
+        self.train_tokens: UInt[np.ndarray, " tokens"] = streams.train
+        self.valid_tokens: UInt[np.ndarray, " tokens"] = streams.valid
         super().__init__(
             Windows(self.train_tokens, data.seq_len, what="training set"),
             Windows(self.valid_tokens, data.seq_len, what="held-out set"),
@@ -90,8 +89,7 @@ class TextSource(RowSource):
             prefetch=data.prefetch,
             extra={"seq_len": data.seq_len},
         )
-        # Kept instead of the documents, whose text is not needed any more.
-        self._facts = self._describe(reading, split)
+        self._facts = self._describe(streams.facts)
 
     @property
     def vocab_size(self) -> int:
@@ -141,23 +139,18 @@ class TextSource(RowSource):
         """Documents, bytes, tokens and windows of both sets, and how they were split; JSON values only."""
         return {**self._facts, "fingerprint": self.fingerprint}
 
-    def _describe(self, reading: Reading, split: Split) -> dict[str, Any]:
+    def _describe(self, facts: dict[str, Any]) -> dict[str, Any]:
         served = {
             "batches": len(self.served) // self.batch_size,
             "served_tokens": len(self.served) * self.data.seq_len,
         }
         return {
             "files": list(self.data.files),
-            "skipped": len(reading.skipped),
+            "skipped": facts["skipped"],
             "tokenizer": self.tokenizer.name,
             "vocab_size": self.vocab_size,
             "seq_len": self.data.seq_len,
-            "held_out": split.how,
-            "train": _side(split.train, self.train_tokens, self.train_rows),
-            "valid": _side(split.valid, self.valid_tokens, self.valid_rows) | served,
+            "held_out": facts["held_out"],
+            "train": facts["train"] | {"windows": len(self.train_rows)},
+            "valid": facts["valid"] | {"windows": len(self.valid_rows)} | served,
         }
-
-
-def _side(documents: Sequence[Document], tokens: np.ndarray, rows: Rows) -> dict[str, int]:
-    num_bytes = sum(document.num_bytes for document in documents)
-    return {"documents": len(documents), "bytes": num_bytes, "tokens": len(tokens), "windows": len(rows)}

@@ -6,25 +6,14 @@ seed of a run moves it to the other side, and a new document moves no other.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from jaxtyping import Int64
 
 from meshpar.data.text import Document
 from meshpar.sharding.types import problem
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Split:
-    """Documents to train on and documents held out."""
-
-    train: tuple[Document, ...]
-    valid: tuple[Document, ...]
-    how: str
-    """What was held out, and by what rule, in words."""
 
 
 def check_fraction(where: str, fraction: float) -> None:
@@ -35,25 +24,49 @@ def check_fraction(where: str, fraction: float) -> None:
         )
 
 
-def split_documents(documents: Sequence[Document], valid_fraction: float) -> Split:
+class Split:
     """Holds out about `valid_fraction` of the documents, at least one; of a single document, its tail.
 
+        while not split.settled:
+            for document, is_held_out in split(documents): ...
+
+    Documents come one at a time, and none is kept. Whether all of them are on one side is known after the last only:
+    then they come once more, and one of them goes to the other side.
+
     Raises:
-      ValueError: a fraction outside (0, 1), or one document too short to be cut in two.
+      ValueError: a fraction outside (0, 1), or, while documents come, one too short to be cut in two.
     """
-    check_fraction("`TextData.valid_fraction`", valid_fraction)
-    if len(documents) == 1:
-        return _cut_tail(documents[0], valid_fraction)
-    ranked = sorted(documents, key=lambda document: (_rank(document.name), document.name))
-    count = sum(_rank(document.name) < valid_fraction for document in ranked)
-    # Few documents may all fall on one side: the one that was nearest to the other goes there.
-    count = min(max(count, 1), len(ranked) - 1)
-    held = {document.name for document in ranked[:count]}
-    return Split(
-        train=tuple(document for document in documents if document.name not in held),
-        valid=tuple(document for document in documents if document.name in held),
-        how=f"{count} of {len(documents)} documents, by the hash of their names",
-    )
+
+    def __init__(self, valid_fraction: float) -> None:
+        check_fraction("`TextData.valid_fraction`", valid_fraction)
+        self.settled = False
+        """Whether the documents that came were split for good."""
+        self.how = ""
+        """What was held out, and by what rule, in words."""
+        self._fraction = valid_fraction
+        self._moved: str | None = None
+        self._is_single = False
+
+    def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
+        """Each document and whether it is held out, in their order."""
+        total = held = 0
+        lowest, highest = (2.0, ""), (-1.0, "")
+        for document in documents:
+            if self._is_single:
+                yield from zip(_cut_tail(document, self._fraction), (False, True), strict=True)
+                self.how = f"the last {self._fraction:.1%} of `{document.name}`, the only document"
+                self.settled = True
+                return
+            rank = _rank(document.name), document.name
+            is_held_out = (rank[0] < self._fraction) != (document.name == self._moved)
+            lowest, highest = min(lowest, rank), max(highest, rank)
+            total, held = total + 1, held + is_held_out
+            yield document, is_held_out
+        self.how = f"{held} of {total} documents, by the hash of their names"
+        self.settled = 0 < held < total or self._moved is not None
+        self._is_single = total == 1
+        # Few documents may all fall on one side: the one that was nearest to the other goes there.
+        self._moved = (highest if held else lowest)[1]
 
 
 def split_rows(num_rows: int, valid_fraction: float) -> tuple[Int64[np.ndarray, " train"], Int64[np.ndarray, " valid"]]:
@@ -84,7 +97,7 @@ def _scramble(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _cut_tail(document: Document, valid_fraction: float) -> Split:
+def _cut_tail(document: Document, valid_fraction: float) -> tuple[Document, Document]:
     at = round(len(document.text) * (1 - valid_fraction))
     head, tail = (
         Document(name=f"{document.name}#{part}", text=text, num_bytes=len(text.encode()))
@@ -97,5 +110,4 @@ def _cut_tail(document: Document, valid_fraction: float) -> Split:
             f"it has {len(document.text)} characters, so one side would be empty",
             "give more text, or a fraction nearer to 0.5",
         )
-    how = f"the last {valid_fraction:.1%} of `{document.name}`, the only document"
-    return Split(train=(head,), valid=(tail,), how=how)
+    return head, tail

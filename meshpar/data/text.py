@@ -14,8 +14,12 @@ names, and so the same split, on every machine.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import glob
+import hashlib
+import io
 import json
 import os
 import sysconfig
@@ -31,6 +35,8 @@ STDLIB = "stdlib"
 FOLDER_SUFFIXES = (".txt", ".py", ".md", ".jsonl", ".parquet")
 """What is taken from a folder."""
 
+_BYTES_AT_ONCE = 4_000_000
+"""About how much of a table is held at once."""
 _STDLIB_LEAVES_OUT = {"site-packages", "dist-packages"}
 
 
@@ -58,12 +64,32 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What came of reading files."""
+    """The documents of files, in order: every iteration reads them anew, and holds one at a time.
 
-    documents: tuple[Document, ...]
-    """Every document with any text in it, in order."""
-    skipped: tuple[str, ...]
-    """Names of the files that were found by searching and are not UTF-8."""
+    A plain file is one document, and so is each line of a .jsonl file and each row of a .parquet file. Empty documents
+    are left out.
+
+    Iterating raises `ValueError` for a file the user named that is not UTF-8; a line that is not JSON; a missing field;
+    no text at all.
+    """
+
+    files: Sequence[File]
+    text_field: str = "text"
+    """Which field of a line, or column of a table, holds the text."""
+    max_bytes: int | None = None
+    """Where reading stops, in bytes of UTF-8, the last document cut to fit; None reads all."""
+    skipped: list[str] = dataclasses.field(default_factory=list, compare=False)
+    """Of the last iteration: names of the files that were found by searching and are not UTF-8."""
+
+    def __iter__(self) -> Iterator[Document]:
+        self.skipped.clear()
+        is_empty = True
+        for document in _within(self.max_bytes, _documents(self.files, self.text_field, self.skipped)):
+            is_empty = False
+            yield document
+        if is_empty:
+            what = f"all {len(self.skipped)} files that are not UTF-8" if self.skipped else "only empty files"
+            raise problem("`TextData.files`", "read text", f"there were {what}", "name files that hold UTF-8 text")
 
 
 def find(entries: Sequence[str], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> list[File]:
@@ -81,21 +107,10 @@ def find(entries: Sequence[str], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> l
     return [File(path=path, name=names[path], named=named) for path, _, named in found.values()]
 
 
-def read(files: Iterable[File], *, text_field: str = "text", max_bytes: int | None = None) -> Reading:
-    """Reads documents until `max_bytes` of UTF-8 (None: all of them); the last one is cut to fit.
-
-    A plain file is one document, and so is each line of a .jsonl file and each row of a .parquet file (its
-    `text_field`). Empty documents are left out.
-
-    Raises:
-      ValueError: a file the user named is not UTF-8; a line that is not JSON; a missing field; no text at all.
-    """
-    skipped: list[str] = []
-    documents = tuple(_within(max_bytes, _documents(files, text_field, skipped)))
-    if not documents:
-        what = f"all {len(skipped)} files that are not UTF-8" if skipped else "only empty files"
-        raise problem("`TextData.files`", "read text", f"there were {what}", "name files that hold UTF-8 text")
-    return Reading(documents=documents, skipped=tuple(skipped))
+def digest(file: File) -> bytes:
+    """A hash of what a file holds, read piece by piece."""
+    with _opened(file) as opened:
+        return hashlib.file_digest(opened, functools.partial(hashlib.blake2b, digest_size=16)).digest()
 
 
 def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, bool]]:
@@ -205,7 +220,8 @@ def _document(name: str, text: str) -> Iterator[Document]:
 
 
 def _plain(file: File, skipped: list[str]) -> Iterator[Document]:
-    data = _file_bytes(file)
+    with _opened(file) as opened:
+        data = opened.read()
     try:
         # Decoded from bytes and not read as text, which would change the line ends.
         yield from _document(file.name, data.decode())
@@ -216,17 +232,20 @@ def _plain(file: File, skipped: list[str]) -> Iterator[Document]:
 
 
 def _jsonl(file: File, text_field: str) -> Iterator[Document]:
-    for number, line in enumerate(_file_bytes(file).split(b"\n"), start=1):
-        if line.strip():
-            where = f"{file.path}, line {number}"
-            try:
-                yield from _document(f"{file.name}:{number}", _json_text(where, line, text_field))
-            except UnicodeError as error:
-                raise _not_utf8(where, error) from error
+    for name, where, row in _json_rows(file):
+        try:
+            yield from _document(name, _text_of(where, row, text_field))
+        except UnicodeError as error:
+            raise _not_utf8(where, error) from error
 
 
-def _json_text(where: str, line: bytes, text_field: str) -> str:
-    return _text_of(where, _json_row(where, line), text_field)
+def _json_rows(file: File) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Every line that is not empty, one at a time: (name, where, object)."""
+    with _opened(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{file.path}, line {number}"
+                yield f"{file.name}:{number}", where, _json_row(where, line.removesuffix(b"\n"))
 
 
 def _json_row(where: str, line: bytes) -> dict[str, Any]:
@@ -240,8 +259,8 @@ def _json_row(where: str, line: bytes) -> dict[str, Any]:
         fix = "write one JSON object a line, or rename a file of another kind"
         exists = f"it is not JSON ({error.msg}, column {error.colno})"
         raise problem(where, "read a JSON object", exists, fix) from error
-    except UnicodeDecodeError:
-        raise
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from error
     except ValueError as error:  # a number of thousands of digits
         raise problem(where, "read a JSON object", f"{error}"[:100], "leave the line out") from error
     if not isinstance(row, dict):
@@ -265,16 +284,10 @@ def records(files: Iterable[File], field: str) -> Iterator[tuple[str, str, Any]]
                 for number, value in enumerate(found, start=1):
                     yield f"{file.name}:{number}", f"{file.path}, row {number}", value
         elif file.path.suffix == ".jsonl":
-            for number, line in enumerate(_file_bytes(file).split(b"\n"), start=1):
-                where = f"{file.path}, line {number}"
-                try:
-                    row = _json_row(where, line) if line.strip() else None
-                except UnicodeError as error:
-                    raise _not_utf8(where, error) from error
-                if row is not None and field not in row:
+            for name, where, row in _json_rows(file):
+                if field not in row:
                     raise problem(where, f"take field `{field}`", "it has no such field", near(field, row))
-                if row is not None:
-                    yield f"{file.name}:{number}", where, row[field]
+                yield name, where, row[field]
         else:
             raise problem(f"{file.path}", "read its rows", "it is neither .jsonl nor .parquet", "name one of these")
 
@@ -295,7 +308,8 @@ def _table(file: File) -> Any:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(file.path)
+        # Read in pieces as rows are asked for, not a column of a whole row group at once.
+        return pyarrow.parquet.ParquetFile(_regular(file), pre_buffer=False, buffer_size=1 << 20)
     except (pyarrow.ArrowInvalid, OSError) as error:
         fix = "name a parquet file, or rename a file of another kind"
         raise problem(f"{file.path}", "read it as parquet", f"it is not ({error})", fix) from error
@@ -316,7 +330,10 @@ def _batches(file: File, table: Any, column: str) -> Iterator[Any]:
     import pyarrow
 
     try:
-        yield from table.iter_batches(batch_size=1024, columns=[column])
+        about = table.metadata
+        num_bytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+        rows = _BYTES_AT_ONCE * about.num_rows // max(num_bytes, 1)
+        yield from table.iter_batches(batch_size=min(max(rows, 1), 1024), columns=[column])
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         fix = "bring the file back from a copy, or leave it out"
         raise problem(f"{file.path}", "read its rows", f"the file is damaged ({_first_line(error)})", fix) from error
@@ -338,9 +355,11 @@ def _check_column(file: File, schema: Any, text_field: str) -> None:
         raise problem(f"{file.path}", asked, f"the column holds {kind}", "set `text_field` to a column of strings")
 
 
-def _file_bytes(file: File) -> bytes:
+@contextlib.contextmanager
+def _opened(file: File) -> Iterator[io.BufferedReader]:
     try:
-        return _regular(file).read_bytes()
+        with _regular(file).open("rb") as opened:
+            yield opened
     except OSError as error:
         fix = "make it readable, or leave it out of `files`"
         raise problem(f"{file.path}", "read it", f"that failed ({error.strerror})", fix) from error

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Integer, UInt
 
-from meshpar.data.text import Document
 from meshpar.sharding.host import check_name
 from meshpar.sharding.types import near, problem
 
@@ -22,9 +20,6 @@ SEPARATORS = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]",
 )  # fmt: skip
 """Tokens that usually end a document, tried in this order when none is named."""
-
-_BYTES_AT_ONCE = 4_000_000
-"""Text handed to a tokenizer's own threads in one go: enough to fill them, little beside the tokens in memory."""
 
 
 @runtime_checkable
@@ -142,73 +137,6 @@ def load_tokenizer(name: str, *, separator: str | None = None) -> Tokenizer:
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned dtype that holds every id below `vocab_size`."""
     return np.min_scalar_type(vocab_size - 1)
-
-
-def token_stream(
-    documents: Sequence[Document], tokenizer: Tokenizer, *, cache: str | None = None
-) -> UInt[np.ndarray, " tokens"]:
-    """The tokens of all documents, in order, each followed by the separator.
-
-    Args:
-      documents: what to tokenize.
-      tokenizer: how.
-      cache: a folder where the result is kept and, when it is there already, mapped from. None keeps nothing.
-    """
-    if cache is None:
-        return _tokenize(documents, tokenizer)
-    file = Path(cache).expanduser() / f"{_key(documents, tokenizer)}.npy"
-    if not file.exists():
-        _save(file, _tokenize(documents, tokenizer))
-    return _mapped(file)
-
-
-def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> UInt[np.ndarray, " tokens"]:
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=dtype)
-    pieces = [np.array([], dtype=dtype)]
-    for group in _groups(documents):
-        for ids in tokenizer.encode_many([document.text for document in group]):
-            pieces += [ids.astype(dtype, copy=False), end]
-    return np.concatenate(pieces)
-
-
-def _groups(documents: Sequence[Document]) -> Iterator[list[Document]]:
-    """The documents in runs of about `_BYTES_AT_ONCE`."""
-    group: list[Document] = []
-    num_bytes = 0
-    for document in documents:
-        group.append(document)
-        num_bytes += document.num_bytes
-        if num_bytes >= _BYTES_AT_ONCE:
-            yield group
-            group, num_bytes = [], 0
-    if group:
-        yield group
-
-
-def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    """Says what `_tokenize` depends on."""
-    digest = hashlib.blake2b(repr((tokenizer.name, tokenizer.separator_id)).encode(), digest_size=16)
-    for document in documents:
-        digest.update(b"%d:" % document.num_bytes)
-        digest.update(document.text.encode())
-    return digest.hexdigest()
-
-
-def _save(file: Path, tokens: UInt[np.ndarray, " tokens"]) -> None:
-    """Writes the file whole or not at all: several processes may want the same one at once."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".partial", delete=False) as partial:
-        np.save(partial, tokens)
-    os.replace(partial.name, file)
-
-
-def _mapped(file: Path) -> UInt[np.ndarray, " tokens"]:
-    try:
-        return np.load(file, mmap_mode="r")
-    except (ValueError, EOFError) as error:
-        fix = f"delete {file}; it is made again"
-        raise problem("`TextData.cache`", f"map the tokens kept in {file}", f"it is damaged ({error})", fix) from error
 
 
 def _tokenizer_file(path: Path) -> Path:

@@ -21,6 +21,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import time
 import types
 import warnings
@@ -77,6 +78,7 @@ class Checkpoints:
 
         check_count(f"Checkpoints(keep={keep!r})", "keep that many", keep)
         _quiet_orbax()
+        _patient_orbax()
         path = epath.Path(folder)
         self.folder = path if "://" in str(folder) else path.absolute()
         self.keep = keep
@@ -406,11 +408,33 @@ def _read_here(folder: Any, run: Mapping[str, Any], paths: Iterable[str]) -> dic
 
 
 def _index(folder: Any, step: int) -> dict[str, Any]:
-    path = Checkpoints(folder).folder / str(step) / "run" / "metadata"
-    run = _agreed(lambda: _unsealed(json.loads(path.read_text())))
+    at = Checkpoints(folder).folder / str(step)
+
+    def read() -> dict[str, Any]:
+        _check_files(at)
+        return _unsealed(json.loads((at / "run" / "metadata").read_text()))
+
+    run = _agreed(read)
     if run["step"] != step:
         raise _DamagedError(f"run/metadata is that of step {run['step']}")
     return run
+
+
+def _check_files(folder: Any) -> None:
+    """All that lies below a local folder can be read: a pipe would never end, and a reader in C would name no file."""
+    if not os.path.isdir(folder):
+        return  # a bucket, or nothing at all
+
+    def unlisted(error: OSError) -> None:
+        raise _DamagedError(f"{os.path.relpath(error.filename, folder)} cannot be listed ({error.strerror})")
+
+    for below, _, names in os.walk(folder, onerror=unlisted):
+        for name in names:
+            path = os.path.join(below, name)
+            if not os.path.isfile(path):
+                raise _DamagedError(f"{os.path.relpath(path, folder)} is no file")
+            if not os.access(path, os.R_OK):
+                raise _DamagedError(f"{os.path.relpath(path, folder)} may not be read")
 
 
 def _read_arrays(folder: Any, target: PyTree) -> PyTree:
@@ -418,8 +442,7 @@ def _read_arrays(folder: Any, target: PyTree) -> PyTree:
     # leaves no other waiting.
     import orbax.checkpoint as ocp
 
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _patient_reader()))
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    handler = ocp.PyTreeCheckpointHandler()
     how = ocp.checkpoint_utils.construct_restore_args(target)
     try:
         args = ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=True)
@@ -621,7 +644,7 @@ def _agreed(read: Any) -> Any:
     value, failure = None, None
     try:
         value = read()
-    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+    except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # says nothing about the files
     except Exception as error:
         failure = str(error) if isinstance(error, _DamagedError) else _reason(error)
@@ -676,21 +699,22 @@ def _quiet_orbax() -> None:
 
 
 @functools.cache
-def _patient_reader() -> Any:
-    """orbax's reader of arrays, which returns or raises when none of its reads is under way any more.
+def _patient_orbax() -> None:
+    """Let orbax return or raise when none of its reads and writes is under way any more.
 
-    Without this, once one read has failed, orbax closes its event loop with the others running. Each would print a
-    traceback of no use to anyone when it ends or is collected, long after the damage was reported.
+    Without this, once one has failed, on a full disk say, orbax closes its event loop with the others running. Each
+    would print a traceback of no use to anyone when it ends, long after the failure was reported.
     """
-    import orbax.checkpoint as ocp
+    from orbax.checkpoint._src import asyncio_utils
 
-    class Reader(ocp.type_handlers.ArrayHandler):
-        async def deserialize(self, infos: Any, args: Any = None) -> Any:
-            before = asyncio.all_tasks()
-            try:
-                return await super().deserialize(infos, args)
-            finally:
-                while others := asyncio.all_tasks() - before:
-                    await asyncio.wait(others)
+    run_sync = asyncio_utils.run_sync
 
-    return Reader()
+    async def to_the_end(work: Any) -> Any:
+        before = asyncio.all_tasks()
+        try:
+            return await work
+        finally:
+            while others := asyncio.all_tasks() - before:
+                await asyncio.wait(others)
+
+    asyncio_utils.run_sync = lambda work: run_sync(to_the_end(work))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshpar.data.split import split_documents, split_rows
+from meshpar.data.split import Split, split_rows
 from meshpar.data.text import Document
 from meshpar.sharding.types import MeshparError
 
@@ -19,19 +21,40 @@ def documents(names, text="text"):
     return [Document(name=name, text=text, num_bytes=len(text)) for name in names]
 
 
+def split(documents, fraction):
+    """The documents of each side in order, and the words."""
+    how = Split(fraction)
+    while not how.settled:
+        sides = [[], []]
+        for document, is_held_out in how(iter(documents)):
+            sides[is_held_out].append(document)
+    return *sides, how.how
+
+
 def held(documents, fraction):
-    return {document.name for document in split_documents(documents, fraction).valid}
+    return {document.name for document in split(documents, fraction)[1]}
 
 
 @given(NAMES, FRACTIONS)
 def test_both_sides_have_documents_and_none_is_lost(names, fraction):
-    split = split_documents(documents(names), fraction)
-    assert split.train
-    assert split.valid
+    train, valid, how = split(documents(names), fraction)
+    assert train
+    assert valid
     # Each side keeps the order of the documents.
-    in_train = {d.name for d in split.train}
-    assert [d.name for d in split.train] == [name for name in names if name in in_train]
-    assert [d.name for d in split.valid] == [name for name in names if name not in in_train]
+    in_train = {d.name for d in train}
+    assert [d.name for d in train] == [name for name in names if name in in_train]
+    assert [d.name for d in valid] == [name for name in names if name not in in_train]
+    # By the ranks of all names together, of which none needs to be known beforehand.
+    ranked = sorted(names, key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest())
+    assert {d.name for d in valid} == set(ranked[: len(valid)])
+    assert how.startswith(f"{len(valid)} of {len(names)} documents")
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_the_document_nearest_to_the_other_side_goes_there(fraction):
+    names = [f"{i}.txt" for i in range(7)]
+    ranked = sorted(names, key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest())
+    assert held(documents(names), fraction) == set(ranked[:1] if fraction < 0.5 else ranked[:-1])
 
 
 @given(NAMES, FRACTIONS, st.randoms(use_true_random=False))
@@ -62,23 +85,23 @@ def test_the_split_is_the_same_everywhere():
 
 
 def test_the_tail_of_a_single_document_is_held_out():
-    split = split_documents(documents(["only.txt"], text="abcdefghij"), 0.3)
-    assert [d.text for d in split.train] == ["abcdefg"]
-    assert [d.text for d in split.valid] == ["hij"]
-    assert "only document" in split.how
-    assert "30.0%" in split.how
+    train, valid, how = split(documents(["only.txt"], text="abcdefghij"), 0.3)
+    assert [d.text for d in train] == ["abcdefg"]
+    assert [d.text for d in valid] == ["hij"]
+    assert "only document" in how
+    assert "30.0%" in how
 
 
 @pytest.mark.parametrize(("text", "fraction"), [("a", 0.5), ("abc", 0.01), ("abc", 0.99)])
 def test_a_document_too_short_to_cut_is_an_error(text, fraction):
     with pytest.raises(MeshparError, match="one side would be empty"):
-        split_documents(documents(["only.txt"], text=text), fraction)
+        split(documents(["only.txt"], text=text), fraction)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2.0, float("nan")])
 def test_a_fraction_must_leave_something_on_both_sides(fraction):
     with pytest.raises(MeshparError, match="both sides need data"):
-        split_documents(documents(["a", "b"]), fraction)
+        split(documents(["a", "b"]), fraction)
     with pytest.raises(MeshparError, match="both sides need data"):
         split_rows(10, fraction)
 

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshpar.data.text import find, read
+from meshpar.data.text import Reading, find
 from meshpar.sharding.types import MeshparError
 
 
@@ -30,8 +30,8 @@ def names(*entries: object) -> list[str]:
 
 
 def texts(*entries: object, **options: object) -> dict[str, str]:
-    reading = read(find([str(entry) for entry in entries]), **options)
-    return {document.name: document.text for document in reading.documents}
+    reading = Reading(files=find([str(entry) for entry in entries]), **options)
+    return {document.name: document.text for document in reading}
 
 
 def message(error: pytest.ExceptionInfo[MeshparError], *parts: object) -> None:
@@ -95,12 +95,12 @@ def test_equal_names_grow_until_they_differ(tmp_path):
 
 def test_plain_text_is_kept_byte_for_byte(tmp_path):
     write(tmp_path, a_txt="one\r\ntwo\n", b_txt="Füße", c_txt="")
-    reading = read(find([str(tmp_path)]))
-    assert [(d.name, d.text, d.num_bytes) for d in reading.documents] == [
+    reading = Reading(files=find([str(tmp_path)]))
+    assert [(d.name, d.text, d.num_bytes) for d in reading] == [
         ("a.txt", "one\r\ntwo\n", 9),
         ("b.txt", "Füße", 6),
     ]
-    assert reading.skipped == ()
+    assert reading.skipped == []
 
 
 def test_jsonl_lines_are_documents(tmp_path):
@@ -131,9 +131,9 @@ def test_reading_stops_at_max_bytes(tmp_path, max_bytes, expected):
 def test_files_that_are_not_text_are_skipped_and_counted(tmp_path):
     write(tmp_path, a_txt="fine")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe not UTF-8")
-    reading = read(find([str(tmp_path)]))
-    assert [d.name for d in reading.documents] == ["a.txt"]
-    assert reading.skipped == ("b.txt",)
+    reading = Reading(files=find([str(tmp_path)]))
+    assert [d.name for d in reading] == ["a.txt"]
+    assert reading.skipped == ["b.txt"]
 
 
 def test_a_file_the_user_named_is_never_skipped(tmp_path):
@@ -209,14 +209,14 @@ def test_a_parquet_file_with_damaged_pages_is_named(tmp_path):
     data[4:200] = b"\xff" * 196  # the footer at the end, which is read first, stays whole
     path.write_bytes(data)
     with pytest.raises(MeshparError, match="the file is damaged"):
-        read(find([str(path)]))
+        list(Reading(files=find([str(path)])))
 
 
 def test_json_that_is_nested_too_deep_is_named(tmp_path):
     path = tmp_path / "deep.jsonl"
     path.write_text("[" * 100_000)
     with pytest.raises(MeshparError, match=r"deep.jsonl, line 1.*(nested too deep|not JSON)"):
-        read(find([str(path)]))
+        list(Reading(files=find([str(path)])))
 
 
 def test_a_file_that_went_away_is_named(tmp_path):
@@ -225,5 +225,5 @@ def test_a_file_that_went_away_is_named(tmp_path):
     for file in files:
         file.path.unlink()
         with pytest.raises(MeshparError) as error:
-            read([file])
+            list(Reading(files=[file]))
         message(error, file.path, "no such file")

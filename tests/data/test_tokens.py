@@ -8,24 +8,17 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-import meshpar.data.tokens
-from meshpar.data.text import Document
 from meshpar.data.tokens import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
     load_tokenizer,
     token_dtype,
-    token_stream,
 )
 from meshpar.sharding.types import MeshparError
 
 TEXT = "the quick brown fox, the lazy dog: Füße über Straßen. " * 20
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
-
-
-def documents(*texts: str) -> list[Document]:
-    return [Document(name=str(i), text=text, num_bytes=len(text.encode())) for i, text in enumerate(texts)]
 
 
 @pytest.fixture(scope="module")
@@ -119,51 +112,3 @@ def test_a_tokenizer_that_is_not_there_or_is_none(tmp_path):
 )
 def test_ids_take_the_least_room(vocab_size, dtype):
     assert token_dtype(vocab_size) == np.dtype(dtype)
-
-
-@given(st.lists(TEXTS, max_size=6), st.integers(1, 40))
-def test_a_stream_is_the_documents_each_with_a_separator(texts, bytes_at_once):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshpar.data.tokens, "_BYTES_AT_ONCE", bytes_at_once)
-        stream = token_stream(documents(*texts), ByteTokenizer())
-    assert stream.dtype == np.uint8
-    assert stream.tobytes() == b"".join(text.encode() + b"\0" for text in texts)
-
-
-def test_a_stream_without_separators(tokenizer_json):
-    tokenizer = HuggingFaceTokenizer(tokenizer_json, separator="")
-    stream = token_stream(documents("the fox", " the dog"), tokenizer)
-    assert tokenizer.decode(stream) == "the fox the dog"
-
-
-def test_the_cache_gives_the_same_tokens_without_the_tokenizer(tokenizer_json, tmp_path, monkeypatch):
-    docs, cache = documents(TEXT, "fox"), str(tmp_path / "new" / "cache")
-    tokenizer = HuggingFaceTokenizer(tokenizer_json)
-    expected = token_stream(docs, tokenizer)
-    assert np.array_equal(token_stream(docs, tokenizer, cache=cache), expected)
-    monkeypatch.setattr(HuggingFaceTokenizer, "encode_many", lambda *_: pytest.fail("tokenized again"))
-    again = token_stream(docs, tokenizer, cache=cache)
-    assert np.array_equal(again, expected)
-    assert isinstance(again, np.memmap)
-    assert not list((tmp_path / "new" / "cache").glob("*.partial"))
-
-
-def test_the_cache_knows_what_it_depends_on(tokenizer_json, tmp_path):
-    cache = str(tmp_path)
-    for docs, tokenizer in (
-        (documents("ab", "c"), ByteTokenizer()),
-        (documents("a", "bc"), ByteTokenizer()),
-        (documents("ab", "c"), HuggingFaceTokenizer(tokenizer_json)),
-        (documents("ab", "c"), HuggingFaceTokenizer(tokenizer_json, separator="")),
-    ):
-        assert np.array_equal(token_stream(docs, tokenizer, cache=cache), token_stream(docs, tokenizer))
-    assert len(list(tmp_path.iterdir())) == 4
-
-
-@pytest.mark.parametrize("damage", [b"", b"not numpy at all", None])
-def test_a_damaged_cache_is_named(tmp_path, damage):
-    token_stream(documents("some text"), ByteTokenizer(), cache=str(tmp_path))
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes()[:-4] if damage is None else damage)
-    with pytest.raises(MeshparError, match=f"delete {file}"):
-        token_stream(documents("some text"), ByteTokenizer(), cache=str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import random
 import shutil
 import sys
@@ -318,6 +319,11 @@ def replace_folder(source: Path, target: Path) -> None:
     shutil.copytree(source, target)
 
 
+def in_place_of(path: Path, make) -> None:
+    path.unlink()
+    make(path)
+
+
 DAMAGES = {
     "data files truncated": lambda step: [truncate(path) for path in data_files(step)],
     "data files emptied": lambda step: [path.write_bytes(b"") for path in data_files(step)],
@@ -337,6 +343,9 @@ DAMAGES = {
     "run of the step before": lambda step: shutil.copy(step.parent / "1/run/metadata", step / "run/metadata"),
     "arrays of the step before": lambda step: replace_folder(step.parent / "1/state", step / "state"),
     "all of the step before": lambda step: replace_folder(step.parent / "1", step),
+    "a pipe in place of the index": lambda step: in_place_of(step / "run/metadata", os.mkfifo),
+    "a folder in place of a file": lambda step: in_place_of(step / "state/_METADATA", os.mkdir),
+    "a link to itself": lambda step: in_place_of(data_files(step)[-1], lambda path: os.symlink(path, path)),
     "all files deleted": lambda step: [path.unlink() for path in files(step)],
     "folder emptied": lambda step: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in step.iterdir()],
 }
@@ -352,6 +361,13 @@ def test_a_damaged_newest_is_reported_and_the_one_before_it_used(setup, two_step
     assert list(restored.damaged) == [2]
     assert_same(restored.state, two_steps[1][1])
     assert capfd.readouterr() == ("", "")  # the warning says it; orbax's own complaints are kept back
+
+
+def test_a_file_that_may_not_be_read_is_damage_and_named(setup, two_steps, folder, monkeypatch):
+    allowed = os.access  # whoever runs this may be allowed everything
+    monkeypatch.setattr(os, "access", lambda path, how: "2/run/" not in str(path) and allowed(path, how))
+    with pytest.warns(UserWarning, match=r"2 is damaged and skipped: run/metadata may not be read.*Step 1 is used"):
+        assert_same(Checkpoints(folder).restore(setup).state, two_steps[1][1])
 
 
 @pytest.mark.matrix
@@ -622,6 +638,27 @@ def test_a_save_that_fails_in_the_background_is_told(tmp_path, setup, full_disk)
     with pytest.raises(mp.MeshparError, match="no space left"), Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(setup.init(0))
     assert Checkpoints(tmp_path).steps() == []
+
+
+def test_orbax_reports_a_write_that_failed_when_the_others_have_ended(tmp_path):
+    from orbax.checkpoint._src import asyncio_utils
+
+    Checkpoints(tmp_path)
+    ended = []
+
+    async def fails():
+        raise OSError("no space left on device")
+
+    async def goes_on():
+        await asyncio.sleep(0.05)
+        ended.append(True)
+
+    async def both():
+        await asyncio.gather(fails(), goes_on())
+
+    with pytest.raises(OSError, match="no space left"):
+        asyncio_utils.run_sync(both())
+    assert ended  # else it would meet a closed loop, and print a traceback
 
 
 def test_what_ended_the_block_comes_before_a_save_that_failed(tmp_path, setup, full_disk):

@@ -1,0 +1,216 @@
+"""Token streams: documents tokenized one after the other into files, and mapped from there.
+
+    files ─► documents, one at a time ─► train | held out ─► train.tokens, valid.tokens ─► mapped
+
+Memory holds a few megabytes of documents, or one that is larger, however long the streams are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from jaxtyping import UInt
+
+from meshpar.data.split import Split
+from meshpar.data.text import Document, File, Reading, digest
+from meshpar.data.tokens import Tokenizer, token_dtype
+from meshpar.sharding.host import read_json
+from meshpar.sharding.types import problem
+
+SIDES = ("train", "valid")
+_BYTES_AT_ONCE = 4_000_000
+"""Text handed to a tokenizer's own threads in one go: enough to fill them, little in memory."""
+_IN_MEMORY_BYTES = 64_000_000
+"""Streams that nobody keeps go to a temporary file when they are longer."""
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Streams:
+    """The tokens of all documents of each side, in order, each document followed by the separator."""
+
+    train: UInt[np.ndarray, " tokens"]
+    valid: UInt[np.ndarray, " tokens"]
+    facts: dict[str, Any]
+    """`held_out`, `skipped`, and of each side its `documents`, `bytes` and `tokens`; JSON values only."""
+
+
+def token_streams(
+    reading: Reading, tokenizer: Tokenizer, *, valid_fraction: float, cache: str | None = None
+) -> Streams:
+    """Splits and tokenizes documents.
+
+    Args:
+      reading: the documents.
+      tokenizer: how.
+      valid_fraction: about which part of the documents is held out.
+      cache: a folder where the result is kept and, when it is there already, mapped from. Of several processes that
+        want the same one, one makes it and the others wait. None: a temporary file that goes with the process.
+
+    Raises:
+      ValueError: what `Reading` and `Split` raise; no room for the tokens; a file of the cache that is damaged.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    try:
+        if cache is not None:
+            return _mapped(_kept(Path(cache).expanduser(), reading, tokenizer, valid_fraction), dtype)
+        with contextlib.ExitStack() as until_mapped:
+            files = [until_mapped.enter_context(tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES)) for _ in SIDES]
+            facts = _write(files, reading, tokenizer, valid_fraction)
+            train, valid = (_of(file, facts[side]["tokens"], dtype) for file, side in zip(files, SIDES, strict=True))
+            return Streams(train=train, valid=valid, facts=facts)
+    except OSError as error:
+        where = tempfile.gettempdir() if cache is None else cache
+        fix = "free some room, or name a folder with room as `cache`"
+        exists = f"that failed ({error.strerror})"
+        raise problem("`TextData.cache`", f"write tokens below {where}", exists, fix) from error
+
+
+def _write(files: Iterable[IO[bytes]], reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> dict[str, Any]:
+    """Writes the streams of the two sides, as bare tokens; what they hold."""
+    files, split = list(files), Split(valid_fraction)
+    dtype = token_dtype(tokenizer.vocab_size)
+    end = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=dtype).tobytes()
+    facts: dict[str, Any] = {}
+    while not split.settled:
+        sides = [{"documents": 0, "bytes": 0, "tokens": 0} for _ in files]
+        for file in files:
+            file.seek(0)
+            file.truncate()
+        for group in _groups(split(reading)):
+            encoded = tokenizer.encode_many([document.text for document, _ in group])
+            for (document, is_held_out), ids in zip(group, encoded, strict=True):
+                file, side = files[is_held_out], sides[is_held_out]
+                file.write(ids.astype(dtype, copy=False).tobytes())
+                file.write(end)
+                side["documents"] += 1
+                side["bytes"] += document.num_bytes
+                side["tokens"] += len(ids) + len(end) // dtype.itemsize
+        facts = {"held_out": split.how, "skipped": len(reading.skipped), **dict(zip(SIDES, sides, strict=True))}
+    for file in files:
+        file.flush()
+    return facts
+
+
+def _groups(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:
+    """The documents in runs of about `_BYTES_AT_ONCE`."""
+    group: list[tuple[Document, bool]] = []
+    num_bytes = 0
+    for one in documents:
+        group.append(one)
+        num_bytes += one[0].num_bytes
+        if num_bytes >= _BYTES_AT_ONCE:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _of(file: IO[bytes], num_tokens: int, dtype: np.dtype) -> UInt[np.ndarray, " tokens"]:
+    """The tokens of a temporary file, which a mapping keeps when its name is gone."""
+    if num_tokens * dtype.itemsize > _IN_MEMORY_BYTES:
+        return np.memmap(file, dtype=dtype, mode="r", shape=(num_tokens,))
+    file.seek(0)
+    return np.frombuffer(file.read(), dtype=dtype)
+
+
+# ---- Kept ------------------------------------------------------------------------------------------------------------
+
+
+def _kept(folder: Path, reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> Path:
+    """The folder of the cache that holds the streams: it gets its name when it is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = [_state(file) for file in reading.files]
+    whole = folder / _key(reading, tokenizer, valid_fraction)
+    if whole.is_dir():
+        return whole
+    with _alone(folder / f".{whole.name}.lock") as is_alone:
+        if whole.is_dir():
+            return whole
+        for left in folder.glob(f"{whole.name}.*.partial") if is_alone else ():  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{whole.name}.", suffix=".partial", dir=folder))
+        try:
+            with contextlib.ExitStack() as until_written:
+                files = [until_written.enter_context((partial / f"{side}.tokens").open("wb")) for side in SIDES]
+                facts = _write(files, reading, tokenizer, valid_fraction)
+                for file in files:
+                    os.fsync(file.fileno())
+            (partial / "about.json").write_text(json.dumps(facts))
+            _check_same(reading.files, before)
+            if is_alone or not whole.is_dir():
+                partial.rename(whole)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return whole
+
+
+def _key(reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> str:
+    """Says what the streams depend on."""
+    how = tokenizer.name, tokenizer.separator_id, reading.text_field, reading.max_bytes, valid_fraction
+    found = hashlib.blake2b(repr(how).encode(), digest_size=16)
+    with ThreadPoolExecutor() as pool:
+        for file, held in zip(reading.files, pool.map(digest, reading.files), strict=True):
+            found.update(repr((file.name, file.named, held)).encode())
+    return found.hexdigest()
+
+
+def _state(file: File) -> tuple[int, int] | None:
+    try:
+        found = file.path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def _check_same(files: Sequence[File], before: Sequence[tuple[int, int] | None]) -> None:
+    for file, state in zip(files, before, strict=True):
+        if _state(file) != state:
+            fix = "start again when nobody writes to it"
+            raise problem(f"{file.path}", "keep its tokens", "it was changed while it was read", fix)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Waits until no other process holds the file, and holds it; False where the file system has no locks."""
+    import fcntl
+
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            yield False
+        else:
+            yield True
+
+
+def _mapped(folder: Path, dtype: np.dtype) -> Streams:
+    fix = f"delete {folder}; it is made again"
+    facts = read_json(folder / "about.json", "`TextData.cache`", fix, asked=f"read {folder / 'about.json'}")
+    sides = {}
+    for side in SIDES:
+        file = folder / f"{side}.tokens"
+        try:
+            num_tokens = int(facts[side]["tokens"])
+            expected, found = num_tokens * dtype.itemsize, file.stat().st_size
+            if found != expected:
+                raise ValueError(f"{found} bytes, not {expected}")
+            sides[side] = np.memmap(file, dtype, "r", shape=(num_tokens,)) if num_tokens else np.zeros(0, dtype)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            exists = f"it is damaged ({error})"
+            raise problem("`TextData.cache`", f"map the tokens kept in {file}", exists, fix) from error
+    return Streams(**sides, facts=facts)
