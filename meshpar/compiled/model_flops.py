@@ -56,7 +56,17 @@ def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops
     return ModelFlops(forward=forward, step=TRAINING * forward, notes=tuple(notes))
 
 
-def matmul_flops(jaxpr: core.Jaxpr, notes: dict[str, None] | None = None) -> int:
+def attention_flops(jaxpr: core.Jaxpr) -> int:
+    """Of `matmul_flops`, those of calls into cuDNN's attention, forward and backward alike as of a forward pass."""
+    return matmul_flops(jaxpr, products={})
+
+
+def matmul_flops(
+    jaxpr: core.Jaxpr,
+    notes: dict[str, None] | None = None,
+    *,
+    products: Mapping[str, Callable[[Any], int]] | None = None,
+) -> int:
     """FLOPs of the matrix products and convolutions of a jaxpr, those in loops, branches and calls included.
 
     A scan counts as often as it is long, and so does a `while` that counts up to a known number, others once; of a
@@ -65,19 +75,20 @@ def matmul_flops(jaxpr: core.Jaxpr, notes: dict[str, None] | None = None) -> int
     Args:
       jaxpr: to count.
       notes: gets a key for everything that cannot be counted rightly.
+      products: what is counted beside cuDNN's attention, by primitive; None: all that there are.
     """
-    notes = {} if notes is None else notes
-    return sum(_equation_flops(equation, notes) for equation in jaxpr.eqns)
+    notes, products = {} if notes is None else notes, _PRODUCTS if products is None else products
+    return sum(_equation_flops(equation, notes, products) for equation in jaxpr.eqns)
 
 
-def _equation_flops(equation: Any, notes: dict[str, None]) -> int:
+def _equation_flops(equation: Any, notes: dict[str, None], products: Mapping[str, Callable[[Any], int]]) -> int:
     name, params = equation.primitive.name, equation.params
-    count = _PRODUCTS.get(name)
+    count = products.get(name)
     if count is not None:
         return count(equation)
     if "dot_product_attention" in name:  # cuDNN's: a call into a library, with nothing of it in the jaxpr
         return _attention_flops(equation)
-    inner = [matmul_flops(one, notes) for one, _ in inner_jaxprs(equation)]
+    inner = [matmul_flops(one, notes, products=products) for one, _ in inner_jaxprs(equation)]
     if name == "cond":
         return max(inner, default=0)
     runs = num_trips(equation) if name == "while" else _times(name, params)

@@ -26,11 +26,6 @@ from meshpar.training.precision import check_wide
 KERNEL = "grouped_matmul"
 SWIGLU = "grouped_swiglu"
 IMPLEMENTATIONS = ("auto", "blocked", "tokamax")
-_BLOCKS_A_GROUP = 16
-"""A block is at most so small a part of a group of mean size: padding adds a 16th to the rows at the most."""
-_MOST_ROWS = 4096
-"""Of a block. Each block reads and writes the whole gradient of its group's weights: on an H100 that takes as long as
-the matmuls of 900 rows."""
 
 
 def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> KernelChoice:
@@ -231,8 +226,7 @@ class _Plan(NamedTuple):
     @staticmethod
     def of(num_rows: int, num_groups: int, block: int | None, typical_rows: int | None) -> _Plan:
         typical = min(typical_rows or num_rows, num_rows)
-        wanted = max(typical // (_BLOCKS_A_GROUP * num_groups), 1)
-        size = min(block or min(max(1 << (wanted.bit_length() - 1), 8), _MOST_ROWS), num_rows)
+        size = min(block or cost.grouped_block(typical, num_groups), num_rows)
         most, taken = (cost.grouped_rows(rows, num_groups, size) // size for rows in (num_rows, typical))
         known = 0 if typical_rows is None else min(taken, most)
         return _Plan(size, most, known, known or most)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from meshpar.planner.hardware import Cluster
+from collections.abc import Iterator
+
+from meshpar.planner.hardware import MATMUL_EFFICIENCY, Cluster
+from meshpar.planner.units import si
 from meshpar.planner.workload import Workload
 from meshpar.sharding.table import human_bytes
 
+PART = 8
+"""Of a GPU's memory, what one gathered layer may take: beside it are the next one, and gradients of both, wider."""
 SLOW = 4
 """Links inside a node that are so much quicker than those between nodes make groups inside worth while."""
 
@@ -55,10 +60,29 @@ def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...
             "inside a node, context_parallel() or a pipeline"
         )
     layer = work.compute_itemsize * sum(leaf.size // leaf.num_layers for leaf in work.leaves if leaf.is_stacked)
-    if layer > limit_bytes / 8:
+    if layer > limit_bytes / PART:
         also = " and expert_parallel()" if work.choices else ""
         lines.append(
             f"one gathered layer takes {human_bytes(layer)}: split it, with tensor_parallel() over the "
             f"{cluster.gpus_per_node} GPUs of a node{also}"
         )
-    return tuple(lines)
+    return (*lines, *_by_stages(work, cluster, limit_bytes, layer))
+
+
+def _by_stages(work: Workload, cluster: Cluster, limit_bytes: int, layer: int) -> Iterator[str]:
+    """Whether stages are worth their bubble: of a layer too large for a node, of weights that travel too long."""
+    remedy = "cut the layers over nodes, with pipeline_parallel(stages=p, microbatches=m), m at least 4 p"
+    if layer > cluster.gpus_per_node * limit_bytes / PART:
+        yield f"a layer of {human_bytes(layer)} is too large for a node of {cluster.gpus_per_node} GPUs: {remedy}"
+    if cluster.nodes == 1:
+        return
+    # Two gathers and a scatter of all weights, through all ports of a node; products at the rate that plans assume.
+    sent = (2 * work.compute_itemsize + 4) * sum(leaf.size for leaf in work.leaves if leaf.is_stacked)
+    rate = min(cluster.gpus_per_node * cluster.across.bytes_per_s, cluster.inside.bytes_per_s)
+    wire_s, busy_s = sent / rate, work.model_flops * work.rows / cluster.num_devices
+    busy_s /= MATMUL_EFFICIENCY * cluster.gpu.bf16_flops_per_s
+    if wire_s > busy_s:
+        yield (
+            f"weights and their gradients travel {si(wire_s, 's')} between nodes in a step that computes "
+            f"{si(busy_s, 's')}: {remedy}"
+        )

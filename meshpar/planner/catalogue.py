@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+ATTENTION_SHARES = (0.53, 0.52)
+"""Of the peak, what cuDNN's attention reaches on an H100, forward and backward: 529 and 518 TFLOP/s (`gpus.toml`)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
@@ -46,6 +49,8 @@ class Gpu:
     nic_bytes_per_s: float
     """Network between nodes, the GPU's share."""
     chip: Chip
+    attention_rates: tuple[float, float] | None = None
+    """FLOP/s that cuDNN's attention was measured at, forward and backward; None: it was not."""
     sources: tuple[tuple[str, str, str], ...] = ()
     """(figures, source, date) for every figure above."""
 
@@ -57,10 +62,20 @@ class Gpu:
         """
         return self.bf16_flops_per_s * (2 if self.chip.compute_capability >= (8, 9) else 1)
 
+    @property
+    def attention_flops_per_s(self) -> tuple[float, float]:
+        """Of cuDNN's attention, forward and backward: where it was not measured, at an H100's shares of the peak."""
+        if self.attention_rates is not None:
+            return self.attention_rates
+        forward, backward = ATTENTION_SHARES
+        return forward * self.bf16_flops_per_s, backward * self.bf16_flops_per_s
+
 
 def gpu_from(data: Mapping[str, Any]) -> Gpu:
     """The GPU that plain data describe, as an entry of `gpus.toml` or of a profile does."""
-    lists = {field: tuple(map(_tuple, data.get(field, ()))) for field in ("device_kinds", "sources")}
+    lists: dict[str, Any] = {field: tuple(map(_tuple, data.get(field, ()))) for field in ("device_kinds", "sources")}
+    if data.get("attention_rates") is not None:
+        lists["attention_rates"] = _tuple(data["attention_rates"])
     chip = Chip(**{**data["chip"], "compute_capability": _tuple(data["chip"]["compute_capability"])})
     return Gpu(**{**data, **lists, "chip": chip})
 

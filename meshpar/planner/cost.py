@@ -434,6 +434,19 @@ def grouped_rows(num_rows: int, num_groups: int, block: int) -> int:
     return min((num_rows + num_groups * (block - 1)) // block, num_rows) * block
 
 
+BLOCKS_A_GROUP = 16
+"""A block is at most so small a part of a group of mean size: padding adds a 16th to the rows at the most."""
+MOST_BLOCK_ROWS = 4096
+"""Of a block. Each block reads and writes the whole gradient of its group's weights: on an H100 that takes as long as
+the matmuls of 900 rows."""
+
+
+def grouped_block(num_rows: int, num_groups: int) -> int:
+    """Rows of a block of a grouped matmul, where nobody names them: a power of two."""
+    wanted = max(num_rows // (BLOCKS_A_GROUP * num_groups), 1)
+    return min(max(1 << (wanted.bit_length() - 1), 8), MOST_BLOCK_ROWS)
+
+
 def grouped_matmul_flops(num_rows: int, num_groups: int, block: int, inner: int, columns: int) -> int:
     """FLOPs of a blocked grouped matmul at the most; as many for each of its two gradients."""
     return matmul_flops(grouped_rows(num_rows, num_groups, block), inner, columns)

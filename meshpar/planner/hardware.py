@@ -48,8 +48,11 @@ class Link:
 
 
 MATMUL_EFFICIENCY = 0.65
-"""Share of the peak that products reach where a profile has none measured: assumed, for published training of dense
-decoders on H100s reaches 40 to 55 % of it with all else in the step (`tests/planner/test_published.py`)."""
+"""Share of the peak that products reach where a profile has none measured: assumed, not fitted. Alone, large ones in
+bfloat16 reach 0.79 of it on an H100 (XLA's table, xla/service/gpu/model/matmul_interpolator_data.h, 2025), 0.60 to 0.69
+on Meta's of 500 W (pytorch/ao, torchao/testing/float8/roofline_utils.py, 2024 and 2025), and in a step they are not
+alone; published training is told with it to a median of a tenth (`tests/planner/published.txt`). Attention goes by
+rates of its own (`Gpu.attention_flops_per_s`)."""
 ALPHA_S: Mapping[str, float] = {"nvlink": 1.9e-6, "pcie": 2.5e-6, "network": 4.0e-6}
 """Latency of one ring step by kind of link: the figures NCCL's own tuning model uses for its ring with the LL128
 protocol (NVIDIA/nccl, src/graph/tuning.cc, `hwLat`, version 2.23, 2024). Measure yours and save a profile."""

@@ -226,7 +226,7 @@ class Search:
             return held
         if self.smallest is None or held.peak_bytes < self.smallest.memory.peak_bytes:
             nothing = TimeEstimate(
-                compute_s=0, memory_s=0, network_s={}, exposed_s={}, sent_bytes={}, bubble_s=0
+                compute_s=0, memory_s=0, copied_s=0, network_s={}, exposed_s={}, sent_bytes={}, bubble_s=0
             )  # fmt: skip
             self.smallest = Found(layout=layout, memory=held, time=nothing)
         return None

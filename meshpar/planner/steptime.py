@@ -50,8 +50,17 @@ HIDDEN: Mapping[str, float] = {
 """Share of messages' time that compute hides: gathers and scatters of weights, gathers a layer ahead, both where the
 sequence is split, rows of experts, and all else, which the next product needs: about the medians over the programs of
 `tests/planner/compiled.json`."""
-EXPERT_ROWS = 512
-"""Rows of a block of a grouped product, each of which reads its expert's weights (`meshpar.moe.grouped`)."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward pass for each forward, as its published rates count them: scores are made again."""
+NARROW_BYTES = 6
+"""Moved of each element made narrow: read for its largest, read again, and written in both orders of its dims, as
+torchao counts its own (pytorch/ao, torchao/testing/float8/roofline_utils.py, 2025)."""
+BLOCK_BYTES, BLOCK_BYTES_OF_SEVERAL = 14, 34
+"""Moved of each of an expert's weights for a block of rows, where a device has one expert, and several: float32
+gradients are read and written, weights read; of several experts those of one are cut out first, in every pass."""
+ROUTED_PASSES = 21
+"""How often a step moves the rows that dispatch and combine have room for: both ways, forward, again and backward.
+Both figures are those of the kernels of a compiled Mixtral (`tests/planner/compiled.json`)."""
 CROWDED = 0.77
 """Share of the memory above which next to nothing is hidden: of programs with weights gathered ahead, those of 62 GB
 and more hid 3 % of it, one of 55 GB 70 %."""
@@ -68,6 +77,8 @@ class TimeEstimate(Plain):
     """Products of matrices."""
     memory_s: float
     """Other kernels."""
+    copied_s: float
+    """Of these, what the ticks of a pipeline copy: our executor's, not the schedule's."""
     network_s: Mapping[str, float]
     """On the wire, by mesh axes, hidden or not."""
     exposed_s: Mapping[str, float]
@@ -121,6 +132,7 @@ class Clock:
     def __init__(self, cluster: Cluster, *, efficiency: float | None = None) -> None:
         self.cluster, self.efficiency = cluster, efficiency or MATMUL_EFFICIENCY
         self.products = {} if efficiency else dict(sorted(cluster.products.items()))
+        self.attention = None if efficiency else cluster.gpu.attention_flops_per_s
         self._prices: dict[tuple[str, tuple[str, ...], tuple[int, ...]], _Price] = {}
 
     @property
@@ -135,22 +147,30 @@ class Clock:
         """A time that no layout of these takes less than: the products, without bubble or messages."""
         work = placed.workload
         most = max(self.products.values(), default=self.peak_flops_per_s(work) * self.efficiency)
-        gpu = self.cluster.gpu
-        time = 1 - work.narrow_share * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
-        return time * work.flops[layout.remat] * work.rows / self.cluster.num_devices / most
+        return self._products_s(work, layout.remat, most)
 
     def peak_flops_per_s(self, work: Workload) -> float:
         """Of products in the dtype that layers compute in, by the data sheet."""
         gpu = self.cluster.gpu
         return gpu.bf16_flops_per_s if work.compute_itemsize <= 2 else gpu.fp32_flops_per_s
 
-    def _products_s(self, placed: Placed, layout: Layout) -> float:
+    def _products_s(self, work: Workload, remat: Remat, flops_per_s: float) -> float:
+        """Of all products of a step, those outside of attention at a rate."""
+        gpu, flops, forward = self.cluster.gpu, work.flops[remat], work.attention[remat]
+        narrow = work.narrow_share * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
+        # The backward pass of attention has five products for the two forward.
+        backward = ATTENTION_BACKWARD * work.attention[None]
+        forward_rate, backward_rate = self.attention or (flops_per_s, flops_per_s)
+        outside = (flops - forward - 2 * work.attention[None] - narrow) / flops_per_s
+        time_s = outside + forward / forward_rate + backward / backward_rate
+        return time_s * work.rows / self.cluster.num_devices
+
+    def _compute_s(self, placed: Placed, layout: Layout) -> float:
         """Of all products of a step, at the rate that was measured of matrices as large as those of the layers."""
-        least_s = self.floor_s(placed, layout)
         if not self.products:
-            return least_s
+            return self.floor_s(placed, layout)
         rate = self.cluster.product_flops_per_s(product_size(placed, layout))
-        return least_s * max(self.products.values()) / rate
+        return self._products_s(placed.workload, layout.remat, rate)
 
     def is_crowded(self, memory: MemoryEstimate) -> bool:
         """Whether a step holds so much that XLA's scheduler starts messages late, to hold no more."""
@@ -172,17 +192,17 @@ class Clock:
                 sent[label] += share * count * nbytes * price.sent
                 network[label] += time_s
                 hidden[label] += time_s * _hidden(facts, one)
-        compute_s, moved, stretch = self._products_s(placed, layout), self._moved_bytes(placed, layout, memory), 1.0
+        compute_s, stretch, copied = self._compute_s(placed, layout), 1.0, 0.0
         if pipelined is not None:
             work = placed.workload
             beat = rhythm(pipelined, round(3 * work.flops[layout.remat] / work.model_flops - 3, 1))
             stretch = beat.stretch
-            moved += COPIES * beat.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
+            copied = COPIES * beat.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
             nbytes = self._handed_on(placed, layout)
             price = self._price("collective-permute", (pipelined.axis,), facts.sizes)
             sent[pipelined.axis] += beat.hops * nbytes
             network[pipelined.axis] += beat.hops * price.time_s(nbytes)
-        memory_s = moved / self.cluster.gpu.memory_bytes_per_s
+        memory_s = (self._moved_bytes(placed, layout, memory) + copied) / self.cluster.gpu.memory_bytes_per_s
         # What is hidden is hidden behind compute, of which there may be less.
         cover_s = (COVER_AHEAD if facts.is_prefetched else COVER) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
@@ -190,6 +210,7 @@ class Clock:
         return TimeEstimate(
             compute_s=compute_s,
             memory_s=memory_s,
+            copied_s=copied / self.cluster.gpu.memory_bytes_per_s,
             network_s=dict(network),
             exposed_s={label: time_s - covered * hidden[label] for label, time_s in network.items()},
             sent_bytes=dict(sent),
@@ -202,19 +223,25 @@ class Clock:
         rows = work.rows // placed.batch_ways
         kept = rows * sum(placed.held_row_bytes[None]) / stages
         moved = PASSES * kept + 2 * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)
+        moved += NARROW_BYTES * work.narrowed * work.rows / self.cluster.num_devices
         return moved + layout.microbatches * self._of_experts(placed, layout) / stages
 
     def _of_experts(self, placed: Placed, layout: Layout) -> float:
-        """What grouped products move block by block of rows in a micro-step: where a device has several experts, the
-        float32 gradients of all of them. An expert's weights are read while its block is multiplied."""
+        """What rows of experts move in a micro-step beside what is kept: gradients of weights block by block of rows
+        (`meshpar.moe.grouped`), and the rows that there is room for."""
         work, facts = placed.workload, placed.facts(layout)
-        each = [one.decision for one in placed.weights if is_expert(one.decision) and not is_router(one.decision)]
+        owned = [one.decision for one in placed.weights]
+        each = [one for one in owned if is_expert(one) and not is_router(one)]
         if not each or not facts.tokens:
             return 0.0
         ranks = facts.ways(owned_axes(facts, each[0]))
-        rows = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
         here, one_expert = work.num_experts // ranks, sum(one.leaf.size // work.num_experts for one in each)
-        return one_expert * (here > 1) * 4 * here * -(-rows // EXPERT_ROWS)
+        routed = facts.tokens * work.choices
+        blocks = cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
+        room = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
+        width = sum(one.leaf.num_layers * one.leaf.shape[-2] for one in owned if is_router(one))
+        each_block = BLOCK_BYTES if here == 1 else BLOCK_BYTES_OF_SEVERAL
+        return each_block * one_expert * blocks + ROUTED_PASSES * room * width * work.compute_itemsize
 
     def _handed_on(self, placed: Placed, layout: Layout) -> float:
         """Bytes of what one microbatch hands on to the next stage, where no axis splits it but the whole sequence's."""

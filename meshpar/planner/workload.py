@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from meshpar.compiled.model_flops import matmul_flops
+from meshpar.compiled.model_flops import attention_flops, matmul_flops
 from meshpar.compiled.promise import rows_and_tokens
 from meshpar.compiled.target import traced_for
 from meshpar.compiled.traced import inner_jaxprs
@@ -90,10 +90,14 @@ class Workload:
     """Of the global batch; None when it holds none."""
     flops: Mapping[Remat, float]
     """Of a training step's matrix products for one row, recomputation included."""
+    attention: Mapping[Remat, float]
+    """Of these, those of cuDNN's attention in the forward pass and what is recomputed of it."""
     model_flops: float
     """For one row: three forward passes."""
     narrow_share: float
     """Of the FLOPs, those of 8-bit products."""
+    narrowed: float
+    """Elements of one row that are made narrow for these: what they take in, and the gradients of what they give."""
     held: Mapping[Remat, tuple[Held, ...]]
     looks_up: bool
     """Whether tokens are looked up by `models.lookup`."""
@@ -161,26 +165,27 @@ def describe(
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((marker, *x.shape[1:]), x.dtype), batch)
     arrays = (made, variables.extra, few, jax.ShapeDtypeStruct((2,), np.uint32))
     flops: dict[Remat, float] = {}
+    attention: dict[Remat, float] = {}
     held: dict[Remat, tuple[Held, ...]] = {}
     with traced_for(cluster), use(one, ddp()):
         alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
         choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
-        # Products with experts' weights run in loops whose length the routing tells: counted in closed form.
-        visited = choices * sum(leaf.size // leaf.shape[_expert_dim(leaf)] for leaf in leaves if _expert_dim(leaf))
-        forward = matmul_flops(alone) / marker + 2 * visited * (seq_len or 1)
+        visited = _visited(alone, leaves) * choices * (seq_len or 1)
+        forward = matmul_flops(alone) / marker + visited
         for remat in POLICIES:
             counted, kept = _kept(value_of(known, loss, precision, remat), arrays)
-            flops[remat] = counted / marker
+            flops[remat], attention[remat] = (flops / marker for flops in counted)
             held[remat] = tuple(_labelled(kept, leaves, marker, seq_len, is_all=remat is None))
-    again = 2 * visited * (seq_len or 1)
-    flops = {remat: 3 * forward + count - flops[None] + again * (remat is not None) for remat, count in flops.items()}
-    narrow = sum(flops for flops, eqn in products(alone) if all(x.aval.dtype.itemsize == 1 for x in eqn.invars[:2]))
+    own = attention_flops(alone) / marker
+    attention = {remat: own + count - attention[None] for remat, count in attention.items()}
+    flops = {remat: 3 * forward + count - flops[None] + visited * (remat is not None) for remat, count in flops.items()}
+    narrow, narrowed = map(sum, zip((0, 0.0), *_narrow(alone), strict=True))
     extra = [leaf_of(path, x) for path, x in tree_leaves_with_paths(variables.extra)]
     return Workload(
         model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
-        tokens=tokens, flops=flops, model_flops=3 * forward,
-        narrow_share=narrow / marker / forward if forward else 0.0, held=held, looks_up=looks_up, choices=choices,
-        bound_factor=bound_factor,
+        tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
+        narrow_share=narrow / marker / forward if forward else 0.0, narrowed=narrowed / marker, held=held,
+        looks_up=looks_up, choices=choices, bound_factor=bound_factor,
         whole_bytes=sum(leaf.nbytes for leaf in extra) + 4 + 8 + 4,
     )  # fmt: skip
 
@@ -230,15 +235,32 @@ def value_of(model: Model, loss: Callable[..., Any], precision: Precision, remat
     return value
 
 
-def _kept(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[int, list[Any]]:
-    """FLOPs of loss and gradients, and the arrays kept between them."""
+def _kept(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[tuple[int, int], list[Any]]:
+    """FLOPs of loss and gradients, all and of attention, and the arrays kept between them."""
 
     def both(params: PyTree, *others: Any) -> Any:
         out, pull = jax.vjp(lambda params: value(params, *others), params)
         return pull(jnp.ones_like(out)), jax.tree.leaves(pull)
 
     jaxpr, (_, kept) = jax.make_jaxpr(both, return_shape=True)(*arrays)
-    return matmul_flops(jaxpr.jaxpr), kept
+    return (matmul_flops(jaxpr.jaxpr), attention_flops(jaxpr.jaxpr)), kept
+
+
+def _visited(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
+    """FLOPs of a token at an expert, where products with experts' weights run in loops whose length the routing tells:
+    these are counted once; of all others 0."""
+    notes: dict[str, None] = {}
+    matmul_flops(jaxpr, notes)
+    return 2 * bool(notes) * sum(leaf.size // leaf.shape[_expert_dim(leaf)] for leaf in leaves if _expert_dim(leaf))
+
+
+def _narrow(jaxpr: Any) -> Iterator[tuple[int, float]]:
+    """(FLOPs, elements taken in and given) of every 8-bit product."""
+    for flops, eqn in products(jaxpr):
+        lhs, rhs, out = (x.aval for x in (*eqn.invars[:2], *eqn.outvars))
+        if lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
+            contracted = math.prod(lhs.shape[dim] for dim in eqn.params["dimension_numbers"][0][0])
+            yield flops, flops / (2 * out.size * contracted) * (lhs.size + out.size)
 
 
 def _expert_dim(leaf: Leaf) -> int:

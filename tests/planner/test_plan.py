@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 import meshpar as mp
 from meshpar.commands.plan import with_plan
 from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
+from meshpar.compiled.clock.work import causal_share
 from meshpar.compiled.program import compile_here
 from meshpar.models import next_token_loss
 from meshpar.moe import MoEConfig, Routing
 from meshpar.parallel.part import Part
 from meshpar.parallel.tensor import Tensor
 from meshpar.planner import memory
+from meshpar.planner.advice import advice
 from meshpar.planner.hardware import parse_cluster
 from meshpar.planner.layout import Layout, Placer
 from meshpar.planner.plan import Compiled, _verified, load_plans
@@ -136,6 +138,29 @@ def off_axes(case):
     _, time = estimated(case)
     least = sum(case["sent_bytes"].values()) / 100
     return {axes: time.sent_bytes.get(axes, 0) / sent - 1 for axes, sent in case["sent_bytes"].items() if sent >= least}
+
+
+@pytest.mark.pod  # tracing it asks for cuDNN
+def test_attention_and_operands_made_narrow_take_times_of_their_own():
+    """By hand, of one row on one GPU: attention at its rates, five products backward for two forward."""
+    gpu = parse_cluster("h100:1x1").gpu
+    config = dataclasses.replace(CONFIG, num_layers=2, head_dim=64, attention="cudnn")
+    times = {}
+    for matmul in (None, "fp8"):
+        precision = mp.Precision(compute="bfloat16", matmul=matmul)
+        how = {"tx": optax.adamw(1e-3), "precision": precision, "cluster": parse_cluster("h100:1x1")}
+        work = describe(config.build(), tokens(1, 128), next_token_loss, **how)
+        times[matmul] = Search(work, how["cluster"]).estimate(Layout(mesh=mp.MeshSpec(), strategy=mp.ddp())).time
+        forward = 2 * causal_share(4 * 128 * 128 * config.num_heads * 64, 128, None)
+        assert work.attention[None] == forward
+        outside = work.flops[None] * (1 - work.narrow_share / 2) - 3 * forward
+        expected = outside / 0.65 / gpu.bf16_flops_per_s + forward / 529e12 + 2.5 * forward / 518e12
+        assert times[matmul].compute_s == pytest.approx(expected)
+    # A layer narrows what its seven products take in and the gradients of what they give.
+    embed, heads, kv, mlp = config.embed_dim, 64 * config.num_heads, 64 * config.num_kv_heads, config.mlp_dim
+    elements = 2 * 128 * (5 * embed + heads + mlp + heads + 2 * kv + 2 * embed + 2 * mlp)
+    more = times["fp8"].memory_s - times[None].memory_s
+    assert more == pytest.approx(6 * elements / gpu.memory_bytes_per_s)
 
 
 @pytest.mark.pod  # tracing them asks for cuDNN
@@ -366,6 +391,39 @@ def test_mistakes_say_what_is_short_and_what_would_fit():
             mp.plan(CONFIG, tokens(16, 64), named)
     with pytest.raises(mp.MeshparError, match="it is a whole number from 1 on"):
         mp.plan(CONFIG, tokens(16, 64), "h100:1x8", top=0)
+
+
+GUIDE = {
+    # of all that DDP holds, the share that fits a GPU; of which cluster; what begins and what is added
+    "ddp()": (1.0, "h100:2x8", {}),
+    "zero1()": (0.99, "h100:2x8", {}),
+    "fsdp()": (0.4, "h100:1x8", {}),
+    "hsdp()": (0.2, "h100:4x8", {"bytes_per_s": 1e9}),
+    "rows do not go round": (1.0, "h100:4x8", {}),
+    "with tensor_parallel() over the 8 GPUs": (0.1, "h100:1x8", {}),
+    "is too large for a node of 8 GPUs": (0.002, "h100:1x8", {}),
+    "travel": (1.0, "h100:2x8", {}),
+}
+
+
+@pytest.mark.parametrize("said", GUIDE)
+def test_the_decision_guide_tells_every_branch_and_no_other(small, said):
+    """FACTS 7: what fits one device, one group of nodes, one layer, and which links keep up."""
+
+    def lines(share, name, link):
+        cluster = parse_cluster(name)
+        cluster = dataclasses.replace(cluster, across=dataclasses.replace(cluster.across, **link))
+        whole = sum(leaf.nbytes + 4 * leaf.size for leaf in small.leaves) + sum(slot.nbytes for slot in small.slots)
+        return " ".join(advice(small, cluster, int(share * whole)))
+
+    assert said in lines(*GUIDE[said])
+    assert said not in lines(*(GUIDE["zero1()"] if said == "ddp()" else (1.0, "h100:1x8", {})))
+
+
+def test_stages_of_the_guide_come_with_four_times_as_many_microbatches(small):
+    cluster = parse_cluster("h100:2x8")
+    slow = dataclasses.replace(cluster, across=dataclasses.replace(cluster.across, bytes_per_s=1e7))
+    assert "pipeline_parallel(stages=p, microbatches=m), m at least 4 p" in advice(small, slow, 10**9)[-1]
 
 
 def test_how_a_step_is_cut_is_asked_of_a_strategy(plans):
