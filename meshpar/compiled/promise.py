@@ -49,6 +49,7 @@ from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.sharding.types import axis_sizes, is_spec
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
+from meshpar.training.step import lays_nothing_out
 
 
 def promised(
@@ -111,6 +112,16 @@ def facts_of(
         on_cpu=on_cpu,
         uses=uses or {},
     )
+
+
+def scopes_above(setup: Setup) -> int | None:
+    """Named scopes above a model's own modules, where it lays nothing out itself, so that rules do by their paths.
+
+    None: the model names its activations. Known once a step is traced.
+    """
+    if not lays_nothing_out(setup):
+        return None
+    return 2 if setup.model.kind == "linen" else 1  # Linen's outermost module has a scope, by its class
 
 
 def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:

@@ -31,8 +31,12 @@ class Boundaries:
     splitting: frozenset[str] = frozenset()
     """Modules with a parameter of their own that splits work over other axes than the batch's: of what they give, the
     compiler splits the other dims."""
+    product: Any = None
+    """The `lax.dot_general` of plain linear layers of Flax's; None: jax's own."""
     at: tuple[str, ...] = ()
     """Where the part of the model stands that is traced by itself: its modules know their paths from there on only."""
+    scope: str = ""
+    """Path of the NNX module that is called, as named scopes have it."""
     seen: set[str] = dataclasses.field(default_factory=set)
     """Paths of the modules that have handed something on."""
     num_held: int = 0
@@ -41,7 +45,7 @@ class Boundaries:
 
 @contextlib.contextmanager
 def held_between_modules(
-    num_rows: int, *, by_rows: bool, splitting: frozenset[str] = frozenset()
+    num_rows: int, *, by_rows: bool, splitting: frozenset[str] = frozenset(), product: Any = None
 ) -> Iterator[Boundaries]:
     """Put in force, around a model, that what its modules give is held.
 
@@ -49,8 +53,9 @@ def held_between_modules(
       num_rows: of the batch.
       by_rows: whether also what no `Rules(activations=...)` names, along the batch alone.
       splitting: modules of which other dims than the batch are left to the compiler.
+      product: in place of `lax.dot_general` in plain linear layers of Flax's.
     """
-    boundaries = Boundaries(num_rows, by_rows, splitting)
+    boundaries = Boundaries(num_rows, by_rows, splitting, product)
     with within(boundaries=boundaries):
         yield boundaries
 
@@ -90,6 +95,27 @@ def check_seen(boundaries: Boundaries, here: Ambient) -> None:
                 f"it matches none of the {len(boundaries.seen)} modules that the loss function called",
                 near_or(rule.key, boundaries.seen, "write a pattern that matches a module's whole path"),
             )
+
+
+@contextlib.contextmanager
+def in_module(path: str) -> Iterator[None]:
+    """Around a call of an NNX module that lays nothing out: its path in the names of operations, as Linen writes it."""
+    boundaries = current().boundaries
+    before = path if boundaries is None or not boundaries.by_rows else boundaries.scope
+    below = path.removeprefix(f"{before}/") if before else path
+    if below == before or not below:  # another method of the same module, or the outermost one
+        yield
+        return
+    with _changed("scope", lambda _: path), jax.named_scope(below):
+        yield
+
+
+def in_reduced_dtype(module: Any) -> None:
+    """Of a layer of Flax's that multiplies by `lax.dot_general`: its weight's gradient leaves as the step sums it."""
+    product = None if (boundaries := current().boundaries) is None else boundaries.product
+    is_plain = getattr(module, "dot_general", False) in (None, jax.lax.dot_general)
+    if product is not None and is_plain and getattr(module, "dot_general_cls", None) is None:
+        object.__setattr__(module, "dot_general", product)  # of this one call's copy
 
 
 def handed_on(path: str, out: PyTree) -> PyTree:

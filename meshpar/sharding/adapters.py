@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from meshpar.sharding.activations import handed_on
+from meshpar.sharding.activations import handed_on, in_module, in_reduced_dtype
 from meshpar.sharding.context import Ambient, ambient, auto_sizes, current
 from meshpar.sharding.rules import First, InTurn
 from meshpar.sharding.types import (
@@ -231,6 +231,7 @@ def _nnx_modules(module: Any) -> Any:
         for path, part in nnx.iter_modules(module):
             # Only this merged copy changes: its class is one derived from its own.
             object.__setattr__(part, "__class__", _holding(type(part), "/".join(map(str, path))))
+            in_reduced_dtype(part)
     return module
 
 
@@ -249,7 +250,8 @@ def _holding(cls: Any, path: str) -> Any:
     def holding(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def held(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return handed_on(path, method(self, *args, **kwargs))
+            with in_module(path):
+                return handed_on(path, method(self, *args, **kwargs))
 
         return held
 
@@ -485,6 +487,7 @@ def _linen_modules() -> Iterator[None]:
         return
 
     def hold(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        in_reduced_dtype(context.module)
         out = call(*args, **kwargs)
         path = "/".join((*boundaries.at, *context.module.path))
         return out if context.method_name == "setup" else handed_on(path, out)

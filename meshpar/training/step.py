@@ -8,6 +8,7 @@ gradients, replicated, and one reduction follows the loop: least traffic. `engin
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
@@ -40,7 +41,7 @@ from meshpar.sharding.types import (
 from meshpar.training.batch import as_given, as_rows, check_batch
 from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Numerics, Precision, check_bits, numerics, wide_work
+from meshpar.training.precision import Numerics, Precision, check_bits, dot_general, numerics, wide_work
 from meshpar.training.reports import check_numbers, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
@@ -440,7 +441,9 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     assert here is not None
     num_rows = max((np.shape(x)[0] for x in jax.tree.leaves(rows) if np.ndim(x)), default=0)
     by_rows = lays_nothing_out(setup) and not setup.model.is_explicit
-    with held_between_modules(num_rows, by_rows=by_rows, splitting=setup.splitting_modules) as boundaries:
+    product = None if setup.model.is_explicit else functools.partial(dot_general, narrow=False)
+    split = setup.splitting_modules
+    with held_between_modules(num_rows, by_rows=by_rows, splitting=split, product=product) as boundaries:
         yield
     if not trains:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 
 import jax
@@ -109,6 +110,33 @@ def test_what_modules_without_names_give_lies_as_the_batch(kind, monkeypatch):
     with pytest.warns(UserWarning, match="nothing says how activations"):
         assert mp.explain(left, alone, X).promise.unexpected
     np.testing.assert_allclose(metrics["loss"], left(alone, X)[1]["loss"], rtol=1e-5)
+
+
+@pytest.mark.call_stacks
+@pytest.mark.parametrize("kind", MODELS)
+def test_advice_names_modules_by_the_paths_that_rules_take(kind):
+    """A model that nobody can add `constrain` to: what is unexpected stands at a module, and the rule names it."""
+    rules = mp.Rules(activations={"block0/up": None, r"block\d": (None, None, "act_mlp")})
+    held = mp.custom(params=mp.Rules(), grads=mp.Rules(), optimizer=mp.Rules(), activations=mp.Rules(act_mlp="fsdp"))
+    report = mp.explain(mp.train_step(_loss), _abstract(MODELS[kind](), FSDP | held | rules), X)
+    advised = [one for one in report.promise.unexpected if one.kind == "all-gather"]
+    assert {one.module.partition("block")[2] for one in advised} & {"0/up", "1/up"}, advised
+    assert all("mp.constrain" not in one.fix for one in advised)
+    named = {path for one in advised for path in re.findall(r'activations=\{r"(.*?)"', one.fix)}
+    assert named <= {"block0", "block0/up", "block0/down", "block1", "block1/up", "block1/down", "out"}, named
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_of_plain_layers_leave_their_matmuls_as_the_step_sums_them(kind):
+    """Flax's layers know nothing of `Precision.reduce`: by themselves they would have it summed in bfloat16."""
+    step = mp.train_step(lambda model, x, key: _loss(model, x.astype("bfloat16"), key), precision=mp.Precision(
+        compute="bfloat16"))  # fmt: skip
+    found = [
+        eqn.outvars[0].aval.dtype.name
+        for _, eqn in products(step.trace(_abstract(MODELS[kind](), FSDP), X).jaxpr.jaxpr)
+        if eqn.outvars[0].aval.ndim == 2
+    ]
+    assert found == ["float32"] * 5, "of five weights"
 
 
 @pytest.mark.parametrize("kind", MODELS)
