@@ -103,7 +103,7 @@ def facts_of(
         tokens=tokens,
         accumulate=options.accumulate,
         is_once=options.is_once,
-        is_remat=options.remat is not None,
+        is_remat=options.remat is not None or any(rule.value is not None for rule in rules.remat),
         interleave=options.interleave,
         compute=options.precision.compute,
         reduce=options.precision.reduce,

@@ -33,10 +33,14 @@ class Boundaries:
     compiler splits the other dims."""
     product: Any = None
     """The `lax.dot_general` of plain linear layers of Flax's; None: jax's own."""
+    policy: Callable[[str], Any] | None = None
+    """From the value of a remat rule to the policy of `jax.checkpoint`; None: nothing is made again."""
     at: tuple[str, ...] = ()
     """Where the part of the model stands that is traced by itself: its modules know their paths from there on only."""
     scope: str = ""
     """Path of the NNX module that is called, as named scopes have it."""
+    recomputed: frozenset[str] = frozenset()
+    """Paths of the modules that are being called under a remat rule."""
     seen: set[str] = dataclasses.field(default_factory=set)
     """Paths of the modules that have handed something on."""
     num_held: int = 0
@@ -45,7 +49,12 @@ class Boundaries:
 
 @contextlib.contextmanager
 def held_between_modules(
-    num_rows: int, *, by_rows: bool, splitting: frozenset[str] = frozenset(), product: Any = None
+    num_rows: int,
+    *,
+    by_rows: bool,
+    splitting: frozenset[str] = frozenset(),
+    product: Any = None,
+    policy: Callable[[str], Any] | None = None,
 ) -> Iterator[Boundaries]:
     """Put in force, around a model, that what its modules give is held.
 
@@ -54,8 +63,9 @@ def held_between_modules(
       by_rows: whether also what no `Rules(activations=...)` names, along the batch alone.
       splitting: modules of which other dims than the batch are left to the compiler.
       product: in place of `lax.dot_general` in plain linear layers of Flax's.
+      policy: from the value of a remat rule to what `jax.checkpoint` takes.
     """
-    boundaries = Boundaries(num_rows, by_rows, splitting, product)
+    boundaries = Boundaries(num_rows, by_rows, splitting, product, policy)
     with within(boundaries=boundaries):
         yield boundaries
 
@@ -87,11 +97,14 @@ def _changed(field: str, change: Callable[[Any], Any]) -> Iterator[None]:
 
 def check_seen(boundaries: Boundaries, here: Ambient) -> None:
     """Raises `ValueError` for a rule that named no module of the model."""
-    for rule in here.rules.by_module:
-        if not any(rule.fires(path) for path in boundaries.seen):
+    for kind, asked, rules in (
+        ("activation", "lay out what the modules it matches give", here.rules.by_module),
+        ("remat", "make again what is in the modules it matches", here.rules.remat),
+    ):
+        for rule in (rule for rule in rules if not any(map(rule.fires, boundaries.seen))):
             raise problem(
-                f"activation rule `{rule.key}`",
-                "lay out what the modules it matches give",
+                f"{kind} rule `{rule.key}`",
+                asked,
                 f"it matches none of the {len(boundaries.seen)} modules that the loss function called",
                 near_or(rule.key, boundaries.seen, "write a pattern that matches a module's whole path"),
             )
@@ -108,6 +121,20 @@ def in_module(path: str) -> Iterator[None]:
         return
     with _changed("scope", lambda _: path), jax.named_scope(below):
         yield
+
+
+def recomputing(path: str) -> tuple[Any, contextlib.AbstractContextManager[None]] | None:
+    """The policy by which the backward pass makes the module at a path again, and what is in force in it.
+
+    None: no rule says so, or it is in force already, for another method or copy of the same module.
+    """
+    boundaries, here = current().boundaries, ambient()
+    if boundaries is None or boundaries.policy is None or here is None or path in boundaries.recomputed | {""}:
+        return None  # nor is the model itself made again: that would keep no less
+    rule = next((rule for rule in reversed(here.rules.remat) if rule.fires(path)), None)
+    if rule is None or rule.value is None:
+        return None
+    return boundaries.policy(rule.value), _changed("recomputed", lambda paths: paths | {path})
 
 
 def in_reduced_dtype(module: Any) -> None:

@@ -25,7 +25,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from meshpar.sharding.activations import check_seen, held_between_modules
-from meshpar.sharding.context import ambient, apart, auto_sizes, tracing, within
+from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
 from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
@@ -39,7 +39,7 @@ from meshpar.sharding.types import (
     without_axes,
 )
 from meshpar.training.batch import as_given, as_rows, check_batch
-from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
+from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, check_bits, dot_general, numerics, wide_work
 from meshpar.training.reports import check_numbers, collecting, is_counted
@@ -143,6 +143,8 @@ class TrainStep(_Program):
         _check_frozen(setup, self.options)
         _check_explicit(setup, self.options)
         _check_wider(setup, self.options.precision)
+        for rule in setup.strategy.activations.remat:
+            check_remat(rule.value, f"remat rule `{rule.key}`: {rule.value!r}")
         return setup.jit(
             self._step,
             (setup.shardings, setup.whole),
@@ -161,6 +163,7 @@ class TrainStep(_Program):
         with tracing(setup.mesh, setup.strategy), numbers as context, jax.named_scope("gradients"):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
         _check_layers(options, context)
+        _check_named(setup, options, context)
         with jax.named_scope("update"):
             return _update(state, sums, options, _value_fn(self, state, batch, key))
 
@@ -287,15 +290,21 @@ def _check_layers(options: StepOptions, context: Numerics) -> None:
             "no matmul of the model goes through meshpar.training.precision.dot_general",
             "give its layers dot_general=meshpar.training.precision.dot_general, or leave matmul out",
         )
-    for name in () if options.remat is None else named_in(options.remat):
-        if name not in context.names:
-            marked = context.names - {MATMUL, SECOND_SHARD}
-            raise problem(
-                f"train_step(remat={options.remat!r})",
-                f"keep what the layers mark as `{name}`",
-                f"they mark {', '.join(f'`{one}`' for one in sorted(marked)) or 'nothing'}",
-                near_or(name, marked, f'mark it: jax.ad_checkpoint.checkpoint_name(x, "{name}")'),
-            )
+
+
+def _check_named(setup: Setup, options: StepOptions, context: Numerics) -> None:
+    """What is to be kept of layers by name is marked in them."""
+    rules = [(f"remat rule `{rule.key}`", rule.value) for rule in setup.strategy.activations.remat]
+    for where, remat in ((f"train_step(remat={options.remat!r})", options.remat), *rules):
+        for name in () if remat is None else named_in(remat):
+            if name not in context.names:
+                marked = context.names - {MATMUL, SECOND_SHARD}
+                raise problem(
+                    where,
+                    f"keep what the layers mark as `{name}`",
+                    f"they mark {', '.join(f'`{one}`' for one in sorted(marked)) or 'nothing'}",
+                    near_or(name, marked, f'mark it: jax.ad_checkpoint.checkpoint_name(x, "{name}")'),
+                )
 
 
 def _check_prefetch(setup: Setup, options: StepOptions) -> None:
@@ -443,7 +452,9 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     by_rows = lays_nothing_out(setup) and not setup.model.is_explicit
     product = None if setup.model.is_explicit else functools.partial(dot_general, narrow=False)
     split = setup.splitting_modules
-    with held_between_modules(num_rows, by_rows=by_rows, splitting=split, product=product) as boundaries:
+    with held_between_modules(
+        num_rows, by_rows=by_rows, splitting=split, product=product, policy=_marking_policy if trains else None
+    ) as boundaries:
         yield
     if not trains:
         return
@@ -459,6 +470,11 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     elif setup.model.kind != "functions":  # which hand nothing on that could be held
         _LAYS_NOTHING_OUT.add(setup)
         raise _LaysNothingOut
+
+
+def _marking_policy(remat: str) -> Callable[..., Any]:
+    """The policy of a remat rule, which notes the names that modules mark what they give by."""
+    return remat_policy(remat, current().numerics.names)
 
 
 _LAYS_NOTHING_OUT: weakref.WeakSet[Setup] = weakref.WeakSet()

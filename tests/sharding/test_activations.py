@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
@@ -279,6 +280,141 @@ def test_a_rule_of_precision_that_would_change_nothing_is_refused():
             mp.train_step(_loss, precision=mp.Precision(compute=compute)).trace(state, X)
     with pytest.raises(mp.MeshparError, match="no dtype of"):
         mp.Rules(precision={"up": "fp8"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Made again in the backward pass, by path
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class LinenNoisy(nn.Module):
+    """Keeps statistics, draws random numbers, sows, marks, and takes what is no array."""
+
+    @nn.compact
+    def __call__(self, x, *, scale=None, trains=False):
+        assert trains is True
+        assert scale is None
+        h = nn.Dense(MLP, name="up")(nn.BatchNorm(use_running_average=False)(x))
+        h = nn.Dense(WIDTH, name="down")(nn.gelu(checkpoint_name(h, "hidden")))
+        self.sow("losses", "aux", h.mean())
+        return x + nn.Dropout(0.1, deterministic=False)(h)
+
+
+class LinenDeep(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for at in range(2):
+            x = LinenNoisy(name=f"blocks_{at}")(x, trains=True)
+        return nn.Dense(WIDTH, name="out")(x)
+
+
+class NnxNoisy(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(WIDTH, MLP, rngs=rngs), nnx.Linear(MLP, WIDTH, rngs=rngs)
+        self.norm, self.drop = nnx.BatchNorm(WIDTH, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x, *, scale=None, trains=False):
+        assert trains is True
+        assert scale is None
+        return x + self.drop(self.down(nnx.gelu(checkpoint_name(self.up(self.norm(x)), "hidden"))))
+
+
+class NnxDeep(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([NnxNoisy(rngs) for _ in range(2)])
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x, trains=True)
+        return self.out(x)
+
+
+DEEP = {"linen": lambda: mp.from_linen(LinenDeep(), X), "nnx": lambda: mp.from_nnx(NnxDeep)}
+
+
+def _deep_loss(model, batch, key):
+    given = {"rngs": {"dropout": key}} if isinstance(model, adapters.BoundLinen) else {}
+    return ((model(batch, **given) - batch) ** 2).mean(), {}
+
+
+def _remats(jaxpr) -> int:
+    inner = (getattr(one, "jaxpr", one) for eqn in jaxpr.eqns for one in jax.tree.leaves(
+        tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")))  # fmt: skip
+    return sum(eqn.primitive.name in ("checkpoint", "remat2") for eqn in jaxpr.eqns) + sum(
+        _remats(one) for one in inner if hasattr(one, "eqns")
+    )
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_a_remat_rule_that_says_nothing_is_an_error(kind):
+    for given, match in (
+        ({"blocks.7": "full"}, "remat rule `blocks.7`.*none of the 1. modules.*did you mean"),
+        ({"blocks.0": "ful"}, "remat rule `blocks.0`: 'ful'.*did you mean `full`"),
+        ({"blocks.0": "save:hiden"}, "remat rule `blocks.0`.*`hiden`.*did you mean `hidden`"),
+    ):
+        state = _abstract(DEEP[kind](), FSDP | mp.Rules(remat=given))
+        with pytest.raises(mp.MeshparError, match=match):
+            mp.train_step(_deep_loss).trace(state, X)
+    rules = mp.Rules(remat={"blocks.0": "full"}) | mp.Rules(remat={"blocks.1": "dots", "out": None})
+    assert mp.Rules.from_json(rules.to_json()) == rules == eval(repr(rules), {"Rules": mp.Rules})
+    assert _remats(mp.train_step(_deep_loss).trace(_abstract(DEEP[kind](), FSDP | rules), X).jaxpr.jaxpr) == 2
+    with pytest.raises(mp.MeshparError, match="it is a int"):
+        mp.Rules(remat={"out": 3})
+
+
+@pytest.mark.matrix
+@pytest.mark.call_stacks
+@pytest.mark.parametrize("policy", ["full", "dots", "save:hidden"])
+@pytest.mark.parametrize("kind", DEEP)
+def test_modules_that_rules_name_are_made_again(kind, policy):
+    """Statistics, random numbers and what is sown are those of one forward pass."""
+    found, batch = [], np.tile(X, (4, 8, 1))  # more activations than weights
+    for rules in (mp.Rules(), mp.Rules(remat={r"blocks.\d": policy})):
+        state, step = _state(DEEP[kind](), FSDP | rules), mp.train_step(_deep_loss)
+        report = mp.explain(step, state.setup.abstract, batch)
+        assert report.is_as_promised, str(report)
+        losses, held = [], report.memory.temporaries_bytes
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        found.append((losses, held, jax.device_get(state.extra)))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)  # float32, fused otherwise
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found[1][2], found[0][2])
+    assert found[1][1] < found[0][1], "bytes of temporaries"
+
+
+@pytest.mark.matrix
+@pytest.mark.call_stacks
+@pytest.mark.parametrize("layout", ["fsdp", "stages", "once"])
+@pytest.mark.parametrize("linen", [False, True])
+def test_modules_in_layers_of_a_decoder_are_made_again(linen, layout):
+    cfg = mp.models.TransformerConfig(
+        vocab_size=32, embed_dim=16, num_layers=4, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+    )
+    ids = jax.ShapeDtypeStruct((ROWS, 8), np.int32)
+    model = mp.from_linen(mp.models.LinenTransformer(cfg), ids) if linen else cfg.build()
+    options = {"accumulate": 2, "accumulate_mode": "once"} if layout == "once" else {}
+    mesh, strategy = mp.MeshSpec(fsdp=8), FSDP
+    if layout == "stages":
+        mesh, strategy = mp.MeshSpec(fsdp=2, stage=4), FSDP | mp.pipeline_parallel(stages=4, microbatches=4)
+    batch = {name: np.arange(ROWS * 8, dtype=np.int32).reshape(ROWS, 8) % 32 for name in ("inputs", "targets")}
+    found = []
+    for rules in (mp.Rules(), mp.Rules(remat={"layers/mlp": "full", "layers/.*_norm": "full"})):
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh.build(), strategy=strategy | rules, key=0)
+        step = mp.train_step(mp.models.next_token_loss, **options)
+        found.append(_remats(step.trace(state, batch).jaxpr.jaxpr))
+        assert mp.explain(step, state.setup.abstract, batch).is_as_promised
+        state, metrics = step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    assert found[2] > found[0]
+    np.testing.assert_allclose(found[3], found[1], rtol=1e-6)  # float32, fused otherwise
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh.abstract(), strategy=strategy | mp.Rules(
+        precision={".*": "float32"}))  # fmt: skip
+    if layout == "fsdp":
+        step = mp.train_step(mp.models.next_token_loss, precision=mp.Precision(compute="bfloat16"))
+        with pytest.raises(mp.MeshparError, match=r"precision rule `\.\*`.*narrow it"):
+            step.trace(state, batch)
 
 
 @pytest.mark.matrix
