@@ -78,7 +78,7 @@ def explain(
     """
     _check_kinds(step, state)
     _check_equal_parts(state)
-    batch = as_rows(jax.tree.map(_shape_of, batch))
+    batch = as_rows(jax.tree.map(_shape_of, batch), None, state.setup.strategy.activations)
     if cluster is None:
         state = _here(state)
         return _explain(step, state, batch, compile_here, _cluster_here(state.setup.mesh), advise)

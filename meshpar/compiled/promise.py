@@ -47,6 +47,7 @@ from meshpar.parallel.tensor import VOCABULARY
 from meshpar.pipeline.schedules.ops import F, W
 from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.sharding.types import axis_sizes, is_spec
+from meshpar.training.batch import without_whole
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 from meshpar.training.step import lays_nothing_out
@@ -126,7 +127,7 @@ def scopes_above(setup: Setup) -> int | None:
 
 def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
     """Of one of `split` parts of a batch: its rows, and how many tokens they hold; None when they hold none."""
-    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(batch)]
+    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(without_whole(batch))]
     rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
     # Rows of whole numbers are tokens where nothing else is in the batch; bytes are pixels.
     has_floats = any(len(shape) > 1 and dtype.kind not in "iub" for shape, dtype in shapes)

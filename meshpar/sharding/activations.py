@@ -31,6 +31,8 @@ class Boundaries:
     splitting: frozenset[str] = frozenset()
     """Modules with a parameter of their own that splits work over other axes than the batch's: of what they give, the
     compiler splits the other dims."""
+    other_rows: frozenset[int] = frozenset()
+    """Of leaves of the batch with rows of their own."""
     product: Any = None
     """The `lax.dot_general` of plain linear layers of Flax's; None: jax's own."""
     policy: Callable[[str], Any] | None = None
@@ -52,6 +54,7 @@ def held_between_modules(
     num_rows: int,
     *,
     by_rows: bool,
+    other_rows: frozenset[int] = frozenset(),
     splitting: frozenset[str] = frozenset(),
     product: Any = None,
     policy: Callable[[str], Any] | None = None,
@@ -60,12 +63,13 @@ def held_between_modules(
 
     Args:
       num_rows: of the batch.
+      other_rows: of leaves of the batch with rows of their own.
       by_rows: whether also what no `Rules(activations=...)` names, along the batch alone.
       splitting: modules of which other dims than the batch are left to the compiler.
       product: in place of `lax.dot_general` in plain linear layers of Flax's.
       policy: from the value of a remat rule to what `jax.checkpoint` takes.
     """
-    boundaries = Boundaries(num_rows, by_rows, splitting, product, policy)
+    boundaries = Boundaries(num_rows, by_rows, splitting, other_rows, product, policy)
     with within(boundaries=boundaries):
         yield boundaries
 
@@ -77,7 +81,10 @@ def below(path: str) -> contextlib.AbstractContextManager[None]:
 
 def rows_cut(count: int) -> contextlib.AbstractContextManager[None]:
     """Around what is given each `count`-th part of the rows only."""
-    return _changed("num_rows", lambda num_rows: num_rows // count)
+    both = contextlib.ExitStack()
+    both.enter_context(_changed("num_rows", lambda num_rows: num_rows // count))
+    both.enter_context(_changed("other_rows", lambda others: frozenset(rows // count for rows in others)))
+    return both
 
 
 @contextlib.contextmanager
@@ -182,7 +189,8 @@ def _narrowed(out: PyTree) -> PyTree:
 
 def _with_rows(x: Any, boundaries: Boundaries, others: Any) -> Any:
     """An array whose first dim is the batch, that dim split as the batch, and each other dim as given."""
-    if not (isinstance(x, jax.Array) and x.ndim > 1 and x.shape[0] == boundaries.num_rows):
+    rows = {boundaries.num_rows} | boundaries.other_rows
+    if not (isinstance(x, jax.Array) and x.ndim > 1 and x.shape[0] in rows):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return x

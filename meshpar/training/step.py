@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.activations import check_seen, held_between_modules
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
@@ -38,7 +38,7 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
     without_axes,
 )
-from meshpar.training.batch import as_given, as_rows, check_batch
+from meshpar.training.batch import as_given, as_rows, check_batch, lying, without_whole
 from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, check_bits, dot_general, numerics, wide_work
@@ -57,21 +57,24 @@ class _Program:
     """A function of (state, batch), compiled once for each setup and called with little host work."""
 
     def __init__(self) -> None:
-        self._jitted: weakref.WeakKeyDictionary[Setup, Any] = weakref.WeakKeyDictionary()
+        self._jitted: weakref.WeakKeyDictionary[Setup, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakKeyDictionary[Setup, set[Any]] = weakref.WeakKeyDictionary()
         self._told: weakref.WeakSet[Setup] = weakref.WeakSet()
 
     def jitted(self, state: TrainState, batch: PyTree) -> Any:
         """The jitted function for this state's setup; the batch is checked when its shapes or dtypes are new."""
-        setup = state.setup
-        found = self._jitted.get(setup)
+        setup, rules = state.setup, state.setup.strategy.activations
+        programs = self._jitted.setdefault(setup, {})
+        of_leaves = jax.tree.structure(batch) if rules.inputs else None  # else one layout is that of every leaf
+        found = programs.get(of_leaves)
         if found is None:
             check_options(self._xla)
-            found = self._jitted[setup] = self._jit(setup, self.compile_options(setup))
-            self._checked[setup] = set()
-        shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(batch))
+            lies = lying(batch, setup.batch_sharding)
+            found = programs[of_leaves] = self._jit(setup, self.compile_options(setup), lies)
+            self._checked.setdefault(setup, set())
+        shapes = of_leaves, tuple((np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(batch))
         if shapes not in self._checked[setup]:
-            check_batch(batch, setup.batch_sharding, self._num_micro_steps, self._num_slices)
+            check_batch(batch, setup.batch_sharding, self._num_micro_steps, self._num_slices, rules)
             self._checked[setup].add(shapes)
         return found
 
@@ -82,12 +85,12 @@ class _Program:
         """XLA's options by which the program is compiled for the devices of this setup, the user's among them."""
         return options_for(setup.mesh, self._xla)
 
-    def _jit(self, setup: Setup, compile_options: Options) -> Any:
+    def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         raise AssertionError("a program says how it is jitted")
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         program = self.jitted(state, batch)
         if state.setup not in self._told:
             self._told.add(state.setup)
@@ -100,13 +103,13 @@ class _Program:
     @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).trace, state, batch)
 
     @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract."""
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).lower, state, batch)
 
 
@@ -137,11 +140,12 @@ class TrainStep(_Program):
         """The loss of some rows, with what the model adds to it."""
         return loss_of(self.loss_fn, setup)
 
-    def _jit(self, setup: Setup, compile_options: Options) -> Any:
+    def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         _check_params_dtype(setup, self.options.precision)
         _check_prefetch(setup, self.options)
         _check_frozen(setup, self.options)
         _check_explicit(setup, self.options)
+        _check_whole(setup, self.options, batch)
         _check_wider(setup, self.options.precision)
         for rule in setup.strategy.activations.remat:
             check_remat(rule.value, f"remat rule `{rule.key}`: {rule.value!r}")
@@ -149,7 +153,7 @@ class TrainStep(_Program):
             self._step,
             (setup.shardings, setup.whole),
             donate_argnums=0,  # the old state's buffers become the new one's: one copy of the state, not two
-            in_shardings=(setup.shardings, setup.batch_sharding),
+            in_shardings=(setup.shardings, batch),
             compiler_options=dict(compile_options) or None,
         )
 
@@ -240,11 +244,11 @@ class EvalStep(_Program):
         super().__init__()
         self.loss_fn, self.precision, self._xla = loss_fn, precision, xla
 
-    def _jit(self, setup: Setup, compile_options: Options) -> Any:
+    def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         return setup.jit(
             self._evaluate,
             setup.whole,
-            in_shardings=(setup.shardings, setup.batch_sharding),
+            in_shardings=(setup.shardings, batch),
             compiler_options=dict(compile_options) or None,
         )
 
@@ -342,6 +346,18 @@ def _check_explicit(setup: Setup, options: StepOptions) -> None:
             "stages, kernels that quantize, and one reduction behind all micro-steps run it inside a shard_map, and "
             "jax makes no axis Explicit where another is Manual already",
             'use accumulate_mode="each" and a strategy without stages and quantize, or leave mp.explicit out',
+        )
+
+
+def _check_whole(setup: Setup, options: StepOptions, batch: PyTree) -> None:
+    """What is whole of the batch is so where the compiler sees all rows."""
+    engine = engine_of(setup, options).__name__.rpartition(".")[2]
+    if (engine != "plain" or setup.model.is_explicit) and not isinstance(batch, NamedSharding):
+        raise problem(
+            f"inputs rules with replicated, and {setup.strategy.label}" + ', accumulate_mode="once"' * options.is_once,
+            "give every device a leaf of the batch whole",
+            "stages, kernels that quantize, one reduction behind all micro-steps and mp.explicit take rows alone",
+            'use accumulate_mode="each" and a strategy without stages and quantize, or repeat it for every row',
         )
 
 
@@ -448,12 +464,18 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     """What modules hand on is held: by rules for activations, and in models without names along the batch."""
     here = ambient()
     assert here is not None
-    num_rows = max((np.shape(x)[0] for x in jax.tree.leaves(rows) if np.ndim(x)), default=0)
+    counts = {np.shape(x)[0] for x in jax.tree.leaves(without_whole(rows)) if np.ndim(x)}
+    num_rows = max(counts, default=0)
     by_rows = lays_nothing_out(setup) and not setup.model.is_explicit
     product = None if setup.model.is_explicit else functools.partial(dot_general, narrow=False)
     split = setup.splitting_modules
     with held_between_modules(
-        num_rows, by_rows=by_rows, splitting=split, product=product, policy=_marking_policy if trains else None
+        num_rows,
+        by_rows=by_rows,
+        other_rows=frozenset(counts),
+        splitting=split,
+        product=product,
+        policy=_marking_policy if trains else None,
     ) as boundaries:
         yield
     if not trains:
