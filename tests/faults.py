@@ -180,7 +180,7 @@ FAULTS = (
     ),
     Fault(
         "unexpected collectives are swallowed", "compiled/holding.py",
-        'unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes),', "unexpected=(),",
+        'unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes, scopes_above),', "unexpected=(),",
         "compiled/test_promise.py -k planted",
     ),
     Fault(

@@ -26,8 +26,9 @@ from meshpar.compiled.model_flops import model_flops, traced_alone
 from meshpar.compiled.parts import Parts, parts_of
 from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.program import Program, compile_here
-from meshpar.compiled.promise import facts_of, promised, promised_by_stage
+from meshpar.compiled.promise import facts_of, promised, promised_by_stage, scopes_above
 from meshpar.compiled.report import Report, Sent
+from meshpar.compiled.shapes import dtype_bits
 from meshpar.compiled.stages import stages
 from meshpar.compiled.target import mesh_on, require_aot, traced_for
 from meshpar.compiled.traced import by_stage, enters, messages, vocab_chunks
@@ -39,7 +40,7 @@ from meshpar.sharding.context import apart
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
 from meshpar.training.batch import as_rows
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import wide_work
+from meshpar.training.precision import cast_back_fix, wide_work
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep, lays_nothing_out
 from meshpar.training.xla import fingerprint, overlap_limit
@@ -77,7 +78,7 @@ def explain(
     """
     _check_kinds(step, state)
     _check_equal_parts(state)
-    batch = as_rows(jax.tree.map(_shape_of, batch))
+    batch = as_rows(jax.tree.map(_shape_of, batch), None, state.setup.strategy.activations)
     if cluster is None:
         state = _here(state)
         return _explain(step, state, batch, compile_here, _cluster_here(state.setup.mesh), advise)
@@ -135,7 +136,7 @@ def _explain(
             cells=cells,
             cluster=cluster,
         ),
-        findings=(*findings, *_other_dtypes(held), *_wide_compute(step, state.setup, traced.jaxpr)),
+        findings=(*findings, *_other_dtypes(held, step.options), *_wide_compute(step, setup, traced.jaxpr)),
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options),
@@ -180,6 +181,7 @@ def held_to(
         )
         limits["small_share"] = SMALL_SHARE if uses else 0.0
         limits["untold_axes"] = facts_of(setup, options, batch, uses=uses).untold_axes
+        limits["scopes_above"] = scopes_above(setup)
         return hold(promises, collectives, sent, micro_steps=options.accumulate, **limits)
     sent = () if jaxpr is None else messages(jaxpr, Cells(parts.schedule))
     stages = enumerate(promised_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
@@ -223,10 +225,11 @@ def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: 
     )
 
 
-def _other_dtypes(promise: Promise) -> Iterator[Finding]:
+def _other_dtypes(promise: Promise, options: StepOptions) -> Iterator[Finding]:
     """What is sent as promised, but in another dtype."""
     for line in promise.kept:
         if line.found_dtypes:
+            is_wider = max(map(dtype_bits, line.found_dtypes)) > dtype_bits(line.dtype)
             yield Finding(
                 rule="other-dtype",
                 module="",
@@ -234,8 +237,10 @@ def _other_dtypes(promise: Promise) -> Iterator[Finding]:
                 what=f"{line.role} ({', '.join(line.tensors[:3])}{', ...' * (len(line.tensors) > 3)}): "
                 f"{line.kind} over {'*'.join(line.axes)} in {', '.join(line.found_dtypes)}, "
                 f"where the step's precision asks for {line.dtype}",
-                fix="give the model's matmuls dot_general=meshpar.training.precision.dot_general, so that gradients "
-                "are summed as Precision.reduce says; keep constants of a wider dtype out of the layers",
+                fix=cast_back_fix(options.precision)
+                if is_wider
+                else "give the model's matmuls dot_general=meshpar.training.precision.dot_general, so that gradients "
+                "are summed as Precision.reduce says",
                 nbytes=int(line.found_bytes),
             )
 

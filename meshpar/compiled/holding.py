@@ -22,7 +22,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from meshpar.compiled.census import Collective, bytes_sent, per_array
-from meshpar.compiled.scopes import layerless, of_layers
+from meshpar.compiled.scopes import layerless, of_layers, rule_for
 from meshpar.compiled.traced import Message
 from meshpar.parallel.part import MIN_SHARDED_BYTES
 from meshpar.parallel.promise import GRADIENTS, ITEMSIZE, RENEWED, WEIGHTS, Promised
@@ -250,6 +250,7 @@ def hold(
     batch_axes: Collection[str] = (),
     untold_axes: Collection[str] = (),
     small_share: float = 0.0,
+    scopes_above: int | None = None,
 ) -> Promise:
     """Holds a program's collectives to what was promised, and to what its kernels were traced to send.
 
@@ -263,9 +264,9 @@ def hold(
       batch_axes: over which gradients are summed.
       untold_axes: of which no promise is made.
       small_share: of all bytes, that small arrays may send unexpectedly.
+      scopes_above: for advice by paths of modules, as `promise.scopes_above` says.
     """
-    found = [part for one in collectives for part in per_array(one)]
-    traced = _Traced(messages, sizes)
+    found, traced = [part for one in collectives for part in per_array(one)], _Traced(messages, sizes)
     is_kernels = [one.origin == "kernel" for one in found]
     # The smallest first: those that XLA split have the fewest to choose from.
     smallest = sorted((at for at, is_one in enumerate(is_kernels) if is_one), key=lambda at: _elements(found[at]))
@@ -292,7 +293,7 @@ def hold(
     return Promise(
         kept=_joined(line for claim in claims for line in _kept(claim, pool.sizes)),
         missing=_joined(line for claim in claims for line in _missing(claim, pool.sizes)),
-        unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes),
+        unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes, scopes_above),
         kernels=_joined(_loose(f"kernel `{one.module or one.op_name}`", one, runs) for one, runs in by_kind["kernels"]),
         small=_joined(_loose("losses, metrics, norms, statistics", *item) for item in by_kind["small"]),
         untold=_joined(_loose("activations", *item) for item in by_kind["untold"]),
@@ -382,7 +383,7 @@ def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
         count = sum(arrays for *_, arrays in taken)
         as_meant = meant.get(axes) if kind == _RING else kind
         found = sum(part.bytes_sent_per_device * runs for part, runs, _ in taken)
-        promised_bytes = found if one.multiple or kind == _RING else sum(
+        promised_bytes = found if kind == _RING else sum(
             bytes_sent(kind, _elements(part) * ITEMSIZE.get(one.dtype, 4), part.group_size) * runs
             for part, runs, _ in taken
         )  # fmt: skip
@@ -455,7 +456,10 @@ def _joined(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def _unexpected(
-    left: Sequence[tuple[Collective, int]], promises: Sequence[Promised], sizes: Mapping[str, int]
+    left: Sequence[tuple[Collective, int]],
+    promises: Sequence[Promised],
+    sizes: Mapping[str, int],
+    scopes_above: int | None,
 ) -> tuple[Unexpected, ...]:
     alike: dict[tuple[Any, ...], list[Unexpected]] = {}
     for one, count in left:
@@ -469,7 +473,7 @@ def _unexpected(
             operation=one.op_name.rpartition("/")[2],
             count_per_step=count,
             bytes_sent_per_device=one.bytes_sent_per_device * count,
-            fix=_fix(one, weight),
+            fix=_fix(one, weight, scopes_above),
         )
         key = (found.kind, found.axes, layerless(found.tensor), layerless(found.module), found.source)
         alike.setdefault(key, []).append(found)
@@ -499,7 +503,7 @@ def _weight_of(one: Collective, promises: Sequence[Promised], sizes: dict[str, i
     return ""
 
 
-def _fix(one: Collective, weight: str) -> str:
+def _fix(one: Collective, weight: str, scopes_above: int | None) -> str:
     kind, where = one.logical_kind, f"`{one.axes_label}`"
     if one.module.partition("/")[0] == "update":
         return (
@@ -512,10 +516,12 @@ def _fix(one: Collective, weight: str) -> str:
             "once a pass, and do not constrain it to a layout of its own"
         )
     if kind == "all-gather":
-        return (
-            f"an activation is needed whole over {where}: name its dims where it is made and where it is used, "
-            'mp.constrain(x, "batch", "seq", "act_embed"), so that no operation asks for another layout'
+        lay = (
+            'name its dims where it is made and where it is used, mp.constrain(x, "batch", "seq", "act_embed")'
+            if scopes_above is None
+            else f"say by path how what its module and the one before give lies, {rule_for(one.module, scopes_above)}"
         )
+        return f"an activation is needed whole over {where}: {lay}, so that no operation asks for another layout"
     if kind == "all-reduce" and weight:
         return (
             f"a gradient is summed over {where} once more, or whole where it should be scattered: see that its rule in "
@@ -524,7 +530,9 @@ def _fix(one: Collective, weight: str) -> str:
     if kind in ("all-reduce", "reduce-scatter"):
         return (
             f"an operation contracts or reduces a dim that is split over {where}: split the other dim of the weight, "
-            "or constrain the operand first; of two matmuls in a row the first is column-, the second row-parallel"
+            "or "
+            + ("constrain the operand first" if scopes_above is None else rule_for(one.module, scopes_above))
+            + "; of two matmuls in a row the first is column-, the second row-parallel"
         )
     if kind in ("all-to-all", "collective-permute"):
         return (

@@ -33,7 +33,7 @@ from meshpar.compiled.clock import work
 from meshpar.compiled.hlo import ArrayShape, Computation, Instruction, Module
 from meshpar.compiled.messages import Rematerialization
 from meshpar.compiled.program import Program
-from meshpar.compiled.promise import facts_of
+from meshpar.compiled.promise import facts_of, scopes_above
 from meshpar.compiled.scan import HloSyntaxError, Scanner
 from meshpar.compiled.shapes import dtype_bits, scan_shape
 from meshpar.compiled.walk import executed
@@ -150,6 +150,11 @@ class _Look:
         )
         return tuple(ins.shape.dims for ins in arguments)  # type: ignore[union-attr]
 
+    def row_rule(self, module: str) -> str:
+        """What keeps rows of activations split there."""
+        above = scopes_above(self.setup)
+        return 'constrain(x, "batch", ...)' if above is None else scopes.rule_for(module, above)
+
     @property
     def rows(self) -> frozenset[tuple[int, ...]]:
         """How the dims of one device's activations begin: rows and positions, of the batch or of a micro-step."""
@@ -244,7 +249,7 @@ def _whole_batch(look: _Look) -> Iterator[Finding]:
             rule="whole-batch",
             what=f"activations with every row of the batch on every device, though it is split in {look.batch_shards}: "
             "each device goes on with the work of all",
-            fix='keep the rows split with constrain(x, "batch", ...), and sort, take and reshape within a row only',
+            fix=f"keep the rows split with {look.row_rule(some[0].module)}, and sort, take, reshape within a row only",
         )
 
 

@@ -39,6 +39,7 @@ from meshpar.sharding.types import (
     owner_of,
     tree_leaves_with_paths,
 )
+from meshpar.training.batch import without_whole
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
@@ -186,7 +187,11 @@ def _batch_bytes(setup: Setup, batch: PyTree) -> int:
         lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)),
         batch,
     )
-    return sum(leaf_of(path, x).nbytes for path, x in tree_leaves_with_paths(taken)) // shards
+    nbytes, cut = (
+        sum(leaf_of(path, x).nbytes for path, x in tree_leaves_with_paths(tree))
+        for tree in (taken, without_whole(taken))
+    )
+    return nbytes - cut + cut // shards
 
 
 def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
@@ -401,7 +406,7 @@ def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
 
 
 def _batch_rows(setup: Setup, batch: PyTree) -> int:
-    rows = max((shape[0] for x in jax.tree.leaves(batch) if (shape := np.shape(x))), default=0)
+    rows = max((shape[0] for x in jax.tree.leaves(without_whole(batch)) if (shape := np.shape(x))), default=0)
     return rows // num_shards(setup.batch_sharding.spec, setup.mesh)
 
 

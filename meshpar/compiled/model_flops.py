@@ -21,7 +21,7 @@ from meshpar.compiled.traced import inner_jaxprs, num_trips
 from meshpar.sharding.context import tracing
 from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.types import PyTree
-from meshpar.training.batch import as_given
+from meshpar.training.batch import as_given, is_whole
 from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
@@ -171,7 +171,9 @@ def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxp
             return step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0]
 
     micro = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype), batch
+        lambda x: x if is_whole(x) else jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype),
+        batch,
+        is_leaf=is_whole,
     )
     params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
     return jax.make_jaxpr(loss)(params, extra, micro, key).jaxpr

@@ -47,8 +47,10 @@ from meshpar.parallel.tensor import VOCABULARY
 from meshpar.pipeline.schedules.ops import F, W
 from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.sharding.types import axis_sizes, is_spec
+from meshpar.training.batch import without_whole
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
+from meshpar.training.step import lays_nothing_out
 
 
 def promised(
@@ -102,7 +104,7 @@ def facts_of(
         tokens=tokens,
         accumulate=options.accumulate,
         is_once=options.is_once,
-        is_remat=options.remat is not None,
+        is_remat=options.remat is not None or any(rule.value is not None for rule in rules.remat),
         interleave=options.interleave,
         compute=options.precision.compute,
         reduce=options.precision.reduce,
@@ -113,9 +115,19 @@ def facts_of(
     )
 
 
+def scopes_above(setup: Setup) -> int | None:
+    """Named scopes above a model's own modules, where it lays nothing out itself, so that rules do by their paths.
+
+    None: the model names its activations. Known once a step is traced.
+    """
+    if not lays_nothing_out(setup):
+        return None
+    return 2 if setup.model.kind == "linen" else 1  # Linen's outermost module has a scope, by its class
+
+
 def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
     """Of one of `split` parts of a batch: its rows, and how many tokens they hold; None when they hold none."""
-    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(batch)]
+    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(without_whole(batch))]
     rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
     # Rows of whole numbers are tokens where nothing else is in the batch; bytes are pixels.
     has_floats = any(len(shape) > 1 and dtype.kind not in "iub" for shape, dtype in shapes)

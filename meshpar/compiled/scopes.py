@@ -36,6 +36,16 @@ def of_layers(paths: Collection[str]) -> str:
     return "/".join(some[0] if len(set(some)) == 1 else layerless(some[0]) for some in parts)
 
 
+def rule_for(module: str, scopes_above: int) -> str:
+    """The text of an activation rule by the path of a module, from the scopes that it stands in.
+
+    >>> rule_for("gradients/GPT/h/0/mlp", 2)
+    'mp.Rules(activations={r"h/0/mlp": ("batch", None, ...)}), a name or None for each dim'
+    """
+    path = "/".join(module.split("/")[scopes_above:]) or "path/of/the/module"
+    return f'mp.Rules(activations={{r"{path}": ("batch", None, ...)}}), a name or None for each dim'
+
+
 def components(op_name: str) -> list[str]:
     """The parts of an op name: split at the slashes outside any bracket."""
     parts, depth, start = [], 0, 0

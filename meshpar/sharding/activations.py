@@ -31,8 +31,18 @@ class Boundaries:
     splitting: frozenset[str] = frozenset()
     """Modules with a parameter of their own that splits work over other axes than the batch's: of what they give, the
     compiler splits the other dims."""
+    other_rows: frozenset[int] = frozenset()
+    """Of leaves of the batch with rows of their own."""
+    product: Any = None
+    """The `lax.dot_general` of plain linear layers of Flax's; None: jax's own."""
+    policy: Callable[[str], Any] | None = None
+    """From the value of a remat rule to the policy of `jax.checkpoint`; None: nothing is made again."""
     at: tuple[str, ...] = ()
     """Where the part of the model stands that is traced by itself: its modules know their paths from there on only."""
+    scope: str = ""
+    """Path of the NNX module that is called, as named scopes have it."""
+    recomputed: frozenset[str] = frozenset()
+    """Paths of the modules that are being called under a remat rule."""
     seen: set[str] = dataclasses.field(default_factory=set)
     """Paths of the modules that have handed something on."""
     num_held: int = 0
@@ -41,16 +51,25 @@ class Boundaries:
 
 @contextlib.contextmanager
 def held_between_modules(
-    num_rows: int, *, by_rows: bool, splitting: frozenset[str] = frozenset()
+    num_rows: int,
+    *,
+    by_rows: bool,
+    other_rows: frozenset[int] = frozenset(),
+    splitting: frozenset[str] = frozenset(),
+    product: Any = None,
+    policy: Callable[[str], Any] | None = None,
 ) -> Iterator[Boundaries]:
     """Put in force, around a model, that what its modules give is held.
 
     Args:
       num_rows: of the batch.
+      other_rows: of leaves of the batch with rows of their own.
       by_rows: whether also what no `Rules(activations=...)` names, along the batch alone.
       splitting: modules of which other dims than the batch are left to the compiler.
+      product: in place of `lax.dot_general` in plain linear layers of Flax's.
+      policy: from the value of a remat rule to what `jax.checkpoint` takes.
     """
-    boundaries = Boundaries(num_rows, by_rows, splitting)
+    boundaries = Boundaries(num_rows, by_rows, splitting, other_rows, product, policy)
     with within(boundaries=boundaries):
         yield boundaries
 
@@ -62,7 +81,10 @@ def below(path: str) -> contextlib.AbstractContextManager[None]:
 
 def rows_cut(count: int) -> contextlib.AbstractContextManager[None]:
     """Around what is given each `count`-th part of the rows only."""
-    return _changed("num_rows", lambda num_rows: num_rows // count)
+    both = contextlib.ExitStack()
+    both.enter_context(_changed("num_rows", lambda num_rows: num_rows // count))
+    both.enter_context(_changed("other_rows", lambda others: frozenset(rows // count for rows in others)))
+    return both
 
 
 @contextlib.contextmanager
@@ -82,14 +104,52 @@ def _changed(field: str, change: Callable[[Any], Any]) -> Iterator[None]:
 
 def check_seen(boundaries: Boundaries, here: Ambient) -> None:
     """Raises `ValueError` for a rule that named no module of the model."""
-    for rule in here.rules.by_module:
-        if not any(rule.fires(path) for path in boundaries.seen):
+    for kind, asked, rules in (
+        ("activation", "lay out what the modules it matches give", here.rules.by_module),
+        ("remat", "make again what is in the modules it matches", here.rules.remat),
+    ):
+        for rule in (rule for rule in rules if not any(map(rule.fires, boundaries.seen))):
             raise problem(
-                f"activation rule `{rule.key}`",
-                "lay out what the modules it matches give",
+                f"{kind} rule `{rule.key}`",
+                asked,
                 f"it matches none of the {len(boundaries.seen)} modules that the loss function called",
                 near_or(rule.key, boundaries.seen, "write a pattern that matches a module's whole path"),
             )
+
+
+@contextlib.contextmanager
+def in_module(path: str) -> Iterator[None]:
+    """Around a call of an NNX module that lays nothing out: its path in the names of operations, as Linen writes it."""
+    boundaries = current().boundaries
+    before = path if boundaries is None or not boundaries.by_rows else boundaries.scope
+    below = path.removeprefix(f"{before}/") if before else path
+    if below == before or not below:  # another method of the same module, or the outermost one
+        yield
+        return
+    with _changed("scope", lambda _: path), jax.named_scope(below):
+        yield
+
+
+def recomputing(path: str) -> tuple[Any, contextlib.AbstractContextManager[None]] | None:
+    """The policy by which the backward pass makes the module at a path again, and what is in force in it.
+
+    None: no rule says so, or it is in force already, for another method or copy of the same module.
+    """
+    boundaries, here = current().boundaries, ambient()
+    if boundaries is None or boundaries.policy is None or here is None or path in boundaries.recomputed | {""}:
+        return None  # nor is the model itself made again: that would keep no less
+    rule = next((rule for rule in reversed(here.rules.remat) if rule.fires(path)), None)
+    if rule is None or rule.value is None:
+        return None
+    return boundaries.policy(rule.value), _changed("recomputed", lambda paths: paths | {path})
+
+
+def in_reduced_dtype(module: Any) -> None:
+    """Of a layer of Flax's that multiplies by `lax.dot_general`: its weight's gradient leaves as the step sums it."""
+    product = None if (boundaries := current().boundaries) is None else boundaries.product
+    is_plain = getattr(module, "dot_general", False) in (None, jax.lax.dot_general)
+    if product is not None and is_plain and getattr(module, "dot_general_cls", None) is None:
+        object.__setattr__(module, "dot_general", product)  # of this one call's copy
 
 
 def handed_on(path: str, out: PyTree) -> PyTree:
@@ -129,7 +189,8 @@ def _narrowed(out: PyTree) -> PyTree:
 
 def _with_rows(x: Any, boundaries: Boundaries, others: Any) -> Any:
     """An array whose first dim is the batch, that dim split as the batch, and each other dim as given."""
-    if not (isinstance(x, jax.Array) and x.ndim > 1 and x.shape[0] == boundaries.num_rows):
+    rows = {boundaries.num_rows} | boundaries.other_rows
+    if not (isinstance(x, jax.Array) and x.ndim > 1 and x.shape[0] in rows):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return x

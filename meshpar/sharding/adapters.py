@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from meshpar.sharding.activations import handed_on
+from meshpar.sharding.activations import handed_on, in_module, in_reduced_dtype, recomputing
 from meshpar.sharding.context import Ambient, ambient, auto_sizes, current
 from meshpar.sharding.rules import First, InTurn
 from meshpar.sharding.types import (
@@ -231,6 +231,7 @@ def _nnx_modules(module: Any) -> Any:
         for path, part in nnx.iter_modules(module):
             # Only this merged copy changes: its class is one derived from its own.
             object.__setattr__(part, "__class__", _holding(type(part), "/".join(map(str, path))))
+            in_reduced_dtype(part)
     return module
 
 
@@ -244,12 +245,31 @@ def _handing_on(cls: Any) -> Iterator[str]:
             yield name
 
 
+def _nnx_again(method: Any, policy: Any, within: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method of an NNX module that the backward pass runs again; what it changes beside parameters is handed out."""
+    from flax import nnx
+
+    graph, params, others = nnx.split(module, nnx.Param, ...)
+
+    def run(others: Any) -> Any:
+        copy = nnx.merge(graph, params, others)
+        return method(copy, *args, **kwargs), nnx.split(copy, nnx.Param, ...)[2]
+
+    with within:
+        out, changed = jax.checkpoint(run, policy=policy)(others)
+    nnx.update(module, changed)
+    return out
+
+
 @functools.lru_cache(maxsize=4096)
 def _holding(cls: Any, path: str) -> Any:
     def holding(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def held(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return handed_on(path, method(self, *args, **kwargs))
+            with in_module(path):
+                again = recomputing(path)
+                run = method if again is None else functools.partial(_nnx_again, method, *again)
+                return handed_on(path, run(self, *args, **kwargs))
 
         return held
 
@@ -485,8 +505,10 @@ def _linen_modules() -> Iterator[None]:
         return
 
     def hold(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        out = call(*args, **kwargs)
+        in_reduced_dtype(context.module)
         path = "/".join((*boundaries.at, *context.module.path))
+        again = None if context.method_name == "setup" else recomputing(path)
+        out = call(*args, **kwargs) if again is None else _linen_again(context, *again, args, kwargs)
         return out if context.method_name == "setup" else handed_on(path, out)
 
     theirs = tuple(nn.get_logical_axis_rules())
@@ -495,6 +517,18 @@ def _linen_modules() -> Iterator[None]:
     strict = (_Strict({*known, *here.rules.names}), None)
     with nn.logical_axis_rules([*theirs, *ours, strict]), nn.intercept_methods(hold):
         yield
+
+
+def _linen_again(context: Any, policy: Any, within: Any, args: Any, kwargs: Any) -> Any:
+    """A method of a Linen module that the backward pass runs again."""
+    from flax import linen as nn
+
+    def run(module: Any) -> Any:
+        return context.orig_method.func(module, *args, **kwargs)
+
+    run.__name__ = context.method_name  # which Linen's scopes have
+    with within:  # Linen intercepts `run`, too
+        return nn.remat(run, policy=policy)(context.module)
 
 
 def _axes_by_name(here: Ambient) -> Iterator[tuple[str, Any]]:

@@ -170,6 +170,12 @@ class Rules:
       precision: path pattern of modules to the dtype, wider than `Precision.compute`, that parameters in them are cast
         to: such a module computes in it (unless it has a `dtype=` of its own) and hands on what it gives in
         `Precision.compute`. A pattern that stands later wins.
+      remat: path pattern of modules in the model to what each keeps for the backward pass, which makes the rest again,
+        in the words of `train_step(remat=...)`; None: all. A pattern that stands later wins. Where modules stand inside
+        each other what the inner one gives is made as often as both rules say.
+      inputs: path pattern of the batch's leaves that are no rows like the others: "batch" has a first dim of its own
+        that is split as the batch is, and cut into micro-steps (a graph's nodes and edges); `replicated` is whole on
+        every device and in every micro-step.
       **by_name: logical name to a mesh axis, a tuple of axes, `first(...)`, `replicated` or None (not split).
 
     Example:
@@ -180,6 +186,8 @@ class Rules:
     _by_path: tuple[_Rule, ...] = ()
     by_module: tuple[_Rule, ...] = ()
     precision: tuple[_Rule, ...] = ()
+    remat: tuple[_Rule, ...] = ()
+    inputs: tuple[_Rule, ...] = ()
     known: frozenset[str] = frozenset()
     everything: str | None = None
     largest: Largest | None = None
@@ -191,11 +199,15 @@ class Rules:
         paths: Mapping[str, PathRule] | None = None,
         activations: Mapping[str, ModuleRule] | None = None,
         precision: Mapping[str, str] | None = None,
+        remat: Mapping[str, str | None] | None = None,
+        inputs: Mapping[str, Any] | None = None,
         **by_name: DimRule,
     ) -> None:
         _check_mapping("paths", paths, "{r'.*/scale': mp.replicated}")
         _check_mapping("activations", activations, "{r'.*/mlp': ('batch', None, None)}")
         _check_mapping("precision", precision, "{r'.*/router': 'float32'}")
+        _check_mapping("remat", remat, "{r'.*/mlp': 'full'}")
+        _check_mapping("inputs", inputs, "{r'graph/.*': 'batch'}")
         vars(self).update(
             _by_name={key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()},
             _by_path=tuple(_Rule(key, _checked_path_rule(key, x), is_path=True) for key, x in (paths or {}).items()),
@@ -203,6 +215,8 @@ class Rules:
                 _Rule(key, _checked_module_rule(key, x), is_path=True) for key, x in (activations or {}).items()
             ),
             precision=tuple(_Rule(key, _checked_dtype(key, x), is_path=True) for key, x in (precision or {}).items()),
+            remat=tuple(_Rule(key, _checked_remat(key, x), is_path=True) for key, x in (remat or {}).items()),
+            inputs=tuple(_Rule(key, _checked_input(key, x), is_path=True) for key, x in (inputs or {}).items()),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -302,6 +316,8 @@ class Rules:
             _by_path=_behind(self._by_path, other._by_path),
             by_module=_behind(self.by_module, other.by_module),
             precision=_behind(self.precision, other.precision),
+            remat=_behind(self.remat, other.remat),
+            inputs=_behind(self.inputs, other.inputs),
             known=self.known | other.known,
             everything=other.everything or self.everything,
             largest=other.largest or self.largest,
@@ -310,12 +326,10 @@ class Rules:
 
     def __repr__(self) -> str:
         parts = [f"{rule.key}={rule.value!r}" for rule in self._by_name.values()]
-        if self._by_path:
-            parts.append("paths={" + ", ".join(f"{r.key!r}: {r.value!r}" for r in self._by_path) + "}")
-        if self.by_module:
-            parts.append("activations={" + ", ".join(f"{r.key!r}: {r.value!r}" for r in self.by_module) + "}")
-        if self.precision:
-            parts.append("precision={" + ", ".join(f"{r.key!r}: {r.value!r}" for r in self.precision) + "}")
+        by_path = {"paths": self._by_path, "activations": self.by_module, "inputs": self.inputs}
+        for name, rules in {**by_path, "precision": self.precision, "remat": self.remat}.items():
+            if rules:
+                parts.append(f"{name}={{" + ", ".join(f"{r.key!r}: {r.value!r}" for r in rules) + "}")
         return f"Rules({', '.join(parts)})"
 
     def to_json(self) -> dict[str, Any]:
@@ -323,16 +337,20 @@ class Rules:
         by_name = {rule.key: _to_plain(rule.value) for rule in self._by_name.values()}
         by_module = {rule.key: _to_plain(rule.value) for rule in self.by_module}
         paths = {rule.key: _to_plain(rule.value) for rule in self._by_path}
-        more = {"activations": by_module, "precision": {rule.key: rule.value for rule in self.precision}}
+        precision, remat = ({rule.key: rule.value for rule in rules} for rules in (self.precision, self.remat))
+        inputs = {rule.key: _to_plain(rule.value) for rule in self.inputs}
+        more = {"activations": by_module, "precision": precision, "remat": remat, "inputs": inputs}
         return {"by_name": by_name, "paths": paths} | {name: said for name, said in more.items() if said}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Rules:
         """The rules that `to_json` gave."""
-        by_name, paths, by_module = (
-            {key: _from_plain(x) for key, x in data.get(of, {}).items()} for of in ("by_name", "paths", "activations")
+        by_name, paths, by_module, inputs = (
+            {key: _from_plain(x) for key, x in data.get(of, {}).items()}
+            for of in ("by_name", "paths", "activations", "inputs")
         )
-        return Rules(paths=paths, activations=by_module, precision=data.get("precision"), **by_name)
+        more = {field: data.get(field) for field in ("precision", "remat")}
+        return Rules(paths=paths, activations=by_module, inputs=inputs, **more, **by_name)
 
     @property
     def dtypes(self) -> frozenset[str]:
@@ -344,6 +362,10 @@ class Rules:
         parts = path.split("/")
         modules = ["/".join(parts[:end]) for end in range(1, len(parts))]
         return next((rule.value for rule in reversed(self.precision) if any(map(rule.fires, modules))), None)
+
+    def input_rule(self, path: str) -> Any:
+        """What `inputs` says of a leaf of the batch: "batch", `replicated`, or None: it is rows like the others."""
+        return next((rule.value for rule in reversed(self.inputs) if rule.fires(path)), None)
 
     @property
     def names(self) -> frozenset[str]:
@@ -503,6 +525,22 @@ def _checked_dtype(pattern: str, value: Any) -> str:
     if value not in known:
         where, exists = f"precision rule `{pattern}`", f"it is no dtype of {', '.join(known)}"
         raise problem(where, f"compute in {value!r}", exists, 'write "float32"')
+    return value
+
+
+def _checked_remat(pattern: str, value: Any) -> str | None:
+    _check_pattern(pattern)
+    if value is not None and not isinstance(value, str):
+        where, exists = f"remat rule `{pattern}`", f"it is a {type(value).__name__}"
+        raise problem(where, f"keep what {value!r} says", exists, 'write "full", "dots" or "save:NAMES", or None')
+    return value
+
+
+def _checked_input(pattern: str, value: Any) -> Any:
+    _check_pattern(pattern)
+    if not isinstance(value, _Replicated) and value != "batch":
+        exists = 'a leaf of the batch is "batch", split by its own rows, or replicated'
+        raise problem(f"inputs rule `{pattern}`", f"lay it as {value!r}", exists, "write one of these")
     return value
 
 

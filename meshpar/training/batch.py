@@ -16,8 +16,18 @@ from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.context import apart
 from meshpar.sharding.lay import lay, with_auto_types
 from meshpar.sharding.mesh import with_auto_axes
-from meshpar.sharding.rules import Rules, fewer_devices, resolve
-from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, problem, tree_leaves_with_paths
+from meshpar.sharding.rules import Rules, fewer_devices, replicated, resolve
+from meshpar.sharding.types import (
+    AnyMesh,
+    Leaf,
+    PyTree,
+    axes_of_spec,
+    axis_sizes,
+    near_or,
+    path_str,
+    problem,
+    tree_leaves_with_paths,
+)
 
 
 def batch_sharding(mesh: AnyMesh, strategy: Strategy | Rules) -> NamedSharding:
@@ -39,11 +49,15 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
     Raises:
       ValueError: a first dim that the mesh does not divide.
     """
-    sharding = batch_sharding(mesh, strategy)
-    check_batch(batch, sharding, accumulate=1)
+    sharding, rules = batch_sharding(mesh, strategy), as_strategy(strategy).activations
+    check_batch(as_rows(batch, None, rules), sharding, accumulate=1, rules=rules)
     split, whole = NamedSharding(mesh, sharding.spec), NamedSharding(mesh, PartitionSpec())
     batch = with_auto_types(batch)
-    return jax.device_put(batch, jax.tree.map(lambda x: split if np.ndim(x) else whole, batch))
+
+    def lies(path: Any, x: Any) -> NamedSharding:
+        return split if np.ndim(x) and rules.input_rule(path_str(path)) is not replicated else whole
+
+    return jax.device_put(batch, jax.tree_util.tree_map_with_path(lies, batch))
 
 
 @jax.tree_util.register_dataclass
@@ -54,15 +68,54 @@ class ForAllRows:
     each: Any
 
 
-def as_rows(batch: PyTree, sharding: NamedSharding | None = None) -> PyTree:
-    """The batch, its scalars and keys as `ForAllRows`; what a step is traced with."""
-    leaves = jax.tree.leaves(batch)
-    if all(np.ndim(x) for x in leaves):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A leaf of a batch that every device and every micro-step has whole: `Rules(inputs={...: replicated})`."""
+
+    each: Any
+
+
+def is_whole(x: Any) -> bool:
+    """Whether it is no rows."""
+    return isinstance(x, Whole)
+
+
+def without_whole(batch: PyTree) -> PyTree:
+    """What is cut by rows; None stands for the others."""
+    return jax.tree.map(lambda x: None if is_whole(x) else x, batch, is_leaf=is_whole)
+
+
+def with_whole(batch: PyTree, rows: PyTree) -> PyTree:
+    """The rows, and what is whole of the batch that `without_whole` made them of."""
+    return jax.tree.map(lambda x, cut: x if is_whole(x) else cut, batch, rows, is_leaf=is_whole)
+
+
+def lying(batch: PyTree, sharding: NamedSharding) -> PyTree:
+    """How the leaves of what `as_rows` gave lie, each or all."""
+    if not any(map(is_whole, jax.tree.leaves(batch, is_leaf=is_whole))):
+        return sharding
+    whole = Whole(NamedSharding(sharding.mesh, PartitionSpec()))
+    return jax.tree.map(lambda x: whole if is_whole(x) else sharding, batch, is_leaf=is_whole)
+
+
+def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules = Rules()) -> PyTree:  # noqa: B008
+    """The batch, its scalars and keys as `ForAllRows`, and as `Whole` what rules say; what a step is traced with."""
+    if rules.inputs:
+        batch = jax.tree_util.tree_map_with_path(
+            lambda path, x: Whole(x) if not is_whole(x) and rules.input_rule(path_str(path)) is replicated else x,
+            batch,
+            is_leaf=is_whole,
+        )
+    leaves = tree_leaves_with_paths(without_whole(batch))
+    if all(np.ndim(x) for _, x in leaves):
         return batch
-    num_rows = max((np.shape(x)[0] for x in leaves if np.ndim(x)), default=0)
+    counts = {path: np.shape(x)[0] for path, x in leaves if np.ndim(x)}
+    num_rows = max((n for path, n in counts.items() if rules.input_rule(path) is None), default=0)
+    num_rows = num_rows or max(counts.values(), default=0)
 
     def whole(x: Any) -> Any:
-        if np.ndim(x):
+        if is_whole(x) or np.ndim(x):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return ForAllRows(jax.ShapeDtypeStruct((num_rows,), x.dtype))
@@ -71,13 +124,15 @@ def as_rows(batch: PyTree, sharding: NamedSharding | None = None) -> PyTree:
         rows = jnp.broadcast_to(x, (num_rows,))  # on the devices where the scalar is
         return ForAllRows(rows if sharding is None else jax.device_put(rows, sharding))
 
-    return jax.tree.map(whole, batch)
+    return jax.tree.map(whole, batch, is_leaf=is_whole)
 
 
 def as_given(rows: PyTree) -> PyTree:
     """The same as the user's function takes it, scalars again."""
     return jax.tree.map(
-        lambda x: x.each[0] if isinstance(x, ForAllRows) else x, rows, is_leaf=lambda x: isinstance(x, ForAllRows)
+        lambda x: x.each[0] if isinstance(x, ForAllRows) else x.each if is_whole(x) else x,
+        rows,
+        is_leaf=lambda x: isinstance(x, ForAllRows | Whole),
     )
 
 
@@ -86,18 +141,38 @@ def split_by(sharding: NamedSharding) -> tuple[str, ...]:
     return axes_of_spec(sharding.spec, axis_sizes(sharding.mesh))
 
 
-def check_batch(batch: PyTree, sharding: NamedSharding, accumulate: int, interleave: int = 1) -> None:
-    """Raises ValueError where rows do not go evenly over the devices, micro-steps and slices, or are no numbers."""
+def check_batch(
+    batch: PyTree,
+    sharding: NamedSharding,
+    accumulate: int,
+    interleave: int = 1,
+    rules: Rules = Rules(),  # noqa: B008
+) -> None:
+    """Raises ValueError where rows do not go evenly over the devices, micro-steps and slices, or are no numbers.
+
+    Of what `as_rows` gave, which rules say what is whole in, and what has rows of its own.
+    """
+    paths = [path.removesuffix("/each") for path, _ in tree_leaves_with_paths(batch)]
+    for rule in rules.inputs:
+        if not any(map(rule.fires, paths)):
+            where, exists = f"inputs rule `{rule.key}`", f"it matches none of the batch's {len(paths)} leaves"
+            raise problem(where, "lay leaves of the batch", exists, near_or(rule.key, paths, "write a whole path"))
     sizes = axis_sizes(sharding.mesh)
     over = {axis: sizes[axis] for axis in split_by(sharding)}
     what = "micro-steps" if interleave == 1 else f"slices (accumulate={accumulate}, interleave={interleave})"
-    check_rows(batch, over, accumulate * interleave, what, takes_scalars=True)
+    own = {path: x for path, x in tree_leaves_with_paths(without_whole(batch)) if rules.input_rule(path) == "batch"}
+    for path, x in own.items():
+        check_rows({path: x}, over, accumulate * interleave, what)
+    if own and len(own) == len(jax.tree.leaves(without_whole(batch))):
+        return
+    others = jax.tree_util.tree_map_with_path(lambda path, x: None if path_str(path) in own else x, batch)
+    check_rows(others, over, accumulate * interleave, what, takes_scalars=True)
 
 
 def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *, takes_scalars: bool = False) -> None:
     """The same for these mesh axes and their sizes, and so many pieces of each device's rows, called `what`."""
     shards = math.prod(over.values())
-    leaves = tree_leaves_with_paths(batch)
+    leaves = tree_leaves_with_paths(without_whole(batch))
     if not leaves:
         raise problem("batch", "train on it", "it holds no arrays", "pass a pytree of arrays with a batch dim first")
     shapes = {path: np.shape(x) for path, x in leaves}
@@ -117,7 +192,9 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
                 f"batch leaf `{path}` of shape {shape}",
                 "be split by rows",
                 f"it has {shape[0] if shape else 'no'} rows and another leaf has {rows}",
-                "give every leaf the same first dim, the global batch",
+                "give every leaf the same first dim, the global batch"
+                + f", or say what it is: mp.Rules(inputs={{{path!r}: ...}}) with 'batch', split by its own rows, or "
+                "mp.replicated" * takes_scalars,
             )
     unit = shards * count
     if rows == 0 or rows % unit:

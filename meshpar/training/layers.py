@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import Offloadable
 
-from meshpar.sharding.context import current, within
+from meshpar.sharding.context import ambient, current, within
 from meshpar.sharding.types import PyTree, near, near_or, problem
 from meshpar.training.interleaved import check_rows, in_slices, joined, slices
 from meshpar.training.precision import Numerics
@@ -241,6 +241,15 @@ def check_alike(name: str, x: PyTree, y: PyTree) -> None:
     trees = [str(jax.tree.structure(tree)) for tree in (x, y)]
     if trees[0] != trees[1] or _types(x) != _types(y):
         of_x, of_y = ("", "") if trees[0] == trees[1] else (f" in {tree}" for tree in trees)
+        wider = [f"`{rule.key}`" for rule in here.rules.precision] if (here := ambient()) is not None else []
+        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (x, y)]
+        if wider and shapes[0] == shapes[1]:
+            raise problem(
+                f"{name}, under precision rule {', '.join(wider)}",
+                f"give its result, {_types(y)}, to the next",
+                f"each takes {_types(x)}: the rule names what makes the first one's input, too",
+                "narrow it to modules in the layers, say r'layers/.*'",
+            )
         raise problem(
             name,
             f"give its result, {_types(y)}{of_y}, to the next",
@@ -356,23 +365,24 @@ def offloads(remat: str | None) -> bool:
     return remat is not None and bool(_remat_parts(remat)[2])
 
 
-def _remat_parts(remat: str) -> tuple[list[str], list[str], list[str]]:
+def _remat_parts(remat: str, where: str = "") -> tuple[list[str], list[str], list[str]]:
     """Words of a spec, names it keeps, names it offloads."""
+    where = where or f"remat={remat!r}"
     found: dict[str, list[str]] = {"": [], "save": [], "offload": []}
     for part in remat.split("+"):
         kind, colon, names = part.strip().partition(":")
         given = [name.strip() for name in names.split(",")] if colon else [kind]
         if colon and (kind not in ("save", "offload") or not all(given)):
             exists, fix = "names stand behind `save:` or `offload:`", "write save:attention,mlp_out, say"
-            raise problem(f"remat={remat!r}", f"keep by {part.strip()!r}", exists, fix)
+            raise problem(where, f"keep by {part.strip()!r}", exists, fix)
         if not colon and kind not in REMAT_POLICIES:
             fix = near(kind, [*REMAT_POLICIES, "save:NAMES", "offload:NAMES"])
-            raise problem(f"remat={remat!r}", "recompute by that policy", "there is no such policy", fix)
+            raise problem(where, "recompute by that policy", "there is no such policy", fix)
         found[kind if colon else ""] += given
     both = sorted(name for name in found["save"] if name in found["offload"])
     if both:
         exists = "it is kept on the device or on the host"
-        raise problem(f"remat={remat!r}", f"save and offload `{both[0]}`", exists, "name it once")
+        raise problem(where, f"save and offload `{both[0]}`", exists, "name it once")
     return found[""], found["save"], found["offload"]
 
 
@@ -383,14 +393,14 @@ Gather: TypeAlias = Callable[[str, PyTree], PyTree]
 """(path of the stacked layers, one layer's shards) -> its weights."""
 
 
-def check_remat(remat: str | None) -> None:
-    """See that a remat policy exists.
+def check_remat(remat: str | None, where: str = "") -> None:
+    """See that a remat policy exists, which stands at `where` in the error.
 
     Raises:
       ValueError: it does not.
     """
     if remat is not None:
-        _remat_parts(str(remat))
+        _remat_parts(str(remat), where)
 
 
 @contextlib.contextmanager

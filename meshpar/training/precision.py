@@ -29,7 +29,9 @@ class Precision:
     the parameters' own."""
     reduce: str | None = None
     """Sums of gradients over devices and micro-steps. None: the compute dtype, and float32 at the least. A lower
-    dtype halves the bytes of a reduction and rounds at every hop."""
+    dtype halves the bytes of a reduction and rounds at every hop. Over devices a gradient is summed in the dtype that
+    its matmul gives it: this one in linear layers of Flax's and with `dot_general`, else the compute dtype, as
+    `explain` says."""
 
     matmul: str | None = None
     """Matmuls with weights inside of layers: "fp8" rounds both operands to 8-bit floats, forward and backward, each by
@@ -91,10 +93,15 @@ class WideWork:
 
     @property
     def fix(self) -> str:
-        return (
-            f"build the model's modules with dtype={self.precision.compute}, and cast {self.dtype} inputs in the loss "
-            "function: modules of a wider dtype, and wider inputs, make a model cast its parameters back"
-        )
+        return cast_back_fix(self.precision)
+
+
+def cast_back_fix(precision: Precision) -> str:
+    """What to do with a model that computes wider than it is asked to."""
+    return (
+        f"build the model's modules with dtype={precision.compute}, and cast wider inputs in the loss function: "
+        "modules of a wider dtype, and wider inputs and constants, make a model cast its parameters back"
+    )
 
 
 def wide_work(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> WideWork | None:

@@ -64,9 +64,12 @@ def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | 
         exists = "every metric has a name"
         raise problem("report(metrics=...)", f"be a {type(metrics).__name__}", exists, 'give {"my/metric": array}')
     found = {name: _numbers(f"report(metrics=...), `{name}`", x) for name, x in (metrics or {}).items()}
-    here = current().reports
+    here, boundaries = current().reports, current().boundaries
     if here is None:
         return
+    for path in () if boundaries is None else sorted(boundaries.recomputed):
+        exists = "what is traced in it is made again in the backward pass, and cannot leave it"
+        raise problem(f"report(...) in `{path}`", "reach the step", exists, "narrow the remat rule of that module")
     if loss is not None:
         here.losses.append(loss)
     here.metrics.update({name: jax.lax.stop_gradient(x) for name, x in found.items()})

@@ -8,6 +8,7 @@ gradients, replicated, and one reduction follows the loop: least traffic. `engin
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
@@ -21,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.activations import check_seen, held_between_modules
-from meshpar.sharding.context import ambient, apart, auto_sizes, tracing, within
+from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
 from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
@@ -37,10 +38,10 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
     without_axes,
 )
-from meshpar.training.batch import as_given, as_rows, check_batch
-from meshpar.training.layers import MATMUL, SECOND_SHARD, named_in
+from meshpar.training.batch import as_given, as_rows, check_batch, lying, without_whole
+from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Numerics, Precision, check_bits, numerics, wide_work
+from meshpar.training.precision import Numerics, Precision, check_bits, dot_general, numerics, wide_work
 from meshpar.training.reports import check_numbers, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
@@ -56,21 +57,24 @@ class _Program:
     """A function of (state, batch), compiled once for each setup and called with little host work."""
 
     def __init__(self) -> None:
-        self._jitted: weakref.WeakKeyDictionary[Setup, Any] = weakref.WeakKeyDictionary()
+        self._jitted: weakref.WeakKeyDictionary[Setup, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakKeyDictionary[Setup, set[Any]] = weakref.WeakKeyDictionary()
         self._told: weakref.WeakSet[Setup] = weakref.WeakSet()
 
     def jitted(self, state: TrainState, batch: PyTree) -> Any:
         """The jitted function for this state's setup; the batch is checked when its shapes or dtypes are new."""
-        setup = state.setup
-        found = self._jitted.get(setup)
+        setup, rules = state.setup, state.setup.strategy.activations
+        programs = self._jitted.setdefault(setup, {})
+        of_leaves = jax.tree.structure(batch) if rules.inputs else None  # else one layout is that of every leaf
+        found = programs.get(of_leaves)
         if found is None:
             check_options(self._xla)
-            found = self._jitted[setup] = self._jit(setup, self.compile_options(setup))
-            self._checked[setup] = set()
-        shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(batch))
+            lies = lying(batch, setup.batch_sharding)
+            found = programs[of_leaves] = self._jit(setup, self.compile_options(setup), lies)
+            self._checked.setdefault(setup, set())
+        shapes = of_leaves, tuple((np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(batch))
         if shapes not in self._checked[setup]:
-            check_batch(batch, setup.batch_sharding, self._num_micro_steps, self._num_slices)
+            check_batch(batch, setup.batch_sharding, self._num_micro_steps, self._num_slices, rules)
             self._checked[setup].add(shapes)
         return found
 
@@ -81,12 +85,12 @@ class _Program:
         """XLA's options by which the program is compiled for the devices of this setup, the user's among them."""
         return options_for(setup.mesh, self._xla)
 
-    def _jit(self, setup: Setup, compile_options: Options) -> Any:
+    def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         raise AssertionError("a program says how it is jitted")
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         program = self.jitted(state, batch)
         if state.setup not in self._told:
             self._told.add(state.setup)
@@ -99,13 +103,13 @@ class _Program:
     @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).trace, state, batch)
 
     @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract."""
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding))
+        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).lower, state, batch)
 
 
@@ -136,17 +140,20 @@ class TrainStep(_Program):
         """The loss of some rows, with what the model adds to it."""
         return loss_of(self.loss_fn, setup)
 
-    def _jit(self, setup: Setup, compile_options: Options) -> Any:
+    def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         _check_params_dtype(setup, self.options.precision)
         _check_prefetch(setup, self.options)
         _check_frozen(setup, self.options)
         _check_explicit(setup, self.options)
+        _check_whole(setup, self.options, batch)
         _check_wider(setup, self.options.precision)
+        for rule in setup.strategy.activations.remat:
+            check_remat(rule.value, f"remat rule `{rule.key}`: {rule.value!r}")
         return setup.jit(
             self._step,
             (setup.shardings, setup.whole),
             donate_argnums=0,  # the old state's buffers become the new one's: one copy of the state, not two
-            in_shardings=(setup.shardings, setup.batch_sharding),
+            in_shardings=(setup.shardings, batch),
             compiler_options=dict(compile_options) or None,
         )
 
@@ -160,6 +167,7 @@ class TrainStep(_Program):
         with tracing(setup.mesh, setup.strategy), numbers as context, jax.named_scope("gradients"):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
         _check_layers(options, context)
+        _check_named(setup, options, context)
         with jax.named_scope("update"):
             return _update(state, sums, options, _value_fn(self, state, batch, key))
 
@@ -236,11 +244,11 @@ class EvalStep(_Program):
         super().__init__()
         self.loss_fn, self.precision, self._xla = loss_fn, precision, xla
 
-    def _jit(self, setup: Setup, compile_options: Options) -> Any:
+    def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         return setup.jit(
             self._evaluate,
             setup.whole,
-            in_shardings=(setup.shardings, setup.batch_sharding),
+            in_shardings=(setup.shardings, batch),
             compiler_options=dict(compile_options) or None,
         )
 
@@ -286,15 +294,21 @@ def _check_layers(options: StepOptions, context: Numerics) -> None:
             "no matmul of the model goes through meshpar.training.precision.dot_general",
             "give its layers dot_general=meshpar.training.precision.dot_general, or leave matmul out",
         )
-    for name in () if options.remat is None else named_in(options.remat):
-        if name not in context.names:
-            marked = context.names - {MATMUL, SECOND_SHARD}
-            raise problem(
-                f"train_step(remat={options.remat!r})",
-                f"keep what the layers mark as `{name}`",
-                f"they mark {', '.join(f'`{one}`' for one in sorted(marked)) or 'nothing'}",
-                near_or(name, marked, f'mark it: jax.ad_checkpoint.checkpoint_name(x, "{name}")'),
-            )
+
+
+def _check_named(setup: Setup, options: StepOptions, context: Numerics) -> None:
+    """What is to be kept of layers by name is marked in them."""
+    rules = [(f"remat rule `{rule.key}`", rule.value) for rule in setup.strategy.activations.remat]
+    for where, remat in ((f"train_step(remat={options.remat!r})", options.remat), *rules):
+        for name in () if remat is None else named_in(remat):
+            if name not in context.names:
+                marked = context.names - {MATMUL, SECOND_SHARD}
+                raise problem(
+                    where,
+                    f"keep what the layers mark as `{name}`",
+                    f"they mark {', '.join(f'`{one}`' for one in sorted(marked)) or 'nothing'}",
+                    near_or(name, marked, f'mark it: jax.ad_checkpoint.checkpoint_name(x, "{name}")'),
+                )
 
 
 def _check_prefetch(setup: Setup, options: StepOptions) -> None:
@@ -332,6 +346,18 @@ def _check_explicit(setup: Setup, options: StepOptions) -> None:
             "stages, kernels that quantize, and one reduction behind all micro-steps run it inside a shard_map, and "
             "jax makes no axis Explicit where another is Manual already",
             'use accumulate_mode="each" and a strategy without stages and quantize, or leave mp.explicit out',
+        )
+
+
+def _check_whole(setup: Setup, options: StepOptions, batch: PyTree) -> None:
+    """What is whole of the batch is so where the compiler sees all rows."""
+    engine = engine_of(setup, options).__name__.rpartition(".")[2]
+    if (engine != "plain" or setup.model.is_explicit) and not isinstance(batch, NamedSharding):
+        raise problem(
+            f"inputs rules with replicated, and {setup.strategy.label}" + ', accumulate_mode="once"' * options.is_once,
+            "give every device a leaf of the batch whole",
+            "stages, kernels that quantize, one reduction behind all micro-steps and mp.explicit take rows alone",
+            'use accumulate_mode="each" and a strategy without stages and quantize, or repeat it for every row',
         )
 
 
@@ -438,9 +464,19 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     """What modules hand on is held: by rules for activations, and in models without names along the batch."""
     here = ambient()
     assert here is not None
-    num_rows = max((np.shape(x)[0] for x in jax.tree.leaves(rows) if np.ndim(x)), default=0)
+    counts = {np.shape(x)[0] for x in jax.tree.leaves(without_whole(rows)) if np.ndim(x)}
+    num_rows = max(counts, default=0)
     by_rows = lays_nothing_out(setup) and not setup.model.is_explicit
-    with held_between_modules(num_rows, by_rows=by_rows, splitting=setup.splitting_modules) as boundaries:
+    product = None if setup.model.is_explicit else functools.partial(dot_general, narrow=False)
+    split = setup.splitting_modules
+    with held_between_modules(
+        num_rows,
+        by_rows=by_rows,
+        other_rows=frozenset(counts),
+        splitting=split,
+        product=product,
+        policy=_marking_policy if trains else None,
+    ) as boundaries:
         yield
     if not trains:
         return
@@ -456,6 +492,11 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     elif setup.model.kind != "functions":  # which hand nothing on that could be held
         _LAYS_NOTHING_OUT.add(setup)
         raise _LaysNothingOut
+
+
+def _marking_policy(remat: str) -> Callable[..., Any]:
+    """The policy of a remat rule, which notes the names that modules mark what they give by."""
+    return remat_policy(remat, current().numerics.names)
 
 
 _LAYS_NOTHING_OUT: weakref.WeakSet[Setup] = weakref.WeakSet()

@@ -468,3 +468,24 @@ def test_another_dtype_than_promised_is_told(pod):
     (finding,) = [one for one in found.findings if one.rule == "other-dtype"]
     assert "bf16" in finding.what
     assert "f32" in finding.what
+    assert "dot_general" in finding.fix
+
+
+@pytest.mark.pod
+def test_partial_sums_of_modules_that_cast_back_are_no_bfloat16(pod):
+    """What was promised in bfloat16 and sent in float32 is twice the bytes, with the fix for what is too wide."""
+
+    def apply(p, x):
+        hidden = mp.constrain(jax.numpy.tanh(x @ p["a"].astype("float32")), "batch", "act_mlp")
+        return mp.constrain(hidden @ p["b"].astype("float32"), "batch", "act_embed")
+
+    model = two_matmuls(apply, names={"a": ("embed", "mlp"), "b": ("mlp", "embed")})
+    mesh = mp.MeshSpec(tensor=8).abstract()
+    state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=mp.tensor_parallel())
+    step = mp.train_step(squares, precision=mp.Precision(compute="bfloat16"))
+    found = mp.explain(step, state, {"x": np.ones((2048, 96), np.float32)}, "h100:1x8", pod=pod)
+    (line,) = [one for one in found.promise.kept if one.role == "partial sums, forward"]
+    assert (line.dtype, line.found_dtypes) == ("bf16", ("f32",))
+    assert 2 * line.bytes_sent_per_device == line.found_bytes > 0
+    (finding,) = [one for one in found.findings if one.rule == "other-dtype"]
+    assert "build the model's modules with dtype=bfloat16" in finding.fix

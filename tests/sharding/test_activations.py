@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 
 import jax
@@ -12,6 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
@@ -109,6 +111,33 @@ def test_what_modules_without_names_give_lies_as_the_batch(kind, monkeypatch):
     with pytest.warns(UserWarning, match="nothing says how activations"):
         assert mp.explain(left, alone, X).promise.unexpected
     np.testing.assert_allclose(metrics["loss"], left(alone, X)[1]["loss"], rtol=1e-5)
+
+
+@pytest.mark.call_stacks
+@pytest.mark.parametrize("kind", MODELS)
+def test_advice_names_modules_by_the_paths_that_rules_take(kind):
+    """A model that nobody can add `constrain` to: what is unexpected stands at a module, and the rule names it."""
+    rules = mp.Rules(activations={"block0/up": None, r"block\d": (None, None, "act_mlp")})
+    held = mp.custom(params=mp.Rules(), grads=mp.Rules(), optimizer=mp.Rules(), activations=mp.Rules(act_mlp="fsdp"))
+    report = mp.explain(mp.train_step(_loss), _abstract(MODELS[kind](), FSDP | held | rules), X)
+    advised = [one for one in report.promise.unexpected if one.kind == "all-gather"]
+    assert {one.module.partition("block")[2] for one in advised} & {"0/up", "1/up"}, advised
+    assert all("mp.constrain" not in one.fix for one in advised)
+    named = {path for one in advised for path in re.findall(r'activations=\{r"(.*?)"', one.fix)}
+    assert named <= {"block0", "block0/up", "block0/down", "block1", "block1/up", "block1/down", "out"}, named
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_of_plain_layers_leave_their_matmuls_as_the_step_sums_them(kind):
+    """Flax's layers know nothing of `Precision.reduce`: by themselves they would have it summed in bfloat16."""
+    step = mp.train_step(lambda model, x, key: _loss(model, x.astype("bfloat16"), key), precision=mp.Precision(
+        compute="bfloat16"))  # fmt: skip
+    found = [
+        eqn.outvars[0].aval.dtype.name
+        for _, eqn in products(step.trace(_abstract(MODELS[kind](), FSDP), X).jaxpr.jaxpr)
+        if eqn.outvars[0].aval.ndim == 2
+    ]
+    assert found == ["float32"] * 5, "of five weights"
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -251,6 +280,141 @@ def test_a_rule_of_precision_that_would_change_nothing_is_refused():
             mp.train_step(_loss, precision=mp.Precision(compute=compute)).trace(state, X)
     with pytest.raises(mp.MeshparError, match="no dtype of"):
         mp.Rules(precision={"up": "fp8"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Made again in the backward pass, by path
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class LinenNoisy(nn.Module):
+    """Keeps statistics, draws random numbers, sows, marks, and takes what is no array."""
+
+    @nn.compact
+    def __call__(self, x, *, scale=None, trains=False):
+        assert trains is True
+        assert scale is None
+        h = nn.Dense(MLP, name="up")(nn.BatchNorm(use_running_average=False)(x))
+        h = nn.Dense(WIDTH, name="down")(nn.gelu(checkpoint_name(h, "hidden")))
+        self.sow("losses", "aux", h.mean())
+        return x + nn.Dropout(0.1, deterministic=False)(h)
+
+
+class LinenDeep(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for at in range(2):
+            x = LinenNoisy(name=f"blocks_{at}")(x, trains=True)
+        return nn.Dense(WIDTH, name="out")(x)
+
+
+class NnxNoisy(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(WIDTH, MLP, rngs=rngs), nnx.Linear(MLP, WIDTH, rngs=rngs)
+        self.norm, self.drop = nnx.BatchNorm(WIDTH, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x, *, scale=None, trains=False):
+        assert trains is True
+        assert scale is None
+        return x + self.drop(self.down(nnx.gelu(checkpoint_name(self.up(self.norm(x)), "hidden"))))
+
+
+class NnxDeep(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([NnxNoisy(rngs) for _ in range(2)])
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x, trains=True)
+        return self.out(x)
+
+
+DEEP = {"linen": lambda: mp.from_linen(LinenDeep(), X), "nnx": lambda: mp.from_nnx(NnxDeep)}
+
+
+def _deep_loss(model, batch, key):
+    given = {"rngs": {"dropout": key}} if isinstance(model, adapters.BoundLinen) else {}
+    return ((model(batch, **given) - batch) ** 2).mean(), {}
+
+
+def _remats(jaxpr) -> int:
+    inner = (getattr(one, "jaxpr", one) for eqn in jaxpr.eqns for one in jax.tree.leaves(
+        tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")))  # fmt: skip
+    return sum(eqn.primitive.name in ("checkpoint", "remat2") for eqn in jaxpr.eqns) + sum(
+        _remats(one) for one in inner if hasattr(one, "eqns")
+    )
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_a_remat_rule_that_says_nothing_is_an_error(kind):
+    for given, match in (
+        ({"blocks.7": "full"}, "remat rule `blocks.7`.*none of the 1. modules.*did you mean"),
+        ({"blocks.0": "ful"}, "remat rule `blocks.0`: 'ful'.*did you mean `full`"),
+        ({"blocks.0": "save:hiden"}, "remat rule `blocks.0`.*`hiden`.*did you mean `hidden`"),
+    ):
+        state = _abstract(DEEP[kind](), FSDP | mp.Rules(remat=given))
+        with pytest.raises(mp.MeshparError, match=match):
+            mp.train_step(_deep_loss).trace(state, X)
+    rules = mp.Rules(remat={"blocks.0": "full"}) | mp.Rules(remat={"blocks.1": "dots", "out": None})
+    assert mp.Rules.from_json(rules.to_json()) == rules == eval(repr(rules), {"Rules": mp.Rules})
+    assert _remats(mp.train_step(_deep_loss).trace(_abstract(DEEP[kind](), FSDP | rules), X).jaxpr.jaxpr) == 2
+    with pytest.raises(mp.MeshparError, match="it is a int"):
+        mp.Rules(remat={"out": 3})
+
+
+@pytest.mark.matrix
+@pytest.mark.call_stacks
+@pytest.mark.parametrize("policy", ["full", "dots", "save:hidden"])
+@pytest.mark.parametrize("kind", DEEP)
+def test_modules_that_rules_name_are_made_again(kind, policy):
+    """Statistics, random numbers and what is sown are those of one forward pass."""
+    found, batch = [], np.tile(X, (4, 8, 1))  # more activations than weights
+    for rules in (mp.Rules(), mp.Rules(remat={r"blocks.\d": policy})):
+        state, step = _state(DEEP[kind](), FSDP | rules), mp.train_step(_deep_loss)
+        report = mp.explain(step, state.setup.abstract, batch)
+        assert report.is_as_promised, str(report)
+        losses, held = [], report.memory.temporaries_bytes
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        found.append((losses, held, jax.device_get(state.extra)))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)  # float32, fused otherwise
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found[1][2], found[0][2])
+    assert found[1][1] < found[0][1], "bytes of temporaries"
+
+
+@pytest.mark.matrix
+@pytest.mark.call_stacks
+@pytest.mark.parametrize("layout", ["fsdp", "stages", "once"])
+@pytest.mark.parametrize("linen", [False, True])
+def test_modules_in_layers_of_a_decoder_are_made_again(linen, layout):
+    cfg = mp.models.TransformerConfig(
+        vocab_size=32, embed_dim=16, num_layers=4, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+    )
+    ids = jax.ShapeDtypeStruct((ROWS, 8), np.int32)
+    model = mp.from_linen(mp.models.LinenTransformer(cfg), ids) if linen else cfg.build()
+    options = {"accumulate": 2, "accumulate_mode": "once"} if layout == "once" else {}
+    mesh, strategy = mp.MeshSpec(fsdp=8), FSDP
+    if layout == "stages":
+        mesh, strategy = mp.MeshSpec(fsdp=2, stage=4), FSDP | mp.pipeline_parallel(stages=4, microbatches=4)
+    batch = {name: np.arange(ROWS * 8, dtype=np.int32).reshape(ROWS, 8) % 32 for name in ("inputs", "targets")}
+    found = []
+    for rules in (mp.Rules(), mp.Rules(remat={"layers/mlp": "full", "layers/.*_norm": "full"})):
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh.build(), strategy=strategy | rules, key=0)
+        step = mp.train_step(mp.models.next_token_loss, **options)
+        found.append(_remats(step.trace(state, batch).jaxpr.jaxpr))
+        assert mp.explain(step, state.setup.abstract, batch).is_as_promised
+        state, metrics = step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    assert found[2] > found[0]
+    np.testing.assert_allclose(found[3], found[1], rtol=1e-6)  # float32, fused otherwise
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh.abstract(), strategy=strategy | mp.Rules(
+        precision={".*": "float32"}))  # fmt: skip
+    if layout == "fsdp":
+        step = mp.train_step(mp.models.next_token_loss, precision=mp.Precision(compute="bfloat16"))
+        with pytest.raises(mp.MeshparError, match=r"precision rule `\.\*`.*narrow it"):
+            step.trace(state, batch)
 
 
 @pytest.mark.matrix

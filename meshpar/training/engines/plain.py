@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from meshpar.sharding.types import PyTree
-from meshpar.training.batch import split_rows
+from meshpar.training.batch import split_rows, with_whole, without_whole
 from meshpar.training.options import StepOptions
 from meshpar.training.state import TrainState
 from meshpar.training.sums import Loss, Sums, accumulated, compute_params, constrained, grad_specs, micro_step
@@ -31,5 +31,9 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
 
     if options.accumulate == 1:
         return step(state.extra, batch, key)
-    rows = jax.tree.map(lambda x: split_rows(x, options.accumulate, setup.batch_sharding), batch)
-    return accumulated(step, state.extra, rows, key, options.accumulate)
+    rows = jax.tree.map(lambda x: split_rows(x, options.accumulate, setup.batch_sharding), without_whole(batch))
+
+    def of_rows(extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
+        return step(extra, with_whole(batch, rows), key)
+
+    return accumulated(of_rows, state.extra, rows, key, options.accumulate)

@@ -501,9 +501,11 @@ def _check_options(options: StepOptions, setup: Setup) -> None:
 
 
 def _check_offload(options: StepOptions, setup: Setup) -> None:
-    if offloads(options.remat):
+    rules = [(f"remat rule `{rule.key}`", rule.value) for rule in setup.strategy.activations.remat]
+    for asked in (what for what, remat in ((f"train_step(remat={options.remat!r})", options.remat), *rules)
+                  if offloads(remat)):  # fmt: skip
         raise problem(
-            f"train_step(remat={options.remat!r}) under {setup.strategy.label}",
+            f"{asked} under {setup.strategy.label}",
             "keep a microbatch's activations on the host",
             "stages hold them in buffers on the device, from their F to their B",
             "use save:NAMES, or leave out the stages",

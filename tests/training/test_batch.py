@@ -1,0 +1,111 @@
+"""Leaves of a batch that are no rows like the others: graphs, tables, scalars, keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import meshpar as mp
+from tests.equal import mesh_of
+
+GRAPHS, NODES, EDGES, WIDTH = 16, 4, 6, 8
+FSDP = mp.fsdp(min_bytes=0)
+INPUTS = mp.Rules(inputs={r"graph/(nodes|senders|receivers)": "batch", "table": mp.replicated})
+
+
+class Graphs(NamedTuple):
+    """As jraph's, each graph padded to as many nodes and edges: edges name nodes of their own graph."""
+
+    nodes: np.ndarray
+    """[graphs * NODES, WIDTH]."""
+    senders: np.ndarray
+    """[graphs * EDGES], numbers of nodes in their graph."""
+    receivers: np.ndarray
+    n_node: np.ndarray
+    """[graphs]."""
+    globals: None = None
+
+
+def batch() -> dict:
+    rng = np.random.default_rng(0)
+    return {
+        "graph": Graphs(
+            rng.normal(size=(GRAPHS * NODES, WIDTH)).astype(np.float32),
+            *rng.integers(0, NODES, (2, GRAPHS * EDGES), dtype=np.int32),
+            rng.integers(1, NODES + 1, GRAPHS, dtype=np.int32),
+        ),
+        "table": rng.normal(size=(5, WIDTH)).astype(np.float32),
+        "scale": np.float32(0.5),
+        "key": jax.random.key(1),
+    }
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, graph, table):
+        count = graph.n_node.shape[0]
+        nodes = nn.Dense(WIDTH)(graph.nodes).reshape(count, NODES, WIDTH)
+        senders, receivers = (x.reshape(count, EDGES) for x in (graph.senders, graph.receivers))
+        sent = jnp.take_along_axis(nodes, senders[..., None], 1)
+        nodes = nodes + jax.vmap(lambda x, at: jax.ops.segment_sum(x, at, NODES))(sent, receivers)
+        is_real = jnp.arange(NODES) < graph.n_node[:, None]
+        return nn.Dense(WIDTH)((nodes * is_real[..., None]).sum(1) + table.sum(0))
+
+
+def loss(model, batch, key):
+    noise = jax.random.normal(batch["key"], (WIDTH,))
+    return ((model(batch["graph"], batch["table"]) * batch["scale"] - noise) ** 2).mean(), {}
+
+
+def state_on(spec: mp.MeshSpec, strategy, rules=INPUTS):
+    graph = batch()["graph"]._replace(globals=None)
+    model = mp.from_linen(Net(), graph, batch()["table"])
+    return mp.init_state(model, optax.sgd(0.1), mesh=mesh_of(spec), strategy=strategy | rules, key=0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_padded_graphs_train_as_on_one_device(accumulate):
+    found = []
+    for spec, strategy, micro_steps in ((mp.MeshSpec(), mp.ddp(), 1), (mp.MeshSpec(fsdp=8), FSDP, accumulate)):
+        state, step = state_on(spec, strategy), mp.train_step(loss, accumulate=micro_steps)
+        given = batch() if spec == mp.MeshSpec() else mp.shard_batch(batch(), state.setup.mesh, strategy | INPUTS)
+        for _ in range(2):
+            state, metrics = step(state, given)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    np.testing.assert_allclose(*found, rtol=1e-5)  # float32, sums in another order
+    assert given["table"].sharding.is_fully_replicated
+    assert given["graph"].nodes.addressable_shards[0].data.shape == (GRAPHS * NODES // 8, WIDTH)
+    assert mp.Rules.from_json(INPUTS.to_json()) == INPUTS == eval(repr(INPUTS), {**vars(mp), "Rules": mp.Rules})
+
+
+def test_what_inputs_rules_do_not_fit_is_an_error():
+    for rules, options, match in (
+        (mp.Rules(), {}, r"`graph/nodes`.*16 rows.*|`graph/.*mp.Rules\(inputs=\{'"),
+        (INPUTS | mp.Rules(inputs={"graph/globals": "batch"}), {}, "inputs rule `graph/globals`.*none of the batch's"),
+        (mp.Rules(inputs={"graph/.*": "batch", "table": "batch"}), {}, "`table` of shape .5, 8. dim 0.*5 rows are not"),
+        (INPUTS, {"accumulate": 4}, "`graph/n_node`|.*16 rows are not a positive multiple of 32"),
+        (INPUTS, {"accumulate": 2, "accumulate_mode": "once"}, "inputs rules with replicated.*accumulate_mode='each'|"
+         'accumulate_mode="each"'),
+    ):  # fmt: skip
+        with pytest.raises(mp.MeshparError, match=match):
+            mp.train_step(loss, **options).trace(state_on(mp.MeshSpec(fsdp=8), FSDP, rules).setup.abstract, batch())
+    with pytest.raises(mp.MeshparError, match="split by its own rows, or replicated"):
+        mp.Rules(inputs={"table": "fsdp"})
+
+
+@pytest.mark.matrix
+@pytest.mark.call_stacks
+def test_explain_counts_what_is_whole_on_every_device():
+    state = state_on(mp.MeshSpec(fsdp=8), FSDP)
+    report = mp.explain(mp.train_step(loss), state.setup.abstract, batch())
+    assert report.is_as_promised, str(report)
+    cut = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch()["graph"]))
+    rest = report.memory.batch_bytes - cut // 8
+    table = batch()["table"].nbytes
+    assert table <= rest < table + 64, "the scalar and the key once for each graph"
