@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from meshpar.interop.blocks import CONFIG_FIELD
 from meshpar.interop.fields import Field, typed
 from meshpar.interop.table import Tensor
 from meshpar.models.config import TransformerConfig
@@ -83,13 +84,8 @@ def refuse(where: str, field: str, value: object, exists: str, fix: str) -> Exce
 
 def check_known(where: str, document: Mapping[str, Any], family: Family) -> None:
     """Raises `ValueError` for a field that is unknown, or that says what our decoders do not do."""
-    known = (
-        {field.theirs for field in family.fields} | HARMLESS | family.ignored | {"rope_scaling", "quantization_config"}
-    )
+    known = {field.theirs for field in family.fields} | HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD}
     known |= set(family.fixed)
-    if document.get("quantization_config") is not None:
-        fix = "take the release in bfloat16, or dequantize it to that first"
-        raise problem(f"{where}, `quantization_config`", "read quantized weights", "tables are of plain ones", fix)
     for name, value in document.items():
         if name not in known:
             name = str(name)[:60]

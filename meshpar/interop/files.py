@@ -20,6 +20,17 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.interop.blocks import (
+    FLOAT8,
+    SCALE,
+    STANDS_FOR,
+    Block,
+    Bytes,
+    bytes_of,
+    dequantized,
+    scale_shape,
+    scale_slices,
+)
 from meshpar.sharding.types import problem
 from meshpar.training.interrupts import scratch
 
@@ -40,7 +51,7 @@ class Entry:
     file: str
     shape: tuple[int, ...]
     dtype: str
-    """As numpy names it."""
+    """As numpy names it; of 8-bit floats what they stand for."""
 
     @property
     def nbytes(self) -> int:
@@ -94,18 +105,22 @@ class Folder:
     Args:
       path: of the folder.
       single: the file's name where there is no index.
+      block: rows and columns that share a factor, where weights are 8-bit floats: they are read as what they stand for.
 
     Raises:
       ValueError: no such folder or no safetensors in it; an index that names files outside, or says what they do not
-        hold; a file that is none; a dtype that is none of weights.
+        hold; a file that is none; a dtype that is none of weights; factors that are missing, surplus, or of another
+        shape.
     """
 
-    def __init__(self, path: str | Path, *, single: str = SINGLE) -> None:
-        self.path, self._single = Path(path), single
+    def __init__(self, path: str | Path, *, single: str = SINGLE, block: Block | None = None) -> None:
+        self.path, self._single, self._block = Path(path), single, block
         self._files: dict[str, Any] = {}
+        self._eight_bits: dict[str, Bytes] = {}
+        self._scales: dict[str, Entry] = {}
         self._opened = contextlib.ExitStack()
         try:
-            self.entries = self._entries()
+            self.entries = self._scaled(self._entries())
         except BaseException:
             self._opened.close()
             raise
@@ -120,16 +135,45 @@ class Folder:
         self._opened.close()
 
     def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
-        """A part of a tensor, copied out of the file; no more than that is read of its rows."""
+        """A part of a tensor, copied out of the file; no more than that is read of its rows.
+
+        What 8-bit floats stand for comes as float32, and of their factors those of the part are read.
+        """
         entry = self.entries[name]
         try:
-            return self._files[entry.file].get_slice(name)[tuple(slices)]
+            if name not in self._eight_bits:
+                return self._files[entry.file].get_slice(name)[tuple(slices)]
+            assert self._block is not None
+            scale = self._files[self._scales[name].file].get_slice(name + SCALE)[scale_slices(slices, self._block)]
+            return dequantized(self._eight_bits[name].read(slices), scale, slices, self._block)
         except Exception as error:  # whatever the library meets in a file
             raise self._unreadable(self.path / entry.file, error) from error
 
     def whole(self, name: str) -> np.ndarray:
         """All of a tensor."""
-        return self.read(name, [slice(0, size) for size in self.entries[name].shape])
+        entry = self.entries[name]
+        return self.read(name, [slice(0, size) for size in entry.shape]).astype(jnp.dtype(entry.dtype), copy=False)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether some of it is 8-bit floats."""
+        return bool(self._eight_bits)
+
+    def _scaled(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """The tensors without the factors of those in 8 bits, which are checked and kept aside."""
+        for name in self._eight_bits:
+            assert self._block is not None
+            entry, scale, where = entries[name], entries.pop(name + SCALE, None), f"{self.path}, `{name[:100]}{SCALE}`"
+            fix = "take all files of the release, and its config.json"
+            if scale is None:
+                raise problem(where, "read the factors of its blocks", "there is no such tensor", fix)
+            if len(entry.shape) != 2 or scale.shape != scale_shape(entry.shape, self._block):
+                exists = f"of {list(entry.shape)} in blocks of {list(self._block)}"
+                raise problem(where, f"take {list(scale.shape)} as its factors", exists, fix)
+            if scale.dtype not in ("float32", "bfloat16"):
+                raise problem(where, f"take factors in {scale.dtype}", "they are float32 or bfloat16", fix)
+            self._scales[name] = scale
+        return entries
 
     def _entries(self) -> dict[str, Entry]:
         files = self._listed()
@@ -191,12 +235,17 @@ class Folder:
             held = [(name, one.get_shape(), one.get_dtype()) for name, one in found]
         except Exception as error:
             raise self._unreadable(path, error) from error
+        if self._block is not None and any(dtype == FLOAT8 for *_, dtype in held):
+            self._eight_bits |= bytes_of(path)
         for name, shape, dtype in held:
+            if name in self._eight_bits:
+                yield name, Entry(file, tuple(shape), STANDS_FOR)
+                continue
             if dtype not in DTYPES:
                 raise problem(
                     f"{path}, `{name[:100]}`",
                     f"read {dtype}",
-                    f"weights are {', '.join(DTYPES)} here",
+                    f"weights are {', '.join(DTYPES)} here, or {FLOAT8} by `quantization_config`",
                     "take the release in bfloat16, or convert it to that first",
                 )
             yield name, Entry(file, tuple(shape), DTYPES[dtype])

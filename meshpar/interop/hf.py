@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from meshpar.interop.blocks import CONFIG_FIELD, Block, read_block
 from meshpar.interop.decoder import Family, check_known
 from meshpar.interop.families import BY_TYPE
 from meshpar.interop.fields import built, read_rope, write_rope
@@ -51,6 +53,8 @@ class Described(NamedTuple):
     config: TransformerConfig
     family: Family
     document: dict[str, Any]
+    block: Block | None = None
+    """Rows and columns that share a factor, where weights are 8-bit floats."""
 
 
 def from_hf(
@@ -69,12 +73,16 @@ def from_hf(
 
     Of the host's memory this takes one shard of one array at a time, beside what the devices hold of it.
 
+    Releases in 8-bit floats with a factor for each block (DeepSeek-V3, Kimi-K2: `quantization_config`) are read as the
+    numbers they stand for: multiplied in float32, then rounded to `dtype`.
+
     Args:
       folder: as transformers' `save_pretrained` writes it, or a release's.
       mesh: the devices, by axis.
       strategy: a strategy, or bare `Rules`.
       tx: the optimizer, to train with; None: none, to look at the model or to write it elsewhere.
-      dtype: of the parameters; None: the widest that the files have, so that nothing is rounded.
+      dtype: of the parameters; None: the widest that the files have, so that nothing is rounded; of weights in 8-bit
+        floats bfloat16.
       precision: as for `init_state`; its parameters' dtype goes before `dtype`.
       lora: adapters to train in place of the model's matrices, as in `mp.lora`.
       key: a jax random key, or a seed, of training.
@@ -90,8 +98,8 @@ def from_hf(
     Example:
       >>> cfg, state = from_hf("Llama-3.1-8B", mesh=mesh, strategy=mp.fsdp(), tx=optax.adamw(1e-5))
     """
-    with Folder(folder) as files:
-        described = describe(Path(folder))
+    described = describe(Path(folder))
+    with Folder(folder, block=described.block) as files:
         _check(files, described)
         param_dtype = dtype or widest(files, described)
         check_dtype("from_hf(dtype=...)", param_dtype)
@@ -108,8 +116,8 @@ def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> Tr
     Raises:
       ValueError: as `from_hf`; or a setup of another model.
     """
-    with Folder(folder) as files:
-        described = describe(Path(folder))
+    described = describe(Path(folder))
+    with Folder(folder, block=described.block) as files:
         _check(files, described)
         return _load(files, described, setup, key)
 
@@ -120,8 +128,9 @@ def check_weights(folder: str | Path) -> None:
     Raises:
       ValueError: as `from_hf`.
     """
-    with Folder(folder) as files:
-        _check(files, describe(Path(folder)))
+    described = describe(Path(folder))
+    with Folder(folder, block=described.block) as files:
+        _check(files, described)
 
 
 def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
@@ -157,13 +166,14 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
         fix = "take one of them, or write a table beside these in meshpar/interop/families"
         raise problem(f"{where}, `model_type`", f"read {shown}", f"the families are {', '.join(BY_TYPE)}", fix)
     check_known(where, document, family)
+    block = read_block(where, document)
     values: dict[str, Any] = {}
     for field in family.fields:
         values[field.ours] = field.read(where, document)
     values |= read_rope(where, document, scores="latent.kv_rank" in values)
     family.read_more(where, document, values)
     try:
-        return Described(built(values), family, dict(document))
+        return Described(built(values), family, dict(document), block)
     except ValueError as error:
         raise problem(where, "make a config of it", str(error).rstrip("."), "take the release's config.json") from error
 
@@ -254,7 +264,7 @@ def check_dtype(where: str, dtype: str) -> None:
 
 def _check(files: Folder, described: Described) -> None:
     """Raises `ValueError` unless the files hold the tensors of the table, of their shapes, and no other."""
-    config, family, document = described
+    config, family, document, _ = described
     there = files.entries
     expected = _shapes(family.tensors(config), len(there), files.path)
     kept = _shapes(family.kept(config, document), len(there), files.path)
@@ -377,7 +387,9 @@ def to_hf(
       config: of the model.
       folder: a new one.
       like: the folder the model came from, or `hf` of a run: names the family, and gives what is not ours: other fields
-        of config.json, the tokenizer, modules our decoders do not run, and how tensors are spread over files.
+        of config.json, the tokenizer, modules our decoders do not run, and how tensors are spread over files. Where its
+        weights are 8-bit floats, what is written is plain all the same, and `quantization_config` is left out, which
+        a warning says.
       dtype: of the weights; None: each tensor's in `like`, or without that the parameters'. Experts' biases
         stay float32.
       file_bytes: no file is larger, but for one with one tensor.
@@ -397,17 +409,18 @@ def to_hf(
         check_dtype("to_hf(dtype=...)", dtype)
     with contextlib.ExitStack() as stack:
         source = None if like is None else describe(Path(like))
+        block = None if source is None else source.block
         family = family_of(config) if source is None else source.family
         document = _document(written(config, family), source, dtype)
         has_files = like is not None and any((Path(like) / name).exists() for name in (SINGLE, INDEX))
-        files = stack.enter_context(Folder(like)) if like is not None and has_files else None
+        files = stack.enter_context(Folder(like, block=block)) if like is not None and has_files else None
         made = Made(family.tensors(config), params, extra, files, dtype)
         kept = [] if source is None else kept_names(source)
         made.kept = tuple(name for name in kept if files is not None and name in files.entries)
         fresh = stack.enter_context(whole_folder(folder))
         names = [*made.pieces, *made.kept]
         sizes = {name: made.nbytes(name) for name in names}
-        same = files is not None and files.entries.keys() == sizes.keys()
+        same = files is not None and files.entries.keys() == sizes.keys() and not files.is_scaled
         same = same and files is not None and all(files.entries[name].nbytes == sizes[name] for name in names)
         spread = {name: files.entries[name].file for name in names} if same and files else None
         write(fresh, spread or assigned(sizes.items(), file_bytes), made, sum(sizes.values()))
@@ -418,7 +431,7 @@ def to_hf(
 
 def kept_names(described: Described) -> list[str]:
     """Tensors that our decoders do not run, and that a folder may have."""
-    config, family, document = described
+    config, family, document, _ = described
     return [name for one in family.kept(config, document) for name, _ in one.names()]
 
 
@@ -435,6 +448,8 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
     if source is None:
         return ours | ({} if dtype is None else {"torch_dtype": dtype})
     theirs = dict(source.document)
+    if theirs.pop(CONFIG_FIELD, None) is not None:
+        warnings.warn(f"to_hf: weights are written plain, and config.json without `{CONFIG_FIELD}`", stacklevel=3)
     if _meaning(source.config) != _meaning(described(ours).config):
         drop = {"architectures", "model_type", "torch_dtype", "num_nextn_predict_layers"}
         theirs |= {name: value for name, value in ours.items() if name not in drop}

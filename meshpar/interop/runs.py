@@ -51,7 +51,7 @@ def keep_beside(source: str | Path, run: Path) -> Path:
     shutil.copyfile(Path(source) / CONFIG, to / CONFIG)
     copy_beside(source, to)
     described = describe(Path(source))
-    with Folder(source) as files:
+    with Folder(source, block=described.block) as files:
         kept = [name for name in kept_names(described) if name in files.entries]
         if kept:
             total = sum(files.entries[name].nbytes for name in kept)

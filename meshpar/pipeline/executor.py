@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,14 @@ class Functions:
     """Metric of `last` by which microbatches are weighed; None: all count the same."""
     inside: Callable[[PyTree, PyTree, PyTree, Micro], PyTree] | None = None
     """(parameters of one part, ends, x, micro) -> y, where `stage` leaves out ends that it must not depend on."""
+    trained: Params | None = None
+    """A truth for each leaf of the parts and of the ends: whether it has a gradient. None: all have."""
+
+    def of_trained(self, tree: PyTree, what: Literal["parts", "ends"]) -> PyTree:
+        """Of a tree like the parts or the ends what has a gradient; None stands for the others."""
+        if self.trained is None:
+            return tree
+        return jax.tree.map(lambda on, x: x if on else None, getattr(self.trained, what), tree)
 
 
 class Params(NamedTuple):
@@ -205,6 +213,7 @@ class _Trace:
         self.params, self.ends, self.rows, self.key, self.extra = params, ends, rows, key, extra
         self.chunks = self.plan.schedule.chunks
         self.functions = executor.functions
+        self._trained = self.functions.of_trained
         zero = jnp.zeros((), jnp.int32)
         micro = self.micro(zero, zero)
         self.x = jax.eval_shape(self.functions.first, ends, micro)
@@ -224,11 +233,11 @@ class _Trace:
     def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[Sums, tuple[PyTree, PyTree]]:
         """Of one microbatch, times its weight; and the gradients of the ends and of y, likewise."""
 
-        def last(ends: PyTree, y: PyTree) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def last(trained: PyTree, y: PyTree) -> tuple[jax.Array, dict[str, jax.Array]]:
             with jax.named_scope("loss"):
-                return jax.tree.map(jnp.asarray, self.functions.last(ends, y, micro))
+                return jax.tree.map(jnp.asarray, self.functions.last(_with_frozen(trained, ends), y, micro))
 
-        loss, vjp, metrics = jax.vjp(last, ends, y, has_aux=True)
+        loss, vjp, metrics = jax.vjp(last, self._trained(ends, "ends"), y, has_aux=True)
         name = self.functions.weight
         sums = weighed_by(None if name is None else metrics[name], loss, metrics)
         if name is None:
@@ -283,7 +292,8 @@ class _Trace:
         def sums(like: PyTree, *lead: int) -> PyTree:
             return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), self.executor.grad_dtype(x.dtype)), like)
 
-        grads = Params(*self.executor.pin(sums(self.part_params, self.chunks), sums(self.ends)))
+        parts, ends = self._trained(self.part_params, "parts"), self._trained(self.ends, "ends")
+        grads = Params(*self.executor.pin(sums(parts, self.chunks), sums(ends)))
         wide = {k: jnp.float32 if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.int32 for k, x in self.aux.items()}
         dtypes = {k: jnp.promote_types(x.dtype, wide[k]) for k, x in self.aux.items()}
         aux = {k: jnp.zeros((self.chunks, *x.shape), dtypes[k]) for k, x in self.aux.items()}
@@ -371,7 +381,7 @@ class _Trace:
                 with jax.named_scope("weights"):
                     left = handed if own else read(backlog, at["backlog"][W])
                     shared = self.split.shared(whole(B if own else W))
-                    grads = self.split.weights(shared, read_stash[W], left)
+                    grads = self._trained(self.split.weights(shared, read_stash[W], left), "parts")
                     parts = _sum(sums.grads.parts, grads, None if self.chunks == 1 else at["chunk"][W])
                     sums = sums.replace(grads=sums.grads._replace(parts=parts))
             if has_f:
@@ -422,7 +432,8 @@ class _Trace:
             (dx, _), handed = self.split.backward(shared, stash, ((dy, ones), _zeros(self.aux)))
 
             def into_first(ends: PyTree) -> PyTree:
-                (d_ends,) = jax.vjp(lambda e: self._first(e, micro), self.ends)[1](dx)
+                trained = self._trained(self.ends, "ends")
+                (d_ends,) = jax.vjp(lambda e: self._first(_with_frozen(e, self.ends), micro), trained)[1](dx)
                 return _sum(ends, d_ends)
 
             with jax.named_scope(IF_FIRST):
@@ -432,7 +443,13 @@ class _Trace:
 
 def split_stage(functions: Functions, params: PyTree, x: PyTree, micro: Micro) -> SplitVjp:
     """F, B and W of a part, as the executor runs them: of `(params, (x, the microbatch))`."""
-    return split_vjp(_stage(functions), params, (x, _data(micro)))
+    trained = None if functions.trained is None else functions.trained.parts
+    return split_vjp(_stage(functions), params, (x, _data(micro)), trained=trained)
+
+
+def _with_frozen(trained: PyTree, tree: PyTree) -> PyTree:
+    """The tree, with what is trained in its place."""
+    return jax.tree.map(lambda x, y: y if x is None else x, trained, tree, is_leaf=lambda x: x is None)
 
 
 def _stage(functions: Functions) -> Callable[[PyTree, tuple[PyTree, Any]], Any]:

@@ -91,11 +91,12 @@ class StagedRun:
           batch: each leaf `[rows, ...]`; a device's own rows are cut into microbatches.
           key: for random numbers.
           specs: how the parameters lie, PartitionSpecs.
-          grad_specs: how gradients come out.
+          grad_specs: how gradients come out. What the functions do not train has none: None stands there.
           late: `[stage, numbers]`; None: no numbers.
           extra: what the model keeps beside parameters; every stage has all of it.
         """
-        share = _Share(self, specs)
+        share, of_trained = _Share(self, specs), self.functions.of_trained
+        grad_specs = Params(of_trained(grad_specs.parts, "parts"), of_trained(grad_specs.ends, "ends"))
         if share.placement.moves_shards:
             params = params._replace(parts=self._moved(share.placement.spread, params.parts, specs.parts))
         late = jnp.zeros((self.schedule.stages, 0), jnp.float32) if late is None else late
@@ -181,7 +182,7 @@ class _Share:
             pin=lambda parts, ends: (_pinned(parts, auto.parts), _pinned(ends, auto.ends)),
         )
         self.owners: list[set[int]] = []
-        """For each leaf of the ends, the stages that make gradients of it; known once this is traced."""
+        """For each leaf of the ends that is trained, the stages that make its gradient; known once this is traced."""
 
     @property
     def in_specs(self) -> tuple[Any, ...]:
@@ -191,7 +192,8 @@ class _Share:
     @property
     def out_specs(self) -> Any:
         by_batch, axis = self.batch_axes or None, self.run.axis
-        grads = _each(lambda own: P(_but(P(by_batch), own)[0], axis, *own[1:]), self.own)
+        own = self.run.functions.of_trained(self.own, "parts")
+        grads = _each(lambda own: P(_but(P(by_batch), own)[0], axis, *own[1:]), own)
         return P() if self.run.sync else P(axis), Params(grads, P(axis, by_batch))
 
     def __call__(
@@ -208,7 +210,11 @@ class _Share:
         # Here, where the axes that the functions may communicate over have names.
         one = self.executor.whole(jax.tree.map(lambda p: p[0], parts))
         micro = Micro(jax.tree.map(lambda x: x[0], rows), key, jnp.zeros((), jnp.int32), extra)
-        self.owners = checks.owners_of_ends(run, one, params.ends, micro)
+        owners = jax.tree.unflatten(
+            jax.tree.structure(params.ends), checks.owners_of_ends(run, one, params.ends, micro)
+        )
+        of_trained = run.functions.of_trained(owners, "ends")
+        self.owners = jax.tree.leaves(of_trained, is_leaf=lambda x: isinstance(x, set))
         (sums, aux), late = self.executor(columns, parts, params.ends, rows, key, late[0], extra)
         back = sums.grads.parts if self.placement.moves_shards else self.placement.collect(sums.grads.parts)
         grads = jax.tree.map(lambda g: g[None], Params(back, sums.grads.ends))
@@ -258,8 +264,8 @@ class _Share:
 
 
 def _each(function: Callable[..., Any], *trees: PyTree) -> PyTree:
-    """`jax.tree.map` over specs, and whatever trees go with them."""
-    return jax.tree.map(function, *trees, is_leaf=is_spec)
+    """`jax.tree.map` over specs, and whatever trees go with them, which may have nothing (None) in a place."""
+    return jax.tree.map(lambda *of: None if any(x is None for x in of) else function(*of), *trees, is_leaf=is_spec)
 
 
 def _but(spec: P, own: P) -> P:

@@ -18,7 +18,9 @@ Values: TypeAlias = tuple[jax.Array, ...]
 Item = TypeVar("Item")
 
 
-def split_vjp(stage_fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree) -> SplitVjp:
+def split_vjp(
+    stage_fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree, *, trained: PyTree = None
+) -> SplitVjp:
     """Cut the backward pass of a function into the gradient of its input (B) and of its parameters (W).
 
     The backward pass is traced and sliced: the equations on the way to the input's gradient are B, the rest are W.
@@ -32,6 +34,8 @@ def split_vjp(stage_fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: P
       stage_fn: `(params, x) -> y`, pytrees of arrays. What it closes over counts as constant.
       params: arrays, tracers or `ShapeDtypeStruct`s.
       x: as well.
+      trained: a truth for each of the parameters, whether it has a gradient; W gives float0 zeros for the others. None:
+        all have.
 
     Returns:
       F, B and W for arguments of these shapes.
@@ -44,7 +48,7 @@ def split_vjp(stage_fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: P
         return y, residuals
 
     fwd, (y, residuals) = flat_jaxpr(forward, params, x)
-    ends = _Ends(params=_TreeLeaves(params), x=_TreeLeaves(x), y=_TreeLeaves(y))
+    ends = _Ends(params=_TreeLeaves(params, trained), x=_TreeLeaves(x), y=_TreeLeaves(y))
 
     def backward(residuals: list[jax.Array], dy: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         dparams, dx = jax.tree.unflatten(pullback["tree"], residuals)(ends.y.tree(dy))
@@ -96,7 +100,7 @@ class SplitVjp:
         return self._ends.x.tree(out[self._ends.params.num_smooth :]), tuple(backlog)
 
     def weights(self, shared: Values, stash: Values, backlog: Values) -> PyTree:
-        """W: gradients of the parameters; float0 zeros where those are integers."""
+        """W: gradients of the parameters; float0 zeros where those are integers, or not trained."""
         given = [*self._kept.residuals(shared, stash), *[None] * self._ends.y.num_smooth]
         out = self._backward.run_second(given, backlog)
         return self._ends.params.tree(out[: self._ends.params.num_smooth])
@@ -146,14 +150,16 @@ def _cut(fwd: ClosedJaxpr, bwd: ClosedJaxpr, residuals: Sequence[Any], ends: _En
 
 
 class _TreeLeaves:
-    """The leaves of a pytree, of which only the real and complex ones have gradients."""
+    """The leaves of a pytree, of which only the real and complex ones have gradients, and of these all or some."""
 
-    def __init__(self, like: PyTree) -> None:
+    def __init__(self, like: PyTree, chosen: PyTree = None) -> None:
         self.like = like
         self.structure: Any
         leaves, self.structure = jax.tree.flatten(like)
         self.count = len(leaves)
-        self.is_smooth = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+        wanted = [True] * self.count if chosen is None else jax.tree.leaves(chosen)
+        of = zip(leaves, wanted, strict=True)
+        self.is_smooth = [one and jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf, one in of]
         self.num_smooth = sum(self.is_smooth)
         self.shapes = [leaf.shape for leaf in leaves]
 

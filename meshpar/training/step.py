@@ -143,7 +143,6 @@ class TrainStep(_Program):
     def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         _check_params_dtype(setup, self.options.precision)
         _check_prefetch(setup, self.options)
-        _check_frozen(setup, self.options)
         _check_explicit(setup, self.options)
         _check_whole(setup, self.options, batch)
         _check_wider(setup, self.options.precision)
@@ -324,17 +323,6 @@ def _check_prefetch(setup: Setup, options: StepOptions) -> None:
     if options.is_once:
         exists = 'accumulate_mode="once" gathers all weights before the first micro-step'
         raise problem(where, spec, exists, 'leave prefetch out, or use accumulate_mode="each"')
-
-
-def _check_frozen(setup: Setup, options: StepOptions) -> None:
-    engine = engine_of(setup, options).__name__.rpartition(".")[2]
-    if any(setup.is_frozen) and engine != "plain":
-        raise problem(
-            f"trainable= and {setup.strategy.label}" + ', accumulate_mode="once"' * options.is_once,
-            "leave frozen parameters out of the gradients",
-            "stages, kernels that quantize, and one reduction behind all micro-steps make gradients of all parameters",
-            'use accumulate_mode="each", a strategy without stages and quantize, or train all parameters',
-        )
 
 
 def _check_explicit(setup: Setup, options: StepOptions) -> None:

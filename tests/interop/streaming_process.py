@@ -11,12 +11,15 @@ import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import meshpar as mp
 from meshpar.interop import from_hf
+from meshpar.interop.blocks import SCALE
 
 STEP_S = 0.002
+BLOCK = 128
 
 
 def held(field: str = "RssAnon") -> int:
@@ -25,8 +28,8 @@ def held(field: str = "RssAnon") -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def make(folder: Path, num_bytes: int) -> None:
-    """A Llama of about that size, one file a layer, written layer by layer."""
+def make(folder: Path, num_bytes: int, *, in_8_bits: bool = False) -> None:
+    """A Llama of about that size in float32, one file a layer, written layer by layer; layers in 8 bits, if so."""
     from safetensors.numpy import save_file
 
     width, hidden, vocab, heads = 1024, 4096, 8192, 8
@@ -50,11 +53,17 @@ def make(folder: Path, num_bytes: int) -> None:
     shapes |= {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
     shapes |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}  # type: ignore[dict-item]
     for layer in range(layers):
-        save({f"model.layers.{layer}.{name}.weight": random(*shape) for name, shape in shapes.items()})
+        tensors = {f"model.layers.{layer}.{name}.weight": random(*shape) for name, shape in shapes.items()}
+        for name, x in [*tensors.items()] if in_8_bits else []:
+            if x.ndim == 2:
+                tensors |= {name: x.astype(jnp.float8_e4m3fn), name + SCALE: random(*(n // BLOCK for n in x.shape))}
+        save(tensors)
     config = {
         "model_type": "llama", "vocab_size": vocab, "hidden_size": width, "intermediate_size": hidden,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
     }  # fmt: skip
+    if in_8_bits:
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     (folder / "config.json").write_text(json.dumps(config))
     index = {"metadata": {}, "weight_map": held_by}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -72,7 +81,7 @@ def main() -> None:
 
     watching = threading.Thread(target=watch)
     watching.start()
-    _, state = from_hf(folder, mesh=mesh, strategy=strategy)
+    _, state = from_hf(folder, mesh=mesh, strategy=strategy, dtype="float32")
     stop.set()
     watching.join()
     share = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
@@ -81,6 +90,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        make(Path(sys.argv[1]), int(sys.argv[2]))
+        make(Path(sys.argv[1]), int(sys.argv[2]), in_8_bits=sys.argv[3] == "fp8")
     else:
         main()

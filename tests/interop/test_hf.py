@@ -183,7 +183,7 @@ def test_written_in_another_dtype_over_several_files(tmp_path, mesh8):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_config_says_the_same_in_both_directions(kind):
     document, *_ = golden(kind)
-    config, family, _ = described(document)
+    config, family, *_ = described(document)
     again = described(written(config, family)).config
     assert dataclasses.replace(again, moe=config.moe) == config
     assert family_of(config) is family

@@ -80,7 +80,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_config_is_the_decoder_of_that_name(name):
-    config, family, _ = described(PUBLISHED[name])
+    config, family, *_ = described(PUBLISHED[name])
     ours = getattr(models, name)()
     same = {"rope_yarn": config.rope_yarn} if name == "deepseek_v3" else {}  # trained without, released with it
     if config.moe is not None:

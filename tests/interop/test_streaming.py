@@ -15,8 +15,9 @@ BYTES = 3_000_000_000
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("form", ["plain", "fp8"])
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not say what a process holds")
-def test_a_process_holds_its_share_and_a_tenth_more(tmp_path, child_env):
+def test_a_process_holds_its_share_and_a_tenth_more(form, tmp_path, child_env):
     folder = tmp_path / "model"
     folder.mkdir()
 
@@ -25,7 +26,7 @@ def test_a_process_holds_its_share_and_a_tenth_more(tmp_path, child_env):
         return subprocess.run(command, env=child_env, capture_output=True, text=True, check=True).stdout
 
     try:
-        run(str(folder), str(BYTES))
+        run(str(folder), str(BYTES), form)
         found = json.loads(run(str(folder)))
     finally:
         shutil.rmtree(folder)

@@ -12,17 +12,16 @@ import pytest
 
 import meshpar as mp
 from meshpar.interop import from_hf, to_hf
-from meshpar.interop.files import Folder
-from meshpar.interop.hf import _check, describe, described
+from meshpar.interop.hf import check_weights, described
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden, header_of, with_header
+from tests.interop.test_blocks import folders
 
 
 def looked_at(folder: Path) -> None:
     """What `from_hf` does before it makes arrays."""
-    with Folder(folder) as files:
-        _check(files, describe(folder))
+    check_weights(folder)
 
 
 def edited(path: Path, change: Any) -> None:
@@ -51,7 +50,7 @@ def moved(to: str) -> Any:
         (INDEX, lambda d: d.update(weight_map=[1]), "it is no object"),
         (CONFIG, lambda d: d.update(model_type="gemma3"), "the families are llama, mistral, qwen3"),
         (CONFIG, lambda d: d.update(attention_bias=True), "`attention_bias`.*our decoders have False only"),
-        (CONFIG, lambda d: d.update(quantization_config={"quant_method": "fp8"}), "dequantize it"),
+        (CONFIG, lambda d: d.update(quantization_config={"quant_method": "awq"}), "dequantize it"),
         (CONFIG, lambda d: d.update(partial_rotary_factor=0.5), "`partial_rotary_factor`.*no such field"),
         (CONFIG, lambda d: d.update(rope_scaling={"rope_type": "longrope"}), "the decoders rotate by"),
         (CONFIG, lambda d: d.update(hidden_size=32), r"take \[24, 16\].*by config.json it is \[24, 32\]"),
@@ -87,7 +86,7 @@ def other_dtype(header: dict[str, Any]) -> None:
         (offsets_past_the_end, "no sound safetensors file"),
         (lambda h: h[NAME].update(shape=[24, 17]), "no sound safetensors file"),
         (lambda h: h[NAME].update(dtype="Q4"), "no sound safetensors file"),
-        (other_dtype, "weights are F64, F32, F16, BF16"),
+        (other_dtype, "weights are F64, F32, F16, BF16 here, or F8_E4M3 by"),
         (lambda h: h[NAME].update(shape=[16, 24]), r"take \[16, 24\]"),
         (lambda h: h.pop(NAME), "no sound safetensors file"),
     ],
@@ -102,8 +101,8 @@ def test_a_header_that_lies(change, says, tmp_path):
 
 
 def test_pickled_files_are_not_read(tmp_path):
-    folder = tmp_path / "source"
-    folder.mkdir()
+    folder = folder_of("llama", tmp_path / "source")
+    (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(MeshparError, match="pickled files are never read"):
         from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
@@ -174,6 +173,7 @@ def check_parts(error: MeshparError) -> None:
 def test_broken_folders_are_an_error_in_four_parts_or_fine(num, tmp_path):
     rng, fine = random.Random(num), 0
     sources = {kind: folder_of(kind, tmp_path / kind, files=2) for kind in ("llama", "deepseek_v3")}
+    sources["8 bits"], _ = folders("qwen3", tmp_path, files=2)
     for _ in range(num):
         folder = sources[rng.choice(list(sources))]
         target = folder / rng.choice([CONFIG, CONFIG, INDEX, FIRST])

@@ -484,7 +484,3 @@ def test_what_cannot_be_frozen_is_an_error():
                              (lambda path: "yes", "of `base` it says 'yes', no truth.*return True")):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):
             mp.init_state(_adapted(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), key=0, trainable=trainable)
-    state = mp.abstract_state(_adapted(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), trainable="lora/a")
-    once = mp.train_step(lambda model, x, key: (model(x).mean(), {}), accumulate=2, accumulate_mode="once")
-    with pytest.raises(mp.MeshparError, match="trainable=.*train all parameters"):
-        once.trace(state, np.ones((16, 16), np.float32))

@@ -67,10 +67,10 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     params = constrained(params, setup.named(whole))
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        step = functools.partial(micro_step, loss, options, params)
+        step = functools.partial(micro_step, loss, options, params, setup=setup)
         sums = _local_sums(step, options, setup, axes, extra, rows, key)
         if options.weight is not None:
-            sums = _evened(sums, axes, options, params)
+            sums = _evened(sums, axes, options, setup.trained(params))
         if not axes:
             return sums
         # Every device's own gradients behind a dim that the axes split.
@@ -83,7 +83,7 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     # Left to XLA, for a scatter written by hand would first gather what other axes split.
     # lax.reduce, for jnp.sum would widen a narrow reduction to float32.
     summed = jax.tree.map(lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads)
-    return sums.replace(grads=constrained(summed, setup.named(setup.layout.grads)))
+    return sums.replace(grads=constrained(summed, setup.named(setup.trained(setup.layout.grads))))
 
 
 def _quantized(
@@ -101,21 +101,21 @@ def _quantized(
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> Sums:
         if options.is_once:
             whole = unshard.whole(params, noise)
-            step: MicroStep = functools.partial(micro_step, loss, options, whole)
+            step: MicroStep = functools.partial(micro_step, loss, options, whole, setup=setup)
         else:
             step = _sharded_step(loss, options, setup, unshard, params, noise)
         sums = _local_sums(step, options, setup, axes, extra, rows, key)
         if options.is_once:
-            sums = sums if options.weight is None else _evened(sums, axes, options, whole)
+            sums = sums if options.weight is None else _evened(sums, axes, options, setup.trained(whole))
             sums = sums.replace(grads=unshard.scattered(sums.grads, noise))
         return _reduce_all_but_gradients(sums, axes)
 
-    run = _by_device(local, setup, axes, unshard.specs, unshard.specs)
+    run = _by_device(local, setup, axes, unshard.specs, setup.trained(unshard.specs))
     sums = run(state.params, state.extra, batch, key, noise)
     if options.accumulate == 1 and options.weight is None:  # a mean over devices, where XLA's own is one over rows
         value, grads = jax.tree.map(lambda x: x / sums.weight.astype(x.dtype), (sums.loss, sums.grads))
         sums = sums.replace(loss=value, metrics=means(sums.metrics, sums.weight), grads=grads)
-    return sums.replace(grads=constrained(sums.grads, setup.named(grad_specs(setup, options))))
+    return sums.replace(grads=constrained(sums.grads, setup.named(setup.trained(grad_specs(setup, options)))))
 
 
 def _by_device(
@@ -151,14 +151,16 @@ def _sharded_step(
 ) -> MicroStep:
     """Gradients by shards: they come out as weighed sums over all devices."""
 
-    def loss_of(params: PyTree, extra: PyTree, micro: PyTree, key: jax.Array, weight: jax.Array | None) -> Any:
+    def loss_of(trained: PyTree, extra: PyTree, micro: PyTree, key: jax.Array, weight: jax.Array | None) -> Any:
+        masters = setup.with_frozen(trained, params)
+
         def gather(at: str, layer: PyTree) -> PyTree:
             return unshard.layer(noise, weight, at, layer)
 
         with gathering(gather) as context:
             context.num_scans = 0
             try:
-                out = loss(unshard.entered(params, noise, weight), extra, micro, key)
+                out = loss(unshard.entered(masters, noise, weight), extra, micro, key)
             except (TypeError, ValueError) as error:
                 _check_layers_gathered(setup, unshard, context, error)
                 raise
@@ -166,7 +168,7 @@ def _sharded_step(
         return out
 
     def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> Sums:
-        masters = jax.tree.map(wide, params)
+        masters = jax.tree.map(wide, setup.trained(params))
         # Gradients are reduced weighed, so the weight is known before: a forward pass of which XLA keeps what it takes,
         # which is little where the weight is a count of tokens.
         weight = None

@@ -101,6 +101,8 @@ def bytes_of_a_layer(setup: Setup, options: StepOptions) -> tuple[int, int]:
         stays = set(axes_of_spec(_without(one, setup.batch_axes)))
         others = math.prod(sizes[axis] for axis in axes if axis in stays)
         gathered += elements // others * compute.itemsize
+        if not one.leaf.is_trained:
+            continue
         kept += elements // math.prod(sizes[axis] for axis in axes) * options.precision.reduce_dtype(compute).itemsize
     return gathered, kept
 
@@ -112,6 +114,12 @@ class Layout(NamedTuple):
     """While the layer computes: over some axes replicated."""
     shards: Callable[[PyTree], PyTree]
     """As the parameters lie."""
+    is_trained: PyTree = None
+    """A truth for each: whether it has a gradient. None: all have."""
+
+    def trained(self, tree: PyTree) -> PyTree:
+        """Of a tree like the weights what has a gradient; None stands for the others."""
+        return tree if self.is_trained is None else jax.tree.map(lambda on, x: x if on else None, self.is_trained, tree)
 
 
 def _run(setup: Setup, at: str, layer: Layer, x: Any, rows: tuple[PyTree, PyTree]) -> Any:
@@ -132,8 +140,12 @@ def _run(setup: Setup, at: str, layer: Layer, x: Any, rows: tuple[PyTree, PyTree
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
+    def is_trained(path: Any, weight: jax.Array) -> bool:
+        return leaf_at(at, path_str(path), decisions, lambda held: held.leaf.is_trained).leaf.is_trained
+
     whole = functools.partial(laid, without=setup.strategy.prefetched_axes)
-    return prefetched(layer, x, rows, Layout(whole, functools.partial(laid, without=())))
+    trained = jax.tree_util.tree_map_with_path(is_trained, rows[0])
+    return prefetched(layer, x, rows, Layout(whole, functools.partial(laid, without=()), trained))
 
 
 def _without(one: Decision, axes: tuple[str, ...]) -> PartitionSpec:
@@ -202,7 +214,7 @@ class _Ahead:
             return self.body(x, given, smooth, fixed, *consts)
 
         shards = jax.tree.map(lambda one: one.shard if _is_ahead(one) else one, weights, is_leaf=_is_ahead)
-        (y, loss), vjp, metrics = jax.vjp(layer, x, shards, smooth, consts, has_aux=True)
+        (y, loss), vjp, metrics = jax.vjp(layer, x, self.layout.trained(shards), smooth, consts, has_aux=True)
         residuals, tree = jax.tree.flatten(vjp)
         at_hand = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((weights, smooth, fixed, consts)))}
         places = [at_hand.get(id(leaf)) for leaf in residuals]
@@ -253,7 +265,9 @@ def _is_ahead(x: Any) -> bool:
     return isinstance(x, Ahead)
 
 
-def _in_place_of(weight: jax.Array | Ahead, shard: jax.Array) -> jax.Array | Ahead:
+def _in_place_of(weight: jax.Array | Ahead, shard: jax.Array | None) -> jax.Array | Ahead:
+    if shard is None:  # it has no gradient
+        return weight
     return Ahead(shard, weight.whole) if isinstance(weight, Ahead) else shard
 
 

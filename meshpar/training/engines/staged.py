@@ -132,6 +132,8 @@ class _Cut:
     """Of each leaf."""
     is_layer: tuple[bool, ...]
     """Likewise."""
+    is_frozen: tuple[bool, ...]
+    """Likewise."""
     counts: tuple[int, ...]
     """Layers of each part."""
     axis: str
@@ -154,6 +156,7 @@ class _Cut:
             structure=jax.tree.structure(setup.layout.variables.params),
             names=tuple(leaf.names or () for leaf in leaves),
             is_layer=is_layer,
+            is_frozen=setup.is_frozen,
             counts=pipelined.layers_of_parts(counts.pop(), schedule.num_parts),
             axis=pipelined.axis,
         )
@@ -168,8 +171,8 @@ class _Cut:
         return Params([x[self.rows] for x in stacks], ends)
 
     def joined(self, params: Params) -> PyTree:
-        """`parted` undone."""
-        return self._tree([self.by_layer(x) for x in params.parts], params.ends)
+        """`parted` undone; None stays where there is nothing."""
+        return self._tree([None if x is None else self.by_layer(x) for x in params.parts], params.ends)
 
     def by_layer(self, x: jax.Array) -> jax.Array:
         """`[part, most layers of a part, ...] -> [layers, ...]`, without rows that fill up; of `[part, 1, ...]` all."""
@@ -305,7 +308,8 @@ class _Cut:
             value, metrics = traced(_zeros(no_parts), ends, micro, lambda layer, x, params: behind.zeros(y))
             return value, {name: x for name, x in metrics.items() if name not in behind.metrics}
 
-        return Functions(first=first, stage=stage, last=last, weight=weight, inside=inside)
+        trained = Params(*self._sorted([not one for one in self.is_frozen])) if any(self.is_frozen) else None
+        return Functions(first=first, stage=stage, last=last, weight=weight, inside=inside, trained=trained)
 
 
 # ---- Behind the loop -------------------------------------------------------------------------------------------------
