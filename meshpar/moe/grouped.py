@@ -73,7 +73,7 @@ def grouped_matmul(
       group_sizes: may sum to less than R, not to more.
       implementation: `blocked`, `tokamax` (its GPU kernel; an optional package), or `auto`: `choose_grouped_matmul`
         says which and why.
-      block: rows of a block; None: a 16th of a group of mean size, a power of two from 8 to 4096.
+      block: rows of a block; None: a quarter of a group of mean size, a power of two from 8 to 4096.
       typical_rows: what `group_sizes` sum to as a rule, where that is less than R; None: nothing is known.
 
     Raises:

@@ -232,14 +232,14 @@ def flops(**options):
 
 @pytest.mark.parametrize("block", cases(None, grid=[None, 64, 100]))
 def test_flops_of_the_program_are_the_closed_form(block):
-    """Value and both gradients; with its own block no more than a 16th above the routed work."""
+    """Value and both gradients; with its own block no more than a quarter above the routed work."""
     groups, inner, columns = LARGE["groups"], LARGE["width"], LARGE["columns"]
     routed = 3 * cost.matmul_flops(LARGE["rows"], inner, columns)
     found = flops(block=block, typical_rows=LARGE["rows"])
-    assert found == 3 * cost.grouped_matmul_flops(LARGE["rows"], groups, block or 32, inner, columns)
-    assert routed <= found <= routed * (1 + groups * (block or 32) / LARGE["rows"])
+    assert found == 3 * cost.grouped_matmul_flops(LARGE["rows"], groups, block or 128, inner, columns)
+    assert routed <= found <= routed * (1 + groups * (block or 128) / LARGE["rows"])
     if block is None:
-        assert found <= 17 / 16 * routed
+        assert found <= 5 / 4 * routed
 
 
 def test_rows_beyond_the_typical_ones_are_left_to_a_loop_that_ends_with_the_last():
