@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.interop.blocks import CONFIG_FIELD, Block, read_block
 from meshpar.interop.decoder import Family, check_known
-from meshpar.interop.families import BY_TYPE
+from meshpar.interop.families import BY_TYPE, LACKING
 from meshpar.interop.fields import built, read_rope, write_rope
 from meshpar.interop.files import INDEX, SINGLE, Folder, assigned, in_order, read_json, whole_folder, write, write_json
 from meshpar.interop.table import Tensor
@@ -165,7 +165,10 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
     if family is None:
         shown = repr(kind)[:60]
         fix = "take one of them, or write a table beside these in meshpar/interop/families"
-        raise problem(f"{where}, `model_type`", f"read {shown}", f"the families are {', '.join(BY_TYPE)}", fix)
+        exists = f"the families are {', '.join(BY_TYPE)}"
+        if isinstance(kind, str) and kind in LACKING:
+            exists += f"; for {shown} TransformerConfig has no {LACKING[kind]}"
+        raise problem(f"{where}, `model_type`", f"read {shown}", exists, fix)
     check_known(where, document, family)
     block = read_block(where, document)
     values: dict[str, Any] = {}
