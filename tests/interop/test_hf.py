@@ -72,7 +72,6 @@ LAYOUTS = {
     ("kind", "layout", "dtype"),
     cases(
         ("mixtral", "experts", "bfloat16"),
-        ("qwen3", "stages", "bfloat16"),
         grid=[
             (kind, layout, dtype)
             for kind in KINDS for layout in ("stages", "experts", "fsdp") for dtype in ("float32", "bfloat16")
@@ -94,7 +93,7 @@ def test_from_one_mesh_to_another_and_back(kind, layout, dtype, tmp_path):
     assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("kind", cases("deepseek_v3", grid=KINDS))
+@pytest.mark.parametrize("kind", cases("llama", grid=KINDS))
 def test_linen_has_the_same_leaves(kind, tmp_path, mesh8):
     source = folder_of(kind, tmp_path / "source")
     _, _, tokens, logits = golden(kind)
