@@ -422,12 +422,8 @@ def to_hf(
         made = Made(family.tensors(config), params, extra, files, dtype, together=True)
         kept = [] if source is None else kept_names(source)
         made.kept = tuple(name for name in kept if files is not None and name in files.entries)
-        names = [*made.pieces, *made.kept]
-        sizes = {name: made.nbytes(name) for name in names}
-        same = files is not None and files.entries.keys() == sizes.keys() and not files.is_scaled
-        same = same and files is not None and all(files.entries[name].nbytes == sizes[name] for name in names)
-        spread = {name: files.entries[name].file for name in names} if same and files else None
-        spread = spread or assigned(sizes.items(), file_bytes)
+        sizes = {name: made.nbytes(name) for name in (*made.pieces, *made.kept)}
+        spread = _spread(sizes, files, file_bytes)
 
         def fill(fresh: Path) -> None:
             write(fresh, spread, made, sum(sizes.values()))
@@ -436,6 +432,13 @@ def to_hf(
 
         _filled(folder, fill, made, spread)
     return Path(folder)
+
+
+def _spread(sizes: Mapping[str, int], files: Folder | None, file_bytes: int) -> dict[str, str]:
+    """The file of each tensor: as in the folder the model came from, where that has the same tensors."""
+    if files is not None and not files.is_scaled and {n: one.nbytes for n, one in files.entries.items()} == sizes:
+        return {name: files.entries[name].file for name in sizes}
+    return assigned(sizes.items(), file_bytes)
 
 
 def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files: Mapping[str, str]) -> None:
@@ -563,6 +566,7 @@ def _gathered(array: Any, at: tuple[int, ...]) -> np.ndarray:
     if not isinstance(array, jax.Array):
         return np.asarray(array)[at]
     if not array.is_fully_addressable:
+        assert isinstance(array.sharding, NamedSharding)
         of = _picked(NamedSharding(array.sharding.mesh, PartitionSpec()))(array, [np.int32(i) for i in at])
         return np.asarray(of.addressable_data(0))
     out = np.empty(array.shape[len(at) :], array.dtype)
