@@ -12,7 +12,7 @@ import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,6 +32,10 @@ OPEN_ROWS = 64
 """Rows that a conversation may still go into: few are left half empty, and packing stays quick."""
 DATE = "2024-07-26"
 """What Llama's templates say where they are told no day."""
+MOST_STEPS = 1_000_000
+"""Turns of loops and calls that a template may take for one conversation: those of the field take a few a message."""
+MOST_PRODUCT = 100_000
+"""What a template multiplies is no longer, and no larger."""
 _FIELDS = ("inputs", "targets", "segments", "positions", "weights")
 
 
@@ -213,18 +217,20 @@ class Template:
     def __init__(self, source: str, named: Mapping[str, str], *, where: str, date: str = DATE) -> None:
         self.where, self._named = where, dict(named)
         try:
-            import jinja2.sandbox
+            import jinja2.nodes
         except ImportError as error:
             exists, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
             raise problem("meshpar.data.ChatData", "render a chat template", exists, fix) from error
-        env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        self._steps = 0
+        env = _environment(self._step)
         env.filters["tojson"] = _to_json
         env.globals["raise_exception"] = _refused
         env.globals["strftime_now"] = _day(date).strftime
         try:
-            self._template = env.from_string(source)
+            parsed = env.parse(source)
+            for loop in parsed.find_all(jinja2.nodes.For):
+                loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None)
+            self._template = env.from_string(parsed)
         except Exception as error:  # a program of others fails in any way: SyntaxError, MemoryError, AssertionError
             raise problem(where, "read it as a chat template", _told(error), "take the file of the release") from error
 
@@ -283,7 +289,13 @@ class Template:
             spans.append((len(before), len(upto)))
         return text, spans
 
+    def _step(self) -> None:
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            raise ValueError(f"it takes more than {MOST_STEPS:,} steps")
+
     def _text(self, where: str, messages: list[dict[str, Any]], *, prompts: bool) -> str:
+        self._steps = 0
         try:
             text = self._template.render(messages=messages, add_generation_prompt=prompts, **self._named)
             text.encode()  # JSON can spell half a character, which no tokenizer takes
@@ -291,6 +303,39 @@ class Template:
         except Exception as error:
             fix = "correct the conversation, or name another template"
             raise problem(where, f"render it by {self.where}", _told(error), fix) from error
+
+
+def _environment(step: Callable[[], None]) -> Any:
+    """A sandbox of jinja2's that tells of each turn of a loop and each call, and makes nothing huge of two numbers.
+
+    What its filters make, and what a template adds to itself, is bounded by the number of steps alone.
+    """
+    import jinja2.sandbox
+
+    class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call(self, *args: Any, **kwargs: Any) -> Any:
+            step()
+            return super().call(*args, **kwargs)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            numbers = [x for x in (left, right) if isinstance(x, int | float)]
+            sizes = [len(x) for x in (left, right) if isinstance(x, str | list | tuple)]
+            if operator == "*" and sizes and numbers and max(sizes) * max(numbers) > MOST_PRODUCT:
+                raise ValueError(f"it repeats something to more than {MOST_PRODUCT:,}")
+            if operator == "**" and any(abs(x) > MOST_PRODUCT for x in (*numbers, abs(right) * 10)):
+                raise ValueError("it takes the power of a large number")
+            return super().call_binop(context, operator, left, right)
+
+    def counted(items: Any) -> Iterator[Any]:
+        for item in items:
+            step()
+            yield item
+
+    env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["counted"] = counted
+    return env
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def digest(file: File) -> bytes:
 def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, bool]]:
     """Paths of one entry, each with the number of its last parts that make its name, and whether it was named."""
     path = Path(os.path.abspath(os.path.expanduser(entry)))
-    check_name(path, f"`TextData.files` entry `{entry[:100]}`", "name a file, a folder or a glob")
+    check_name(path, f"`files` entry `{entry[:100]}`", "name a file, a folder or a glob")
     if entry == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         found = [p for p in root.rglob("*.py") if _is_stdlib(p.relative_to(root))]
@@ -186,7 +186,7 @@ def _no_such_path(entry: str, path: Path) -> ValueError:
         options = sorted(p.name for p in path.parent.iterdir())
         with_near = f"in {path.parent}: {near(path.name, options)}"
     return problem(
-        f"`TextData.files` entry `{entry}`",
+        f"`files` entry `{entry}`",
         "read it",
         f"there is no such file or folder, and it is neither a glob nor the word `{STDLIB}`",
         f"name one that exists ({with_near})",
@@ -195,7 +195,7 @@ def _no_such_path(entry: str, path: Path) -> ValueError:
 
 def _nothing_found(entry: str, root: Path, suffixes: Sequence[str]) -> ValueError:
     return problem(
-        f"`TextData.files` entry `{entry}`",
+        f"`files` entry `{entry}`",
         "find files",
         f"no file under {root} matches",
         f"name a file, a glob that matches (`**` goes into folders), or a folder with any of {' '.join(suffixes)}",

@@ -126,7 +126,7 @@ def load_tokenizer(name: str, *, separator: str | None = None) -> Tokenizer:
         return HuggingFaceTokenizer(name, separator=separator)
     if separator is not None:
         raise problem(
-            "`TextData.separator`",
+            "`separator`",
             f"separate documents with {separator!r}",
             "the byte tokenizer always uses byte 0",
             "leave `separator` out, or name a tokenizer.json",
@@ -140,11 +140,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def _tokenizer_file(path: Path) -> Path:
-    check_name(path, "`TextData.tokenizer`", f'name a tokenizer.json, or use "{BYTES}"')
+    check_name(path, "`tokenizer`", f'name a tokenizer.json, or use "{BYTES}"')
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         fix = f'name a tokenizer.json or a folder that holds one, or use "{BYTES}"'
-        raise problem("`TextData.tokenizer`", f"load {file}", "there is no such file", fix)
+        raise problem("`tokenizer`", f"load {file}", "there is no such file", fix)
     return file
 
 
@@ -155,7 +155,7 @@ def _load(file: Path) -> Any:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         fix = "name a file that the `tokenizers` library wrote"
-        raise problem("`TextData.tokenizer`", f"load {file}", f"it is not a tokenizer ({error})", fix) from error
+        raise problem("`tokenizer`", f"load {file}", f"it is not a tokenizer ({error})", fix) from error
 
 
 def _separator_id(file: Path, vocab: dict[str, int], separator: str | None) -> int | None:
@@ -165,12 +165,12 @@ def _separator_id(file: Path, vocab: dict[str, int], separator: str | None) -> i
         if separator not in vocab:
             exists = f"the vocabulary of {file} has no such token"
             asked = f"separate documents with {separator!r}"
-            raise problem("`TextData.separator`", asked, exists, near(separator, vocab))
+            raise problem("`separator`", asked, exists, near(separator, vocab))
         return vocab[separator]
     usual = [token for token in SEPARATORS if token in vocab]
     if not usual:
         raise problem(
-            "`TextData.separator`",
+            "`separator`",
             "find the token that ends a document",
             f"the vocabulary of {file} has none of {', '.join(SEPARATORS)}",
             'name one of its tokens as `separator`, or set separator="" to join documents with nothing between',

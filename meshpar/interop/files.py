@@ -274,6 +274,11 @@ def assigned(sizes: Iterable[tuple[str, int]], most_bytes: int) -> dict[str, str
     }
 
 
+def in_order(files: Mapping[str, str]) -> list[str]:
+    """Tensors in the order in which `write` asks for them, by the file of each."""
+    return [name for file in dict.fromkeys(files.values()) for name, of in files.items() if of == file]
+
+
 def write(
     folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int, *, index: bool = True
 ) -> None:

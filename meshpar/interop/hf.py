@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.interop.blocks import CONFIG_FIELD, Block, read_block
 from meshpar.interop.decoder import Family, check_known
-from meshpar.interop.families import BY_TYPE
+from meshpar.interop.families import BY_TYPE, LACKING
 from meshpar.interop.fields import built, read_rope, write_rope
-from meshpar.interop.files import INDEX, SINGLE, Folder, assigned, read_json, whole_folder, write, write_json
+from meshpar.interop.files import INDEX, SINGLE, Folder, assigned, in_order, read_json, whole_folder, write, write_json
 from meshpar.interop.table import Tensor
 from meshpar.models.config import PARAM_DTYPES, TransformerConfig
 from meshpar.parallel import Strategy
@@ -164,7 +165,10 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
     if family is None:
         shown = repr(kind)[:60]
         fix = "take one of them, or write a table beside these in meshpar/interop/families"
-        raise problem(f"{where}, `model_type`", f"read {shown}", f"the families are {', '.join(BY_TYPE)}", fix)
+        exists = f"the families are {', '.join(BY_TYPE)}"
+        if isinstance(kind, str) and kind in LACKING:
+            exists += f"; for {shown} TransformerConfig has no {LACKING[kind]}"
+        raise problem(f"{where}, `model_type`", f"read {shown}", exists, fix)
     check_known(where, document, family)
     block = read_block(where, document)
     values: dict[str, Any] = {}
@@ -380,10 +384,11 @@ def to_hf(
 ) -> Path:
     """Write a model as a folder that transformers reads: `config.json` and safetensors files, all of it or nothing.
 
-    Of the host's memory this takes one file at a time.
+    Of the host's memory this takes one file at a time. Where several processes hold the state all of them call it:
+    process 0 writes, and the others send it their parts, a tensor at a time.
 
     Args:
-      state: a state, or its parameters alone. All on devices of this process. A state's adapters are merged.
+      state: a state, or its parameters alone. A state's adapters are merged.
       config: of the model.
       folder: a new one.
       like: the folder the model came from, or `hf` of a run: names the family, and gives what is not ours: other fields
@@ -414,19 +419,55 @@ def to_hf(
         document = _document(written(config, family), source, dtype)
         has_files = like is not None and any((Path(like) / name).exists() for name in (SINGLE, INDEX))
         files = stack.enter_context(Folder(like, block=block)) if like is not None and has_files else None
-        made = Made(family.tensors(config), params, extra, files, dtype)
+        made = Made(family.tensors(config), params, extra, files, dtype, together=True)
         kept = [] if source is None else kept_names(source)
         made.kept = tuple(name for name in kept if files is not None and name in files.entries)
-        fresh = stack.enter_context(whole_folder(folder))
-        names = [*made.pieces, *made.kept]
-        sizes = {name: made.nbytes(name) for name in names}
-        same = files is not None and files.entries.keys() == sizes.keys() and not files.is_scaled
-        same = same and files is not None and all(files.entries[name].nbytes == sizes[name] for name in names)
-        spread = {name: files.entries[name].file for name in names} if same and files else None
-        write(fresh, spread or assigned(sizes.items(), file_bytes), made, sum(sizes.values()))
-        write_json(fresh / CONFIG, document)
-        copy_beside(like, fresh)
+        sizes = {name: made.nbytes(name) for name in (*made.pieces, *made.kept)}
+        spread = _spread(sizes, files, file_bytes)
+
+        def fill(fresh: Path) -> None:
+            write(fresh, spread, made, sum(sizes.values()))
+            write_json(fresh / CONFIG, document)
+            copy_beside(like, fresh)
+
+        _filled(folder, fill, made, spread)
     return Path(folder)
+
+
+def _spread(sizes: Mapping[str, int], files: Folder | None, file_bytes: int) -> dict[str, str]:
+    """The file of each tensor: as in the folder the model came from, where that has the same tensors."""
+    if files is not None and not files.is_scaled and {n: one.nbytes for n, one in files.entries.items()} == sizes:
+        return {name: files.entries[name].file for name in sizes}
+    return assigned(sizes.items(), file_bytes)
+
+
+def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files: Mapping[str, str]) -> None:
+    """A new folder, filled by process 0, to which the others send their parts of each tensor when it makes that.
+
+    Raises:
+      ValueError: in all processes, where the first could not write it.
+    """
+    failure: BaseException | None = None
+    if jax.process_index() == 0:
+        try:
+            with whole_folder(folder) as fresh:
+                fill(fresh)
+        except BaseException as error:
+            if jax.process_count() == 1:
+                raise
+            failure = error
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    for name in in_order(files):  # of process 0 what it has not come to: the others send it all the same
+        made.take_part(name)
+    has_failed = multihost_utils.process_allgather(np.array(failure is not None)).any()
+    if failure is not None:
+        raise failure
+    if has_failed:
+        exists, fix = "process 0 could not, and says why", "see its error"
+        raise problem(f"to_hf, folder `{folder}`", "write it", exists, fix)
 
 
 def kept_names(described: Described) -> list[str]:
@@ -462,9 +503,11 @@ class Made:
     """The tensors of a model to write, made one at a time of the arrays they are parts of."""
 
     def __init__(
-        self, tensors: list[Tensor], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None
-    ) -> None:
+        self, tensors: list[Tensor], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None,
+        *, together: bool = False,
+    ) -> None:  # fmt: skip
         self.files, self.dtype = files, dtype
+        self._taken: set[str] = set()
         self.kept: tuple[str, ...] = ()
         arrays = dict(tree_leaves_with_paths(params))
         beside = dict(tree_leaves_with_paths(extra))
@@ -477,10 +520,10 @@ class Made:
                 exists = "there is none" if found is None else f"it has {found.shape}"
                 fix = "give the state of this config" + ", not its parameters alone" * one.is_extra
                 raise problem(f"to_hf, `{one.ours}`", f"write an array of {one.shape}", exists, fix)
-            if isinstance(found, jax.Array) and not found.is_fully_addressable:
+            if isinstance(found, jax.Array) and not (together or found.is_fully_addressable):
                 exists = "other processes hold a part of it"
-                fix = "save a checkpoint, and convert it in one process: meshpar convert to-hf RUN DIR"
-                raise problem(f"to_hf, `{one.ours}`", "write it", exists, fix)
+                fix = "save a checkpoint, and convert it in one process: meshpar convert to-peft RUN DIR"
+                raise problem(f"to_peft, `{one.ours}`", "write it", exists, fix)
             for name, at in one.names():
                 self.pieces.setdefault(name, []).append((one, found, at))
 
@@ -504,17 +547,28 @@ class Made:
         if name in self.kept:
             assert self.files is not None
             return self.files.whole(name)
+        self._taken.add(name)
         pieces = self.pieces[name]
         out = np.empty(pieces[0][0].their_shape, self.dtype_of(name))
         for one, array, at in pieces:
             one.write(_gathered(array, at), out)
         return out
 
+    def take_part(self, name: str) -> None:
+        """Send other processes what they need of a tensor, unless it has been made here."""
+        if name in self.pieces and name not in self._taken:
+            for _, array, at in self.pieces[name]:
+                _gathered(array, at)
+
 
 def _gathered(array: Any, at: tuple[int, ...]) -> np.ndarray:
     """What stands at these indices of an array's leading dims, put together on the host of the shards that hold it."""
     if not isinstance(array, jax.Array):
         return np.asarray(array)[at]
+    if not array.is_fully_addressable:
+        assert isinstance(array.sharding, NamedSharding)
+        of = _picked(NamedSharding(array.sharding.mesh, PartitionSpec()))(array, [np.int32(i) for i in at])
+        return np.asarray(of.addressable_data(0))
     out = np.empty(array.shape[len(at) :], array.dtype)
     for shard in array.addressable_shards:
         bounds = [one.indices(size)[:2] for one, size in zip(shard.index, array.shape, strict=True)]
@@ -526,3 +580,9 @@ def _gathered(array: Any, at: tuple[int, ...]) -> np.ndarray:
         part = np.asarray(shard.data)[here] if on_host else np.asarray(shard.data[here])  # all of it, or what is needed
         out[tuple(slice(*one) for one in bounds[len(at) :])] = part
     return out
+
+
+@functools.lru_cache(maxsize=8)
+def _picked(whole: NamedSharding) -> Any:
+    """What stands at indices of an array's leading dims, on every device; one program for all indices."""
+    return jax.jit(lambda array, at: array[tuple(at)], out_shardings=whole)

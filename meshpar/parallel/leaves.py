@@ -147,7 +147,8 @@ def gathered(facts: Facts, weight: Weight) -> Promised | None:
     # that is computed again may gather again. MoE layers gather their router on the way in, and keep it.
     passes = 1 if facts.is_once else 2
     fewest = (1 if is_router(decision) else passes) * facts.micro_steps * stack if stack > 1 else 1
-    most = (passes + (facts.is_remat and stack > 1)) * facts.micro_steps * stack
+    # XLA unrolls a loop over one layer, and may gather again for what it computes again all the same.
+    most = (passes + (facts.is_remat and decision.leaf.is_stacked)) * facts.micro_steps * stack
     if facts.is_prefetched and stack > 1:
         # The backward pass has the last layer's; the last iteration of its loop has no layer to gather for.
         fewest, most = max(1, fewest - facts.micro_steps), max(most, fewest)

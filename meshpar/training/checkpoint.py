@@ -278,6 +278,7 @@ class Checkpoints:
                 for leaves in (like, there)
             )
         _check_fits(there, like, where)
+        _check_alpha(run.get("lora_alpha"), setup, where)
         stored = _agreed(lambda: self._read_arrays(step, like, setup, format_=run["format"]))
         values = _flat(stored["leaves"], like)
         written = [run["leaves"][path].get("fingerprint") for path in like]
@@ -519,6 +520,7 @@ def _document(
         "step": step,
         "mesh": state.table.mesh,
         "strategy": state.table.strategy,
+        "lora_alpha": None if state.setup.model.lora is None else state.setup.model.lora.alpha,
         "leaves": {
             path: {"shape": list(x.shape), "dtype": x.dtype.name, "fingerprint": fingerprint}
             for (path, x), fingerprint in zip(leaves.items(), _fingerprints(leaves, state.setup), strict=True)
@@ -617,6 +619,14 @@ def _check_fits(stored: Mapping[str, Any], like: Mapping[str, Any], where: str) 
     ):
         fix = "give init_state the precision it was trained with"
     raise problem(where, "be restored into this state", "; ".join(found), f"{fix}, or use another checkpoint folder")
+
+
+def _check_alpha(stored: float | None, setup: Setup, where: str) -> None:
+    """Adapters count as often as when they were trained, which no array tells; older checkpoints do not say it."""
+    lora = setup.model.lora
+    if stored is not None and lora is not None and lora.alpha != stored:
+        asked = f"be restored into a model with lora(alpha={lora.alpha})"
+        raise problem(where, asked, f"its adapters were trained with alpha={stored}", f"use lora(alpha={stored})")
 
 
 def _shown(shape: Sequence[int], dtype: str) -> str:

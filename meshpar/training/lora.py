@@ -240,12 +240,29 @@ def _laid(narrow: jax.Array, layer: _Layer) -> jax.Array:
 
     Left to itself XLA splits the rank where few tokens are a device's, and sends more than the numbers are worth.
     """
-    here, names = ambient(), ("batch", "norm_seq" if layer.is_between_blocks else "seq", None)
-    knows = here is not None and {"batch", "seq", "norm_seq"} <= here.rules.names
-    if here is None or not knows or layer.names is None or narrow.ndim != 3 or outer_axes() or here.mesh.size == 1:
+    if layer.names is None or narrow.ndim != 3:
         return narrow
+    return _by_names(narrow, "batch", "norm_seq" if layer.is_between_blocks else "seq", None)
+
+
+def _gathered(a: jax.Array, b: jax.Array, layer: _Layer) -> tuple[jax.Array, jax.Array]:
+    """The pair, split over the residual stream's width as that is, where one of the two takes it in or makes it.
+
+    Left to itself XLA takes it to other shards first, where fewer ranks split it than the matrix beside it.
+    """
+    names = (layer.names or ())[layer.num_stacked :]
+    if names[: layer.num_in] == ("embed",):
+        a = _by_names(a, "act_embed", None)
+    return a, _by_names(b, None, "act_embed") if names[layer.num_in :] == ("embed",) else b
+
+
+def _by_names(x: jax.Array, *names: str | None) -> jax.Array:
+    """Laid out by names of activations, in a step that knows them; else as it is."""
+    here = ambient()
+    if here is None or not set(names) - {None} <= here.rules.names or outer_axes() or here.mesh.size == 1:
+        return x
     # Not `constrain`: that a pair is laid out does not say that the model's activations are.
-    return jax.lax.with_sharding_constraint(narrow, NamedSharding(here.mesh, spec_of(narrow, *names)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(here.mesh, spec_of(x, *names)))
 
 
 def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -255,7 +272,7 @@ def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: 
         exists = f"of x {list(x.shape)} it made {list(y.shape)}: its matrix is taken out of it and multiplied elsewhere"
         fix = 'leave it out of `modules`; of the decoders, tensor_matmul="xla" multiplies in the layer'
         raise problem(f"lora, `{path}`", f"add {[*x.shape[:at], *b.shape[1:]]} to what the layer makes", exists, fix)
-    dtype = jnp.result_type(x, a)
+    dtype, (a, b) = jnp.result_type(x, a), _gathered(a, b, layer)
     dims = tuple(range(at, x.ndim)), tuple(range(num_in))
     narrow = dot_general(x.astype(dtype), a.astype(dtype), (dims, ((), ())), narrow=False)
     narrow = _laid(narrow, layer)

@@ -96,7 +96,8 @@ def test_a_packed_row_is_learnt_as_its_conversations_alone(tmp_path):
     np.testing.assert_allclose(together, np.average([loss for loss, _ in alone], weights=weights), rtol=1e-5)
 
 
-def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path):
+def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshpar.data.chat.MOST_STEPS", 2000)
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     for source, match in (
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -109,7 +110,11 @@ def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path):
         ),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ range(999999999) | list }}", "OverflowError|Range too big"),
-        ("{{ 'x' * 10**15 }}", "MemoryError"),
+        ("{{ 'x' * 10**15 }}", "repeats something"),
+        ("{{ 2 ** 999999999 }}", "power of a large number"),
+        ("{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}", "more than 2,000 steps"),
+        ("{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(99) }}", "more than 2,000 steps"),
+        ("{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}", "RecursionError|steps"),
         ("{{ cycler() }}", "RuntimeError"),
     ):
         with pytest.raises(mp.MeshparError, match=match):

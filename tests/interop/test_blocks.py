@@ -81,7 +81,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("kind", "layout", "dtype"),
     cases(
-        ("deepseek_v3", "experts", None),
+        ("qwen3_moe", "one", None),
         grid=[
             (kind, layout, dtype)
             for kind, layout in (("deepseek_v3", "experts"), ("qwen3", "tensor"), ("qwen3_moe", "one"))

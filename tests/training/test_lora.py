@@ -55,7 +55,6 @@ GRID = [
     ("nnx", "data=2,fsdp=4", mp.hsdp(), {"accumulate": 2, "remat": "minimal"}),
     ("linen", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
     ("nnx", "fsdp=4,context=2", mp.fsdp() | mp.context_parallel(), {"accumulate": 1}),
-    ("nnx", "fsdp=2,tensor=4", mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
     ("nnx", "fsdp=8", mp.fsdp(prefetch=1), {"layers": 3, "remat": "full"}),
     ("linen", "fsdp=8", mp.fsdp(prefetch=1), {"layers": 2, "accumulate": 2}),
     ("nnx", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(), {"accumulate": 2, "accumulate_mode": "once"}),
@@ -83,9 +82,9 @@ def test_stages_make_and_send_gradients_of_adapters_alone(kind, mesh, strategy, 
 
 def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[str, Any]) -> None:
     """Of a step on a mesh, by the chain rule from those of the merged model on one device; and what is sent of them."""
-    layers = options.get("layers", 1)
-    options = {name: one for name, one in options.items() if name != "layers"}
-    config = dataclasses.replace(CONFIG, num_layers=layers, num_heads=4, num_kv_heads=4, head_dim=4)
+    options = dict(options)
+    layers = options.pop("layers", 1)
+    config = dataclasses.replace(CONFIG, num_layers=layers)
     model = mp.lora(rank=2, alpha=4, modules=ALL)(decoder(kind, config))
     mesh, tx = mp.MeshSpec.parse(mesh).build(), optax.sgd(1.0)
     state = moved(mp.init_state(model, tx, mesh=mesh, strategy=strategy, key=0))
@@ -119,6 +118,20 @@ def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[s
             for name, was, found in zip(("lora_a", "lora_b"), pair, chained, strict=True):
                 got = was - np.asarray(after[f"{module}/{name}"])
                 np.testing.assert_allclose(got, found.reshape(was.shape), atol=1e-6)  # float32, sums over 128 tokens
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("sequence", [True, False])
+def test_pairs_that_fewer_ranks_split_than_their_matrix(sequence):
+    config = dataclasses.replace(
+        CONFIG, num_layers=2, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=512, vocab_size=512
+    )
+    mesh, strategy = mp.MeshSpec(fsdp=2, tensor=4).build(), mp.fsdp() | mp.tensor_parallel(sequence=sequence)
+    model = mp.lora(rank=8, modules=ALL)(decoder("nnx", config))
+    state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy)
+    batch = {name: jax.ShapeDtypeStruct((8, 128), np.int32) for name in BATCH}
+    report = mp.explain(mp.train_step(next_token_loss), state, batch)
+    assert report.is_as_promised, str(report)
 
 
 def test_any_model_by_path_rules_and_a_base_in_another_dtype():
@@ -187,6 +200,21 @@ def test_what_has_no_adapters_is_an_error():
         state = mp.abstract_state(mp.lora(modules="head")(decoder(kind)), tx, mesh=mesh, strategy=mp.fsdp())
         with pytest.raises(mp.MeshparError, match="lora.*matrix is .*leave it out"):
             mp.train_step(next_token_loss).trace(state, BATCH)
+
+
+@pytest.mark.matrix
+def test_a_checkpoint_knows_how_often_its_adapters_count(tmp_path):
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    states = [
+        mp.init_state(mp.lora(rank=2, alpha=alpha)(CONFIG.build()), optax.sgd(1.0), mesh=mesh, strategy=mp.ddp(), key=0)
+        for alpha in (4, 8)
+    ]
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(states[0], wait=True)
+        assert checkpoints.restore(states[0].setup) is not None
+        for weights_only in (False, True):
+            with pytest.raises(mp.MeshparError, match="lora.alpha=8.*trained with alpha=4.*use lora.alpha=4"):
+                checkpoints.restore(states[1].setup, weights_only=weights_only)
 
 
 @pytest.mark.matrix
