@@ -187,10 +187,10 @@ class Search:
             here = work.num_experts / ways(owned_axes(facts, each[0]))
             one_expert = sum(one.leaf.size // work.num_experts for one in each) / ways(facts.ordered(["stage"]))
             moved = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES) * one_expert * BLOCKS_A_GROUP * here
-            times = np.array(
+            pieces = np.array(
                 [1 if strategy.pipeline is None else strategy.pipeline.microbatches for _, strategy in members]
             )
-            busy_s = busy_s + times * moved / self.cluster.gpu.memory_bytes_per_s
+            busy_s = busy_s + pieces * moved / self.cluster.gpu.memory_bytes_per_s
         pipes = [strategy.pipeline for _, strategy in members]
         if placed.strategy.pipeline is not None:
             ticks = np.array([2 * (one.microbatches + one.stages) for one in pipes if one is not None])
