@@ -13,6 +13,7 @@ import numpy as np
 
 from meshpar.models.lookup import rows_travel
 from meshpar.parallel import Strategy, from_json, leaves
+from meshpar.parallel.part import Part
 from meshpar.parallel.promise import Facts, Promised, Weight, is_looked_up, of_stage, size_of
 from meshpar.planner.workload import Held, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
@@ -229,6 +230,12 @@ def _rows_sent(facts: Facts) -> Iterator[Promised]:
         yield send(kind="sum", axes=facts.ordered(summed), elements=part, dtype="f32", count=(1, steps))
 
 
+@functools.lru_cache(maxsize=1024)
+def look(part: Part) -> tuple[str, ...]:
+    """What tells whether two parts lay everything alike."""
+    return tuple(map(repr, part.rules()))
+
+
 class Placer:
     """Places strategies on meshes; what does not depend on a mesh's other axes is resolved once."""
 
@@ -250,8 +257,11 @@ class Placer:
         sizes = dict(sizes)
         if math.prod(sizes.values()) > 1:
             strategy.check_axes(sizes)
-        # Strategies are told apart by number: comparing rules takes longer than all else here.
-        number = self._numbers.setdefault(strategy.parts, len(self._numbers))
+        # Strategies are told apart by number: comparing rules takes longer than all else here. Those with the same
+        # rules and stages lie alike.
+        pipelined = strategy.pipeline
+        stages = pipelined and (pipelined.stages, pipelined.fewer_layers, pipelined.shortened().num_parts)
+        number = self._numbers.setdefault((tuple(map(look, strategy.parts)), stages), len(self._numbers))
 
         def resolved(leaf: Leaf, rules: Rules, *, key: Any) -> Any:
             return self._once((number, key, tuple(sizes.values())), lambda: resolve(leaf, rules, sizes))

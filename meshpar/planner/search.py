@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +20,25 @@ import numpy as np
 
 from meshpar.parallel import Strategy
 from meshpar.parallel.part import Part, Trial
-from meshpar.parallel.promise import split_axes
+from meshpar.parallel.promise import owned_axes, split_axes
 from meshpar.parallel.tried import kinds, tried
 from meshpar.planner import memory
+from meshpar.planner.cost import BLOCKS_A_GROUP
 from meshpar.planner.hardware import Cluster
-from meshpar.planner.layout import Layout, Placed, Placer
+from meshpar.planner.layout import Layout, Placed, Placer, look
 from meshpar.planner.memory import MemoryEstimate
-from meshpar.planner.steptime import COPIES, COVER, COVER_AHEAD, PASSES, Clock, TimeEstimate, hidden_of_weights
+from meshpar.planner.steptime import (
+    BLOCK_BYTES,
+    BLOCK_BYTES_OF_SEVERAL,
+    COPIES,
+    COVER,
+    COVER_AHEAD,
+    PASSES,
+    Clock,
+    TimeEstimate,
+    experts,
+    hidden_of_weights,
+)
 from meshpar.planner.workload import POLICIES, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
@@ -95,6 +106,8 @@ class Search:
         fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
         # Where no state fits, the smallest is looked at, to tell by how much it does not.
         for start in fit[:MOST_PLACED] or sorted(starts, key=lambda one: one.state_bytes)[:1]:
+            if len(found) == top and start.about_s > found[-1].time.step_s:
+                break
             try:
                 placed = self.placer.place(start.sizes, start.strategy)
                 better = [one for one in self.of(placed) if len(found) < top or one.time.step_s < found[-1].time.step_s]
@@ -114,7 +127,7 @@ class Search:
         for sizes in self.meshes():
             above = tuple(size > 1 for size in sizes.values())
             for strategy in self.strategies(sizes):
-                forms[above, tuple(map(_look, strategy.parts))].append((sizes, strategy))
+                forms[above, tuple(map(look, strategy.parts))].append((sizes, strategy))
         starts = []
         for members in forms.values():
             about = np.full((2, len(members)), np.inf)
@@ -168,8 +181,16 @@ class Search:
                 )
                 nbytes = sent.count[0] * sent.elements * 2 * share * (1 - 1 / ways(sent.axes))
                 wait_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
-        busy_s = self.clock.floor_s(placed, layout)
+        busy_s: Any = self.clock.floor_s(placed, layout)
         busy_s += PASSES * work.rows * sum(one.row_bytes for one in work.held[None]) / self._device_bytes_per_s
+        if each := experts(placed):  # a device's have at least so many blocks of rows between them
+            here = work.num_experts / ways(owned_axes(facts, each[0]))
+            one_expert = sum(one.leaf.size // work.num_experts for one in each) / ways(facts.ordered(["stage"]))
+            moved = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES) * one_expert * BLOCKS_A_GROUP * here
+            pieces = np.array(
+                [1 if strategy.pipeline is None else strategy.pipeline.microbatches for _, strategy in members]
+            )
+            busy_s = busy_s + pieces * moved / self.cluster.gpu.memory_bytes_per_s
         pipes = [strategy.pipeline for _, strategy in members]
         if placed.strategy.pipeline is not None:
             ticks = np.array([2 * (one.microbatches + one.stages) for one in pipes if one is not None])
@@ -332,12 +353,6 @@ class Search:
 
 
 _ANY = MeshSpec()
-
-
-@functools.lru_cache(maxsize=1024)
-def _look(part: Part) -> tuple[str, ...]:
-    """What tells whether two parts lay everything alike."""
-    return tuple(map(repr, part.rules()))
 
 
 def _is_used(placed: Placed, part: Part) -> bool:

@@ -39,6 +39,7 @@ from meshpar.planner.layout import Layout, Placed
 from meshpar.planner.memory import MemoryEstimate, gather_axes
 from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.printing import Plain
+from meshpar.sharding.types import Decision
 
 PASSES = 3
 """How often what the backward pass would keep of a layer is moved: written, read back, and its gradient."""
@@ -230,8 +231,7 @@ class Clock:
         """What rows of experts move in a micro-step beside what is kept: gradients of weights block by block of rows
         (`meshpar.moe.grouped`), and the rows that there is room for."""
         work, facts = placed.workload, placed.facts(layout)
-        owned = [one.decision for one in placed.weights]
-        each = [one for one in owned if is_expert(one) and not is_router(one)]
+        each = experts(placed)
         if not each or not facts.tokens:
             return 0.0
         ranks = facts.ways(owned_axes(facts, each[0]))
@@ -239,7 +239,11 @@ class Clock:
         routed = facts.tokens * work.choices
         blocks = cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
         room = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
-        width = sum(one.leaf.num_layers * one.leaf.shape[-2] for one in owned if is_router(one))
+        width = sum(
+            one.leaf.num_layers * one.leaf.shape[-2]
+            for one in (one.decision for one in placed.weights)
+            if is_router(one)
+        )
         each_block = BLOCK_BYTES if here == 1 else BLOCK_BYTES_OF_SEVERAL
         return each_block * one_expert * blocks + ROUTED_PASSES * room * width * work.compute_itemsize
 
@@ -262,6 +266,11 @@ class Clock:
             lines = tuple((one.steps * link.alpha_s, one.bytes_in_turn * link.beta_s_per_byte) for one in forms)
             self._prices[key] = _Price(lines, forms[0].bytes_sent)
         return self._prices[key]
+
+
+def experts(placed: Placed) -> list[Decision]:
+    """Decisions about weights of experts."""
+    return [one.decision for one in placed.weights if is_expert(one.decision) and not is_router(one.decision)]
 
 
 def product_size(placed: Placed, layout: Layout) -> float:

@@ -273,7 +273,7 @@ class ByStage:
     @staticmethod
     def of(strategy: Strategy, mesh: MeshLike) -> ByStage:
         pipelined = strategy.pipeline
-        num_parts = 1 if pipelined is None else pipelined.table().num_parts
+        num_parts = 1 if pipelined is None else pipelined.shortened().num_parts
         return ByStage(mesh=mesh, pipelined=pipelined, num_parts=num_parts)
 
     def resolve(self, leaf: Leaf, rules: Rules) -> Decision:
