@@ -185,6 +185,8 @@ def join(env: Env | None = None, *, timeout_s: int = 300, alone: bool = False) -
     if launch.coordinator is not None:
         check_port(launch.coordinator, process_id=launch.process_id)
     _keep_stdout()
+    # Its handler would swallow a SIGTERM before the first step; `interrupts` and `StopAgreement` do its work.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=launch.coordinator,
         num_processes=launch.num_processes,

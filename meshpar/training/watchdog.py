@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import socket
 import sys
 import threading
@@ -177,6 +178,11 @@ class Watchdog:
         """After `failed`: wait for the verdict, with which this process ends; returns when none comes."""
         self._ended.wait(self.stall_s + 3 * _GRACE_S)
 
+    def interrupted(self, number: int) -> None:
+        """Tell the others that a signal of this number ends this process before anything is trained: they end, too."""
+        self._pod.put(f"interrupted/{self._pod.process_id}", number)
+        self._see_all_leave()
+
     def done(self) -> None:
         """The work is done: beats that stop now mean nothing."""
         self.set_busy("done")
@@ -200,6 +206,8 @@ class Watchdog:
         while not self._ended.wait(BEAT_S):
             try:
                 self._beat()
+                for who, number in self._pod.below("interrupted").items():
+                    self._interrupt(who, number)
                 verdict = self._read_verdict()
                 self._heard_at = time.monotonic()
             except Exception:
@@ -231,11 +239,24 @@ class Watchdog:
                 return
 
     def _end(self, verdict: str) -> None:
+        self._see_all_leave()
+        self._go(verdict)
+
+    def _interrupt(self, who: str, number: int) -> None:
+        if int(who) == self._pod.process_id or self._place[1] == "done":
+            return
+        name = f"process {who} of {self._pod.num_processes}"
+        os.write(self._stderr, f"\nmeshpar: interrupted ({signal.Signals(number).name} in {name})\n".encode())
+        self._see_all_leave()
+        self._ended.set()
+        os._exit(128 + number)
+
+    def _see_all_leave(self) -> None:
+        """Say that this process leaves; where the service lives, wait until all have said so."""
         with contextlib.suppress(Exception):
             self._pod.put(f"left/{self._pod.process_id}", True)
         if self._judge is not None:
             self._wait_for_the_others()
-        self._go(verdict)
 
     def _go(self, verdict: str) -> None:
         self._leave(f"{verdict}. All processes end; what was saved is whole, and the same command goes on from there.")

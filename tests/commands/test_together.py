@@ -26,6 +26,8 @@ RECIPE = textwrap.dedent("""
     from meshpar.data import ArrayData
 
     def arrays():
+        open(f"reading{os.environ['JAX_PROCESS_ID']}", "w").close() if "SLEEP" in os.environ else None
+        time.sleep(float(os.environ.get("SLEEP", "0")))
         return {"x": np.random.default_rng(int(os.environ.get("ROWS", "0"))).normal(size=(160, 8)).astype(np.float32)}
 
     def init(key):
@@ -181,6 +183,24 @@ def test_a_process_that_stops_or_dies_is_named_and_the_other_ends(pair: Pair, nu
     else:
         assert f"meshpar: process {victim} of 2" in log
     assert "most recent call first" in log  # the stacks of all threads
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+def test_a_signal_before_the_first_step_ends_both(pair: Pair, victims: tuple[int, ...], monkeypatch) -> None:
+    """jax's own handler, put in place when processes join, would note it and tell nobody."""
+    monkeypatch.setenv("SLEEP", "600")
+    pair.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not all((pair.folder / f"reading{number}").exists() for number in (0, 1)):
+        assert time.monotonic() < deadline, pair.log(0)
+        time.sleep(0.05)
+    for victim in victims:
+        pair.processes[victim].send_signal(signal.SIGTERM)
+    assert [pair.exit_of(number) for number in (0, 1)] == [128 + signal.SIGTERM] * 2, pair.log(0) + pair.log(1)
+    for number in (0, 1):
+        assert "meshpar: interrupted" in pair.log(number)
+        assert "most recent call first" not in pair.log(number)
 
 
 @pytest.mark.matrix
