@@ -318,7 +318,9 @@ def _check_fits_host(setup: Setup) -> None:
 @contextlib.contextmanager
 def _prepared(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> Iterator[None]:
     """The run's folder, with what it is about; held against other runs."""
-    with held(folder, tell=screen.line) if jax.process_index() == 0 else contextlib.nullcontext():
+    with contextlib.ExitStack() as until_end:
+        if jax.process_index() == 0:
+            made = until_end.enter_context(held(folder, tell=screen.line))
         if not fresh:
             _check_same_recipe(folder, recipe, screen)
         barrier("meshpar: folder checked")  # no process writes before all have looked
@@ -326,6 +328,7 @@ def _prepared(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen
             if fresh and folder.exists():
                 screen.line(f"the earlier run is moved to {_move_aside(folder)}")
             folder.mkdir(parents=True, exist_ok=True)
+            made()
             _write(folder / "recipe.json", recipe.to_json())
             _write(folder / "sharding.json", setup.table.to_json())
             (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
