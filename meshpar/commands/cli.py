@@ -340,7 +340,9 @@ def train(*, devices: int | None, stall_limit: float, processes: int | None, res
     prepare_devices(devices, start="jax")
     from meshpar.commands import launch, together
 
-    launch.join(alone=PARENT in os.environ)
+    # Local processes start together; on many hosts one may load its image for minutes.
+    is_local = PARENT in os.environ
+    launch.join(alone=is_local, timeout_s=90 if is_local else 300)
     command = {f"--{name.replace('_', '-')}": given[name] for name in ("out", "fresh", "from_hf")}
     with together.pod(stall_s=stall_limit, command=command):
         _train(devices=devices, **given)
