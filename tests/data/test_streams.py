@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from meshpar.data.streams import token_streams
 from meshpar.data.text import Reading, find
 from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +77,13 @@ def made(folder, tokenizer=None, *, fraction=0.2, cache=None, **options):
     return token_streams(reading, tokenizer or ByteTokenizer(), valid_fraction=fraction, cache=cache)
 
 
-@pytest.mark.parametrize("fraction", [0.2, 1e-9, 1 - 1e-9])
-@pytest.mark.parametrize("kind", ["memory", "disk", "cache"])
+@pytest.mark.parametrize(
+    ("kind", "fraction"),
+    cases(
+        ("memory", 0.2), ("disk", 1e-9), ("cache", 1 - 1e-9),
+        grid=itertools.product(["memory", "disk", "cache"], [0.2, 1e-9, 1 - 1e-9]),
+    ),
+)  # fmt: skip
 def test_streams_are_those_of_all_documents_at_once(corpus, words, tmp_path, monkeypatch, kind, fraction):
     folder, documents = corpus
     monkeypatch.setattr(streams, "_BYTES_AT_ONCE", 1000)
