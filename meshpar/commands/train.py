@@ -43,6 +43,7 @@ from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 from meshpar.training import expert_load as experts
+from meshpar.training import watchdog
 from meshpar.training.checkpoint import Checkpoints, barrier
 from meshpar.training.coordination import Pod, this_pod
 from meshpar.training.goodput import Goodput
@@ -121,7 +122,7 @@ def train(
     if pod is not None:
         pod.agree("recipe", recipe.to_json(), fix="start every process with the same command and recipe file")
     mesh = recipe.mesh.build(devices)
-    source = recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
+    source = _opened(recipe, screen)
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
     _check_sample(recipe, source)
     setup = _setup(recipe, mesh)
@@ -146,6 +147,11 @@ def train(
             result = fit(step, state, batches, steps=recipe.steps, **worth)
             del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before, goodput=goodput)
+
+
+def _opened(recipe: Recipe, screen: Screen) -> Source:
+    with screen.doing("reads the data"), watchdog.busy(watchdog.READS):
+        return recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
 
 
 def _setup(recipe: Recipe, mesh: jax.sharding.Mesh) -> Setup:
@@ -219,7 +225,8 @@ def _agree(pod: Pod, setup: Setup, source: Source, batches: Batches, program: st
         "sharding": setup.table.to_json(),
         "program": program,
     }
-    pod.agree("run", facts, fix="see that data, recipe file and what it imports are the same on every host")
+    with watchdog.busy(watchdog.WAITS):
+        pod.agree("run", facts, fix="see that data, recipe file and what it imports are the same on every host")
 
 
 def _hooks(

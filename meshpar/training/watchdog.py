@@ -28,7 +28,10 @@ from meshpar.training.coordination import Pod
 STALL_S = 40.0
 """Seconds without a beat, or in one step behind the others, after which a process is taken for lost."""
 BUSY_S = 1800.0
-"""Seconds that what is no step may take: compiling, saving, validating, reading data."""
+"""Seconds that what is no step may take: compiling, saving, validating."""
+READS, WAITS = "reads its data", "waits for others that read theirs"
+"""What a process does that may take as long as `DATA_S`: text is tokenized once, in hours where there is much."""
+DATA_S = 86_400.0
 BEAT_S = 2.0
 EXIT_CODE = 1
 MISTAKE_CODE = 2
@@ -92,7 +95,7 @@ class Judge:
         slowest = max(self._told[number]["slowest_s"] for number in live)
         for number in live:
             busy, since_s = self._told[number]["busy"], now - self._places[number][1]
-            if busy is not None and since_s > self.busy_s:
+            if busy is not None and since_s > (DATA_S if busy in (READS, WAITS) else self.busy_s):
                 return f"{self._name(number)} {self._doing(number)} for {since_s:.0f} s"
         if any(self._told[number]["busy"] is not None for number in behind):
             return None

@@ -79,6 +79,14 @@ def test_what_may_take_long_is_no_stall_but_for_hours(told: Told) -> None:
     assert (told.after(30) or "").startswith("process 1 of 2 (on host1) saves for 60")
 
 
+def test_reading_data_may_take_hours(told: Told) -> None:
+    told.beats[0]["busy"], told.beats[1]["busy"] = watchdog.READS, watchdog.WAITS
+    assert told.after(10_000) is None
+    verdict = told.after(80_000)
+    assert verdict is not None
+    assert "reads its data for 86" in verdict
+
+
 def test_one_that_is_stopped_while_it_saves_is_named_as_soon(told: Told) -> None:
     told.beats[1]["busy"] = "saves"
     assert "since it saves: it died" in (told.after(60, beating=(0,)) or "")
