@@ -280,13 +280,20 @@ def large(folder, kind, num_bytes):
     return file
 
 
+@pytest.fixture
+def scratch(tmp_path):
+    """A folder that goes with the test: pytest keeps its own for a while."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_large_corpus_takes_little_memory(tmp_path, kind, kept):
+def test_a_large_corpus_takes_little_memory(scratch, kind, kept):
     num_bytes, bound = 300_000_000, 200_000_000
-    file = large(tmp_path, kind, num_bytes)
-    with child(file, tmp_path / "cache" if kept else "", bound) as process:
+    file = large(scratch, kind, num_bytes)
+    with child(file, scratch / "cache" if kept else "", bound) as process:
         out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     told = json.loads(out.splitlines()[-1])
@@ -296,8 +303,8 @@ def test_a_large_corpus_takes_little_memory(tmp_path, kind, kept):
 
 
 @pytest.mark.matrix
-def test_processes_that_are_killed_while_they_tokenize(tmp_path):
-    file, cache = large(tmp_path, "jsonl", 50_000_000), tmp_path / "cache"
+def test_processes_that_are_killed_while_they_tokenize(scratch):
+    file, cache = large(scratch, "jsonl", 50_000_000), scratch / "cache"
     with child(file, "", 0) as process:
         expected = json.loads(process.communicate(timeout=300)[0].splitlines()[-1])
     for wait_s in (0.02, 0.2, 0.5):
