@@ -305,6 +305,10 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     "Without it, the launcher around says which this is.",
 )  # fmt: skip
 @click.option(
+    "--restarts", metavar="K", type=click.IntRange(min=0), default=0, show_default=True,
+    help="With --processes: when one is lost, the others start again from the newest checkpoint, K times at most.",
+)  # fmt: skip
+@click.option(
     "--writer", "writers", metavar="NAME", multiple=True, type=click.Choice(["tensorboard", "wandb"]),
     help="Write numbers there, too: tensorboard or wandb; may be repeated. Same as --set writers=NAME,NAME.",
 )  # fmt: skip
@@ -312,23 +316,33 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     "--profile", metavar="FIRST:LAST",
     help="Write an XProf trace of these steps, as 10:15, into the run's profile/; `meshpar trace` reads it back.",
 )  # fmt: skip
-def train(*, devices: int | None, stall_limit: float, processes: int | None, **given: Any) -> None:
+def train(*, devices: int | None, stall_limit: float, processes: int | None, restarts: int, **given: Any) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
     The same command again goes on where the run stopped.
     """
     from meshpar.commands.processes import PARENT, follow_parent, run
 
+    if restarts and (processes is None or given["fresh"]):
+        exists = (
+            "a restart would begin anew, too" if given["fresh"] else "a launcher around starts processes, or nobody"
+        )
+        fix = (
+            "move the run's folder away instead" if given["fresh"] else "add --processes N, or let the launcher restart"
+        )
+        raise problem(f"--restarts {restarts}", "start again what is lost", exists, fix)
     if processes is not None and PARENT not in os.environ:
         prepare_devices(devices, start="nothing")
-        sys.exit(run(click.get_current_context().find_root().obj, processes=processes))
+        sys.exit(run(click.get_current_context().find_root().obj, processes=processes, restarts=restarts))
     follow_parent()
     # What started this process has shared the host devices already.
     devices = None if PARENT in os.environ else devices
     prepare_devices(devices, start="jax")
     from meshpar.commands import launch, together
 
-    launch.join(alone=PARENT in os.environ)
+    # Local processes start together; on many hosts one may load its image for minutes.
+    is_local = PARENT in os.environ
+    launch.join(alone=is_local, timeout_s=90 if is_local else 300)
     command = {f"--{name.replace('_', '-')}": given[name] for name in ("out", "fresh", "from_hf")}
     with together.pod(stall_s=stall_limit, command=command):
         _train(devices=devices, **given)

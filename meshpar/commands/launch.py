@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import zlib
 from collections.abc import Mapping
 
@@ -31,6 +32,7 @@ DEFAULT_PORT = 8476
 
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
 _ANSWER_S = 20.0
+_ALARM_FIRST_S = 60
 _LAST_PORTS = 4096  # a port worked out from a job's identity lies among the highest 4,096, as jax's own do
 
 
@@ -185,15 +187,36 @@ def join(env: Env | None = None, *, timeout_s: int = 300, alone: bool = False) -
     if launch.coordinator is not None:
         check_port(launch.coordinator, process_id=launch.process_id)
     _keep_stdout()
-    jax.distributed.initialize(
-        coordinator_address=launch.coordinator,
-        num_processes=launch.num_processes,
-        process_id=launch.process_id,
-        local_device_ids=launch.local_device_ids,
-        cluster_detection_method=method,
-        initialization_timeout=timeout_s,
-    )
+    # Its handler would swallow a SIGTERM before the first step; `interrupts` and `StopAgreement` do its work.
+    jax.config.update("jax_enable_preemption_service", False)
+    # What jax does when its time is over is an abort with the stack of a library.
+    alarm = threading.Timer(timeout_s, _give_up, (launch, timeout_s))
+    alarm.daemon = True
+    alarm.start()
+    try:
+        jax.distributed.initialize(
+            coordinator_address=launch.coordinator,
+            num_processes=launch.num_processes,
+            process_id=launch.process_id,
+            local_device_ids=launch.local_device_ids,
+            cluster_detection_method=method,
+            initialization_timeout=timeout_s + _ALARM_FIRST_S,
+        )
+    finally:
+        alarm.cancel()
     return launch
+
+
+def _give_up(launch: Launch, timeout_s: int) -> None:
+    """End this process, which waits for others in a library: nothing can be raised there."""
+    error = LaunchError(
+        f"process {launch.process_id}",
+        f"join a pod at {launch.coordinator or 'the address that jax finds'}",
+        f"not all {launch.num_processes or 'its'} processes came within {timeout_s} s",
+        "look at the logs of the others, and start all of them again",
+    )
+    os.write(2, f"\nmeshpar: {error}\n".encode())
+    os._exit(1)
 
 
 def _keep_stdout() -> None:

@@ -20,50 +20,68 @@ _POLL_S = 0.1
 
 
 @contextlib.contextmanager
-def held(folder: Path, *, tell: Callable[[str], None], wait_s: float = WAIT_S) -> Iterator[None]:
+def held(folder: Path, *, tell: Callable[[str], None], wait_s: float = WAIT_S) -> Iterator[Callable[[], None]]:
     """Hold the folder of a run against others; for one process of a pod.
 
     The lock is on a file beside the folder (`.NAME.lock`), which stays: it says nothing once nobody holds it, so what a
-    killed process leaves is no obstacle.
+    killed process leaves is no obstacle. Who removes that file lets nobody in: the folder is locked as well.
 
     Args:
       folder: of the run.
       tell: called with a line where the file system has no locks.
       wait_s: for how long to try.
 
+    Yields:
+      What is to be called when the folder has been made: locks it, where it was not there before.
+
     Raises:
       ValueError: another process holds it; its host and number are told.
     """
+    path = folder.with_name(f".{folder.name}.lock")
+    deadline, mine = time.monotonic() + wait_s, set[int]()
+    with contextlib.ExitStack() as until_end:
+
+        def take(path: Path, flags: int) -> int:
+            number = os.open(path, flags, 0o666)
+            until_end.callback(os.close, number)
+            if not _locked(number, deadline):
+                raise _taken(folder, path)
+            mine.add(os.fstat(number).st_ino)
+            return number
+
+        def take_folder() -> None:
+            with contextlib.suppress(OSError):  # not there yet; or of a file system that locks files alone
+                if folder.stat().st_ino not in mine:
+                    take(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            number = take(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno not in _NONE_HERE:
+                why, fix = f"that failed ({error.strerror})", "name another folder by --out"
+                raise problem(f"run {folder}", "write to it", why, fix) from error
+            tell(f"{folder.parent} is on a file system without locks: two runs in one folder are not told apart")
+        else:
+            take_folder()
+            with contextlib.suppress(OSError):  # a full disk: the lock holds, only its words are missing
+                os.ftruncate(number, 0)
+                os.pwrite(number, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        yield take_folder
+
+
+def _locked(number: int, deadline: float) -> bool:
+    """Whether the lock on an open file was got in time."""
     import fcntl
 
-    path = folder.with_name(f".{folder.name}.lock")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        why, fix = f"that failed ({error.strerror})", "name another folder by --out"
-        raise problem(f"run {folder}", "write to it", why, fix) from error
-    try:
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise _taken(folder, path) from None
-                time.sleep(_POLL_S)
-            except OSError as error:
-                if error.errno not in _NONE_HERE:
-                    raise
-                tell(f"{folder.parent} is on a file system without locks: two runs in one folder are not told apart")
-                break
-        with contextlib.suppress(OSError):  # a full disk: the lock holds, only its words are missing
-            os.ftruncate(number, 0)
-            os.pwrite(number, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
-        yield
-    finally:
-        os.close(number)
+    while True:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
 
 
 def _taken(folder: Path, path: Path) -> Exception:

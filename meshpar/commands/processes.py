@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from meshpar.sharding.errors import problem
 from meshpar.training import interrupts
@@ -19,11 +19,14 @@ PARENT = "MESHPAR_PARENT"
 """Set for a process that was started here: the id of the one that started it."""
 GRACE_S = 20.0
 """Seconds the others have to end by themselves when one has failed; then they are killed, stopped ones too."""
+RESTART_GRACE_S = 2.0
+"""The same, where they are to start again: without the one that is lost they can save nothing."""
 COMMAND = (sys.executable, "-m", "meshpar.commands.cli")
+_GIVEN_UP = 1  # what the watchdog of a process that lives exits with when another is lost
 _POLL_S = 0.1
 
 
-def run(args: Sequence[str], *, processes: int) -> int:
+def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
     """Start the command so often, wait for all, and kill what is left when one has failed.
 
     A signal is handed on to all; where this process dies, they end.
@@ -31,6 +34,8 @@ def run(args: Sequence[str], *, processes: int) -> int:
     Args:
       args: of the command, without the program's name.
       processes: how many. Host devices (`XLA_FLAGS`) are shared among them; each takes a GPU or its part of those seen.
+      restarts: how often the others start again when one is lost: killed, or given up by the watchdog. They share all
+        devices anew, so that the mesh is the same, and resume from the newest checkpoint.
 
     Returns:
       0, or the exit code of the first that failed; 128 and the signal's number after a signal.
@@ -38,19 +43,42 @@ def run(args: Sequence[str], *, processes: int) -> int:
     Raises:
       ValueError: host devices that do not divide, or a pod around that this process belongs to.
     """
-    port = _free_port()
-    envs = [_environment(number, processes, port=port) for number in range(processes)]
     watch = interrupts.current()
     if watch is not None:
         watch.hold(lambda: True)
+    while True:
+        code = _start(args, processes, watch, grace_s=RESTART_GRACE_S if restarts else GRACE_S)
+        is_lost = code < 0 or code == _GIVEN_UP
+        if not is_lost or not restarts or (watch is not None and watch.received is not None):
+            return code if code >= 0 else 128 - code
+        restarts, processes = restarts - 1, _survivors(processes)
+        text = f"{processes} of the processes start again, from the newest checkpoint; restarts left: {restarts}"
+        print(f"meshpar: {text}", file=sys.stderr, flush=True)
+
+
+def _start(args: Sequence[str], processes: int, watch: interrupts.Watch | None, *, grace_s: float) -> int:
+    port = _free_port()
+    envs = [_environment(number, processes, port=port) for number in range(processes)]
     # A session each: a terminal's Ctrl-C comes here alone, and is handed on once.
     started = [subprocess.Popen([*COMMAND, *args], env=env, start_new_session=True) for env in envs]
     try:
-        return _wait(started, watch)
+        return _wait(started, watch, grace_s)
     finally:
         for process in started:
             process.kill()
             process.wait()
+
+
+def _survivors(processes: int) -> int:
+    """One less, or as many as can share the host devices."""
+    devices = _host_devices(os.environ)
+    return next((n for n in range(processes - 1, 0, -1) if devices is None or int(devices[2]) % n == 0), 1)
+
+
+def _host_devices(env: Mapping[str, str]) -> re.Match[str] | None:
+    """The flag of XLA's that says how many host devices there are, its number as the second group."""
+    flags = env.get("XLA_FLAGS", "") if env.get("JAX_PLATFORMS") == "cpu" else ""
+    return re.search(r"(--xla_force_host\w+_count=)(\d+)", flags)
 
 
 def follow_parent() -> None:
@@ -67,7 +95,7 @@ def follow_parent() -> None:
     threading.Thread(target=follow, name="meshpar-parent", daemon=True).start()
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None) -> int:
+def _wait(started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None, grace_s: float) -> int:
     failed: int | None = None
     kill_at = float("inf")
     handed_on = False
@@ -77,13 +105,12 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | 
             for process in started:
                 process.send_signal(watch.received)
         if failed is None and (failed := _first_failed(started)) is not None:
-            kill_at = time.monotonic() + GRACE_S
+            kill_at = time.monotonic() + grace_s
         if time.monotonic() > kill_at:
             for process in started:
                 process.kill()
         time.sleep(_POLL_S)
-    code = _first_failed(started) or 0 if failed is None else failed
-    return code if code >= 0 else 128 - code
+    return _first_failed(started) or 0 if failed is None else failed
 
 
 def _first_failed(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
@@ -108,8 +135,7 @@ def _environment(number: int, processes: int, *, port: int) -> dict[str, str]:
             f"a launcher started this one ({around[0]}={env[around[0]]})",
             f"leave --processes out, or unset {around[0]}",
         )
-    flags = env.get("XLA_FLAGS", "")
-    if env.get("JAX_PLATFORMS") == "cpu" and (found := re.search(r"(--xla_force_host\w+_count=)(\d+)", flags)):
+    if (found := _host_devices(env)) is not None:
         count = int(found[2])
         if count % processes:
             raise problem(
@@ -118,7 +144,7 @@ def _environment(number: int, processes: int, *, port: int) -> dict[str, str]:
                 f"{count} is not a multiple of {processes}",
                 f"say --devices {-(-count // processes) * processes}",
             )
-        env["XLA_FLAGS"] = flags.replace(found[0], f"{found[1]}{count // processes}")
+        env["XLA_FLAGS"] = env["XLA_FLAGS"].replace(found[0], f"{found[1]}{count // processes}")
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     return {
         **env,

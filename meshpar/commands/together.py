@@ -13,7 +13,7 @@ from typing import Any
 
 from meshpar.sharding.host import unexpected
 from meshpar.sharding.types import MeshparError
-from meshpar.training import watchdog
+from meshpar.training import interrupts, watchdog
 from meshpar.training.coordination import this_pod
 
 PACKAGES = ("meshpar", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain")
@@ -38,6 +38,8 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
     if here is None or watch is None:
         yield
         return
+    if (signals := interrupts.current()) is not None:
+        signals.farewell = watch.interrupted
     try:
         facts = {**environment(os.environ), "command": dict(command)}
         here.agree("environment", facts, fix="install and set the same on every host, and give the same options")

@@ -43,6 +43,7 @@ from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 from meshpar.training import expert_load as experts
+from meshpar.training import watchdog
 from meshpar.training.checkpoint import Checkpoints, barrier
 from meshpar.training.coordination import Pod, this_pod
 from meshpar.training.goodput import Goodput
@@ -121,7 +122,7 @@ def train(
     if pod is not None:
         pod.agree("recipe", recipe.to_json(), fix="start every process with the same command and recipe file")
     mesh = recipe.mesh.build(devices)
-    source = recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
+    source = _opened(recipe, screen)
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
     _check_sample(recipe, source)
     setup = _setup(recipe, mesh)
@@ -146,6 +147,11 @@ def train(
             result = fit(step, state, batches, steps=recipe.steps, **worth)
             del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before, goodput=goodput)
+
+
+def _opened(recipe: Recipe, screen: Screen) -> Source:
+    with screen.doing("reads the data"), watchdog.busy(watchdog.READS):
+        return recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
 
 
 def _setup(recipe: Recipe, mesh: jax.sharding.Mesh) -> Setup:
@@ -219,7 +225,8 @@ def _agree(pod: Pod, setup: Setup, source: Source, batches: Batches, program: st
         "sharding": setup.table.to_json(),
         "program": program,
     }
-    pod.agree("run", facts, fix="see that data, recipe file and what it imports are the same on every host")
+    with watchdog.busy(watchdog.WAITS):
+        pod.agree("run", facts, fix="see that data, recipe file and what it imports are the same on every host")
 
 
 def _hooks(
@@ -318,7 +325,9 @@ def _check_fits_host(setup: Setup) -> None:
 @contextlib.contextmanager
 def _prepared(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> Iterator[None]:
     """The run's folder, with what it is about; held against other runs."""
-    with held(folder, tell=screen.line) if jax.process_index() == 0 else contextlib.nullcontext():
+    with contextlib.ExitStack() as until_end:
+        if jax.process_index() == 0:
+            made = until_end.enter_context(held(folder, tell=screen.line))
         if not fresh:
             _check_same_recipe(folder, recipe, screen)
         barrier("meshpar: folder checked")  # no process writes before all have looked
@@ -326,6 +335,7 @@ def _prepared(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen
             if fresh and folder.exists():
                 screen.line(f"the earlier run is moved to {_move_aside(folder)}")
             folder.mkdir(parents=True, exist_ok=True)
+            made()
             _write(folder / "recipe.json", recipe.to_json())
             _write(folder / "sharding.json", setup.table.to_json())
             (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")

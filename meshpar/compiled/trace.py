@@ -405,8 +405,9 @@ def _notes(file: Path, timed: Sequence[Timed], report: Report | None, links: Lin
 
 def _facts(trace: Trace) -> Any:
     rows = [("measured", si(trace.step_s, "s")), ("predicted", _time(trace.predicted_step_s))]
-    rows += [("busy", f"{si(trace.busy_s, 's')}  {trace.busy_s / trace.step_s:.0%}")]
-    rows += [("idle", f"{si(trace.idle_s, 's')}  {trace.idle_s / trace.step_s:.0%}")]
+    for name, seconds in (("busy", trace.busy_s), ("idle", trace.idle_s)):
+        # A clock too coarse for a short program gives a step of no length.
+        rows.append((name, si(seconds, "s") + (f"  {seconds / trace.step_s:.0%}" if trace.step_s else "")))
     rows += [(name, si(seconds, "s")) for name, seconds in trace.phases.items() if seconds]
     rows += [(f"loop: {name}", si(seconds, "s")) for name, seconds in trace.host.items()]
     return table("a step", ("", "mean"), [row for row in rows if row[1]], left=("",))

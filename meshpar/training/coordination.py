@@ -24,8 +24,9 @@ import jax
 
 from meshpar.sharding.types import MeshparError, problem
 
-WAIT_S = 1800.0
-"""Seconds for which a process waits for another that lives: one may read text for long. The dead are the watchdog's."""
+WAIT_S = 86_400.0
+"""Seconds for which a process waits for another that lives: one may read text for long. The dead and the stuck are the
+watchdog's."""
 _ASK_S = 5.0
 _ANSWER_S = 60.0
 _PREFIX = "meshpar"

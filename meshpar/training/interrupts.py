@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FAREWELL_S = 15.0
+"""Seconds that telling others may take."""
 GRACE_S = 0.5
 """Seconds after the first signal in which another counts as the same: schedulers often send two."""
 scratch: set[Path] = set()
@@ -40,6 +42,8 @@ class Watch:
         self.received: int | None = None
         """The first signal that arrived, None before."""
         self.command = command
+        self.farewell: Callable[[int], object] | None = None
+        """Called with the signal's number before a command ends at once: what tells the others of a pod."""
         self._has_work: Callable[[], bool] | None = None
         self._grace_s = GRACE_S
         # A command's own standard error: while jax starts or compiles, what is written to 2 is caught.
@@ -110,6 +114,10 @@ class Watch:
         self._say(text)
         for folder in list(scratch):
             shutil.rmtree(folder, ignore_errors=True)
+        if self.farewell is not None:
+            telling = threading.Thread(target=self.farewell, args=(number,), daemon=True)
+            telling.start()
+            telling.join(FAREWELL_S)
         os._exit(128 + number)
 
     def _say(self, text: str) -> None:

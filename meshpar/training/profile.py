@@ -91,7 +91,7 @@ class Profile(Hook):
         run.drain()
         if self._tried(jax.profiler.stop_trace) and jax.process_index() == 0:
             about = {**self._about, "first_step": self._from, "last_step": run.step}
-            (self._folder / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+            self._tried(lambda: (self._folder / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8"))
 
     def _tried(self, call: Any) -> bool:
         try:

@@ -230,6 +230,14 @@ def _check_dtype(dtype: str) -> None:
         raise problem(f"verify(dtype={dtype!r})", "compute in it", exists, 'use "float64", or "float32"')
 
 
+def _num_rows(batch: PyTree) -> int:
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    if not shapes or not all(shape and shape[0] for shape in shapes):
+        exists = f"its arrays have shapes {', '.join(map(str, shapes))}" if shapes else "it holds no array"
+        raise problem("verify(batch=...)", "cut it into rows", exists, "give arrays whose first dim runs over 16 rows")
+    return int(shapes[0][0])
+
+
 def _chained(wanted: Sequence[Case], drawn: Iterator[Case]) -> Iterator[Case]:
     names = set()
     for one in wanted:
@@ -254,7 +262,7 @@ class _Held:
         self.devices = list(devices)
         self.batch = jax.tree.map(np.asarray, cast_floating(batch, dtype))
         self.tx = optax.chain(_kept_gradients(), tx)
-        self.rows = int(jax.tree.leaves(self.batch)[0].shape[0])
+        self.rows = _num_rows(self.batch)
         self.tolerance = TOLERANCE[dtype]
         self.saved: Path | None = None
         """Checkpoints of the layout before, after its first step."""

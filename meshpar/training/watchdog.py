@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import socket
 import sys
 import threading
@@ -27,7 +28,10 @@ from meshpar.training.coordination import Pod
 STALL_S = 40.0
 """Seconds without a beat, or in one step behind the others, after which a process is taken for lost."""
 BUSY_S = 1800.0
-"""Seconds that what is no step may take: compiling, saving, validating, reading data."""
+"""Seconds that what is no step may take: compiling, saving, validating."""
+READS, WAITS = "reads its data", "waits for others that read theirs"
+"""What a process does that may take as long as `DATA_S`: text is tokenized once, in hours where there is much."""
+DATA_S = 86_400.0
 BEAT_S = 2.0
 EXIT_CODE = 1
 MISTAKE_CODE = 2
@@ -91,7 +95,7 @@ class Judge:
         slowest = max(self._told[number]["slowest_s"] for number in live)
         for number in live:
             busy, since_s = self._told[number]["busy"], now - self._places[number][1]
-            if busy is not None and since_s > self.busy_s:
+            if busy is not None and since_s > (DATA_S if busy in (READS, WAITS) else self.busy_s):
                 return f"{self._name(number)} {self._doing(number)} for {since_s:.0f} s"
         if any(self._told[number]["busy"] is not None for number in behind):
             return None
@@ -177,6 +181,11 @@ class Watchdog:
         """After `failed`: wait for the verdict, with which this process ends; returns when none comes."""
         self._ended.wait(self.stall_s + 3 * _GRACE_S)
 
+    def interrupted(self, number: int) -> None:
+        """Tell the others that a signal of this number ends this process before anything is trained: they end, too."""
+        self._pod.put(f"interrupted/{self._pod.process_id}", number)
+        self._see_all_leave()
+
     def done(self) -> None:
         """The work is done: beats that stop now mean nothing."""
         self.set_busy("done")
@@ -200,6 +209,8 @@ class Watchdog:
         while not self._ended.wait(BEAT_S):
             try:
                 self._beat()
+                for who, number in self._pod.below("interrupted").items():
+                    self._interrupt(who, number)
                 verdict = self._read_verdict()
                 self._heard_at = time.monotonic()
             except Exception:
@@ -231,11 +242,24 @@ class Watchdog:
                 return
 
     def _end(self, verdict: str) -> None:
+        self._see_all_leave()
+        self._go(verdict)
+
+    def _interrupt(self, who: str, number: int) -> None:
+        if int(who) == self._pod.process_id or self._place[1] == "done":
+            return
+        name = f"process {who} of {self._pod.num_processes}"
+        os.write(self._stderr, f"\nmeshpar: interrupted ({signal.Signals(number).name} in {name})\n".encode())
+        self._see_all_leave()
+        self._ended.set()
+        os._exit(128 + number)
+
+    def _see_all_leave(self) -> None:
+        """Say that this process leaves; where the service lives, wait until all have said so."""
         with contextlib.suppress(Exception):
             self._pod.put(f"left/{self._pod.process_id}", True)
         if self._judge is not None:
             self._wait_for_the_others()
-        self._go(verdict)
 
     def _go(self, verdict: str) -> None:
         self._leave(f"{verdict}. All processes end; what was saved is whole, and the same command goes on from there.")

@@ -253,8 +253,19 @@ def test_jax_is_asked_for_what_it_finds_better(monkeypatch: pytest.MonkeyPatch) 
         "process_id": 1,
         "local_device_ids": (1,),
         "cluster_detection_method": "ompi",
-        "initialization_timeout": 7,
+        "initialization_timeout": 67,  # its own end is an abort: ours comes first
     }
+
+
+def test_others_that_do_not_come_are_told_in_words(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(launch.os, "_exit", lambda code: (codes.append(code), over.set()))
+    over = threading.Event()
+    monkeypatch.setattr(launch.jax.distributed, "initialize", lambda **_: over.wait(60))
+    launch.join({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:5"}, timeout_s=0)
+    assert codes == [1]
+    assert "process 1: asked to join a pod at" in (err := capfd.readouterr().err)
+    assert "not all 4 processes came within 0 s" in err
 
 
 @pytest.mark.parametrize("process_id", [0, 1])

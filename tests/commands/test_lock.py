@@ -19,7 +19,9 @@ HOLDS = """
 import sys, time
 from pathlib import Path
 from meshpar.commands.lock import held
-with held(Path(sys.argv[1]), tell=print):
+with held(Path(sys.argv[1]), tell=print) as made:
+    Path(sys.argv[1]).mkdir()
+    made()
     print("held", flush=True)
     time.sleep(600)
 """
@@ -40,6 +42,9 @@ def test_a_second_run_is_told_who_holds_the_folder_until_that_one_is_killed(tmp_
             pass
         with held(folder.with_name("two"), tell=silent, wait_s=0.0):  # beside it there is room
             pass
+        (folder.parent / ".one.lock").unlink()  # which lets nobody in
+        with pytest.raises(MeshparError, match="is training in this folder"), held(folder, tell=silent, wait_s=0.0):
+            pass
         process.send_signal(signal.SIGKILL)
         process.wait()
         with held(folder, tell=silent, wait_s=0.0):
@@ -51,7 +56,9 @@ def test_a_second_run_is_told_who_holds_the_folder_until_that_one_is_killed(tmp_
 
 def test_a_run_lets_go_at_its_end_and_at_an_error(tmp_path: Path) -> None:
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError), held(tmp_path / "run", tell=silent, wait_s=0.0):
+        with pytest.raises(ZeroDivisionError), held(tmp_path / "run", tell=silent, wait_s=0.0) as made:  # noqa: PT012
+            (tmp_path / "run").mkdir(exist_ok=True)
+            made()  # the second time it is there, and held
             raise ZeroDivisionError
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.commands import launch, processes, together
+from meshpar.commands import cli, launch, processes, together
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 PATIENCE_S = 600
 RECIPE = textwrap.dedent("""
@@ -26,6 +27,8 @@ RECIPE = textwrap.dedent("""
     from meshpar.data import ArrayData
 
     def arrays():
+        open(f"reading{os.environ.get('JAX_PROCESS_ID')}", "w").close()
+        time.sleep(float(os.environ.get("SLEEP", "0")))
         return {"x": np.random.default_rng(int(os.environ.get("ROWS", "0"))).normal(size=(160, 8)).astype(np.float32)}
 
     def init(key):
@@ -184,6 +187,24 @@ def test_a_process_that_stops_or_dies_is_named_and_the_other_ends(pair: Pair, nu
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+def test_a_signal_before_the_first_step_ends_both(pair: Pair, victims: tuple[int, ...], monkeypatch) -> None:
+    """jax's own handler, put in place when processes join, would note it and tell nobody."""
+    monkeypatch.setenv("SLEEP", "600")
+    pair.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not all((pair.folder / f"reading{number}").exists() for number in (0, 1)):
+        assert time.monotonic() < deadline, pair.log(0)
+        time.sleep(0.05)
+    for victim in victims:
+        pair.processes[victim].send_signal(signal.SIGTERM)
+    assert [pair.exit_of(number) for number in (0, 1)] == [128 + signal.SIGTERM] * 2, pair.log(0) + pair.log(1)
+    for number in (0, 1):
+        assert "meshpar: interrupted" in pair.log(number)
+        assert "most recent call first" not in pair.log(number)
+
+
+@pytest.mark.matrix
 def test_a_pod_that_was_killed_goes_on_with_the_losses_of_one_that_was_not(pair: Pair, tmp_path_factory) -> None:
     whole = Pair(tmp_path_factory.mktemp("whole"))
     try:
@@ -225,14 +246,17 @@ def test_local_processes_share_the_host_devices(tmp_path: Path, monkeypatch: pyt
 CHILD = """
 import os, signal, sys
 number = int(os.environ["RANK"])
+if sys.argv[1] == "is lost" and os.environ["WORLD_SIZE"] == "2":
+    os.kill(os.getpid(), signal.SIGSTOP if number == 0 else signal.SIGKILL)
 if sys.argv[1] == f"{1 - number} fails, the other stops":
     os.kill(os.getpid(), signal.SIGSTOP)
-sys.exit(0 if sys.argv[1] == "ends" else 7)
+sys.exit(0 if sys.argv[1] in ("ends", "is lost") else 7)
 """
 
 
 @pytest.mark.parametrize(
-    ("what", "code"), [("ends", 0), ("0 fails, the other stops", 7), ("1 fails, the other stops", 7)]
+    ("what", "code"),
+    cases(("1 fails, the other stops", 7), grid=[("ends", 0), *((f"{n} fails, the other stops", 7) for n in (0, 1))]),
 )
 def test_local_processes_end_together(what: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
@@ -242,13 +266,66 @@ def test_local_processes_end_together(what: str, code: int, monkeypatch: pytest.
     assert (f"process {what[0]} of 2 ended with exit code 7" in capfd.readouterr().err) == bool(code)
 
 
-@pytest.mark.matrix
-def test_one_command_trains_on_local_processes_and_obeys_a_signal(tmp_path: Path) -> None:
-    (tmp_path / "recipe.py").write_text(RECIPE)
+def test_when_a_process_is_lost_the_others_start_again(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(processes, "RESTART_GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-S", "-c", CHILD))
+    assert processes.run(["is lost"], processes=2, restarts=1) == 0
+    text = capfd.readouterr().err
+    assert "process 1 of 2 ended with SIGKILL" in text
+    assert "1 of the processes start again, from the newest checkpoint; restarts left: 0" in text
+
+
+def test_as_many_start_again_as_can_share_the_host_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    assert [processes._survivors(count) for count in (8, 4, 2, 1)] == [4, 2, 1, 1]
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert processes._survivors(8) == 7
+
+
+@pytest.mark.parametrize(
+    ("more", "said"), [(["--processes", "2", "--fresh"], "a restart would begin anew"), ([], "add --processes N")]
+)
+def test_restarts_that_cannot_be_are_refused(more: list[str], said: str) -> None:
+    with pytest.raises(MeshparError, match=said):
+        cli.cli.main(["train", "recipe.py", "--restarts", "1", *more], standalone_mode=False)
+
+
+def start_locally(folder: Path, *args: str) -> subprocess.Popen:
+    """`meshpar train recipe.py --processes 2` over two host devices, its words in `log`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.py").write_text(RECIPE)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
     base = [sys.executable, "-m", "meshpar.commands.cli", "train", "recipe.py", "--processes", "2", "--devices", "2"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([*base, "--steps", "1000000"], cwd=tmp_path, env=env, stdout=log, stderr=log)
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen([*base, *args], cwd=folder, env=env, stdout=log, stderr=log)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_is_done_without_in_the_same_command(tmp_path: Path, victim: int) -> None:
+    with start_locally(tmp_path / "whole", "--set", "steps=300") as whole:
+        assert whole.wait(PATIENCE_S) == 0
+    with start_locally(tmp_path / "lost", "--set", "steps=300", "--restarts", "1") as process:
+        log = tmp_path / "lost" / "log"
+        while not (tmp_path / "lost" / METRICS).exists() or len(losses(tmp_path / "lost")) < 20:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.02)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[victim]), signal.SIGKILL)
+        killed = time.monotonic()
+        while "resuming at step" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.02)
+        print(f"on again after {time.monotonic() - killed:.1f} s")
+        assert process.wait(PATIENCE_S) == 0, log.read_text()
+    assert losses(tmp_path / "lost") == losses(tmp_path / "whole")
+
+
+@pytest.mark.matrix
+def test_one_command_trains_on_local_processes_and_obeys_a_signal(tmp_path: Path) -> None:
+    with start_locally(tmp_path, "--steps", "1000000") as process:
         try:
             deadline = time.monotonic() + PATIENCE_S
             while "step 1/" not in (tmp_path / "log").read_text():

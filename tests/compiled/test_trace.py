@@ -76,6 +76,13 @@ def test_a_gpus_trace_is_read_by_device_and_step(tmp_path):
     assert "name the recipe" in str(found)
 
 
+def test_operations_of_no_length_are_shown(tmp_path):
+    written(tmp_path, HOST, plane("/device:GPU:0", {"Stream #7(Compute)": [("loop_add", "fusion.9", 0, 0)]}, 2))
+    found = trace.read(tmp_path)
+    assert found.step_s == 0
+    found.__rich__()  # shares of no time are left out
+
+
 def test_a_trace_that_is_none_is_told(tmp_path):
     with pytest.raises(MeshparError, match=r"the folder holds no \.xplane\.pb"):
         trace.read(tmp_path)

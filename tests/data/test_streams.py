@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from meshpar.data.streams import token_streams
 from meshpar.data.text import Reading, find
 from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer
 from meshpar.sharding.types import MeshparError
+from tests.grid import cases
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +77,13 @@ def made(folder, tokenizer=None, *, fraction=0.2, cache=None, **options):
     return token_streams(reading, tokenizer or ByteTokenizer(), valid_fraction=fraction, cache=cache)
 
 
-@pytest.mark.parametrize("fraction", [0.2, 1e-9, 1 - 1e-9])
-@pytest.mark.parametrize("kind", ["memory", "disk", "cache"])
+@pytest.mark.parametrize(
+    ("kind", "fraction"),
+    cases(
+        ("memory", 0.2), ("disk", 1e-9), ("cache", 1 - 1e-9),
+        grid=itertools.product(["memory", "disk", "cache"], [0.2, 1e-9, 1 - 1e-9]),
+    ),
+)  # fmt: skip
 def test_streams_are_those_of_all_documents_at_once(corpus, words, tmp_path, monkeypatch, kind, fraction):
     folder, documents = corpus
     monkeypatch.setattr(streams, "_BYTES_AT_ONCE", 1000)
@@ -273,13 +280,20 @@ def large(folder, kind, num_bytes):
     return file
 
 
+@pytest.fixture
+def scratch(tmp_path):
+    """A folder that goes with the test: pytest keeps its own for a while."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_large_corpus_takes_little_memory(tmp_path, kind, kept):
+def test_a_large_corpus_takes_little_memory(scratch, kind, kept):
     num_bytes, bound = 300_000_000, 200_000_000
-    file = large(tmp_path, kind, num_bytes)
-    with child(file, tmp_path / "cache" if kept else "", bound) as process:
+    file = large(scratch, kind, num_bytes)
+    with child(file, scratch / "cache" if kept else "", bound) as process:
         out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     told = json.loads(out.splitlines()[-1])
@@ -289,8 +303,8 @@ def test_a_large_corpus_takes_little_memory(tmp_path, kind, kept):
 
 
 @pytest.mark.matrix
-def test_processes_that_are_killed_while_they_tokenize(tmp_path):
-    file, cache = large(tmp_path, "jsonl", 50_000_000), tmp_path / "cache"
+def test_processes_that_are_killed_while_they_tokenize(scratch):
+    file, cache = large(scratch, "jsonl", 50_000_000), scratch / "cache"
     with child(file, "", 0) as process:
         expected = json.loads(process.communicate(timeout=300)[0].splitlines()[-1])
     for wait_s in (0.02, 0.2, 0.5):

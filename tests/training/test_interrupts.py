@@ -77,6 +77,7 @@ main()
 COMPILES = ["jax._src.compiler:compile_or_get_cached", 1]
 NOTHING_TO_SAVE = {
     "reading the recipe": [["meshpar.commands.recipe:load_recipe", 1]],
+    "reading the data": [["meshpar.data.source:RowSource.__init__", 1]],
     "looking for a checkpoint": [["meshpar.training.checkpoint:Checkpoints.restore", 1]],
     "compiling the first step": [["meshpar.training.loop:Run.advance", 1], COMPILES],
 }
@@ -159,7 +160,10 @@ def test_what_is_half_written_goes_with_the_process(watch, monkeypatch, tmp_path
     (tmp_path / "half/of").mkdir(parents=True)
     monkeypatch.setattr(interrupts, "scratch", {tmp_path / "half", tmp_path / "nowhere"})
     monkeypatch.setattr(interrupts.os, "_exit", lambda code: None)
+    told = []
+    watch.farewell = told.append
     watch._leave(INT, "interrupted")
+    assert told == [INT]
     assert not (tmp_path / "half").exists()
 
 

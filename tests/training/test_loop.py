@@ -35,6 +35,7 @@ from meshpar.training.loop import (
     json_line,
     restore_or_init,
 )
+from meshpar.training.profile import Profile
 from meshpar.training.state import make_setup
 from tests.training_process import Sender
 
@@ -372,6 +373,13 @@ def test_a_run_goes_on_when_a_save_on_the_way_fails_and_says_which_checkpoint_st
         result = run(5, hooks=[Checkpointer(disk, every=2)])
     assert result.reason == "done"
     assert disk.saved == [2, 5]
+
+
+def test_a_profile_without_room_ends_no_run(tmp_path, monkeypatch):
+    for name in ("start_trace", "stop_trace"):
+        monkeypatch.setattr(jax.profiler, name, lambda *_, **__: None)  # so there is no folder for about.json either
+    with pytest.warns(UserWarning, match=r"no profile was written.*about\.json.*the run goes on"):
+        assert run(5, hooks=[Profile(tmp_path / "none", first=2, last=3)]).reason == "done"
 
 
 def test_arrays_are_apart_from_the_numbers(tmp_path):

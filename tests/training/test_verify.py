@@ -245,3 +245,9 @@ def test_the_draw_is_the_seed_s_and_every_layout_is_named():
 def test_what_cannot_be_asked_is_told(asked, words):
     with pytest.raises(mp.MeshparError, match=words):
         verified(**asked)
+
+
+@pytest.mark.parametrize("batch", [{}, {"x": np.float32(1)}, {"x": np.zeros((0, 8))}], ids=str)
+def test_a_batch_without_rows_is_refused(batch):
+    with pytest.raises(mp.MeshparError, match="cut it into rows"):
+        mp.verify(model_of(), squares, batch)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 
 import pytest
 
@@ -77,6 +79,14 @@ def test_what_may_take_long_is_no_stall_but_for_hours(told: Told) -> None:
     assert (told.after(30) or "").startswith("process 1 of 2 (on host1) saves for 60")
 
 
+def test_reading_data_may_take_hours(told: Told) -> None:
+    told.beats[0]["busy"], told.beats[1]["busy"] = watchdog.READS, watchdog.WAITS
+    assert told.after(10_000) is None
+    verdict = told.after(80_000)
+    assert verdict is not None
+    assert "reads its data for 86" in verdict
+
+
 def test_one_that_is_stopped_while_it_saves_is_named_as_soon(told: Told) -> None:
     told.beats[1]["busy"] = "saves"
     assert "since it saves: it died" in (told.after(60, beating=(0,)) or "")
@@ -129,6 +139,20 @@ def test_one_process_fails_and_both_leave_for_the_same_reason(monkeypatch: pytes
     assert left[0] == left[1]
     assert "process 1 of 2" in left[0]
     assert "ValueError: no such batch. All processes end" in left[0]
+
+
+def test_a_signal_that_ends_one_process_ends_the_others(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
+    codes: list[int] = []
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    pair = dogs({})
+    pair[0].start()
+    pair[1].interrupted(signal.SIGTERM)
+    pair[0].wait_to_leave()
+    while not codes:
+        time.sleep(0.01)
+    assert codes == [128 + signal.SIGTERM]
+    assert capfd.readouterr().err == "\nmeshpar: interrupted (SIGTERM in process 1 of 2)\n"
 
 
 def test_process_0_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
