@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,7 +46,8 @@ def update_of(placed: Placed) -> Update:
     key = tuple(placed.sizes.items()), specs
     if key not in known:
         paths = (leaf.path for leaf in work.leaves)
-        mesh = MeshSpec(**placed.sizes).abstract()
+        sizes: dict[str, Any] = placed.sizes
+        mesh = MeshSpec(**sizes).abstract()
         known[key] = _counted(work, Updating(mesh, dict(zip(paths, specs, strict=True))))
     return known[key]
 
