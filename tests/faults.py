@@ -201,12 +201,6 @@ FAULTS = (
         "(lax.psum(mine, rest) if rest else mine)", "mine", "training/test_unshard.py",
     ),
     Fault(
-        "unchecked: the gradient of a part gathered in each cell twice", "pipeline/gradients.py",
-        "x = lax.all_gather(x, spec_axes(entry), axis=dim, tiled=True)",
-        "x = lax.all_gather(2 * x - lax.stop_gradient(x), spec_axes(entry), axis=dim, tiled=True)",
-        "pipeline/test_executor.py",
-    ),
-    Fault(
         "unchecked: a router's gradient twice", "moe/layer.py",
         "weights._replace(router=widened(weights.router))",
         "weights._replace(router=2 * widened(weights.router) - jax.lax.stop_gradient(widened(weights.router)))",
