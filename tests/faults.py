@@ -192,6 +192,21 @@ FAULTS = (
         "rotary embeddings turn one half only", "models/layers.py",
         "b_BTHF * cos_BT1F + a_BTHF * sin_BT1F", "b_BTHF * cos_BT1F", "models/test_layers.py",
     ),
+    # Gradients through regions whose types are not checked (`check_vma=False`), each at what could be wrong in it.
+    Fault(
+        "unchecked: one device's gradient stands for all", "training/engines/by_device.py",
+        "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]", "training/test_step.py -k once",
+    ),
+    Fault(
+        "unchecked: a gradient scattered inside a node alone", "training/engines/unshard.py",
+        "(lax.psum(mine, rest) if rest else mine)", "mine", "training/test_unshard.py",
+    ),
+    Fault(
+        "unchecked: a router's gradient twice", "moe/layer.py",
+        "weights._replace(router=widened(weights.router))",
+        "weights._replace(router=2 * widened(weights.router) - jax.lax.stop_gradient(widened(weights.router)))",
+        "moe/test_layers.py models/test_moe.py",
+    ),
     Fault(
         "a batch of the step before", "data/batches.py",
         "first = step * self._batch_size", "first = max(step - 1, 0) * self._batch_size", "data/test_batches.py",

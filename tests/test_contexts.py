@@ -159,6 +159,22 @@ def test_a_model_that_says_its_types_trains_as_one_that_leaves_them_to_the_compi
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.skipif(
+    not hasattr(jax.sharding, "no_collectives"), reason="needs jax.sharding.no_collectives, of jax 0.12"
+)
+def test_a_collective_that_nothing_promises_is_refused_where_types_say_it():
+    def apply(params, x):
+        spread = jax.sharding.reshard(x, P("fsdp", "tensor"))
+        return jnp.tanh(jax.sharding.reshard(spread, P("fsdp", None)) @ jax.sharding.reshard(params["up"], P()))
+
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).abstract()
+    for strategy, says in ((FSDP, "send nothing over `tensor`"), (FSDP | mp.tensor_parallel(), None)):
+        state = mp.abstract_state(mp.explicit(_functions(apply)), optax.sgd(0.1), mesh=mesh, strategy=strategy)
+        step = mp.train_step(lambda model, x, key: (model(x).mean(), {}))
+        with pytest.raises(mp.MeshparError, match=says) if says else contextlib.nullcontext():
+            step.trace(state, ROWS)
+
+
 def test_a_model_of_types_is_refused_inside_a_region_by_hand():
     state = mp.init_state(_typed(), optax.sgd(0.1), mesh=OWN, strategy=FSDP, key=0)
     with pytest.raises(mp.MeshparError, match="makes no axis Explicit where another is Manual"):

@@ -89,7 +89,7 @@ class Reading:
             yield document
         if is_empty:
             what = f"all {len(self.skipped)} files that are not UTF-8" if self.skipped else "only empty files"
-            raise problem("`TextData.files`", "read text", f"there were {what}", "name files that hold UTF-8 text")
+            raise problem("`files`", "read text", f"there were {what}", "name files that hold UTF-8 text")
 
 
 def find(entries: Sequence[str], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> list[File]:

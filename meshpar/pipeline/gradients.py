@@ -257,7 +257,8 @@ class _Share:
                 if not axes:
                     return whole(params)
                 # Per device: left to XLA, what is split over its own axes would be gathered over them first. It sends
-                # over axes of the region around it, and what varies over those is not known inside.
+                # over axes of the region around it, and what varies over those is not known inside. Gradients are those
+                # of what it gives: nothing is differentiated through it.
                 return jax.shard_map(whole, in_specs=(held,), out_specs=held, axis_names=axes, check_vma=False)(params)
 
         return apart

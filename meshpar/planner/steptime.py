@@ -1,6 +1,6 @@
 """How long a training step takes under a layout, told before anything is compiled.
 
-    step = products + other kernels + messages that are waited for + bubble
+    step = products + other kernels + messages that are waited for + bubble + the optimizer's products and messages
 
 Products run at a share of the peak; other kernels move what the backward pass keeps a few times; messages are those the
 strategy promises and its kernels send, each by the alpha-beta model over the link of its axes. Of their time XLA hides
@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from meshpar.parallel.part import MIN_SHARDED_BYTES
@@ -37,6 +38,7 @@ from meshpar.planner import cost
 from meshpar.planner.hardware import MATMUL_EFFICIENCY, Cluster
 from meshpar.planner.layout import Layout, Placed
 from meshpar.planner.memory import MemoryEstimate, gather_axes
+from meshpar.planner.update import Update, update_of
 from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import Decision
@@ -179,7 +181,7 @@ class Clock:
 
     def estimate(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> TimeEstimate:
         """The time of a step under a layout that holds so much."""
-        facts, pipelined = placed.facts(layout), placed.strategy.pipeline
+        facts, pipelined, update = placed.facts(layout), placed.strategy.pipeline, update_of(placed)
         network: dict[str, float] = defaultdict(float)
         hidden: dict[str, float] = defaultdict(float)
         sent: dict[str, float] = defaultdict(float)
@@ -193,7 +195,12 @@ class Clock:
                 sent[label] += share * count * nbytes * price.sent
                 network[label] += time_s
                 hidden[label] += time_s * _hidden(facts, one)
+<<<<<<< HEAD
         compute_s, stretch, copied = self._compute_s(placed, layout), 1.0, 0.0
+=======
+        self._add_update(update, facts.sizes, sent, network)
+        compute_s, moved, stretch = self._products_s(placed, layout), self._moved_bytes(placed, layout, memory), 1.0
+>>>>>>> h17
         if pipelined is not None:
             work = placed.workload
             beat = rhythm(pipelined, round(3 * work.flops[layout.remat] / work.model_flops - 3, 1))
@@ -208,8 +215,10 @@ class Clock:
         cover_s = (COVER_AHEAD if facts.is_prefetched else COVER) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
         covered *= 0.1 if self.is_crowded(memory) else 1.0
+        updating_s = update.narrow_flops / self.cluster.gpu.bf16_flops_per_s
+        updating_s += update.wide_flops / self.cluster.gpu.fp32_flops_per_s
         return TimeEstimate(
-            compute_s=compute_s,
+            compute_s=compute_s + updating_s / self.efficiency,
             memory_s=memory_s,
             copied_s=copied / self.cluster.gpu.memory_bytes_per_s,
             network_s=dict(network),
@@ -217,6 +226,15 @@ class Clock:
             sent_bytes=dict(sent),
             bubble_s=(compute_s + memory_s) * (stretch - 1),
         )
+
+    def _add_update(
+        self, update: Update, sizes: Mapping[str, int], sent: dict[str, float], network: dict[str, float]
+    ) -> None:
+        """What the optimizer sends itself, of which nothing is hidden: its products wait for it."""
+        for one in update.sent:
+            price, nbytes = self._price(one.kind, one.axes, sizes), one.elements * jnp.dtype(one.dtype).itemsize
+            sent["*".join(one.axes)] += one.count * nbytes * price.sent
+            network["*".join(one.axes)] += one.count * price.time_s(nbytes)
 
     def _moved_bytes(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> float:
         """By kernels that are no dense products, in a step."""

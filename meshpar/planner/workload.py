@@ -126,6 +126,11 @@ class Workload:
         return np.dtype(jnp.dtype(self.precision.compute or self.leaves[0].dtype)).itemsize
 
     @functools.cached_property
+    def updates(self) -> dict[Any, Any]:
+        """What `planner.update` has traced, by how parameters lie."""
+        return {}
+
+    @functools.cached_property
     def num_experts(self) -> int:
         return max((leaf.shape[-1] for leaf in self.leaves if is_router(_whole(leaf))), default=0)
 

@@ -79,12 +79,14 @@ def below(path: str) -> contextlib.AbstractContextManager[None]:
     return _changed("at", lambda at: (*at, path))
 
 
-def rows_cut(count: int) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def rows_cut(count: int) -> Iterator[None]:
     """Around what is given each `count`-th part of the rows only."""
-    both = contextlib.ExitStack()
-    both.enter_context(_changed("num_rows", lambda num_rows: num_rows // count))
-    both.enter_context(_changed("other_rows", lambda others: frozenset(rows // count for rows in others)))
-    return both
+    with (
+        _changed("num_rows", lambda num_rows: num_rows // count),
+        _changed("other_rows", lambda others: frozenset(rows // count for rows in others)),
+    ):
+        yield
 
 
 @contextlib.contextmanager

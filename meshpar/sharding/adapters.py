@@ -13,7 +13,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -249,11 +249,13 @@ def _nnx_again(method: Any, policy: Any, within: Any, module: Any, *args: Any, *
     """A method of an NNX module that the backward pass runs again; what it changes beside parameters is handed out."""
     from flax import nnx
 
-    graph, params, others = nnx.split(module, nnx.Param, ...)
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    graph, params, others = parts
 
     def run(others: Any) -> Any:
         copy = nnx.merge(graph, params, others)
-        return method(copy, *args, **kwargs), nnx.split(copy, nnx.Param, ...)[2]
+        out, after = method(copy, *args, **kwargs), cast(Any, nnx.split(copy, nnx.Param, ...))
+        return out, after[2]
 
     with within:
         out, changed = jax.checkpoint(run, policy=policy)(others)

@@ -432,7 +432,35 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
     layouts = (setup.layout.params, setup.layout.extra, setup.batch_sharding.spec, PartitionSpec())
     alone = [axis for axis, size in setup.sizes.items() if size == 1]  # in types they would only be in the way
     specs = jax.tree.map(lambda spec: without_axes(spec, alone), layouts, is_leaf=is_spec)
-    return jax.sharding.explicit_axes(loss, in_sharding=specs)
+    return _without_others(jax.sharding.explicit_axes(loss, in_sharding=specs), setup)
+
+
+def _without_others(loss: Loss, setup: Setup) -> Loss:
+    """The loss, in which jax refuses collectives over axes that no rule of the strategy names, so none promises any.
+
+    While it is traced, and with the user's line. jax 0.10 cannot: there `explain` finds them in the compiled program.
+    """
+    named = frozenset[str]().union(*(rules.axes for rules in setup.strategy.rules))
+    others = frozenset(axis for axis, size in setup.sizes.items() if size > 1 and axis not in named)
+    refusing = getattr(jax.sharding, "no_collectives", None)
+    if refusing is None or not others:
+        return loss
+
+    def refused(*args: Any) -> Any:
+        try:
+            with refusing(others):
+                return loss(*args)
+        except Exception as error:
+            if type(error).__name__ != "ForbiddenCollectiveError":
+                raise
+            raise problem(
+                f"mp.explicit(model) and {setup.strategy.label}",
+                f"send nothing over {', '.join(f'`{axis}`' for axis in sorted(others))}, which no rule of it names",
+                " ".join(str(error).split()),
+                "leave arrays as they lie over that axis, or join a strategy that splits over it",
+            ) from error
+
+    return refused
 
 
 def _explained(error: NameError) -> Exception:

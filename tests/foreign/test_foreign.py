@@ -161,7 +161,7 @@ def test_gpt2_sends_and_holds_no_more_than_the_annotated_decoder(pod):
         logits = model(ids, jnp.ones_like(ids), jnp.broadcast_to(jnp.arange(512), ids.shape)).logits
         return zoo.cross_entropy(logits.astype(jnp.float32), batch["targets"]), {}
 
-    # As many parameters in a layer: three matrices of 2,048 in its MLP instead of two of 3,072. Attention that holds all
+    # As many parameters in a layer: three matrices of 2,048 in its MLP instead of two of 3,072. Attention holds all
     # scores, as GPT-2's does: what is compared is how arrays lie.
     annotated = TransformerConfig(
         vocab_size=50_256, num_layers=12, embed_dim=768, num_heads=12, num_kv_heads=12, head_dim=64, mlp_dim=2048,

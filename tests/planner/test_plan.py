@@ -32,6 +32,7 @@ from meshpar.planner.plan import Compiled, _verified, load_plans
 from meshpar.planner.search import Search
 from meshpar.planner.steptime import Clock
 from meshpar.planner.workload import describe
+from meshpar.training.muon import exchange, matrices
 from tests.compiled.planted import CONFIG
 from tests.grid import cases
 
@@ -59,7 +60,13 @@ def small():
 # ---- State, to the byte ----------------------------------------------------------------------------------------------
 
 MOE = dataclasses.replace(CONFIG, moe=MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=CONFIG.mlp_dim))
-OPTIMIZERS = {"adamw": optax.adamw(1e-3), "adafactor": optax.adafactor(1e-3), "sgd": optax.sgd(1e-2, momentum=0.9)}
+MUON = mp.muon(1e-3, muon_weight_dimension_numbers=matrices(CONFIG.build().names()))
+OPTIMIZERS = {
+    "muon": MUON,
+    "adamw": optax.adamw(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+    "sgd": optax.sgd(1e-2, momentum=0.9),
+}
 STATES = (
     ("ddp()", {"data": 8}, "adamw"),
     ("zero1()", {"fsdp": 8}, "adamw"),
@@ -73,6 +80,8 @@ STATES = (
     ("pipeline_parallel(stages=4, microbatches=4) | ddp()", {"stage": 4, "data": 2}, "sgd"),
     ("fsdp() | expert_parallel()", {"fsdp": 2, "expert": 4}, "adamw"),
     ("zero1() | expert_parallel()", {"fsdp": 4, "expert": 2}, "adafactor"),
+    ("fsdp()", {"fsdp": 8}, "muon"),
+    ("zero1()", {"fsdp": 8}, "muon"),
 )
 
 
@@ -85,6 +94,34 @@ def test_state_is_the_compiled_programs_arguments_to_the_byte(strategy, mesh, op
     placed = Placer(workload(config, 16, 64, tx)).place(dict(spec), strategy)
     held = memory.estimate(placed, Layout(mesh=spec, strategy=strategy))
     assert held.state_bytes + held.batch_bytes == program.argument_bytes
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "ranks", "replicas"), [
+    ("fsdp(min_bytes=0)", {"fsdp": 8}, 8, 1),
+    ("hsdp(min_bytes=0)", {"data": 2, "fsdp": 4}, 4, 2),
+    ("ddp()", {"data": 8}, 1, 8),
+])  # fmt: skip
+def test_muon_is_told_by_what_it_exchanges_and_multiplies(strategy, mesh, ranks, replicas):
+    """Of 8 matrices of 64 x 128 each rank owns one: the closed form's bytes, and five iterations' products."""
+    model = mp.from_functions(
+        lambda key: {"w": jax.random.normal(key, (8, 64, 128))}, lambda params, x: x @ params["w"].sum(0),
+        names={"w": ("layers", "embed", "mlp")},
+    )  # fmt: skip
+    rows, cluster = {"x": jax.ShapeDtypeStruct((16, 64), np.float32)}, parse_cluster("h100:1x8")
+    strategy, found = mp.parallel.parse_strategy(strategy), {}
+    own = mp.muon(1e-3, muon_weight_dimension_numbers={"w": optax.contrib.MuonDimensionNumbers((1,), (2,))})
+    for name, tx in (("adam", optax.adamw(1e-3)), ("muon", own)):
+        work = describe(model, rows, lambda model, batch, key: (model(batch["x"]).mean(), {}), tx=tx, precision=BF16)
+        placed, layout = Placer(work).place(mesh, strategy), Layout(mesh=mp.MeshSpec(**mesh), strategy=strategy)
+        held = memory.estimate(placed, layout)
+        found[name] = held, Clock(cluster, efficiency=1.0).estimate(placed, layout, held)
+    (adam_held, adam), (muon_held, muon) = found["adam"], found["muon"]
+    sent = sum(muon.sent_bytes.values()) - sum(adam.sent_bytes.values())
+    assert sent == pytest.approx(4 * 64 * 128 * exchange(8, ranks=ranks, replicas=replicas)[1])
+    flops = 5 * (2 * 2 * 64 * 64 * 128 + 2 * 64**3)
+    assert (muon.compute_s - adam.compute_s) * cluster.gpu.fp32_flops_per_s == pytest.approx(flops)
+    less = adam_held.state_bytes - muon_held.state_bytes  # one moment instead of two, and counters
+    assert less == pytest.approx(4 * 8 * 64 * 128 // ranks, abs=64)
 
 
 # ---- Programs for GPUs -----------------------------------------------------------------------------------------------

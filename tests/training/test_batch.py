@@ -69,7 +69,7 @@ def state_on(spec: mp.MeshSpec, strategy, rules=INPUTS):
     return mp.init_state(model, optax.sgd(0.1), mesh=mesh_of(spec), strategy=strategy | rules, key=0)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_padded_graphs_train_as_on_one_device(accumulate):
     found = []
     for spec, strategy, micro_steps in ((mp.MeshSpec(), mp.ddp(), 1), (mp.MeshSpec(fsdp=8), FSDP, accumulate)):

@@ -15,6 +15,7 @@ from jax import lax
 import meshpar as mp
 from meshpar.training.layers import REMAT_POLICIES
 from meshpar.training.precision import dot_general, numerics
+from tests.grid import cases
 
 PRODUCTS = {
     "dense": ((4, 5, 8), (8, 6), (((2,), (0,)), ((), ()))),
@@ -163,7 +164,16 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize(
     ("dtype", "inputs", "told"),
-    [("float32", "bfloat16", True), (None, "float32", True), ("bfloat16", "float32", False), (None, "bfloat16", False)],
+    cases(
+        ("float32", "bfloat16", True),
+        ("bfloat16", "float32", False),
+        grid=[
+            ("float32", "bfloat16", True),
+            (None, "float32", True),
+            ("bfloat16", "float32", False),
+            (None, "bfloat16", False),
+        ],
+    ),
 )
 def test_a_model_that_casts_back_is_told_before_the_first_step_and_in_explain(dtype, inputs, told):
     def loss_fn(model, batch, key):

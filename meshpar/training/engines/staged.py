@@ -59,7 +59,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
         divide; uses of an Aux that `scan_layers` has none for.
     """
     _check_options(options, state.setup)
-    _check_offload(options, state.setup)
+    _check_remat(options, state.setup)
     params = compute_params(state.setup, state.params, options.precision.compute)
     batch_axes, weight = state.setup.batch_axes, options.weight
     setup, pipelined = state.setup, state.setup.strategy.pipeline
@@ -504,12 +504,17 @@ def _check_options(options: StepOptions, setup: Setup) -> None:
             )
 
 
-def _check_offload(options: StepOptions, setup: Setup) -> None:
-    rules = [(f"remat rule `{rule.key}`", rule.value) for rule in setup.strategy.activations.remat]
-    for asked in (what for what, remat in ((f"train_step(remat={options.remat!r})", options.remat), *rules)
-                  if offloads(remat)):  # fmt: skip
+def _check_remat(options: StepOptions, setup: Setup) -> None:
+    for rule in setup.strategy.activations.remat:
         raise problem(
-            f"{asked} under {setup.strategy.label}",
+            f"remat rule `{rule.key}` under {setup.strategy.label}",
+            "make a module again by its path",
+            "stages run the layers apart from the model that holds them",
+            "use train_step(remat=...), which is for whole layers, or leave out the stages",
+        )
+    if offloads(options.remat):
+        raise problem(
+            f"train_step(remat={options.remat!r}) under {setup.strategy.label}",
             "keep a microbatch's activations on the host",
             "stages hold them in buffers on the device, from their F to their B",
             "use save:NAMES, or leave out the stages",
