@@ -195,12 +195,8 @@ class Clock:
                 sent[label] += share * count * nbytes * price.sent
                 network[label] += time_s
                 hidden[label] += time_s * _hidden(facts, one)
-<<<<<<< HEAD
-        compute_s, stretch, copied = self._compute_s(placed, layout), 1.0, 0.0
-=======
         self._add_update(update, facts.sizes, sent, network)
-        compute_s, moved, stretch = self._products_s(placed, layout), self._moved_bytes(placed, layout, memory), 1.0
->>>>>>> h17
+        compute_s, stretch, copied = self._compute_s(placed, layout), 1.0, 0.0
         if pipelined is not None:
             work = placed.workload
             beat = rhythm(pipelined, round(3 * work.flops[layout.remat] / work.model_flops - 3, 1))
