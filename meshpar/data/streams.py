@@ -26,7 +26,7 @@ from jaxtyping import UInt
 from meshpar.data.split import Split
 from meshpar.data.text import Document, File, Reading, digest
 from meshpar.data.tokens import Tokenizer, token_dtype
-from meshpar.sharding.host import read_json
+from meshpar.sharding.host import check_name, read_json
 from meshpar.sharding.types import problem
 
 SIDES = ("train", "valid")
@@ -65,7 +65,7 @@ def token_streams(
     dtype = token_dtype(tokenizer.vocab_size)
     try:
         if cache is not None:
-            return _mapped(_kept(Path(cache).expanduser(), reading, tokenizer, valid_fraction), dtype)
+            return _mapped(_kept(_folder(cache), reading, tokenizer, valid_fraction), dtype)
         with contextlib.ExitStack() as until_mapped:
             files = [until_mapped.enter_context(tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES)) for _ in SIDES]
             facts = _write(files, reading, tokenizer, valid_fraction)
@@ -73,7 +73,7 @@ def token_streams(
             return Streams(train=train, valid=valid, facts=facts)
     except OSError as error:
         where = tempfile.gettempdir() if cache is None else cache
-        fix = "free some room, or name a folder with room as `cache`"
+        fix = "free some room, or name a folder that can be written and has room as `cache`"
         exists = f"that failed ({error.strerror})"
         raise problem("`TextData.cache`", f"write tokens below {where}", exists, fix) from error
 
@@ -127,6 +127,17 @@ def _of(file: IO[bytes], num_tokens: int, dtype: np.dtype) -> UInt[np.ndarray, "
 
 
 # ---- Kept ------------------------------------------------------------------------------------------------------------
+
+
+def _folder(cache: str) -> Path:
+    """The folder that a user names; the system takes its name."""
+    fix = "name a folder, or leave it out"
+    try:
+        folder = Path(cache).expanduser()
+    except (TypeError, RuntimeError) as error:  # no text, or the home of nobody
+        raise problem("`TextData.cache`", f"keep tokens in {cache!r}", f"that is no folder ({error})", fix) from error
+    check_name(folder, "`TextData.cache`", fix)
+    return folder
 
 
 def _kept(folder: Path, reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> Path:

@@ -89,6 +89,7 @@ class Reading:
             yield document
         if is_empty:
             what = f"all {len(self.skipped)} files that are not UTF-8" if self.skipped else "only empty files"
+            what += "" if self.max_bytes is None else f", or no whole character in {self.max_bytes} byte(s) of them"
             raise problem("`files`", "read text", f"there were {what}", "name files that hold UTF-8 text")
 
 
@@ -280,8 +281,8 @@ def records(files: Iterable[File], field: str) -> Iterator[tuple[str, str, Any]]
                 if field not in table.schema_arrow.names:
                     fix = f"name another ({near(field, table.schema_arrow.names)})"
                     raise problem(f"{file.path}", f"take column `{field}`", "it has no such column", fix)
-                found = (value for batch in _batches(file, table, field) for value in batch.column(0).to_pylist())
-                for number, value in enumerate(found, start=1):
+                _check_once(file, table.schema_arrow, field)
+                for number, value in enumerate(_values(file, table, field), start=1):
                     yield f"{file.name}:{number}", f"{file.path}, row {number}", value
         elif file.path.suffix == ".jsonl":
             for name, where, row in _json_rows(file):
@@ -318,23 +319,24 @@ def _table(file: File) -> Any:
 def _parquet(file: File, text_field: str) -> Iterator[Document]:
     with _table(file) as table:
         _check_column(file, table.schema_arrow, text_field)
-        row = 0
-        for batch in _batches(file, table, text_field):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                where = f"{file.path}, row {row}"
-                yield from _document(f"{file.name}:{row}", _text_of(where, {text_field: text}, text_field))
+        for row, text in enumerate(_values(file, table, text_field), start=1):
+            where = f"{file.path}, row {row}"
+            yield from _document(f"{file.name}:{row}", _text_of(where, {text_field: text}, text_field))
 
 
-def _batches(file: File, table: Any, column: str) -> Iterator[Any]:
+def _values(file: File, table: Any, column: str) -> Iterator[Any]:
+    """What a column holds, row by row."""
     import pyarrow
 
     try:
         about = table.metadata
         num_bytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
         rows = _BYTES_AT_ONCE * about.num_rows // max(num_bytes, 1)
-        yield from table.iter_batches(batch_size=min(max(rows, 1), 1024), columns=[column])
-    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        for batch in table.iter_batches(batch_size=min(max(rows, 1), 1024), columns=[column]):
+            yield from batch.column(0).to_pylist()
+    except UnicodeError as error:
+        raise _not_utf8(f"{file.path}, column `{column}`", error) from error
+    except (pyarrow.ArrowException, OSError) as error:
         fix = "bring the file back from a copy, or leave it out"
         raise problem(f"{file.path}", "read its rows", f"the file is damaged ({_first_line(error)})", fix) from error
 
@@ -350,9 +352,17 @@ def _check_column(file: File, schema: Any, text_field: str) -> None:
     if text_field not in schema.names:
         fix = f"set `text_field` to the one that holds the text ({near(text_field, schema.names)})"
         raise problem(f"{file.path}", asked, "it has no such column", fix)
+    _check_once(file, schema, text_field)
     kind = schema.field(text_field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise problem(f"{file.path}", asked, f"the column holds {kind}", "set `text_field` to a column of strings")
+
+
+def _check_once(file: File, schema: Any, column: str) -> None:
+    times = schema.names.count(column)
+    if times > 1:
+        exists = f"it has {times} columns of that name"
+        raise problem(f"{file.path}", f"take column `{column}`", exists, "write it again with one, or name another")
 
 
 @contextlib.contextmanager

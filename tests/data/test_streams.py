@@ -219,6 +219,12 @@ def test_of_several_one_tokenizes_and_the_others_wait(corpus, tmp_path):
     assert len({one.train.tobytes() for one in found}) == 1
 
 
+@pytest.mark.parametrize("name", [3, "a\0b", "n" * 300, "~nobody-here/x"])
+def test_a_cache_that_no_folder_can_be_is_named(corpus, name):
+    with pytest.raises(MeshparError, match=r"`TextData.cache`.*name a folder"):
+        made(corpus[0], cache=name)
+
+
 # ---- A corpus that is larger than memory may be ----------------------------------------------------------------------
 
 CHILD = """

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshpar.data.text import Reading, find
+from meshpar.data.text import Reading, find, records
 from meshpar.sharding.types import MeshparError
 
 
@@ -169,6 +169,10 @@ def test_only_empty_files_are_an_error(tmp_path):
     with pytest.raises(MeshparError) as error:
         texts(tmp_path)
     message(error, "only empty files")
+    write(tmp_path, a_txt="ä")
+    with pytest.raises(MeshparError) as error:
+        texts(tmp_path, max_bytes=1)
+    message(error, "no whole character in 1 byte")
 
 
 @pytest.mark.parametrize(
@@ -196,6 +200,14 @@ def test_bad_parquet_is_named(tmp_path):
         with pytest.raises(MeshparError) as error:
             texts(path, text_field=field)
         message(error, path, said)
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    latin = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xe4"]).buffers())
+    for table, said in ((twice, "2 columns of that name"), (pyarrow.table({"text": latin}), "not UTF-8")):
+        pyarrow.parquet.write_table(table, path)
+        for read in (texts, lambda at: list(records(find([str(at)]), "text"))):
+            with pytest.raises(MeshparError) as error:
+                read(path)
+            message(error, path, said)
     path.write_text("not parquet")
     with pytest.raises(MeshparError) as error:
         texts(path)
