@@ -22,7 +22,7 @@ GRACE_S = 20.0
 RESTART_GRACE_S = 2.0
 """The same, where they are to start again: without the one that is lost they can save nothing."""
 COMMAND = (sys.executable, "-m", "meshpar.commands.cli")
-_GIVEN_UP = 1  # what the watchdog of a process that lives exits with when another is lost
+_GIVEN_UP = 1  # what the watchdog of a process that lives exits with when another is lost; not when another has failed
 _POLL_S = 0.1
 
 
@@ -48,7 +48,7 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
         watch.hold(lambda: True)
     while True:
         code = _start(args, processes, watch, grace_s=RESTART_GRACE_S if restarts else GRACE_S)
-        is_lost = code < 0 or code == _GIVEN_UP
+        is_lost = code < 0 or (code == _GIVEN_UP and processes > 1)  # one alone has no watchdog: an error of its own
         if not is_lost or not restarts or (watch is not None and watch.received is not None):
             return code if code >= 0 else 128 - code
         restarts, processes = restarts - 1, _survivors(processes)

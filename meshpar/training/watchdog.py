@@ -35,6 +35,7 @@ DATA_S = 86_400.0
 BEAT_S = 2.0
 EXIT_CODE = 1
 MISTAKE_CODE = 2
+"""Of all processes, where one of them failed by an error of its own: starting again would meet it again."""
 """Exit code of a process that ended by its own mistake, as of commands elsewhere."""
 _SLOWEST = 5.0  # a step may take so many times the longest before it
 _GRACE_S = 10.0  # for the others to read the verdict before the service ends with process 0
@@ -56,6 +57,8 @@ class Judge:
         self._places: dict[int, tuple[Any, float]] = {}
         self._told: dict[int, Mapping[str, Any]] = {}
         self._failed_at: float | None = None
+        self.code = EXIT_CODE
+        """What all end with after a verdict."""
 
     def look(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> str | None:
         """Who is lost, by the beats read at `now` (seconds, any clock that only goes forward); None while all is well.
@@ -78,6 +81,7 @@ class Judge:
         noticed = [number for number in failed if self._told[number]["failed"]["own"]]
         if noticed or (failed and now - (self._failed_at or now) > limit_s + BEAT_S):
             number = (noticed or failed)[0]
+            self.code = MISTAKE_CODE if noticed else EXIT_CODE
             return f"{self._name(number)} ended: {self._told[number]['failed']['text']}"
         return self._stalled(live, now)
 
@@ -135,6 +139,7 @@ class Watchdog:
         self._failed: dict[str, Any] | None = None
         self._heard_at = time.monotonic()
         self._judge = Judge(pod.num_processes, stall_s=stall_s) if pod.process_id == 0 else None
+        self._code = EXIT_CODE
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -223,10 +228,14 @@ class Watchdog:
 
     def _read_verdict(self) -> str | None:
         if self._judge is None:
-            return self._pod.below("verdict").get("text")
+            told = self._pod.below("verdict")
+            self._code = told.get("code", EXIT_CODE)
+            return told.get("text")
         beats = {int(number): beat for number, beat in self._pod.below("beat").items()}
         verdict = self._judge.look(beats, time.monotonic())
         if verdict is not None:
+            self._code = self._judge.code
+            self._pod.put("verdict/code", self._code)  # before the text, at which the others leave
             self._pod.put("verdict/text", verdict)
         return verdict
 
@@ -278,7 +287,7 @@ class Watchdog:
                 os.write(self._stderr, f"\nmeshpar: {text}\n".encode())
                 faulthandler.dump_traceback(file=self._stderr, all_threads=True)
         sys.stdout.flush()
-        os._exit(MISTAKE_CODE if own else EXIT_CODE)
+        os._exit(MISTAKE_CODE if own else self._code)
 
 
 _watchdog: Watchdog | None = None

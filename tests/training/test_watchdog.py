@@ -139,6 +139,7 @@ def test_one_process_fails_and_both_leave_for_the_same_reason(monkeypatch: pytes
     assert left[0] == left[1]
     assert "process 1 of 2" in left[0]
     assert "ValueError: no such batch. All processes end" in left[0]
+    assert [dog._code for dog in pair] == [watchdog.MISTAKE_CODE] * 2  # --restarts would meet it again
 
 
 def test_a_signal_that_ends_one_process_ends_the_others(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
