@@ -146,6 +146,18 @@ def recomputing(path: str) -> tuple[Any, contextlib.AbstractContextManager[None]
     return boundaries.policy(rule.value), _changed("recomputed", lambda paths: paths | {path})
 
 
+def check_made_again(path: str, out: PyTree) -> None:
+    """Raises `ValueError` where a module under a remat rule gives what is no array: `jax.checkpoint` takes none."""
+    others = [x for x in jax.tree.leaves(out) if not (hasattr(x, "dtype") or isinstance(x, bool | int | float | complex))]
+    if others:
+        raise problem(
+            f"remat rule for `{path}`",
+            "make again what the module gives",
+            f"it gives a {type(others[0]).__name__}, and not arrays alone",
+            "leave it out of the rules and name modules in it, or have it give arrays",
+        )
+
+
 def in_reduced_dtype(module: Any) -> None:
     """Of a layer of Flax's that multiplies by `lax.dot_general`: its weight's gradient leaves as the step sums it."""
     product = None if (boundaries := current().boundaries) is None else boundaries.product

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from meshpar.sharding.activations import handed_on, in_module, in_reduced_dtype, recomputing
+from meshpar.sharding.activations import check_made_again, handed_on, in_module, in_reduced_dtype, recomputing
 from meshpar.sharding.context import Ambient, ambient, auto_sizes, current
 from meshpar.sharding.rules import First, InTurn
 from meshpar.sharding.types import (
@@ -245,8 +245,12 @@ def _handing_on(cls: Any) -> Iterator[str]:
             yield name
 
 
-def _nnx_again(method: Any, policy: Any, within: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method of an NNX module that the backward pass runs again; what it changes beside parameters is handed out."""
+def _nnx_again(path: str, method: Any, policy: Any, within: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method of an NNX module that the backward pass runs again; what it changes beside parameters is handed out.
+
+    Raises:
+      ValueError: it changes what no variable holds, or gives what is no array.
+    """
     from flax import nnx
 
     parts: Any = nnx.split(module, nnx.Param, ...)
@@ -255,6 +259,14 @@ def _nnx_again(method: Any, policy: Any, within: Any, module: Any, *args: Any, *
     def run(others: Any) -> Any:
         copy = nnx.merge(graph, params, others)
         out, after = method(copy, *args, **kwargs), cast(Any, nnx.split(copy, nnx.Param, ...))
+        check_made_again(path, out)
+        if after[0] != graph:
+            raise problem(
+                f"remat rule for `{path}`",
+                "make the module again in the backward pass",
+                "its call makes or changes attributes that are no variables, and would lose them",
+                "hold them in an nnx.Variable made with the module, or leave it out of the rules and name modules in it",
+            )
         return out, after[2]
 
     with within:
@@ -270,7 +282,7 @@ def _holding(cls: Any, path: str) -> Any:
         def held(self: Any, *args: Any, **kwargs: Any) -> Any:
             with in_module(path):
                 again = recomputing(path)
-                run = method if again is None else functools.partial(_nnx_again, method, *again)
+                run = method if again is None else functools.partial(_nnx_again, path, method, *again)
                 return handed_on(path, run(self, *args, **kwargs))
 
         return held
@@ -510,7 +522,7 @@ def _linen_modules() -> Iterator[None]:
         in_reduced_dtype(context.module)
         path = "/".join((*boundaries.at, *context.module.path))
         again = None if context.method_name == "setup" else recomputing(path)
-        out = call(*args, **kwargs) if again is None else _linen_again(context, *again, args, kwargs)
+        out = call(*args, **kwargs) if again is None else _linen_again(path, context, *again, args, kwargs)
         return out if context.method_name == "setup" else handed_on(path, out)
 
     theirs = tuple(nn.get_logical_axis_rules())
@@ -521,12 +533,14 @@ def _linen_modules() -> Iterator[None]:
         yield
 
 
-def _linen_again(context: Any, policy: Any, within: Any, args: Any, kwargs: Any) -> Any:
+def _linen_again(path: str, context: Any, policy: Any, within: Any, args: Any, kwargs: Any) -> Any:
     """A method of a Linen module that the backward pass runs again."""
     from flax import linen as nn
 
     def run(module: Any) -> Any:
-        return context.orig_method.func(module, *args, **kwargs)
+        out = context.orig_method.func(module, *args, **kwargs)
+        check_made_again(path, out)
+        return out
 
     run.__name__ = context.method_name  # which Linen's scopes have
     with within:  # Linen intercepts `run`, too

@@ -364,6 +364,53 @@ def test_a_remat_rule_that_says_nothing_is_an_error(kind):
         mp.Rules(remat={"out": 3})
 
 
+class NnxTold(nnx.Module):
+    """Gives what is no array, or keeps what is in no variable."""
+
+    def __init__(self, rngs, kind):
+        self.up, self.kind, self.calls = nnx.Linear(WIDTH, WIDTH, rngs=rngs), kind, 0
+
+    def __call__(self, x):
+        self.calls += self.kind == "calls"
+        if self.kind == "mean":
+            self.mean = x.mean()
+        return self.up(x), "named" if self.kind == "string" else None
+
+
+class NnxTells(nnx.Module):
+    def __init__(self, rngs, kind):
+        self.told = NnxTold(rngs, kind)
+
+    def __call__(self, x):
+        return self.told(x)[0]
+
+
+class LinenTells(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return LinenTold(name="told")(x)[0]
+
+
+class LinenTold(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(x), "named"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [("calls", "attributes that are no variables"), ("mean", "attributes that are no variables"),
+     ("string", "gives a str"), ("linen", "gives a str")],
+)  # fmt: skip
+def test_what_cannot_be_made_again_is_an_error(kind, match):
+    model = mp.from_linen(LinenTells(), X) if kind == "linen" else mp.from_nnx(lambda rngs: NnxTells(rngs, kind))
+    for rules in (mp.Rules(), mp.Rules(remat={"told/up": "full"} if kind != "linen" else {"told/Dense_0": "full"})):
+        mp.train_step(_deep_loss).trace(_abstract(model, FSDP | rules), X)
+    with pytest.raises(mp.MeshparError, match=f"remat rule for `told`.*{match}"):
+        mp.train_step(_deep_loss).trace(_abstract(model, FSDP | mp.Rules(remat={"told": "full"})), X)
+
+
 @pytest.mark.matrix
 @pytest.mark.call_stacks
 @pytest.mark.parametrize("policy", ["full", "dots", "save:hidden"])
