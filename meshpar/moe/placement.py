@@ -6,13 +6,15 @@ experts and router alike it renumbers the experts, and nothing else.
 Outputs stay the same to the bit where each rank sends its own tokens to the experts, with a capacity or dropless:
 neither the weights of `route`, nor what is dropped over capacity, nor the order in which a token's choices are summed
 depends on how the experts are numbered. Excepted are tokens whose scores tie exactly, since a tie goes to the lowest
-number. There are three cases in which outputs change, and a warning where the state shows one:
+number. There are four cases in which outputs change, and a warning where the state shows one:
 
 - `bound_factor`: what is over the bound between two ranks is dropped, so it depends on which experts share a rank.
   Outputs of a batch of which nothing is dropped, before and after, stay the same to the bit.
 - Tokens replicated over the axes of the experts: each rank sums over its own experts, and then ranks are summed, so
   outputs are equal up to rounding.
 - `Routing(choice="expert")`: a token's experts are summed in the order of their numbers; up to rounding.
+- `implementation="node-first"`: a token's experts are summed node by node, and then nodes are; up to rounding where an
+  expert moves to another node.
 
 The state shows the config of a layer when it is an attribute of a module, at any depth: in NNX always, in Linen unless
 it is made inside a compact method. Auxiliary losses and gradients are sums over experts: equal up to rounding.
@@ -32,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.moe.check import check_whole
+from meshpar.moe.choice import NODE_FIRST
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.layer import axes_over
 from meshpar.sharding.types import (
@@ -188,8 +191,9 @@ def rebalance(
             inside = {path: named for path, (named, home) in leaves.items() if _below(home, scope)}
             parts[part] = _permuted_tree(parts[part], order, inside, part)
         placements[scope] = placed
-    if is_state and any(one.moved for each in placements.values() for one in each):
-        for reason in _inexact(state.setup, configs, ranks):
+    each_layer = [one for each in placements.values() for one in each]
+    if is_state and any(one.moved for one in each_layer):
+        for reason in _inexact(state.setup, configs, ranks, each_layer):
             warnings.warn(f"rebalance: {reason}", stacklevel=2)
     return Rebalanced(state.replace(**parts) if is_state else parts[""], placements)
 
@@ -296,12 +300,16 @@ def _configs(model: Any) -> list[MoEConfig]:
     return list(found)
 
 
-def _inexact(setup: Setup, configs: Sequence[MoEConfig], num_ranks: int) -> list[str]:
+def _inexact(
+    setup: Setup, configs: Sequence[MoEConfig], num_ranks: int, placements: Sequence[ExpertPlacement]
+) -> list[str]:
     """Why outputs change when experts move."""
     reasons = []
     rules = setup.strategy.activations
-    experts, tokens = (set(axes_over(setup.mesh, rules, *names)) for names in (("act_expert",), ("batch", "seq")))
+    levels = axes_over(setup.mesh, rules, "act_expert")
+    experts, tokens = set(levels), set(axes_over(setup.mesh, rules, "batch", "seq"))
     travels = experts <= tokens
+    nodes = axis_sizes(setup.mesh)[levels[0]] if len(levels) == 2 else 1
     for config in configs:
         routing, factor = config.routing, config.bound_factor
         most = num_ranks * min(1, routing.num_experts / num_ranks / routing.top_k)
@@ -310,6 +318,16 @@ def _inexact(setup: Setup, configs: Sequence[MoEConfig], num_ranks: int) -> list
                 f"with bound_factor={factor} a token may be dropped now that was not before, and the other way round: "
                 "what is over the bound depends on which experts share a rank; outputs stay the same to the bit where "
                 f"nothing is dropped, as without a bound or from bound_factor={most:g} on"
+            )
+        node = np.arange(routing.num_experts) * nodes // routing.num_experts
+        if (
+            travels
+            and config.implementation == NODE_FIRST
+            and any((node[list(one.order)] != node).any() for one in placements)
+        ):
+            reasons.append(
+                f"node-first a token's experts are summed node by node, and experts move to others of {nodes} nodes: "
+                'outputs change by rounding; they stay the same to the bit with implementation="hierarchical"'
             )
         if routing.choice == "expert":
             reasons.append("experts that choose are summed in the order of their numbers: outputs change by rounding")

@@ -61,9 +61,11 @@ torchao counts its own (pytorch/ao, torchao/testing/float8/roofline_utils.py, 20
 BLOCK_BYTES, BLOCK_BYTES_OF_SEVERAL = 14, 34
 """Moved of each of an expert's weights for a block of rows, where a device has one expert, and several: float32
 gradients are read and written, weights read; of several experts those of one are cut out first, in every pass."""
-ROUTED_PASSES = 21
-"""How often a step moves the rows that dispatch and combine have room for: both ways, forward, again and backward.
-Both figures are those of the kernels of a compiled Mixtral (`tests/planner/compiled.json`)."""
+ROUTED_PASSES = 49
+"""How often a step moves the rows that dispatch, experts and combine have room for: forward, again and backward. Block
+bytes are those of the kernels of a compiled Mixtral; with them so many passes explain a Mixtral on 8 nodes and
+DeepSeek-V3, compiled with the blocks of `cost.grouped_block`, and Mixtrals on 4 and 16 nodes would take 80
+(`tests/planner/compiled.json`)."""
 CROWDED = 0.77
 """Share of the memory above which next to nothing is hidden: of programs with weights gathered ahead, those of 62 GB
 and more hid 3 % of it, one of 55 GB 70 %."""

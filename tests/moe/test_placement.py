@@ -409,7 +409,7 @@ def test_loads_that_are_not_there():
 
 
 @functools.cache
-def decoder(tx=None, strategy=None, kind="nnx", rows=8, routing=None, **config):
+def decoder(tx=None, strategy=None, mesh=None, kind="nnx", rows=8, routing=None, **config):
     """(a state of a decoder with two MoE layers, what computes its logits, loads by layer that make experts move)."""
     routing = routing or Routing(num_experts=NUM_EXPERTS, top_k=2)
     cfg = TransformerConfig(
@@ -418,7 +418,7 @@ def decoder(tx=None, strategy=None, kind="nnx", rows=8, routing=None, **config):
     )  # fmt: skip
     words = np.random.default_rng(0).integers(0, 64, (rows, 32)).astype(np.int32)
     model = cfg.build() if kind == "nnx" else mp.from_linen(LinenTransformer(cfg), words)
-    mesh = mp.MeshSpec(fsdp=2, expert=4).build()
+    mesh = (mesh or mp.MeshSpec(fsdp=2, expert=4)).build()
     strategy = mp.fsdp() | mp.expert_parallel() if strategy is None else strategy
     state = mp.init_state(model, tx or optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
 
@@ -456,11 +456,15 @@ def test_a_bound_between_ranks_drops_others_and_rebalance_says_so(kind):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("what", ["tokens replicated", "experts choose"])
+@pytest.mark.parametrize("what", ["tokens replicated", "experts choose", "node first"])
 def test_another_order_of_sums_is_told_and_changes_by_rounding(what):
     if what == "tokens replicated":
         own = {"strategy": mp.fsdp() | mp.expert_parallel() | mp.Rules(batch=("fsdp",))}
         told = "replicated over `expert`.*by rounding"
+    elif what == "node first":
+        levels = mp.expert_parallel(axis=("data", "expert"))
+        own = {"mesh": mp.MeshSpec(data=2, expert=4), "strategy": mp.ddp() | levels, "implementation": "node-first"}
+        told = "to others of 2 nodes.*by rounding.*hierarchical"
     else:
         chosen = {"choice": "expert", "force": True, "normalize": False}
         own, told = {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, **chosen)}, "that choose.*by rounding"

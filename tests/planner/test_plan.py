@@ -157,10 +157,10 @@ QUICK = [at for at, one in enumerate(COMPILED) if one["recipe"] == "llama3_8b" a
 
 def check(case):
     held, time = estimated(case)
-    # Never more than a fifth below: what would not fit must not be taken for what does.
+    # Peaks never more than a fifth below: what would not fit must not be taken for what does.
     assert held.state_bytes + held.batch_bytes == case["argument_bytes"]
     assert 0.8 <= held.peak_bytes / case["peak_bytes"] <= 1.2
-    assert 0.8 <= time.step_s / case["step_s"] <= 1.2
+    assert 0.85 <= time.step_s / case["step_s"] <= 1.15
     return held, time
 
 
