@@ -10,9 +10,10 @@ parameter, experts over all GPUs, the rest over 32. One step is 67,108,864 token
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
 `explain` finds 55 GB of 80 in use. In a step of four micro-steps each GPU sends 0.38 TB of tokens between the nodes
-(data), and on inside them over NVLink (expert), and 1.20 TB of weights and gradients over fsdp; with --check it passes.
-Layers run on two slices of the rows, so that what one sends goes on behind the other's matmuls: 24 % of it by XLA alone,
-in a step of 54 s; with one round of latencies, as `explain --save-latencies` takes several of, 47 % and 44 s.
+(data), and on inside them over NVLink (expert), and 1.20 TB of weights and gradients over fsdp; with --check it
+passes. Layers run on two slices of the rows, so that what one sends goes on behind the other's matmuls: 24 % of it by
+XLA alone, in a step of 54 s; with one round of latencies, as `explain --save-latencies` takes several of, 47 % and
+44 s.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ from tests.grid import cases
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.py"))
+
+
+PAIR = ("data", "expert")
+"""Axes of experts, across the nodes and inside them."""
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
@@ -34,10 +39,11 @@ def test_a_recipe_is_short_says_its_command_and_lies_on_its_mesh(file):
     json.dumps(recipe.to_json())
     if not file.stem.startswith(("llama", "mixtral", "deepseek")):
         return
-    # What has experts is split over all devices; with experts there, the rest is whole over their axis.
+    # What has experts is split over all devices; with experts there, the rest is whole over their axes.
     owned = sum(d.leaf.size for d in table.params if "expert" in (d.leaf.names or ()))
-    everywhere = mesh.size // mesh.shape["data"]
-    rest = (table.totals.num_params - owned) * mesh.shape["expert"]
+    axes = set(PAIR) if recipe.strategy == mp.fsdp(prefetch=1) | mp.expert_parallel(axis=PAIR) else {"expert"}
+    everywhere = mesh.size // math.prod(mesh.shape[axis] for axis in {"data"} - axes)
+    rest = (table.totals.num_params - owned) * math.prod(mesh.shape[axis] for axis in axes)
     assert table.totals.state_bytes == pytest.approx(12 * (owned + rest) / everywhere, rel=1e-2)
     assert f"{table.totals.state_bytes / 1e9:.2f} GB" in docstring
     assert f"{recipe.batch_size * recipe.data.seq_len:,}" in " ".join(docstring.split())

@@ -436,8 +436,9 @@ def grouped_rows(num_rows: int, num_groups: int, block: int) -> int:
 
 BLOCKS_A_GROUP = 4
 """A block is at most so small a part of a group of mean size: padding adds a quarter to the rows at the most, an eighth
-on the mean. With 16 the gradients of DeepSeek-V3's experts take twice as long by the clock of an H100, for a block reads
-and writes the sums of all of them, and on CPU hosts forward and backward together take 1.2 to 1.9 times as long."""
+on the mean. With 16 the gradients of DeepSeek-V3's experts take twice as long by the clock of an H100, for a block
+reads and writes the sums of all of them, and on CPU hosts forward and backward together take 1.2 to 1.9 times as
+long."""
 MOST_BLOCK_ROWS = 4096
 """Of a block. Each block reads and writes the whole gradient of its group's weights: on an H100 that takes as long as
 the matmuls of 900 rows."""
