@@ -170,8 +170,9 @@ class Folder:
             if len(entry.shape) != 2 or scale.shape != scale_shape(entry.shape, self._block):
                 exists = f"of {list(entry.shape)} in blocks of {list(self._block)}"
                 raise problem(where, f"take {list(scale.shape)} as its factors", exists, fix)
-            if scale.dtype not in ("float32", "bfloat16"):
-                raise problem(where, f"take factors in {scale.dtype}", "they are float32 or bfloat16", fix)
+            dtype = FLOAT8 if name + SCALE in self._eight_bits else scale.dtype
+            if dtype not in ("float32", "bfloat16"):
+                raise problem(where, f"take factors in {dtype}", "they are float32 or bfloat16", fix)
             self._scales[name] = scale
         return entries
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -269,7 +270,7 @@ def plan(
         bound_factor=getattr(getattr(model, "moe", None), "bound_factor", bound_factor),
     )
     search = Search(work, cluster)
-    found = list(_running(search, loss, top))
+    found, told = _running(search, loss, top)
     if not found:
         raise _nothing_fits(search)
     plans, left_out = _verified(search, found, loss, verify, xla)
@@ -278,13 +279,24 @@ def plan(
         considered=search.considered,
         rates=search.rates,
         plans=tuple(plans),
-        advice=advice(work, cluster, search.limit_bytes),
+        advice=(*advice(work, cluster, search.limit_bytes), *told),
         left_out=tuple(left_out),
         search=search,
     )
 
 
-def _running(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Found]:
+def _running(search: Search, loss: Callable[..., Any], top: int) -> tuple[list[Found], list[str]]:
+    """The best layouts under which the model runs, and what it warns of there: that is about the plans."""
+    with warnings.catch_warnings(record=True) as caught:
+        found = list(_tracing(search, loss, top))
+    about = [one for one in caught if issubclass(one.category, UserWarning)]
+    for one in caught:
+        if one not in about:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    return found, list(dict.fromkeys(str(one.message) for one in about))
+
+
+def _tracing(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Found]:
     """The best layouts under which the model can be traced: some kernels refuse some strategies."""
     refused: dict[Any, bool] = {}
     for one in search.best(4 * top):

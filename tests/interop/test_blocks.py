@@ -135,6 +135,7 @@ NAME, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
         (lambda d: d.update({NORM + SCALE: d[NAME + SCALE]}), "model.norm.weight_scale_inv`.*no such tensor"),
         (lambda d: d.update({NAME + SCALE: d[NAME + SCALE][1:]}), r"\[2, 4\].*of \[16, 16\] in blocks of \[6, 5\]"),
         (lambda d: d.update({NAME + SCALE: d[NAME + SCALE].astype(np.float16)}), "float16.*float32 or bfloat16"),
+        (lambda d: d.update({NAME + SCALE: d[NAME + SCALE].astype(jnp.float8_e4m3fn)}), "F8_E4M3.*float32 or bfloat16"),
         ({"quantization_config": None}, "F8_E4M3 by `quantization_config`"),
         ({"quantization_config": {**SAID, "quant_method": "gptq"}}, "`quant_method`.*'gptq'.*read are 8-bit floats by"),
         ({"quantization_config": {**SAID, "activation_scheme": "static"}}, "`activation_scheme`.*'static'"),

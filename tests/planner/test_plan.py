@@ -403,6 +403,18 @@ def test_plans_are_values(plans, tmp_path):
             load_plans(tmp_path / "other.json")
 
 
+@pytest.mark.matrix
+def test_what_a_model_warns_of_under_a_plan_is_told_with_the_plans(recwarn):
+    """Node-first over one axis of experts, as plans split them, is one level."""
+    experts = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=2048, implementation="node-first")
+    config = dataclasses.replace(CONFIG, num_layers=2, moe=experts, mlp_dim=2048)
+    cluster = with_memory("h100:2x4", 2e9)
+    found = mp.plan(config, tokens(16, 64), cluster, top=40)
+    assert any(one.layout.mesh["expert"] > 1 for one in found.plans)
+    assert sum("in two levels, but experts are split over `expert` alone" in line for line in found.advice) == 1
+    assert not [one for one in recwarn if "two levels" in str(one.message)]
+
+
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
