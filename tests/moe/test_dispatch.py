@@ -581,8 +581,8 @@ def test_what_dropless_holds_does_not_grow_with_the_experts():
 
 
 def test_a_layer_computes_its_share_of_dense():
-    """4,096 tokens, two of 16 experts: value and gradients within a tenth of k/E of what every expert for every token
-    takes, and no array of tokens x experts x width, nor of half of that."""
+    """4,096 tokens, two of 16 experts: value and gradients take k/E of what every expert for every token takes, with the
+    quarter of rows that pads blocks at the most, and no array of tokens x experts x width, nor of half of that."""
     case = Case(on(expert=1), 4096, 2, 16)
 
     def loss(x, weights, up, down, experts):
@@ -601,7 +601,7 @@ def test_a_layer_computes_its_share_of_dense():
     arrays = [jax.ShapeDtypeStruct(*one) for one in (*shapes, ((4096, 2), "int32"))]
     module = hlo.parse(jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*arrays).compile().as_text())
     dense_flops = 3 * 2 * cost.matmul_flops(4096 * 16, 64, 96)
-    assert 1 <= work.flops_per_step(module) / (dense_flops * 2 / 16) <= 1.1
+    assert 1 <= work.flops_per_step(module) / (dense_flops * 2 / 16) <= 1.25
     assert max(one.nbytes for one in work.largest_temporaries(module)) < 4 * 4096 * 16 * 64 / 2
 
 
