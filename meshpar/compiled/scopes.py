@@ -83,6 +83,9 @@ def module_path(op_name: str) -> str:
     scopes: list[str] = []
     for part in components(op_name)[:-1]:
         scope = _unwrap(part)
+        half, odd = divmod(len(scopes), 2)
+        if scope == "checkpoint" and not odd and scopes[:half] == scopes[half:]:
+            scopes = scopes[:half]  # of what the backward pass makes again jax writes the path from the start twice
         is_machinery = not scope or scope in _MACHINERY or _BRANCH.match(scope) or "->" in scope
         is_repeated = scope != part and scopes[-1:] == [scope]  # jax writes `outer/transpose(outer)/inner`, too
         if not is_machinery and not is_repeated:

@@ -538,12 +538,14 @@ def _linen_again(path: str, context: Any, policy: Any, within: Any, args: Any, k
     from flax import linen as nn
 
     def run(module: Any) -> Any:
-        out = context.orig_method.func(module, *args, **kwargs)
+        with nn.override_named_call(True):
+            out = context.orig_method.func(module, *args, **kwargs)
         check_made_again(path, out)
         return out
 
-    run.__name__ = context.method_name  # which Linen's scopes have
-    with within:  # Linen intercepts `run`, too
+    # Linen intercepts `run`, too, and would write the module's scope once more.
+    run.__name__ = context.method_name
+    with within, nn.override_named_call(False):
         return nn.remat(run, policy=policy)(context.module)
 
 
