@@ -10,7 +10,7 @@ from meshpar.compiled.hlo import Frame, Instruction, Module
 _TRANSFORM = re.compile(r"([A-Za-z_]+)\((.*)\)\Z", re.DOTALL)
 _MACHINERY = frozenset(
     {"while", "body", "cond", "scan", "while_loop", "body_fun", "cond_fun", "pjit", "shard_map", "named_call"}
-    | {"closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "rematted_computation"}
+    | {"closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "rematted_computation"}
     | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
 )
 _BRANCH = re.compile(r"branch_[0-9]+_fun\Z")
@@ -81,8 +81,12 @@ def module_path(op_name: str) -> str:
     Transformations are unwrapped; what jit, scan and remat put in, einsum formulas and the primitive are left out.
     """
     scopes: list[str] = []
-    for part in components(op_name)[:-1]:
+    *parts, last = components(op_name) or [""]
+    for part in (*parts, *(last,) * (last == "remat2")):
         scope = _unwrap(part)
+        half, odd = divmod(len(scopes), 2)
+        if scope in ("checkpoint", "remat2") and not odd and scopes[:half] == scopes[half:]:
+            scopes = scopes[:half]  # of what the backward pass makes again jax writes the path from the start twice
         is_machinery = not scope or scope in _MACHINERY or _BRANCH.match(scope) or "->" in scope
         is_repeated = scope != part and scopes[-1:] == [scope]  # jax writes `outer/transpose(outer)/inner`, too
         if not is_machinery and not is_repeated:

@@ -265,7 +265,11 @@ def _nnx_again(path: str, method: Any, policy: Any, within: Any, module: Any, *a
                 f"remat rule for `{path}`",
                 "make the module again in the backward pass",
                 "its call makes or changes attributes that are no variables, and would lose them",
+<<<<<<< HEAD
                 "hold them in an nnx.Variable made with the module, or leave it out of the rules and name those in it",
+=======
+                "hold them in an nnx.Variable made with the module, or leave it out of the rules",
+>>>>>>> atk1
             )
         return out, after[2]
 
@@ -538,12 +542,14 @@ def _linen_again(path: str, context: Any, policy: Any, within: Any, args: Any, k
     from flax import linen as nn
 
     def run(module: Any) -> Any:
-        out = context.orig_method.func(module, *args, **kwargs)
+        with nn.override_named_call(True):
+            out = context.orig_method.func(module, *args, **kwargs)
         check_made_again(path, out)
         return out
 
-    run.__name__ = context.method_name  # which Linen's scopes have
-    with within:  # Linen intercepts `run`, too
+    # Linen intercepts `run`, too, and would write the module's scope once more.
+    run.__name__ = context.method_name
+    with within, nn.override_named_call(False):
         return nn.remat(run, policy=policy)(context.module)
 
 

@@ -132,7 +132,7 @@ def as_given(rows: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: x.each[0] if isinstance(x, ForAllRows) else x.each if is_whole(x) else x,
         rows,
-        is_leaf=lambda x: isinstance(x, ForAllRows | Whole),
+        is_leaf=_is_put_in,
     )
 
 
@@ -152,11 +152,17 @@ def check_batch(
 
     Of what `as_rows` gave, which rules say what is whole in, and what has rows of its own.
     """
-    paths = [path.removesuffix("/each") for path, _ in tree_leaves_with_paths(batch)]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_put_in)
+    paths = [path_str(path) for path, _ in leaves]
     for rule in rules.inputs:
         if not any(map(rule.fires, paths)):
             where, exists = f"inputs rule `{rule.key}`", f"it matches none of the batch's {len(paths)} leaves"
             raise problem(where, "lay leaves of the batch", exists, near_or(rule.key, paths, "write a whole path"))
+    for path, (_, x) in zip(paths, leaves, strict=True):
+        _check_number(path, x.each if is_whole(x) else x)
+    if paths and not jax.tree.leaves(without_whole(batch)):
+        exists = "inputs rules say that every leaf is whole"
+        raise problem("batch", "split it by rows", exists, "name only the leaves that are no rows, or set 'batch'")
     sizes = axis_sizes(sharding.mesh)
     over = {axis: sizes[axis] for axis in split_by(sharding)}
     what = "micro-steps" if interleave == 1 else f"slices (accumulate={accumulate}, interleave={interleave})"
@@ -178,14 +184,7 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
     shapes = {path: np.shape(x) for path, x in leaves}
     rows = max((shape[0] for shape in shapes.values() if shape), default=0)
     for path, x in leaves:
-        dtype = getattr(x, "dtype", None)
-        if dtype is not None and not _is_number(dtype):
-            raise problem(
-                f"batch leaf `{path}` of dtype {dtype}",
-                "be laid on devices",
-                "they hold numbers, and this holds none",
-                "leave it out of the batch, or turn it into numbers first (text: into tokens)",
-            )
+        _check_number(path, x)
     for path, shape in shapes.items():
         if shape[:1] != (rows,) and (shape or not takes_scalars):
             raise problem(
@@ -205,6 +204,22 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
             f"split over {axes} ({shards})" + (f" in {count} {what}" if count > 1 else ""),
             f"{rows} rows are not a positive multiple of {unit}",
             ", or ".join(filter(None, (f"use a batch of {max(1, -(-rows // unit)) * unit}", fewer))),
+        )
+
+
+def _is_put_in(x: Any) -> bool:
+    """Whether `as_rows` made it of a leaf."""
+    return isinstance(x, ForAllRows | Whole)
+
+
+def _check_number(path: str, x: Any) -> None:
+    dtype = getattr(x, "dtype", None)
+    if dtype is not None and not _is_number(dtype):
+        raise problem(
+            f"batch leaf `{path}` of dtype {dtype}",
+            "be laid on devices",
+            "they hold numbers, and this holds none",
+            "leave it out of the batch, or turn it into numbers first (text: into tokens)",
         )
 
 

@@ -422,6 +422,7 @@ def test_modules_that_rules_name_are_made_again(kind, policy):
         state, step = _state(DEEP[kind](), FSDP | rules), mp.train_step(_deep_loss)
         report = mp.explain(step, state.setup.abstract, batch)
         assert report.is_as_promised, str(report)
+        assert not re.search(r"(blocks.\d).*/\1", str(report)), "a path that is written twice"
         losses, held = [], report.memory.temporaries_bytes
         for _ in range(3):
             state, metrics = step(state, batch)

@@ -92,9 +92,17 @@ def test_what_inputs_rules_do_not_fit_is_an_error():
         (INPUTS, {"accumulate": 4}, "`graph/n_node`|.*16 rows are not a positive multiple of 32"),
         (INPUTS, {"accumulate": 2, "accumulate_mode": "once"}, "inputs rules with replicated.*accumulate_mode='each'|"
          'accumulate_mode="each"'),
+        (mp.Rules(inputs={".*": mp.replicated}), {}, "inputs rules say that every leaf is whole"),
     ):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):
             mp.train_step(loss, **options).trace(state_on(mp.MeshSpec(fsdp=8), FSDP, rules).setup.abstract, batch())
+    mesh = mesh_of(mp.MeshSpec(fsdp=8))
+    with pytest.raises(mp.MeshparError, match=r"`table` of dtype <U1.*they hold numbers"):
+        mp.shard_batch({**batch(), "table": np.array(["a"])}, mesh, FSDP | INPUTS)
+    whole = mp.Rules(inputs={"": "batch"})  # of a batch that is one array
+    assert mp.shard_batch(np.zeros((8, 2)), mesh, FSDP | whole).shape == (8, 2)
+    with pytest.raises(mp.MeshparError, match="every leaf is whole"):
+        mp.shard_batch(np.zeros((8, 2)), mesh, FSDP | mp.Rules(inputs={"": mp.replicated}))
     with pytest.raises(mp.MeshparError, match="split by its own rows, or replicated"):
         mp.Rules(inputs={"table": "fsdp"})
 

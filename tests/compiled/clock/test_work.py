@@ -262,6 +262,9 @@ def test_calls_that_fan_out_without_end_are_refused(monkeypatch):
         ("jit(f)/block/block/add", "block/block", "add", False),
         ("jit(f)/add", "", "add", False),
         ("", "", "", False),
+        ("jit(f)/g/transpose(jvp(h/0))/g/jvp(h/0)/checkpoint/rematted_computation/up/mul", "g/h/0/up", "mul", True),
+        ("jit(f)/g/transpose(jvp(N))/h_0/g/jvp(N)/h_0/checkpoint/up/mul", "g/N/h_0/up", "mul", True),
+        ("jit(f)/g/transpose(jvp(h/0))/g/jvp(h/0)/remat2", "g/h/0", "remat2", True),
     ],
 )  # fmt: skip
 def test_op_names(op_name, module, primitive, backward):
