@@ -148,13 +148,8 @@ def recomputing(path: str) -> tuple[Any, contextlib.AbstractContextManager[None]
 
 def check_made_again(path: str, out: PyTree) -> None:
     """Raises `ValueError` where a module under a remat rule gives what is no array: `jax.checkpoint` takes none."""
-<<<<<<< HEAD
-    numbers = bool | int | float | complex
-    others = [x for x in jax.tree.leaves(out) if not (hasattr(x, "dtype") or isinstance(x, numbers))]
-=======
     numbers = bool, int, float, complex
     others = [x for x in jax.tree.leaves(out) if not hasattr(x, "dtype") and not isinstance(x, numbers)]
->>>>>>> atk1
     if others:
         raise problem(
             f"remat rule for `{path}`",

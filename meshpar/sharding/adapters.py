@@ -265,11 +265,7 @@ def _nnx_again(path: str, method: Any, policy: Any, within: Any, module: Any, *a
                 f"remat rule for `{path}`",
                 "make the module again in the backward pass",
                 "its call makes or changes attributes that are no variables, and would lose them",
-<<<<<<< HEAD
-                "hold them in an nnx.Variable made with the module, or leave it out of the rules and name those in it",
-=======
                 "hold them in an nnx.Variable made with the module, or leave it out of the rules",
->>>>>>> atk1
             )
         return out, after[2]
 

@@ -581,8 +581,8 @@ def test_what_dropless_holds_does_not_grow_with_the_experts():
 
 
 def test_a_layer_computes_its_share_of_dense():
-    """4,096 tokens, two of 16 experts: value and gradients take k/E of what every expert for every token takes, with the
-    quarter of rows that pads blocks at the most, and no array of tokens x experts x width, nor of half of that."""
+    """4,096 tokens, two of 16 experts: value and gradients take k/E of what every expert for every token takes, and the
+    quarter that pads blocks at the most; no array is of tokens x experts x width, nor of half of that."""
     case = Case(on(expert=1), 4096, 2, 16)
 
     def loss(x, weights, up, down, experts):
