@@ -252,7 +252,11 @@ NODES_FIRST = {
 
 @pytest.mark.parametrize(
     "name",
-    ["cpu", pytest.param("cpu, kept", marks=pytest.mark.matrix), pytest.param("pod", marks=pytest.mark.pod)],
+    [
+        pytest.param("cpu", marks=pytest.mark.matrix),
+        pytest.param("cpu, kept", marks=pytest.mark.matrix),
+        pytest.param("pod", marks=pytest.mark.pod),
+    ],
 )
 def test_node_first_sends_a_row_to_every_node_and_the_sum_home_once(request, name):
     """A layer that is computed again repeats the way out, and of the way home only what is inside the node."""

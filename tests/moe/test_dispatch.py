@@ -368,7 +368,7 @@ def test_a_token_visits_no_more_nodes_than_it_may():
     assert 0 < (~stays).sum() < stays.sum()
 
 
-@pytest.mark.parametrize("factor", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("factor", cases(1.0, grid=[0.3, 1.0, 1.7]))
 def test_a_bound_in_two_levels_counts_what_it_drops(factor):
     """What is chosen is received or dropped; a token that is received whole is as without a bound."""
     case = dataclasses.replace(NODES, bound_factor=factor)
@@ -442,6 +442,7 @@ def test_the_ragged_form_is_equal(as_on_gpus):
     assert_equal(Case(on(expert=4), k=3, implementation="ragged"), every=True)
 
 
+@pytest.mark.matrix
 def test_node_first_is_equal_in_the_ragged_form(as_on_gpus, monkeypatch):
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, cuda=None, **_: (cuda or default)(*args))
     assert_equal(Case(on(outer=2, inner=4), k=3, implementation="node-first", bound_factor=8.0), every=True)
