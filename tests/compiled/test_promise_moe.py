@@ -18,7 +18,6 @@ from meshpar.compiled.census import census
 from meshpar.compiled.explain import held_to
 from meshpar.compiled.program import compile_here
 from meshpar.compiled.promise import promised
-from meshpar.compiled.target import missing_aot
 from meshpar.compiled.traced import messages
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing, Weights, moe_layer
@@ -169,6 +168,13 @@ def marks(name):
 EVERY = [pytest.param(name, marks=marks(name)) for name in ALL]
 
 
+def compiled(case, traced, request):
+    """For host devices, or for a pod, where that can be: its fixture says what is missing."""
+    if case.on_cpu:
+        return compile_here(traced, options=QUICK)
+    return request.getfixturevalue("pod").compile(traced, case.target)
+
+
 @pytest.fixture(scope="module")
 def found(request):
     """A case's census and the jaxpr of its step, compiled once."""
@@ -178,13 +184,7 @@ def found(request):
         case = ALL[name]
         state, step = case.state_and_step
         traced = step.trace(state, case.batch)
-        if case.target == "cpu":
-            program = compile_here(traced, options=QUICK)
-        elif missing_aot():
-            pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
-        else:
-            program = request.getfixturevalue("pod").compile(traced, case.target)
-        return census(program.module, state.setup.mesh), traced.jaxpr
+        return census(compiled(case, traced, request).module, state.setup.mesh), traced.jaxpr
 
     return one
 
@@ -263,11 +263,7 @@ def test_node_first_sends_a_row_to_every_node_and_the_sum_home_once(request, nam
     case = NODES_FIRST[name]
     state, step = case.state_and_step
     traced = step.trace(state, case.batch)
-    if not case.on_cpu and missing_aot():
-        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
-    on_pod = lambda: request.getfixturevalue("pod").compile(traced, case.target)  # noqa: E731
-    program = compile_here(traced, options=QUICK) if case.on_cpu else on_pod()
-    collectives = census(program.module, state.setup.mesh)
+    collectives = census(compiled(case, traced, request).module, state.setup.mesh)
     verdict = case.held(collectives, traced.jaxpr)
     assert verdict.missing == verdict.unexpected == ()
     nodes, here = (case.sizes[axis] for axis in case.experts)
