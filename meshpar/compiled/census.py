@@ -207,6 +207,8 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
             module=scopes.module_path(part.op_name),
             source=part.source,
             is_backward=scopes.is_backward(part.op_name),
+            # XLA combines a kernel's messages with its own.
+            origin=_origin_by_name(part.op_name) if part.op_name else collective.origin,
         )
         for part in collective.parts
     )
@@ -436,7 +438,11 @@ def _origin(kind: str, ins: Instruction) -> str:
         return "partitioner"
     if kind == "ragged-all-to-all":  # the partitioner never makes one
         return "kernel"
-    return "kernel" if _PRIMITIVE.match(scopes.primitive(ins.metadata.op_name) or ins.name) else "partitioner"
+    return _origin_by_name(ins.metadata.op_name, ins.name)
+
+
+def _origin_by_name(op_name: str, name: str = "") -> str:
+    return "kernel" if _PRIMITIVE.match(scopes.primitive(op_name) or name) else "partitioner"
 
 
 def _is_async(ins: Instruction, visit: Visit) -> bool:

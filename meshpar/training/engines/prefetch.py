@@ -20,15 +20,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.parallel.promise import is_expert, is_router
-from meshpar.sharding.context import current
+from meshpar.sharding.context import current, spec_of
 from meshpar.sharding.lay import lay
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
 from meshpar.training.engines import plain
 from meshpar.training.layers import Ahead, Aux, Layer, check_alike, leaf_at, scanned, with_aux
 from meshpar.training.options import StepOptions
+from meshpar.training.slice_sums import Own, Rows, summed_first
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums
 from meshpar.training.xla import LATENCIES, OVERLAP_LIMIT, Value, pipelined
@@ -61,7 +62,7 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     the bytes they give: as one message a layer's would have no matmul of it left to hide behind, so there are three.
     With axes that split layers, whose collectives stand between, several are let run at a time, and scatters are one.
     Slices of the rows have messages of their own there, which combined would make one slice wait for the other: no more
-    is combined then than the layer's weights, and than their gradients of all slices.
+    is combined then than the layer's weights, and than their gradients, which slices sum before they are sent.
     Where XLA schedules by latencies, a layer's scatters with those of experts' gradients are one message too, which it
     starts in time; it would hold several for side by side. And slices keep kernels of their own: XLA makes one of what
     both do by the same weights, norms say, and one slice would wait there for the other's messages.
@@ -73,7 +74,7 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     if others:
         thresholds[OVERLAP_LIMIT] = 4
         if options.interleave > 1:
-            thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = kept * options.interleave
+            thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = kept
     else:
         several = 3
         if _ranks_own_experts(setup):  # tokens go to experts while weights come
@@ -116,6 +117,10 @@ class Layout(NamedTuple):
     """As the parameters lie."""
     is_trained: PyTree = None
     """A truth for each: whether it has a gradient. None: all have."""
+    are_sliced: bool = False
+    """Whether a layer runs on several slices of the rows: it uses each weight as often, and sums the gradients."""
+    rows: Rows | None = None
+    """Of a slice, where matmuls can leave a gradient as each device has it; `shards` then takes `Own`s, too."""
 
     def trained(self, tree: PyTree) -> PyTree:
         """Of a tree like the weights what has a gradient; None stands for the others."""
@@ -129,23 +134,38 @@ def _run(setup: Setup, at: str, layer: Layer, x: Any, rows: tuple[PyTree, PyTree
     decisions = {one.path: one for one in setup.table.params}
 
     def laid(tree: PyTree, without: tuple[str, ...]) -> PyTree:
-        def one(path: Any, weight: jax.Array) -> jax.Array | Ahead:
+        def one(path: Any, weight: jax.Array | Own) -> jax.Array | Ahead:
             found = leaf_at(at, path_str(path), decisions, lambda held: (held.spec, held.leaf.names))
             spec = _without(found, without)
+            if isinstance(weight, Own):
+                return weight.reduced(spec)
             laid = lay(weight, NamedSharding(setup.mesh, spec))
             # An MoE layer gathers its experts in a region by hand, and scatters their gradients there: given whole ones
             # alone, it would reduce gradients whole.
             of_expert = is_expert(found) and not is_router(found)
             return Ahead(weight, laid) if of_expert and spec != _without(found, ()) else laid
 
-        return jax.tree_util.tree_map_with_path(one, tree)
+        return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda one: isinstance(one, Own))
 
     def is_trained(path: Any, weight: jax.Array) -> bool:
         return leaf_at(at, path_str(path), decisions, lambda held: held.leaf.is_trained).leaf.is_trained
 
     whole = functools.partial(laid, without=setup.strategy.prefetched_axes)
     trained = jax.tree_util.tree_map_with_path(is_trained, rows[0])
-    return prefetched(layer, x, rows, Layout(whole, functools.partial(laid, without=()), trained))
+    context = current().numerics
+    sliced = context is not None and context.interleave > 1
+    layout = Layout(whole, functools.partial(laid, without=()), trained, sliced, _rows(setup, x) if sliced else None)
+    return prefetched(layer, x, rows, layout)
+
+
+def _rows(setup: Setup, x: PyTree) -> Rows | None:
+    """How a slice's rows lie; None: axes split the sequence, or types say how arrays lie."""
+    like = max(jax.tree.leaves(x), key=jnp.ndim)
+    spec = spec_of(jax.ShapeDtypeStruct(like.shape[:2], like.dtype), *("batch", "seq")[: like.ndim])
+    axes, others = (axes_of_spec(PartitionSpec(*part)) for part in (spec[:1], spec[1:]))
+    if others or not axes or AxisType.Explicit in setup.mesh.axis_types:
+        return None
+    return Rows(setup.mesh, tuple(axes), len(like))
 
 
 def _without(one: Decision, axes: tuple[str, ...]) -> PartitionSpec:
@@ -213,7 +233,7 @@ class _Ahead:
             given = jax.tree.map(_in_place_of, weights, shards, is_leaf=_is_ahead)
             return self.body(x, given, smooth, fixed, *consts)
 
-        shards = jax.tree.map(lambda one: one.shard if _is_ahead(one) else one, weights, is_leaf=_is_ahead)
+        shards = jax.tree.map(_shard_of, weights, is_leaf=_is_ahead)
         (y, loss), vjp, metrics = jax.vjp(layer, x, self.layout.trained(shards), smooth, consts, has_aux=True)
         residuals, tree = jax.tree.flatten(vjp)
         at_hand = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((weights, smooth, fixed, consts)))}
@@ -227,8 +247,16 @@ class _Ahead:
         tree, places = self.vjps[where]
         at_hand, left = jax.tree.leaves((weights, smooth, fixed, consts)), iter(kept)
         residuals = [next(left) if place is None else at_hand[place] for place in places]
-        dx, dweights, dsmooth, dconsts = jax.tree.unflatten(tree, residuals)(given)
-        return dx, self.layout.shards(dweights), dsmooth, dconsts
+
+        def back(residuals: list[Any], given: Any) -> Any:
+            return jax.tree.unflatten(tree, residuals)(given)
+
+        if self.layout.are_sliced:
+            back = summed_first(back, (False, True, False, False), self.layout.rows)
+        dx, dweights, dsmooth, dconsts = back(residuals, given)
+        shards = self.layout.shards(dweights)
+        like = self.layout.trained(jax.tree.map(_shard_of, weights, is_leaf=_is_ahead))
+        return dx, jax.tree.map(lambda g, w: g.astype(w.dtype), shards, like), dsmooth, dconsts
 
     def forward(self, x: Any, params: PyTree, smooth: PyTree, consts: PyTree, fixed: PyTree) -> Any:
         def step(carry: Any, row: Any) -> Any:
@@ -263,6 +291,10 @@ class _Ahead:
 
 def _is_ahead(x: Any) -> bool:
     return isinstance(x, Ahead)
+
+
+def _shard_of(weight: jax.Array | Ahead) -> jax.Array:
+    return weight.shard if isinstance(weight, Ahead) else weight
 
 
 def _in_place_of(weight: jax.Array | Ahead, shard: jax.Array | None) -> jax.Array | Ahead:
