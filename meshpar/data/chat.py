@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -219,11 +220,9 @@ class Template:
 
     def __init__(self, source: str, named: Mapping[str, str], *, where: str, date: str = DATE) -> None:
         self.where, self._named = where, dict(named)
-        try:
-            import jinja2
-        except ImportError as error:
+        if importlib.util.find_spec("jinja2") is None:
             exists, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
-            raise problem("meshpar.data.ChatData", "render a chat template", exists, fix) from error
+            raise problem("meshpar.data.ChatData", "render a chat template", exists, fix)
         self._steps = 0
         env = _environment(self._step)
         env.globals["raise_exception"] = _refused
@@ -393,10 +392,10 @@ def _check_made(name: str, *given: Any) -> None:
         _check_length(len(text[0]) + text[0].count(text[1]) * len(text[2]))
     elif name == "join":
         _check_length(sum(len(given[0]) + len(x) for x in given[1] if isinstance(x, str)))
-    elif any(isinstance(x, int | float) and abs(x) > MOST_PRODUCT for x in given):
-        raise ValueError(f"it makes something wider than {MOST_PRODUCT:,}")
-    elif "format" in name and re.search(r"\d{6}", text[0]):
-        raise ValueError(f"it makes something wider than {MOST_PRODUCT:,}")
+    else:
+        is_wide = any(isinstance(x, int | float) and abs(x) > MOST_PRODUCT for x in given)
+        if is_wide or ("format" in name and re.search(r"\d{6}", text[0])):
+            raise ValueError(f"it makes something wider than {MOST_PRODUCT:,}")
 
 
 def _check_length(length: int) -> None:
