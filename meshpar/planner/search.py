@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -101,6 +102,10 @@ class Search:
 
     def best(self, top: int) -> list[Found]:
         """The quickest layouts that fit, each resolved as training resolves it."""
+        with _uncollected():
+            return self._best(top)
+
+    def _best(self, top: int) -> list[Found]:
         found: list[Found] = []
         starts = self.starts()
         fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
@@ -124,10 +129,13 @@ class Search:
         once, and bytes and times of its meshes are reckoned together.
         """
         forms: dict[Any, list[tuple[dict[str, int], Strategy]]] = defaultdict(list)
+        looks: dict[Strategy, Any] = {}
         for sizes in self.meshes():
             above = tuple(size > 1 for size in sizes.values())
             for strategy in self.strategies(sizes):
-                forms[above, tuple(map(look, strategy.parts))].append((sizes, strategy))
+                if (look_of := looks.get(strategy)) is None:
+                    look_of = looks[strategy] = tuple(map(look, strategy.parts))
+                forms[above, look_of].append((sizes, strategy))
         starts = []
         for members in forms.values():
             about = np.full((2, len(members)), np.inf)
@@ -150,8 +158,13 @@ class Search:
         of = {axis: np.array([sizes[axis] for sizes, _ in members], float) for axis in placed.sizes}
         work, state = self.workload, np.full(len(members), float(self.workload.whole_bytes))
 
+        known: dict[frozenset[str], Any] = {}
+
         def ways(axes: Iterable[str]) -> Any:
-            return math.prod((of[axis] for axis in axes), start=np.ones(len(members)))
+            key = frozenset(axes)
+            if key not in known:
+                known[key] = math.prod((of[axis] for axis in key), start=np.ones(len(members)))
+            return known[key]
 
         quickest = min(self.policies, key=work.flops.__getitem__)
         layout = Layout(mesh=_ANY, strategy=placed.strategy, remat=quickest)
@@ -353,6 +366,18 @@ class Search:
 
 
 _ANY = MeshSpec()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's search for cycles, which is a fourth of the time: of many small values nearly all live on."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _is_used(placed: Placed, part: Part) -> bool:
