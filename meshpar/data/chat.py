@@ -315,8 +315,8 @@ def _counting(template: Any) -> Any:
             return node
 
         def visit_Concat(self, node: Any) -> Any:
-            parts = nodes.List(self.generic_visit(node).nodes)
-            return nodes.Filter(parts, "joined", [], [], None, None)
+            node = self.generic_visit(node)
+            return nodes.Filter(nodes.List(node.nodes), "joined", [], [], None, None)
 
     return Counting().visit(template)
 

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
