@@ -21,7 +21,7 @@ import numpy as np
 
 from meshpar.parallel import Strategy
 from meshpar.parallel.part import Part, Trial
-from meshpar.parallel.promise import owned_axes, split_axes
+from meshpar.parallel.promise import Facts, owned_axes, split_axes
 from meshpar.parallel.tried import kinds, tried
 from meshpar.planner import memory
 from meshpar.planner.cost import BLOCKS_A_GROUP
@@ -196,14 +196,7 @@ class Search:
                 wait_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
         busy_s: Any = self.clock.floor_s(placed, layout)
         busy_s += PASSES * work.rows * sum(one.row_bytes for one in work.held[None]) / self._device_bytes_per_s
-        if each := experts(placed):  # a device's have at least so many blocks of rows between them
-            here = work.num_experts / ways(owned_axes(facts, each[0]))
-            one_expert = sum(one.leaf.size // work.num_experts for one in each) / ways(facts.ordered(["stage"]))
-            moved = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES) * one_expert * BLOCKS_A_GROUP * here
-            pieces = np.array(
-                [1 if strategy.pipeline is None else strategy.pipeline.microbatches for _, strategy in members]
-            )
-            busy_s = busy_s + pieces * moved / self.cluster.gpu.memory_bytes_per_s
+        busy_s = busy_s + self._of_experts_s(placed, facts, members, ways)
         pipes = [strategy.pipeline for _, strategy in members]
         if placed.strategy.pipeline is not None:
             ticks = np.array([2 * (one.microbatches + one.stages) for one in pipes if one is not None])
@@ -213,6 +206,19 @@ class Search:
         cover = np.array([COVER_AHEAD if one.prefetched_axes else COVER for _, one in members])
         exposed_s = np.maximum(wire_s * (1 - hidden), wire_s - cover * busy_s)
         return np.stack([busy_s + wait_s + exposed_s, state])
+
+    def _of_experts_s(
+        self, placed: Placed, facts: Facts, members: Sequence[tuple[dict[str, int], Strategy]], ways: Callable[..., Any]
+    ) -> Any:
+        """What blocks of rows of experts move, of which a device has at least so many between its own."""
+        each = experts(placed)
+        if not each:
+            return 0.0
+        here = self.workload.num_experts / ways(owned_axes(facts, each[0]))
+        one_expert = sum(one.leaf.size // self.workload.num_experts for one in each) / ways(facts.ordered(["stage"]))
+        moved = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES) * one_expert * BLOCKS_A_GROUP * here
+        pieces = np.array([1 if one.pipeline is None else one.pipeline.microbatches for _, one in members])
+        return pieces * moved / self.cluster.gpu.memory_bytes_per_s
 
     @property
     def _device_bytes_per_s(self) -> float:
