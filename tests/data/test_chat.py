@@ -101,7 +101,7 @@ TWICE = "{{% set n = namespace(x='xy') %}}{{% for a in range(60) %}}{{% set n.x 
 
 def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path, monkeypatch):
     monkeypatch.setattr("meshpar.data.chat.MOST_STEPS", 2000)
-    monkeypatch.setattr("meshpar.data.chat.MOST_LENGTH", 200_000)
+    monkeypatch.setattr("meshpar.data.chat.MOST_LENGTH", 20_000)
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     for source, match in (
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
