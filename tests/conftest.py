@@ -53,6 +53,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "agg"
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+GIVEN_ENV = dict(os.environ)
+"""Of child processes: tests that run a command in this one leave its `--devices` in the environment."""
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402  (the environment above must come first)
@@ -76,8 +78,8 @@ def mesh8() -> jax.sharding.Mesh:
 def child_env() -> dict[str, str]:
     """The environment of a child process: its own eight devices, and programs compiled once for all children."""
     return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
+        **GIVEN_ENV,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), GIVEN_ENV.get("PYTHONPATH", "")]).strip(os.pathsep),
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }

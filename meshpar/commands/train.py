@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from meshpar.commands.recipe import (
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
 from meshpar.interop.hf import check_weights, config_of, load_hf
-from meshpar.interop.runs import check_source, keep_beside
+from meshpar.interop.runs import BESIDE_RUN, check_source, keep_beside
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
@@ -135,7 +136,7 @@ def train(
         until_end.enter_context(_prepared(folder, recipe, setup, fresh=fresh, screen=screen))
         screen.facts("meshpar train", _facts(recipe, setup, source, folder))
         with Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints:
-            with screen.doing("restores the state, or makes it"):
+            with screen.doing("restores the state, or makes it"), _undone(folder, checkpoints):
                 state = _state(recipe, setup, checkpoints, batches, folder, from_hf)
             before = int(state.step)
             screen.line(_where_it_starts(before, recipe.steps))
@@ -341,6 +342,19 @@ def _prepared(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen
             (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
         barrier("meshpar: folder prepared")
         yield
+
+
+@contextlib.contextmanager
+def _undone(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
+    """What is within fails: of a run that has not begun nothing stays that would hold the next one to its recipe."""
+    try:
+        yield
+    except BaseException:
+        if jax.process_index() == 0 and not checkpoints.steps():
+            for name in ("recipe.json", "sharding.json", "sharding.txt"):
+                (folder / name).unlink(missing_ok=True)
+            shutil.rmtree(folder / BESIDE_RUN, ignore_errors=True)
+        raise
 
 
 def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:

@@ -11,8 +11,10 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,6 +38,8 @@ MOST_STEPS = 1_000_000
 """Turns of loops and calls that a template may take for one conversation: those of the field take a few a message."""
 MOST_PRODUCT = 100_000
 """What a template multiplies is no longer, and no larger."""
+MOST_LENGTH = 10_000_000
+"""Characters or items of whatever a template makes, its text included."""
 _FIELDS = ("inputs", "targets", "segments", "positions", "weights")
 
 
@@ -216,21 +220,15 @@ class Template:
 
     def __init__(self, source: str, named: Mapping[str, str], *, where: str, date: str = DATE) -> None:
         self.where, self._named = where, dict(named)
-        try:
-            import jinja2.nodes
-        except ImportError as error:
+        if importlib.util.find_spec("jinja2") is None:
             exists, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
-            raise problem("meshpar.data.ChatData", "render a chat template", exists, fix) from error
+            raise problem("meshpar.data.ChatData", "render a chat template", exists, fix)
         self._steps = 0
         env = _environment(self._step)
-        env.filters["tojson"] = _to_json
         env.globals["raise_exception"] = _refused
         env.globals["strftime_now"] = _day(date).strftime
         try:
-            parsed = env.parse(source)
-            for loop in parsed.find_all(jinja2.nodes.For):
-                loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None)
-            self._template = env.from_string(parsed)
+            self._template = env.from_string(_counting(env.parse(source)))
         except Exception as error:  # a program of others fails in any way: SyntaxError, MemoryError, AssertionError
             raise problem(where, "read it as a chat template", _told(error), "take the file of the release") from error
 
@@ -305,19 +303,41 @@ class Template:
             raise problem(where, f"render it by {self.where}", _told(error), fix) from error
 
 
-def _environment(step: Callable[[], None]) -> Any:
-    """A sandbox of jinja2's that tells of each turn of a loop and each call, and makes nothing huge of two numbers.
+def _counting(template: Any) -> Any:
+    """The parsed template, with each loop's turns counted, and what `~` joins made by a filter that knows how much."""
+    from jinja2 import nodes
+    from jinja2.visitor import NodeTransformer
 
-    What its filters make, and what a template adds to itself, is bounded by the number of steps alone.
-    """
+    class Counting(NodeTransformer):
+        def visit_For(self, node: Any) -> Any:
+            node = self.generic_visit(node)
+            node.iter = nodes.Filter(node.iter, "counted", [], [], None, None)
+            return node
+
+        def visit_Concat(self, node: Any) -> Any:
+            node = self.generic_visit(node)
+            return nodes.Filter(nodes.List(node.nodes), "joined", [], [], None, None)
+
+    return Counting().visit(template)
+
+
+def _environment(step: Callable[[], None]) -> Any:
+    """A sandbox of jinja2's that tells of each turn of a loop and each call, and makes nothing huge."""
+    import jinja2.filters
     import jinja2.sandbox
 
     class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+        concat = staticmethod(_joined)  # all it writes, and what blocks and macros do
 
-        def call(self, *args: Any, **kwargs: Any) -> Any:
+        def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             step()
-            return super().call(*args, **kwargs)
+            bound = getattr(function, "__wrapped__", function)  # jinja2 wraps `format`
+            name, of = getattr(bound, "__name__", ""), getattr(bound, "__self__", None)
+            if isinstance(of, str):
+                args = (list(args[0]), *args[1:]) if name == "join" and args else args
+                _check_made(name, of, *args, *kwargs.values())
+            return super().call(context, function, *args, **kwargs)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             numbers = [x for x in (left, right) if isinstance(x, int | float)]
@@ -326,16 +346,69 @@ def _environment(step: Callable[[], None]) -> Any:
                 raise ValueError(f"it repeats something to more than {MOST_PRODUCT:,}")
             if operator == "**" and any(abs(x) > MOST_PRODUCT for x in (*numbers, abs(right) * 10)):
                 raise ValueError("it takes the power of a large number")
+            if operator == "+":
+                _check_length(sum(sizes))
+            if operator == "%" and isinstance(left, str):
+                _check_made("format", left, *(right if isinstance(right, tuple) else (right,)))
             return super().call_binop(context, operator, left, right)
+
+    env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
     def counted(items: Any) -> Iterator[Any]:
         for item in items:
             step()
             yield item
 
-    env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.filters["counted"] = counted
+    def join(items: Any, d: str = "", attribute: str | None = None) -> str:
+        each = items if attribute is None else map(jinja2.filters.make_attrgetter(env, attribute), items)
+        parts = [str(x) for x in each]
+        _check_made("join", str(d), parts)
+        return str(d).join(parts)
+
+    def checked(name: str) -> Any:
+        made = env.filters[name]
+
+        @functools.wraps(made)  # with what jinja2 marks such a function by
+        def check(*given: Any, **kwargs: Any) -> Any:
+            _check_made(name, *(x for x in (*given, *kwargs.values()) if isinstance(x, str | int | float)))
+            return made(*given, **kwargs)
+
+        return check
+
+    env.filters["tojson"] = _to_json
+    env.filters |= {name: checked(name) for name in _WIDENING & env.filters.keys()}
+    env.filters |= {"counted": counted, "join": join, "joined": _joined}
     return env
+
+
+_WIDENING = frozenset({"batch", "center", "format", "indent", "replace", "slice", "tojson", "wordwrap"})
+"""Filters that may write more than they are given."""
+
+
+def _check_made(name: str, *given: Any) -> None:
+    """Raises `ValueError` where what a method of text, or a filter, is given makes it write more than `MOST_LENGTH`."""
+    text = [x for x in given if isinstance(x, str)]
+    if name == "replace" and len(text) > 2:
+        _check_length(len(text[0]) + text[0].count(text[1]) * len(text[2]))
+    elif name == "join":
+        _check_length(sum(len(given[0]) + len(x) for x in given[1] if isinstance(x, str)))
+    else:
+        is_wide = any(isinstance(x, int | float) and abs(x) > MOST_PRODUCT for x in given)
+        if is_wide or ("format" in name and re.search(r"\d{6}", text[0])):
+            raise ValueError(f"it makes something wider than {MOST_PRODUCT:,}")
+
+
+def _check_length(length: int) -> None:
+    if length > MOST_LENGTH:
+        raise ValueError(f"it makes something longer than {MOST_LENGTH:,}")
+
+
+def _joined(parts: Iterable[Any]) -> str:
+    found, length = [], 0
+    for part in map(str, parts):
+        _check_length(length := length + len(part))
+        found.append(part)
+    return "".join(found)
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:

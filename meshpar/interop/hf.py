@@ -120,6 +120,7 @@ def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> Tr
     described = describe(Path(folder))
     with Folder(folder, block=described.block) as files:
         _check(files, described)
+        tell_rounded(f"load_hf, `{folder}`", files, setup.abstract.params)
         return _load(files, described, setup, key)
 
 
@@ -257,6 +258,16 @@ def widest(files: Folder, described: Described) -> str:
     if jnp.dtype("float64") in found:  # which jax would take for 32 bits here
         return "float64"
     return jnp.dtype(jnp.result_type(*found)).name
+
+
+def tell_rounded(where: str, files: Folder, like: PyTree) -> None:
+    """Warns where files have 64 bits and the arrays that they are read into have not."""
+    is_wide = any(entry.dtype == "float64" for entry in files.entries.values())
+    if is_wide and all(x.dtype.itemsize < 8 for x in jax.tree.leaves(like)):
+        fix = "set jax_enable_x64 and the dtype, where that is not wanted"
+        warnings.warn(
+            str(problem(where, "read float64", "the model's dtypes are narrower: it is rounded", fix)), stacklevel=3
+        )
 
 
 def check_dtype(where: str, dtype: str) -> None:
@@ -507,7 +518,7 @@ class Made:
         *, together: bool = False,
     ) -> None:  # fmt: skip
         self.files, self.dtype = files, dtype
-        self._taken: set[str] = set()
+        self._taken: dict[str, int] = {}
         self.kept: tuple[str, ...] = ()
         arrays = dict(tree_leaves_with_paths(params))
         beside = dict(tree_leaves_with_paths(extra))
@@ -547,18 +558,17 @@ class Made:
         if name in self.kept:
             assert self.files is not None
             return self.files.whole(name)
-        self._taken.add(name)
         pieces = self.pieces[name]
         out = np.empty(pieces[0][0].their_shape, self.dtype_of(name))
-        for one, array, at in pieces:
+        for number, (one, array, at) in enumerate(pieces, 1):
+            self._taken[name] = number  # begun together with the other processes, so not to be begun again
             one.write(_gathered(array, at), out)
         return out
 
     def take_part(self, name: str) -> None:
-        """Send other processes what they need of a tensor, unless it has been made here."""
-        if name in self.pieces and name not in self._taken:
-            for _, array, at in self.pieces[name]:
-                _gathered(array, at)
+        """Send other processes what they need of a tensor, but for the pieces that have been taken here."""
+        for _, array, at in self.pieces.get(name, ())[self._taken.get(name, 0) :]:
+            _gathered(array, at)
 
 
 def _gathered(array: Any, at: tuple[int, ...]) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from meshpar.interop.files import Folder, read_json, whole_folder, write, write_json
-from meshpar.interop.hf import Made, born, check_dtype, describe, family_of
+from meshpar.interop.hf import Made, born, check_dtype, describe, family_of, tell_rounded
 from meshpar.interop.table import Tensor
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import apart
@@ -140,6 +140,7 @@ def load_peft(
                 exists = f"the model's adapters have {shapes.get(name, 'none')} there, and the file {found or 'none'}"
                 fix = f"make the model with lora_of_peft(...). {near(name, shapes)}"
                 raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
+        tell_rounded(f"load_peft, `{folder}`", files, [leaves[one.ours] for one in tensors])
         read = {one.ours: born(files, one, leaves[one.ours]) for one in tensors}
     params = [read.get(path, x) for path, x in tree_leaves_with_paths(state.params)]
     return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), params))

@@ -30,11 +30,11 @@ IMPLEMENTATIONS = ("auto", "blocked", "tokamax")
 
 def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> KernelChoice:
     """What `implementation="auto"` takes for rows of a dtype on a platform (`cpu`, `gpu`, ...); None: jax's own."""
+    if not _has_tokamax():  # asked first: whoever plans asks jax for no device, which loads its plugins, 300 MB
+        return KernelChoice(implementation="blocked", why="tokamax, whose kernel is for GPUs, is not installed")
     platform = platform or jax.default_backend()
     if platform not in GPUS:
         return KernelChoice(implementation="blocked", why=f"tokamax has kernels for GPUs, none for {platform}")
-    if not _has_tokamax():
-        return KernelChoice(implementation="blocked", why="tokamax, whose kernel is for GPUs, is not installed")
     if jnp.dtype(dtype).itemsize > 2:
         why = f"products of {jnp.dtype(dtype)} are to be as exact as that; tokamax's kernels are made for 16 bits"
         return KernelChoice(implementation="blocked", why=why)

@@ -144,9 +144,11 @@ def gathered(facts: Facts, weight: Weight) -> Promised | None:
         return None
     stack = decision.leaf.num_layers
     # Outside a loop over layers what was gathered for the forward pass is still there in the backward; inside, a layer
-    # that is computed again may gather again. MoE layers gather their router on the way in, and keep it.
+    # that is computed again may gather again. MoE layers gather their router on the way in, and keep it; so may XLA
+    # the few numbers of a low-rank pair.
     passes = 1 if facts.is_once else 2
-    fewest = (1 if is_router(decision) else passes) * facts.micro_steps * stack if stack > 1 else 1
+    is_kept = is_router(decision) or decision.path.rpartition("/")[2] in PAIR
+    fewest = (1 if is_kept else passes) * facts.micro_steps * stack if stack > 1 else 1
     # XLA unrolls a loop over one layer, and may gather again for what it computes again all the same.
     most = (passes + (facts.is_remat and decision.leaf.is_stacked)) * facts.micro_steps * stack
     if facts.is_prefetched and stack > 1:
@@ -176,8 +178,11 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
     owned, split = set(owned_axes(facts, decision)), set(split_axes(facts, decision.spec))
     of_all = set(facts.batch_axes) | set(facts.context_axes)
     partial = ((of_all | set(facts.sequence_axes)) - owned - split) | ((split & of_all) - owned)
-    if is_router(decision) or _takes_whole(facts, decision):  # the whole sequence, as what is split over its axes
+    if is_router(decision):  # it takes in the whole sequence, as what is split over its axes
         partial -= set(facts.sequence_axes)
+    if made_over := outputs_of_pair(facts, decision):  # so does the first of a pair, each rank for itself
+        partial -= set(facts.sequence_axes)
+        partial |= set() if facts.by_stages or facts.is_by_device else made_over
     if not partial:
         return None
     scattered = set(split_axes(facts, weight.update)) & partial
@@ -215,11 +220,11 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
     )
 
 
-def _takes_whole(facts: Facts, decision: Decision) -> bool:
-    """Whether a leaf is the first of a low-rank pair beside a column-parallel matrix, and takes in what that does."""
+def outputs_of_pair(facts: Facts, decision: Decision) -> set[str]:
+    """Of the first of a low-rank pair, the axes that split what the pair makes, as a column-parallel matrix does."""
     module, _, name = decision.path.rpartition("/")
     other = next((one.decision for one in facts.weights if one.decision.path == f"{module}/{PAIR[1]}"), None)
-    return name == PAIR[0] and other is not None and bool(set(split_axes(facts, other.spec)) & set(facts.sequence_axes))
+    return set() if name != PAIR[0] or other is None else set(split_axes(facts, other.spec)) & set(facts.tensor_axes)
 
 
 def _rows_gathered(facts: Facts, weight: Weight) -> Iterator[Promised]:

@@ -106,7 +106,7 @@ class Pipeline(Part):
         for count in fits[-1:]:
             for schedule, parts in _TRIED.items():
                 if trial.num_layers % (parts * stages) == 0:
-                    yield cls(stages=stages, microbatches=count, schedule=schedule)
+                    yield _piped(stages, count, schedule)
 
     def layers_of_parts(self, num_layers: int, num_parts: int) -> tuple[int, ...]:
         """How many layers each part of the model runs: as even as they go, what is over to the parts between the ends.
@@ -158,6 +158,11 @@ def _made(schedule: str, stages: int, microbatches: int, chunks: int | None) -> 
     from meshpar.pipeline.schedules import make
 
     return make(schedule, stages, microbatches, **({} if chunks is None else {"chunks": chunks}))
+
+
+@functools.lru_cache(maxsize=256)
+def _piped(stages: int, microbatches: int, schedule: str) -> Pipeline:
+    return Pipeline(stages=stages, microbatches=microbatches, schedule=schedule)
 
 
 @preset

@@ -164,7 +164,7 @@ def _of_block(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
     recomputed = facts.recomputed(stack)
     # XLA:CPU sums every weight's share of the input's gradient over devices by itself; a MoE layer does not.
     columns = [one for one in block.columns if not is_expert(one)]
-    shares = max(1, len(columns)) if facts.on_cpu else 1
+    shares = max(1, _num_shares(facts, columns)) if facts.on_cpu else 1
     # Where the order of the sequence changes before the head, XLA sums the gradient whole and slices it after. So do
     # experts, for the sum is taken inside of their layer.
     is_reordered = bool(facts.context_axes) and any(map(has_vocabulary, block.columns))
@@ -181,15 +181,24 @@ def _of_block(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
         yield promise("partial sums, backward", "sum", least, most, whole="only" if shares > 1 else whole)
     if by_sequence and inputs:
         yield promise("sequence made whole, forward", "gather", inputs, inputs * (1 + recomputed))
-    if by_sequence and num_rows:
-        yield promise("sequence made whole, backward", "gather", num_rows, num_rows)
+    if by_sequence and num_rows:  # for the gradient of a table, where that is trained
+        frozen = sum(has_vocabulary(one) and not one.leaf.is_trained for one in block.rows)
+        yield promise("sequence made whole, backward", "gather", max(0, num_rows - frozen), num_rows)
+
+
+def _num_shares(facts: Facts, columns: Sequence[Decision]) -> int:
+    """Products whose gradients of the input are partial sums: of columns, and of low-rank pairs beside them."""
+    paths = {one.decision.path for one in facts.weights}
+    pairs = [f"{one.path.rpartition('/')[0]}/{PAIR[0]}" for one in columns]
+    return len(columns) + (0 if facts.by_stages or facts.is_by_device else len(paths & set(pairs)))
 
 
 def _of_narrow(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
     """What narrow vectors send: gathered where the sequence is split between blocks, and the sum of their gradient."""
     for one in block.narrow:
         stack, width = one.leaf.num_layers, one.leaf.shape[-1]
-        shares = sum(_width(column) == width for column in block.of_narrow) if facts.on_cpu else 1
+        takers = [column for column in block.of_narrow if _width(column) == width]
+        shares = _num_shares(facts, takers) if facts.on_cpu else 1
         promise = _promise_of(facts, block.axis, width, stack, one, (one,))
         yield promise("partial sums, backward", "sum", 1, max(1, shares), whole=True)
         if block.axis in facts.sequence_axes:
@@ -198,11 +207,13 @@ def _of_narrow(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
 
 def _of_pair(facts: Facts, decision: Decision, axis: str) -> Iterator[Promised]:
     """What the few numbers between a low-rank pair send: partial sums, of them where a split input makes them, and of
-    their gradient where they make a split output. Both are as narrow as the rank.
+    their gradient where they make a split output, unless ranks make them each for itself (`leaves.outputs_of_pair`).
+    Both are as narrow as the rank.
     """
-    if axis not in axes_of_spec(decision.spec):
-        return
     is_inward, stack = decision.path.endswith(PAIR[0]), decision.leaf.num_layers
+    is_by_rank = not is_inward and not (facts.by_stages or facts.is_by_device)
+    if axis not in axes_of_spec(decision.spec) or is_by_rank:
+        return
     width = decision.leaf.shape[-1] if is_inward else decision.leaf.shape[stack > 1]
     promise = _promise_of(facts, axis, width, stack, decision, (decision,))
     role, most = ("forward", facts.recomputed(stack)) if is_inward else ("backward", 1)

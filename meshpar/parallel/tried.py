@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -18,8 +19,13 @@ def tried(trial: Trial) -> Iterator[Strategy]:
     """One way to keep the state, and a form of every other parallelism that lives on an axis above one."""
     state = [part for kind in kinds(splits_state=True) for part in kind.tried(trial)]
     others = [list(kind.tried(trial)) for kind in kinds(splits_state=False) if trial.ways(*kind.axes) > 1]
-    for parts in itertools.product(state, *others):
-        yield Strategy(parts)
+    return map(_strategy, itertools.product(state, *others))
+
+
+@functools.lru_cache(maxsize=4096)
+def _strategy(parts: tuple[Part, ...]) -> Strategy:
+    """One for all meshes: its rules are joined once."""
+    return Strategy(parts)
 
 
 def _below(kind: type[Part]) -> Iterator[type[Part]]:

@@ -266,7 +266,7 @@ class Placer:
         def resolved(leaf: Leaf, rules: Rules, *, key: Any) -> Any:
             return self._once((number, key, tuple(sizes.values())), lambda: resolve(leaf, rules, sizes))
 
-        decided = [self._decisions(sizes, strategy, (number, at)) for at in range(3)]
+        decided = [self._decisions(sizes, strategy, stages, at) for at in range(3)]
         weights = tuple(Weight(own, grad.spec, update.spec) for own, grad, update in zip(*decided, strict=True))
         rows = Leaf(path="batch", shape=(math.prod(sizes.values()),), dtype=_DTYPE, names=("batch",))
         spec = resolved(rows, strategy.activations, key="batch").spec
@@ -275,8 +275,10 @@ class Placer:
             batch_axes=axes_of_spec(spec, sizes), resolved=resolved,
         )  # fmt: skip
 
-    def _decisions(self, sizes: dict[str, int], strategy: Strategy, key: tuple[int, int]) -> Sequence[Decision]:
-        rules = strategy.rules[key[1]]
+    def _decisions(self, sizes: dict[str, int], strategy: Strategy, stages: Any, at: int) -> Sequence[Decision]:
+        """By the rules of one set. Strategies that differ elsewhere share them, and gradients those of parameters."""
+        rules = strategy.rules[at]
+        key = self._numbers.setdefault((tuple(look(part)[at] for part in strategy.parts), stages), len(self._numbers))
         axes = self._once((key, "axes"), lambda: sorted(rules.axes))
 
         def decided() -> Sequence[Decision]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 
 from meshpar.parallel import Strategy
 from meshpar.parallel.part import Part, Trial
-from meshpar.parallel.promise import owned_axes, split_axes
+from meshpar.parallel.promise import Facts, owned_axes, split_axes
 from meshpar.parallel.tried import kinds, tried
 from meshpar.planner import memory
 from meshpar.planner.cost import BLOCKS_A_GROUP
@@ -101,6 +102,10 @@ class Search:
 
     def best(self, top: int) -> list[Found]:
         """The quickest layouts that fit, each resolved as training resolves it."""
+        with _uncollected():
+            return self._best(top)
+
+    def _best(self, top: int) -> list[Found]:
         found: list[Found] = []
         starts = self.starts()
         fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
@@ -124,10 +129,13 @@ class Search:
         once, and bytes and times of its meshes are reckoned together.
         """
         forms: dict[Any, list[tuple[dict[str, int], Strategy]]] = defaultdict(list)
+        looks: dict[Strategy, Any] = {}
         for sizes in self.meshes():
             above = tuple(size > 1 for size in sizes.values())
             for strategy in self.strategies(sizes):
-                forms[above, tuple(map(look, strategy.parts))].append((sizes, strategy))
+                if (look_of := looks.get(strategy)) is None:
+                    look_of = looks[strategy] = tuple(map(look, strategy.parts))
+                forms[above, look_of].append((sizes, strategy))
         starts = []
         for members in forms.values():
             about = np.full((2, len(members)), np.inf)
@@ -150,8 +158,13 @@ class Search:
         of = {axis: np.array([sizes[axis] for sizes, _ in members], float) for axis in placed.sizes}
         work, state = self.workload, np.full(len(members), float(self.workload.whole_bytes))
 
+        known: dict[frozenset[str], Any] = {}
+
         def ways(axes: Iterable[str]) -> Any:
-            return math.prod((of[axis] for axis in axes), start=np.ones(len(members)))
+            key = frozenset(axes)
+            if key not in known:
+                known[key] = math.prod((of[axis] for axis in key), start=np.ones(len(members)))
+            return known[key]
 
         quickest = min(self.policies, key=work.flops.__getitem__)
         layout = Layout(mesh=_ANY, strategy=placed.strategy, remat=quickest)
@@ -183,14 +196,7 @@ class Search:
                 wait_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
         busy_s: Any = self.clock.floor_s(placed, layout)
         busy_s += PASSES * work.rows * sum(one.row_bytes for one in work.held[None]) / self._device_bytes_per_s
-        if each := experts(placed):  # a device's have at least so many blocks of rows between them
-            here = work.num_experts / ways(owned_axes(facts, each[0]))
-            one_expert = sum(one.leaf.size // work.num_experts for one in each) / ways(facts.ordered(["stage"]))
-            moved = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES) * one_expert * BLOCKS_A_GROUP * here
-            pieces = np.array(
-                [1 if strategy.pipeline is None else strategy.pipeline.microbatches for _, strategy in members]
-            )
-            busy_s = busy_s + pieces * moved / self.cluster.gpu.memory_bytes_per_s
+        busy_s = busy_s + self._of_experts_s(placed, facts, members, ways)
         pipes = [strategy.pipeline for _, strategy in members]
         if placed.strategy.pipeline is not None:
             ticks = np.array([2 * (one.microbatches + one.stages) for one in pipes if one is not None])
@@ -200,6 +206,19 @@ class Search:
         cover = np.array([COVER_AHEAD if one.prefetched_axes else COVER for _, one in members])
         exposed_s = np.maximum(wire_s * (1 - hidden), wire_s - cover * busy_s)
         return np.stack([busy_s + wait_s + exposed_s, state])
+
+    def _of_experts_s(
+        self, placed: Placed, facts: Facts, members: Sequence[tuple[dict[str, int], Strategy]], ways: Callable[..., Any]
+    ) -> Any:
+        """What blocks of rows of experts move, of which a device has at least so many between its own."""
+        each = experts(placed)
+        if not each:
+            return 0.0
+        here = self.workload.num_experts / ways(owned_axes(facts, each[0]))
+        one_expert = sum(one.leaf.size // self.workload.num_experts for one in each) / ways(facts.ordered(["stage"]))
+        moved = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES) * one_expert * BLOCKS_A_GROUP * here
+        pieces = np.array([1 if one.pipeline is None else one.pipeline.microbatches for _, one in members])
+        return pieces * moved / self.cluster.gpu.memory_bytes_per_s
 
     @property
     def _device_bytes_per_s(self) -> float:
@@ -353,6 +372,18 @@ class Search:
 
 
 _ANY = MeshSpec()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's search for cycles, which is a fourth of the time: of many small values nearly all live on."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _is_used(placed: Placed, part: Part) -> bool:

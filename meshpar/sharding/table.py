@@ -355,12 +355,16 @@ def optimizer_decisions(
         # By path, not by structure: a mask leaves some parameters out, and some optimizers keep a list for each.
         return jax.tree_util.tree_map_with_path(lambda path, _: _owner(path_str(path), by_path), tree)
 
-    found = tree_leaves_with_paths(opt_state)
-    try:
+    def of_slots() -> None:
         slots = optax.tree_utils.tree_map_params(
             tx, owners_of, opt_state, transform_non_params=lambda _: _NO_OWNER, is_leaf=lambda _: True
         )
-        owners = [None if owner is _NO_OWNER else owner for owner in jax.tree.leaves(slots)]
+        owners.extend(None if owner is _NO_OWNER else owner for owner in jax.tree.leaves(slots))
+
+    found, owners = tree_leaves_with_paths(opt_state), list[Decision | None]()
+    try:
+        # Under a trace: it initialises, and counters made by a device would start one, with jax's plugins.
+        jax.eval_shape(of_slots)
     except Exception:
         # It initialises with what are no parameters, which labels by a function of them, or L-BFGS, do not take: then
         # a leaf belongs to the parameter by whose whole path its own ends.

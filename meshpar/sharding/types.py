@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -57,7 +58,7 @@ class Leaf:
         """Whether its first dim is the layers of the model."""
         return (self.names or ())[:1] == ("layers",)
 
-    @property
+    @functools.cached_property
     def num_layers(self) -> int:
         """Layers stacked in it; 1 where no dim is named `layers`."""
         return math.prod(n for n, name in zip(self.shape, self.names or (), strict=False) if name == "layers")

@@ -22,12 +22,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.adapters import BoundLinen, Model, Variables, key_of
-from meshpar.sharding.context import ambient, apart, spec_of, tracing
+from meshpar.sharding.context import ambient, apart, param_spec, spec_of, tracing
 from meshpar.sharding.regions import outer_axes
-from meshpar.sharding.types import PAIR, Names, PyTree, is_whole, near_or, problem, tree_leaves_with_paths
+from meshpar.sharding.types import (
+    PAIR,
+    Names,
+    PyTree,
+    axes_of_spec,
+    axis_sizes,
+    is_whole,
+    near_or,
+    problem,
+    spec_axes,
+    tree_leaves_with_paths,
+)
 from meshpar.training.precision import cast_floating, check_bits, dot_general
 from meshpar.training.state import Setup, TrainState, key_words
 
@@ -274,10 +285,49 @@ def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: 
         raise problem(f"lora, `{path}`", f"add {[*x.shape[:at], *b.shape[1:]]} to what the layer makes", exists, fix)
     dtype, (a, b) = jnp.result_type(x, a), _gathered(a, b, layer)
     dims = tuple(range(at, x.ndim)), tuple(range(num_in))
-    narrow = dot_general(x.astype(dtype), a.astype(dtype), (dims, ((), ())), narrow=False)
-    narrow = _laid(narrow, layer)
-    more = dot_general(narrow, b.astype(dtype), (((at,), (0,)), ((), ())), narrow=False)
+    x, b = x.astype(dtype), b.astype(dtype)
+    if axes := _output_axes(layer, b):
+        more = _by_shard(x, a, b, axes)
+    else:
+        narrow = _laid(dot_general(x, a.astype(dtype), (dims, ((), ())), narrow=False), layer)
+        more = dot_general(narrow, b, (((at,), (0,)), ((), ())), narrow=False)
     return y + (lora.scale * more).astype(y.dtype)
+
+
+def _output_axes(layer: _Layer, b: jax.Array) -> tuple[str, ...]:
+    """Mesh axes that split what a layer makes, and not the batch: those of tensor parallelism."""
+    here, names = ambient(), layer.names
+    if names is None or here is None or outer_axes() or "batch" not in here.rules.names:
+        return ()
+    sizes = axis_sizes(here.mesh)
+    rows = axes_of_spec(spec_of(jax.ShapeDtypeStruct((here.mesh.size,), b.dtype), "batch"))
+    split = spec_axes((*param_spec(b, None, *names[layer.num_stacked + layer.num_in :]), None, None)[1])
+    return () if set(split) & set(rows) else tuple(axis for axis in split if sizes[axis] > 1)
+
+
+def _by_shard(x: jax.Array, a: jax.Array, b: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """x A B, by each rank of the axes that split B's outputs for itself: x's gradient of it is a part of a sum then.
+
+    So it is of the matrix beside it: XLA adds up what all layers that take x in make of it, and sums that over the
+    ranks once. Of one x A for all ranks the gradient is summed on the way, and nothing behind that can be added first.
+    """
+    here = ambient()
+    assert here is not None
+    ranks, lead = math.prod(axis_sizes(here.mesh)[axis] for axis in axes), x.ndim - a.ndim + 1
+
+    def split(array: jax.Array, dim: int) -> jax.Array:
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * array.ndim
+        spec[dim] = axes
+        return jax.lax.with_sharding_constraint(array, NamedSharding(here.mesh, PartitionSpec(*spec)))
+
+    # The sum over ranks of A's gradient, which this makes, is in float32 at the least.
+    wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    of_ranks = split(jnp.broadcast_to(wide, (ranks, *a.shape)).astype(x.dtype), 0)
+    dims = tuple(range(lead, x.ndim)), tuple(range(1, a.ndim))
+    narrow = split(dot_general(x, of_ranks, (dims, ((), ())), narrow=False), lead)
+    shards = split(b.reshape(b.shape[0], ranks, -1, *b.shape[2:]), 1)
+    more = dot_general(narrow, shards, (((lead + 1,), (0,)), ((lead,), (1,))), narrow=False)
+    return split(jnp.moveaxis(more, 0, lead), lead).reshape(*x.shape[:lead], *b.shape[1:])
 
 
 # ---- NNX -------------------------------------------------------------------------------------------------------------

@@ -96,8 +96,12 @@ def test_a_packed_row_is_learnt_as_its_conversations_alone(tmp_path):
     np.testing.assert_allclose(together, np.average([loss for loss, _ in alone], weights=weights), rtol=1e-5)
 
 
+TWICE = "{{% set n = namespace(x='xy') %}}{{% for a in range(60) %}}{{% set n.x = {} %}}{{% endfor %}}"
+
+
 def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path, monkeypatch):
     monkeypatch.setattr("meshpar.data.chat.MOST_STEPS", 2000)
+    monkeypatch.setattr("meshpar.data.chat.MOST_LENGTH", 20_000)
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     for source, match in (
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -116,7 +120,17 @@ def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path, monkeypatc
         ("{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(99) }}", "more than 2,000 steps"),
         ("{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}", "RecursionError|steps"),
         ("{{ cycler() }}", "RuntimeError"),
-    ):
+        *((TWICE.format(one), "longer than") for one in (
+            "n.x ~ n.x", "n.x + n.x", "[n.x, n.x] | join", "''.join([n.x, n.x])", "n.x | replace('x', n.x)",
+            "n.x.replace('x', n.x)",
+        )),
+        ("{% for a in range(999) %}{{ 'x' * 99999 }}{% endfor %}", "longer than"),
+        ("{% set x %}{% for a in range(999) %}{{ 'x' * 99999 }}{% endfor %}{% endset %}", "longer than"),
+        *(("{{ " + one + " }}", "wider than") for one in (
+            "'%999999999d' % 1", "'{:>999999999}'.format(1)", "'x'.ljust(10 ** 9)", "'x' | center(10 ** 9)",
+            "[1] | tojson(indent=10 ** 9)",
+        )),
+    ):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):
             Template(source, {}, where="template").render("line 1", chat)
     with pytest.raises(mp.MeshparError, match="read it as a chat template"):

@@ -17,7 +17,7 @@ import meshpar as mp
 from meshpar.commands import cli
 from meshpar.commands.recipe import load_recipe
 from meshpar.commands.train import train
-from meshpar.interop import from_hf, to_hf
+from meshpar.interop import from_hf, load_hf, to_hf
 from meshpar.interop.files import whole_folder
 from meshpar.interop.runs import BESIDE_RUN, check_source, keep_beside
 from meshpar.models import TransformerConfig
@@ -90,7 +90,10 @@ def test_64_bits_are_not_halved_without_a_word(tmp_path):
     mesh = mp.MeshSpec().build(jax.devices()[:1])
     with pytest.raises(mp.MeshparError, match="float64.*jax_enable_x64"):
         from_hf(source, mesh=mesh, strategy=mp.ddp())
-    assert from_hf(source, mesh=mesh, strategy=mp.ddp(), dtype="float32")[0].param_dtype == "float32"
+    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), dtype="float32")
+    assert config.param_dtype == "float32"
+    with pytest.warns(UserWarning, match="read float64.*it is rounded"):
+        load_hf(source, state.setup)
 
 
 def test_a_folder_is_made_where_links_lead_or_not_at_all(tmp_path, monkeypatch):
@@ -131,13 +134,21 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path):
         "steps=1", "data.seq_len=16", "data.max_bytes=60000", "data.valid_fraction=0.2", "data.valid_batches=1",
         "optimizer.warmup_steps=0", "sample=none", "precision.compute=none", "optimizer.lr=1e-30",
     )  # fmt: skip
-    outcome = train(recipe, out=tmp_path, devices=jax.devices()[:2], from_hf=source, stream=io.StringIO())
+    given = {"out": tmp_path, "devices": jax.devices()[:2], "stream": io.StringIO()}
+    damaged = shutil.copytree(source, tmp_path / "damaged")
+    weights = load_file(damaged / "model.safetensors")
+    save_file({**weights, "model.norm.weight": np.full(16, 3.4e38, np.float32)}, damaged / "model.safetensors")
+    with pytest.raises(mp.MeshparError, match="which bfloat16 does not hold"):
+        train(recipe.override("model.param_dtype=bfloat16"), from_hf=damaged, **given)
+    left = sorted(path.name for path in (tmp_path / recipe.name).iterdir())
+    assert not {"recipe.json", "sharding.json", "hf"} & set(left), left
+    outcome = train(recipe, from_hf=source, **given)
     assert json.loads((outcome.folder / "recipe.json").read_text())["model"]["qk_norm"] is True
     kept = outcome.folder / BESIDE_RUN  # named again, it is not taken for another's and removed
     (kept / "config.json").write_text(json.dumps({**json.loads((kept / "config.json").read_text()), "bos_token_id": 7}))
-    again = train(recipe, out=tmp_path, devices=jax.devices()[:2], from_hf=kept, stream=io.StringIO())
+    again = train(recipe, from_hf=kept, **given)
     assert again.summary["steps_taken"] == 0
-    train(recipe, out=tmp_path, devices=jax.devices()[:2], from_hf=source, stream=io.StringIO())
+    train(recipe, from_hf=source, **given)
     assert json.loads((kept / "config.json").read_text())["bos_token_id"] == 7
     run("convert", "to-hf", str(outcome.folder), str(tmp_path / "back"), "--devices", "2")
     mesh = mp.MeshSpec().build(jax.devices()[:1])

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 
 import meshpar as mp
 from meshpar.interop import config_of, from_hf, load_hf, to_hf
 from meshpar.interop.files import Folder
-from meshpar.interop.hf import described, family_of, written
+from meshpar.interop.hf import Made, described, family_of, written
 from meshpar.models import next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import make_setup
@@ -199,6 +200,22 @@ def test_two_processes_write_one_folder(tmp_path):
         assert len({entry.file for entry in small.entries.values()}) > 1
         for name, x in weights.items():
             np.testing.assert_array_equal(small.whole(name), x, err_msg=name)
+
+
+def test_of_a_tensor_that_is_not_finished_the_other_pieces_are_sent_once(monkeypatch):
+    config, family, *_ = described(golden("deepseek_v3")[0])
+    tensors = [one for one in family.tensors(config) if not one.is_extra]
+    params = traverse_util.unflatten_dict({tuple(x.ours.split("/")): np.zeros(x.shape, np.float32) for x in tensors})
+    made, taken = Made(tensors, params, {}, None, None), []
+    name = next(name for name, pieces in made.pieces.items() if len(pieces) > 1)
+    monkeypatch.setattr("meshpar.interop.hf._gathered", lambda array, at: taken.append(at) or array[at])
+    monkeypatch.setattr("meshpar.interop.table.Tensor.write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made(name)
+    assert len(taken) == 1
+    for each in made.pieces:
+        made.take_part(each)
+    assert len(taken) == sum(map(len, made.pieces.values()))
 
 
 def test_written_in_another_dtype_over_several_files(tmp_path, mesh8):

@@ -23,7 +23,9 @@ def test_a_process_holds_its_share_and_a_tenth_more(form, tmp_path, child_env):
 
     def run(*args: str) -> str:
         command = [sys.executable, "-m", "tests.interop.streaming_process", *args]
-        return subprocess.run(command, env=child_env, capture_output=True, text=True, check=True).stdout
+        done = subprocess.run(command, env=child_env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
 
     try:
         run(str(folder), str(BYTES), form)

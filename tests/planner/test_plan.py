@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -535,3 +537,23 @@ def test_looking_closely_at_more_finds_nothing_better(at, monkeypatch):
     best = Search(work, cluster).best(1)[0].time.step_s
     monkeypatch.setattr("meshpar.planner.search.MOST_PLACED", 1000)
     assert Search(work, cluster).best(1)[0].time.step_s == pytest.approx(best)
+
+
+PLANS = """
+import jax, numpy as np
+from jax._src import xla_bridge
+import meshpar as mp
+batch = {name: jax.ShapeDtypeStruct((4096, 8192), np.int32) for name in ("inputs", "targets")}
+assert len(mp.plan(mp.models.mixtral_8x7b(), batch, "h100:512x8"))
+assert not xla_bridge._backends and not xla_bridge._plugins_registered
+status = open("/proc/self/status").read()
+assert int(status.partition("VmHWM:")[2].split()[0]) < 500_000, status
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not say what a process holds")
+def test_planning_for_thousands_starts_no_device_and_holds_little(child_env):
+    """jax's plugins, CUDA's above all, are loaded with the first device: 300 MB."""
+    done = subprocess.run([sys.executable, "-c", PLANS], env=child_env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -120,18 +120,33 @@ def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[s
                 np.testing.assert_allclose(got, found.reshape(was.shape), atol=1e-6)  # float32, sums over 128 tokens
 
 
+WIDE = dataclasses.replace(
+    CONFIG, num_layers=2, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=512, vocab_size=512
+)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("sequence", [True, False])
 def test_pairs_that_fewer_ranks_split_than_their_matrix(sequence):
-    config = dataclasses.replace(
-        CONFIG, num_layers=2, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=512, vocab_size=512
-    )
     mesh, strategy = mp.MeshSpec(fsdp=2, tensor=4).build(), mp.fsdp() | mp.tensor_parallel(sequence=sequence)
-    model = mp.lora(rank=8, modules=ALL)(decoder("nnx", config))
+    model = mp.lora(rank=8, modules=ALL)(decoder("nnx", WIDE))
     state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy)
     batch = {name: jax.ShapeDtypeStruct((8, 128), np.int32) for name in BATCH}
     report = mp.explain(mp.train_step(next_token_loss), state, batch)
     assert report.is_as_promised, str(report)
+
+
+@pytest.mark.pod
+def test_on_gpus_a_block_sums_its_inputs_gradient_once():
+    """Of matrices and pairs together: no promise has room for one sum more."""
+    mesh, strategy = mp.MeshSpec(fsdp=2, tensor=4).abstract(), mp.fsdp() | mp.tensor_parallel(sequence=True)
+    model = mp.lora(rank=8, modules=ALL)(decoder("nnx", WIDE))
+    state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy)
+    batch = {name: jax.ShapeDtypeStruct((8, 1024), np.int32) for name in BATCH}
+    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"))
+    report = mp.explain(step, state, batch, "h100:1x8")
+    assert report.is_as_promised, str(report)
+    assert not report.promise.missing
 
 
 def test_any_model_by_path_rules_and_a_base_in_another_dtype():
