@@ -189,7 +189,7 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
     stack, elements = leaf.num_layers, leaf.size // leaf.num_layers // facts.ways(split - partial)
     runs = stack * facts.micro_steps
     # A table that is looked up and multiplied by has two gradients, which are summed after their reduction, as a layer
-    # has one of every slice of the rows.
+    # may have one of every slice of the rows, where `training.slice_sums` finds no sum of matmuls.
     is_shared = facts.is_tied and has_vocabulary(decision) and decision.path not in facts.uses
     uses = 2 if is_shared else facts.interleave if stack > 1 else 1
     counts: dict[str, tuple[int, int]] = {}

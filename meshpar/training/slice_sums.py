@@ -64,18 +64,22 @@ class Rows:
         numbers = tuple(tuple(dim + 1 for dim in dims) for dims in contracting), ((0,), (0,))
         kinds = {name: product.params[name] for name in ("precision", "preferred_element_type")}
 
-        def by_rank(x: jax.Array) -> jax.Array:
-            return self._laid(x.reshape(self.ranks, -1, *x.shape[1:]))
+        def by_rank(x: jax.Array, contracted: Sequence[int]) -> jax.Array:
+            # Whole there before it is reshaped, as the matmul for the gradient of the input has it: gathered once for both.
+            free = [None if dim in contracted else PartitionSpec.UNCONSTRAINED for dim in range(1, x.ndim)]
+            x = self._laid(x, *free)
+            return self._laid(x.reshape(self.ranks, -1, *x.shape[1:]), None, *free)
 
-        products = [lax.dot_general(by_rank(a), by_rank(b), numbers, **kinds) for a, b in zip(lhs, rhs, strict=True)]
+        products = [
+            lax.dot_general(*map(by_rank, sides, contracting), numbers, **kinds) for sides in zip(lhs, rhs, strict=True)
+        ]
         own = functools.reduce(lax.add, products)
         for layout in layouts:
             own = jax.vmap(functools.partial(layout.primitive.bind, **layout.params))(own)
-        return self._laid(own)
+        return self._laid(own, *[PartitionSpec.UNCONSTRAINED] * (own.ndim - 1))
 
-    def _laid(self, x: jax.Array) -> jax.Array:
-        free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        return lay(x, NamedSharding(self.mesh, PartitionSpec(self.axes, *free)))
+    def _laid(self, x: jax.Array, *entries: Any) -> jax.Array:
+        return lay(x, NamedSharding(self.mesh, PartitionSpec(self.axes, *entries)))
 
 
 @jax.tree_util.register_dataclass
