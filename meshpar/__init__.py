@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from meshpar.sharding.types import Decision, Leaf, MeshparError
     from meshpar.training.batch import shard_batch
     from meshpar.training.checkpoint import Checkpoints
+    from meshpar.training.ema import averaged, ema
     from meshpar.training.layers import Aux, scan_layers
     from meshpar.training.loop import fit
     from meshpar.training.lora import Lora, lora
@@ -67,10 +68,10 @@ __getattr__, __dir__ = lazy(__name__)
 __all__ = [
     "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "Lora", "MeshSpec", "MeshparError", "Model", "Muon", "Optax",
     "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy", "TrainState",
-    "__version__", "abstract_state", "bench", "collectives", "compiled", "constrain", "context_parallel", "custom",
-    "data", "ddp", "eval_step", "expert_parallel", "explain", "explicit", "first", "fit", "from_functions",
-    "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "interop", "load_params", "lora", "models", "moe",
-    "moments_in", "muon", "names", "offloaded", "pipeline", "pipeline_parallel", "plan", "planner", "plots",
-    "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "verify", "zero1",
-    "zero2", "zero3",
+    "__version__", "abstract_state", "averaged", "bench", "collectives", "compiled", "constrain", "context_parallel",
+    "custom", "data", "ddp", "ema", "eval_step", "expert_parallel", "explain", "explicit", "first", "fit",
+    "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "interop", "load_params", "lora",
+    "models", "moe", "moments_in", "muon", "names", "offloaded", "pipeline", "pipeline_parallel", "plan", "planner",
+    "plots", "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "verify",
+    "zero1", "zero2", "zero3",
 ]  # fmt: skip

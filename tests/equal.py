@@ -36,8 +36,15 @@ def mesh_of(spec: mp.MeshSpec) -> jax.sharding.Mesh:
 
 
 def model_of(framework: str, cfg: TransformerConfig, rows: int, seq: int) -> mp.Model:
+    decoder = cfg.build()
     if framework == "nnx":
-        return cfg.build()
+        return decoder
+    if framework == "functions":
+        return mp.from_functions(
+            lambda key: decoder.init(jax.random.key_data(key)).params,
+            lambda params, *args, **more: decoder.bind(params, {})(*args, **more),
+            names=decoder.names(),
+        )
     return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((rows, seq), np.int32))
 
 

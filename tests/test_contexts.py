@@ -62,7 +62,7 @@ CONTEXTS = {
     "make_mesh": lambda: jax.set_mesh(PLAIN),
 }
 FSDP = mp.fsdp(min_bytes=0)
-QUICK = ("nnx-set_mesh(own)", "nnx-use_abstract_mesh(foreign)", "linen-set_mesh(foreign)", "functions-make_mesh")
+QUICK = ("nnx-set_mesh(own)", "linen-set_mesh(foreign)", "functions-make_mesh")
 
 
 def _loss(model, batch, key):
@@ -176,9 +176,20 @@ def test_a_collective_that_nothing_promises_is_refused_where_types_say_it():
 
 
 def test_a_model_of_types_is_refused_inside_a_region_by_hand():
-    state = mp.init_state(_typed(), optax.sgd(0.1), mesh=OWN, strategy=FSDP, key=0)
+    state = mp.abstract_state(_typed(), optax.sgd(0.1), mesh=OWN, strategy=FSDP)
     with pytest.raises(mp.MeshparError, match="makes no axis Explicit where another is Manual"):
-        mp.train_step(_loss, accumulate=2, accumulate_mode="once")(state, ROWS)
+        mp.train_step(_loss, accumulate=2, accumulate_mode="once").trace(state, ROWS)
+
+
+@pytest.mark.parametrize("beside", [jnp.add, jnp.multiply])
+def test_jax_takes_no_reduced_weight_beside_rows(beside):
+    """Why types do not reduce gradients once (`engines/by_device.py`): where this fails they may do it."""
+    with jax.set_mesh(PLAIN):
+        rows = jax.sharding.reshard(ROWS, P("fsdp", None))
+        bias = jax.sharding.reshard(ROWS[0], P(reduced={"fsdp"}))
+        jax.eval_shape(jnp.dot, rows, jax.sharding.reshard(ROWS, P(reduced={"fsdp"})))
+        with pytest.raises(Exception, match="another input is reduced on"):
+            jax.eval_shape(beside, rows, bias)
 
 
 def test_a_layout_is_put_down_as_its_axes_ask():

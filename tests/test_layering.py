@@ -55,6 +55,7 @@ HOUSE: dict[str, list[str] | str] = {
     ],
     "training.batch": ["parallel", "sharding.context"],
     "training.state": ["sharding.table", "training.batch", "training.muon"],
+    "training.ema": ["training.state"],
     "training.lora": ["sharding.regions", "training.state"],
     "training.xla": ["sharding.types"],
     "training.options": ["training.layers", "training.xla"],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -22,11 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.compiled.clock import work
 from meshpar.compiled.program import Program
+from meshpar.compiled.scopes import layerless
 from meshpar.parallel.data import Data
 from meshpar.parallel.promise import Facts
 from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.planner.hardware import Cluster, gpu_of_kind
 from meshpar.sharding.printing import Plain
+from meshpar.sharding.rules import Rules
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import (
     Decision,
@@ -307,8 +310,8 @@ def remedies(
 ) -> tuple[Remedy, ...]:
     """What would make a step fit that does not: each change is really made, compiled, and its peak taken.
 
-    Tried are ZeRO's next stages, more micro-steps (under stages: microbatches) and recomputation of layers, cheap ones
-    first, then several together.
+    Tried are ZeRO's next stages, more micro-steps (under stages: microbatches) and recomputation of layers (where a
+    model numbers them instead of stacking them, by a rule), cheap ones first, then several together.
     The first that fits ends the search; at most `MOST_COMPILATIONS` are compiled. What cannot be made (a batch that
     does not divide, a model that marks no layers), or would not fit with its state and batch alone, says so.
 
@@ -352,19 +355,44 @@ def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Cha
     rows = _batch_rows(setup, batch) // (options.accumulate if pipelined is None else pipelined.microbatches)
     more = [times for times in (2, 4, 8) if times == 2 or rows % times == 0]
     steps = [options.accumulate * times for times in more if pipelined is None]
-    policies = [] if options.remat == "full" else ["full"] if options.remat else ["dots", "full"]
+    by_path = _by_path(setup)
+    policies = [] if options.remat == "full" or by_path else ["full"] if options.remat else ["dots", "full"]
     remat = "full" if policies else None
+
+    def again(strategy: Strategy | None, **more: Any) -> _Change:
+        if by_path is None:
+            return _Change(strategy=strategy, remat=remat, **more)
+        return _Change(strategy=(strategy or setup.strategy) | by_path, **more)
+
     changes = [
         *(_Change(strategy=strategy) for strategy in early),
         *(_Change(accumulate=count, can_wait=2 * at) for at, count in enumerate(steps)),
         *(_Change(strategy=strategy) for strategy in _smaller(setup, options, state=False)[: len(more)]),
         *(_Change(remat=policy, can_wait=0 if policy == "full" else 3) for policy in policies),
+        *([again(None)] if by_path else []),
         _Change(strategy=last),
-        *(_Change(strategy=strategy, remat=remat, can_wait=1) for strategy in early),
-        _Change(strategy=last, remat=remat),
-        *(_Change(strategy=last, remat=remat, accumulate=count, can_wait=count != steps[-1]) for count in steps),
+        *(again(strategy, can_wait=1) for strategy in early),
+        again(last),
+        *(again(last, accumulate=count, can_wait=count != steps[-1]) for count in steps),
     ]
     return tuple({change.parts: change for change in changes[::-1] if change.parts}.values())[::-1]
+
+
+def _by_path(setup: Setup) -> Rules | None:
+    """Recomputation by a rule, for modules that a model numbers instead of stacking them; None where it does not."""
+    paths = [decision.path for decision in setup.table.params]
+    is_stacked = any(decision.leaf.is_stacked for decision in setup.table.params)
+    if is_stacked or setup.model.kind == "functions" or setup.strategy.activations.remat:
+        return None
+    numbers: dict[str, set[str]] = {}
+    for path in paths:
+        start, star, _ = layerless(path).partition("*")
+        if star and "/" in path[len(start) :]:
+            numbers.setdefault(start, set()).add(path[len(start) :].partition("/")[0])
+    start = max(numbers, key=lambda start: len(numbers[start]), default="")
+    if len(numbers.get(start, ())) < 2:
+        return None
+    return Rules(remat={re.escape(start) + r"\d+": "full"})
 
 
 def _sorted_out(

@@ -87,21 +87,26 @@ Run: TypeAlias = Callable[[Layer, Any, PyTree], Any]
 
 
 @contextlib.contextmanager
-def running(run: Run) -> Iterator[None]:
-    """Put in force what `scan_layers` does instead of a scan."""
+def running(run: Run, *, in_part: bool = False) -> Iterator[None]:
+    """Put in force what `scan_layers` does instead of a scan; `in_part`: the trace is of a part of the model alone."""
     # An object of its own for every trace: jax compares contexts by equality.
-    with within(run=_Identity(run)):
+    with within(run=_Identity(run, in_part)):
         yield
 
 
 class _Identity:
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, in_part: bool) -> None:
+        self.run, self.in_part = run, in_part
 
 
 def is_staged() -> bool:
     """Whether stages run the layers of the model that is being traced."""
     return current().run is not None
+
+
+def is_part() -> bool:
+    """Whether a part of the model alone is being traced, which need not call all of its modules."""
+    return is_staged() and current().run.in_part
 
 
 def scan_layers(

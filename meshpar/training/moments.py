@@ -45,7 +45,7 @@ def offloaded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
     Source: Ren et al. 2021, "ZeRO-Offload" (there the update is computed on the host, too).
     """
-    tx = optax.with_extra_args_support(_checked("offloaded", tx))
+    tx = optax.with_extra_args_support(checked("offloaded", tx))
 
     def update(grads: PyTree, kept: OnHost, params: PyTree = None, **more: Any) -> tuple[PyTree, OnHost]:
         updates, state = tx.update(grads, kept.state, params, **more)
@@ -122,7 +122,7 @@ def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTr
     if dtype not in DTYPES:
         exists = f"there is {', '.join(DTYPES)}"
         raise problem(f"moments_in(dtype={dtype!r})", "keep moments in it", exists, near(dtype, DTYPES))
-    tx = optax.with_extra_args_support(_checked("moments_in", tx))
+    tx = optax.with_extra_args_support(checked("moments_in", tx))
 
     def each(f: Callable[[Any, Any], Any], state: PyTree, is_moment: PyTree, like: PyTree) -> PyTree:
         return jax.tree.map(lambda x, is_one, as_was: f(x, as_was) if is_one else x, state, is_moment, like)
@@ -184,7 +184,8 @@ def _copied(jaxpr: core.Jaxpr, of_inputs: Sequence[bool]) -> list[bool]:
     return are(jaxpr.outvars)
 
 
-def _checked(where: str, tx: Any) -> optax.GradientTransformation:
+def checked(where: str, tx: Any) -> optax.GradientTransformation:
+    """The optimizer as given; raises `ValueError` where it is none."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         exists = "it has no init and update, as an optax optimizer does"
         raise problem(where, f"take {tx!r} as the optimizer", exists, "give it one, as optax.adamw(3e-4)")

@@ -39,7 +39,7 @@ from meshpar.sharding.types import (
     without_axes,
 )
 from meshpar.training.batch import as_given, as_rows, check_batch, lying, without_whole
-from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
+from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, check_bits, dot_general, numerics, wide_work
 from meshpar.training.reports import check_numbers, collecting, is_counted
@@ -496,7 +496,8 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
         yield
     if not trains:
         return
-    check_seen(boundaries, here)
+    if not is_part():
+        check_seen(boundaries, here)
     # An engine that gives each device its own rows leaves nothing of them to the compiler.
     is_local = all(auto_sizes(here)[axis] == 1 for axis in setup.batch_axes)
     updates = jax.tree.leaves(setup.layout.updates, is_leaf=is_spec)

@@ -18,6 +18,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.planner.hardware import parse_cluster
 from tests.compiled.saved import pods
 from tests.grid import cases
+from tests.sharding.test_activations import DEEP, X, _deep_loss
 
 H100 = parse_cluster("h100:1x8")
 MB = 10**6
@@ -260,6 +261,7 @@ def test_the_search_ends_with_the_first_that_fits():
     assert compiler.asked == 2
 
 
+@pytest.mark.matrix
 def test_stages_are_given_more_microbatches():
     cfg = TransformerConfig(
         vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
@@ -284,6 +286,20 @@ def test_several_changes_are_joined_and_no_more_are_compiled_than_said(strategy,
     assert "remat=full" in last
     assert any(part.startswith("accumulate=") for part in last)
     assert len(last) == (3 if strategy == mp.ddp() else 2)
+
+
+@pytest.mark.parametrize("kind", cases("nnx", grid=["nnx", "linen"]))
+def test_layers_that_are_numbered_are_made_again_by_a_rule(kind):
+    """`train_step(remat=...)` is for stacked ones. The rule is one that the step takes."""
+    model, pattern = DEEP[kind](), {"linen": r"blocks_\\d+", "nnx": r"blocks/\\d+"}[kind]
+    state = mp.abstract_state(
+        model, optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=8).abstract(), strategy=mp.zero3(min_bytes=0)
+    )
+    step = mp.train_step(_deep_loss)
+    found = remedies(step, state.setup, X, Compiler(10**12), 10**11)
+    rule = f"zero3(min_bytes=0) | Rules(remat={{'{pattern}': 'full'}})"
+    assert [one.change for one in found if one.peak_bytes][-2:] == [rule, f"{rule} + accumulate=2"]
+    assert not any("remat=full" in one.change for one in found)
 
 
 def test_what_cannot_be_done_keeps_its_reason(planted):

@@ -36,6 +36,17 @@ def config(**changes):
     return TransformerConfig(**{**sizes, "mlp_dim": 32, "attention": "blockwise", **changes})
 
 
+BY_PATH = mp.Rules(
+    remat={"layers/mlp": "full", "layers/.*_norm": "full"}, activations={"layers/mlp": ("batch", None, None)}
+)
+
+
+def staged(rules):
+    """A strategy with stages and a mesh for it."""
+    inside, pipeline = mp.fsdp() | mp.tensor_parallel(), mp.pipeline_parallel(stages=2, microbatches=4)
+    return mp.MeshSpec(stage=2, fsdp=2, tensor=2), inside | pipeline | rules
+
+
 def steps(remat, framework="nnx", start=None, stages=False, **options):
     model = config().build()
     if framework == "linen":
@@ -75,9 +86,40 @@ def test_stages_keep_by_name_too():
     assert_same(found.params, expected.params, atol=1e-4)
 
 
-def test_stages_offload_nothing():
-    with pytest.raises(mp.MeshparError, match="keep a microbatch's activations on the host"):
-        steps("offload:attention", stages=True)
+@pytest.mark.call_stacks
+@pytest.mark.matrix
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_stages_make_modules_again_by_path(framework):
+    expected = steps(None, framework)
+    model = config().build()
+    if framework == "linen":
+        model = mp.from_linen(LinenTransformer(config()), jax.ShapeDtypeStruct((16, 8), np.int32))
+    batches, held = token_batches(16, 8, 2), []
+    for rules in (mp.Rules(), BY_PATH):
+        mesh, strategy = staged(rules)
+        found = train(model, batches, mesh, strategy, start=expected.start)
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+        assert_same(found.params, expected.params, atol=1e-4)
+        state = abstract_state(model, optax.sgd(1.0), mesh=mesh.build(), strategy=strategy)
+        report = mp.explain(mp.train_step(next_token_loss), state, batches[0])
+        assert report.is_as_promised, str(report)
+        held.append(report.program.temporary_bytes)
+    assert held[1] < held[0], "what a stage keeps of a microbatch, from its F to its B"
+
+
+@pytest.mark.parametrize(
+    ("by_path", "remat", "told"),
+    [
+        ({}, "offload:attention", "keep a microbatch's activations on the host"),
+        ({"layers/mlp": "offload:gate"}, None, "`layers/mlp` under .*activations on the host"),
+        ({"layers/mpl": "full"}, None, "`layers/mpl`.*none of the .* modules.*`layers/mlp`"),
+    ],
+)
+def test_what_stages_cannot_make_again_is_told(by_path, remat, told):
+    mesh, strategy = staged(mp.Rules(remat=by_path))
+    state = abstract_state(config().build(), optax.sgd(1.0), mesh=mesh.abstract(), strategy=strategy)
+    with pytest.raises(mp.MeshparError, match=told):
+        mp.train_step(next_token_loss, remat=remat).trace(state, token_batches(16, 8, 1)[0])
 
 
 def test_a_name_that_no_layer_marks_is_told():

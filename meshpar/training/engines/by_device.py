@@ -59,6 +59,10 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
 
     Manual over the axes that split the batch, so that XLA sees no sum over devices inside the loop; other axes stay
     XLA's. Parameters enter whole over those axes: gathered once.
+
+    On Explicit axes types could say it: of weights that are `reduced` over the batch's axes, gradients are `unreduced`
+    till they are laid out behind the loop. That sends the same bytes there, and each micro-step's loss besides, and jax
+    up to 0.12 refuses such a weight beside rows where it is added or multiplied, as a bias or a norm's scale is.
     """
     setup = state.setup
     axes = setup.batch_axes

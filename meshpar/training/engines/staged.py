@@ -275,7 +275,7 @@ class _Cut:
                 calls.append(x)
                 return run(layer, x, params)
 
-            with running(counted):
+            with running(counted, in_part=True):
                 value, (metrics, _) = loss(self._tree(parts, ends), micro.extra, micro.rows, micro.key)
             _check_once(len(calls))
             return value, metrics
@@ -344,7 +344,7 @@ class _Behind:
 
         def traced(extra: PyTree, aux: Aux | None, others: tuple[PyTree, ...]) -> tuple[Any, ...]:
             params, y, rows, data = others
-            with running(lambda layer, x, params: y if aux is None else (y, aux)):
+            with running(lambda layer, x, params: y if aux is None else (y, aux), in_part=True):
                 value, (metrics, after) = loss(params, extra, rows, jax.random.wrap_key_data(data))
             return value, metrics, after
 
@@ -505,20 +505,15 @@ def _check_options(options: StepOptions, setup: Setup) -> None:
 
 
 def _check_remat(options: StepOptions, setup: Setup) -> None:
-    for rule in setup.strategy.activations.remat:
-        raise problem(
-            f"remat rule `{rule.key}` under {setup.strategy.label}",
-            "make a module again by its path",
-            "stages run the layers apart from the model that holds them",
-            "use train_step(remat=...), which is for whole layers, or leave out the stages",
-        )
-    if offloads(options.remat):
-        raise problem(
-            f"train_step(remat={options.remat!r}) under {setup.strategy.label}",
-            "keep a microbatch's activations on the host",
-            "stages hold them in buffers on the device, from their F to their B",
-            "use save:NAMES, or leave out the stages",
-        )
+    rules = [(f"remat rule `{rule.key}`", rule.value) for rule in setup.strategy.activations.remat]
+    for where, remat in ((f"train_step(remat={options.remat!r})", options.remat), *rules):
+        if offloads(remat):
+            raise problem(
+                f"{where} under {setup.strategy.label}",
+                "keep a microbatch's activations on the host",
+                "stages hold them in buffers on the device, from their F to their B",
+                "use save:NAMES, or leave out the stages",
+            )
 
 
 def _check(setup: Setup, schedule: Schedule, pipelined: PipelinePart, batch_axes: tuple[str, ...]) -> None:

@@ -1,0 +1,90 @@
+"""Averages of parameters over steps: those of one device by hand, in shards, under every way to make a step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from tests.equal import mesh_of
+from tests.training.test_optimizers import BATCH, MODEL, loss
+
+DECAY = 0.75
+
+
+def abstract(tx):
+    return mp.abstract_state(MODEL, tx, mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp(min_bytes=0))
+
+
+def trained(tx, spec, strategy, steps=3, **options):
+    """(step, state behind steps, parameters before, between and behind them on the host)."""
+    state = mp.init_state(MODEL, tx, mesh=mesh_of(spec), strategy=strategy, key=0, **options)
+    step, params = mp.train_step(loss), [jax.device_get(state.params)]
+    for _ in range(steps):
+        state, _ = step(state, BATCH)
+        params.append(jax.device_get(state.params))
+    return step, state, params
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "strategy", "trainable"),
+    [
+        pytest.param(lambda tx: mp.ema(tx, DECAY), mp.fsdp(min_bytes=0), None, id="fsdp"),
+        pytest.param(lambda tx: mp.ema(tx, DECAY), mp.zero1(min_bytes=0), "w|v", id="zero1, frozen",
+                     marks=pytest.mark.matrix),
+        pytest.param(lambda tx: mp.offloaded(mp.ema(tx, DECAY)), mp.fsdp(min_bytes=0), None, id="on the host",
+                     marks=pytest.mark.matrix),
+        pytest.param(lambda tx: optax.chain(optax.clip(1.0), mp.ema(mp.moments_in(tx, "int8"), DECAY)),
+                     mp.fsdp(min_bytes=0), None, id="in a chain", marks=pytest.mark.matrix),
+    ],
+)  # fmt: skip
+def test_averages_are_those_of_the_parameters_of_every_step(wrapped, strategy, trainable):
+    step, state, params = trained(wrapped(optax.adam(1e-2)), mp.MeshSpec(fsdp=8), strategy, trainable=trainable)
+    expected = params[0]
+    for one in params[1:]:
+        expected = jax.tree.map(lambda a, p: DECAY * a + (1 - DECAY) * p, expected, one)
+    found = mp.averaged(state)
+    for path, x in found.params.items():
+        np.testing.assert_allclose(x, expected[path], rtol=1e-6, err_msg=path)
+        assert x.sharding.is_equivalent_to(state.params[path].sharding, x.ndim)
+    kept = [one for one in state.table.optimizer if "average" in one.path]
+    assert len(kept) == (3 if trainable is None else 2)
+    assert all(one.shards == 8 for one in kept)
+    step(state, BATCH)
+    assert not any(x.is_deleted() for x in found.params.values()), "the step took nothing of it"
+
+
+@pytest.mark.matrix
+def test_nothing_is_sent_for_averages():
+    reports = [
+        mp.explain(mp.train_step(loss), abstract(tx), BATCH) for tx in (optax.adam(0.1), mp.ema(optax.adam(0.1), 0.9))
+    ]
+    assert all(report.is_as_promised for report in reports)
+    sent = [sum(one.collective.bytes_sent_per_step for one in report.collectives) for report in reports]
+    assert sent[0] == sent[1] > 0
+
+
+def test_averages_are_wider_than_narrow_parameters():
+    params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
+    tx = mp.ema(optax.sgd(1.0), 0.999)
+    updates, state = tx.update({"w": jnp.ones((2, 2), jnp.bfloat16)}, tx.init(params), params)
+    assert state.average["w"].dtype == jnp.float32
+    np.testing.assert_allclose(state.average["w"], 0.999, rtol=1e-6)
+    assert updates["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda: mp.ema(optax.sgd(0.1), 1.0), r"a decay is a number in \[0, 1\)"),
+        (lambda: mp.ema(optax.sgd, 0.9), "no init and update"),
+        (lambda: (tx := mp.ema(optax.sgd(0.1), 0.9)).update({}, tx.init({})), "it is given none"),
+        (lambda: mp.averaged(abstract(optax.sgd(0.1))), "the optimizer keeps none"),
+    ],
+)
+def test_mistakes(act, says):
+    with pytest.raises(mp.MeshparError, match=says):
+        act()
