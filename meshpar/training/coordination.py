@@ -29,6 +29,8 @@ WAIT_S = 86_400.0
 watchdog's."""
 _ASK_S = 5.0
 _ANSWER_S = 60.0
+POLL_S = 1.0
+"""Seconds between two questions whether one has received a signal."""
 _PREFIX = "meshpar"
 _ABSENT = "(absent)"
 
@@ -167,13 +169,13 @@ class StopAgreement:
 
     Args:
       pod: this process's.
-      received: whether this process has received a signal.
-      poll_s: seconds between two questions.
+      received: the number of a signal that this process has received, None before.
+      poll_s: seconds between two questions; None: `POLL_S`.
     """
 
-    def __init__(self, pod: Pod, received: Callable[[], bool], *, poll_s: float = 1.0) -> None:
-        self._key = pod.another("stop")  # every process makes as many, in the same order
-        self._pod, self._received, self._poll_s = pod, received, poll_s
+    def __init__(self, pod: Pod, received: Callable[[], int | None], *, poll_s: float | None = None) -> None:
+        self._key, self._end_key = pod.another("stop"), pod.another("end")  # every process makes as many, in one order
+        self._pod, self._received, self._poll_s = pod, received, POLL_S if poll_s is None else poll_s
         self._lock, self._closed, self._settled = threading.Lock(), threading.Event(), threading.Event()
         self._step, self._asked, self._said = 0, False, False
         self._last: int | None = None
@@ -193,6 +195,19 @@ class StopAgreement:
             raise problem("a signal to stop", "stop at one step with all", "not all processes answered", fix)
         return self._last is not None and step >= self._last
 
+    def end(self) -> int | None:
+        """The run has ended here, with all that is to be saved: the signal that any process has received until then.
+
+        All wait for each other, so that each ends as the others do, also where a signal came behind the last step.
+        """
+        mine = self._received() or 0
+        self.close()
+        self._pod.put(f"{self._end_key}/{self._pod.process_id}", mine)
+        deadline = time.monotonic() + _ANSWER_S
+        while len(found := self._pod.below(self._end_key)) < self._pod.num_processes and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return max(mine, *found.values()) or None
+
     def close(self) -> None:
         """The run has ended here: others need not wait."""
         self._closed.set()
@@ -208,7 +223,7 @@ class StopAgreement:
 
     def _look(self) -> bool:
         found = self._pod.below(self._key)
-        if self._received() and "asked" not in found:
+        if self._received() is not None and "asked" not in found:
             self._pod.put(f"{self._key}/asked", True)
         elif "asked" not in found:
             return False
