@@ -40,20 +40,20 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
         return
     if (signals := interrupts.current()) is not None:
         signals.farewell = watch.interrupted
-    stopped: SystemExit | None = None
+    code = 0
     try:
         facts = {**environment(os.environ), "command": dict(command)}
         here.agree("environment", facts, fix="install and set the same on every host, and give the same options")
         try:
             yield
         except SystemExit as interrupted:
-            stopped = interrupted
-        here.agree("end", {}, fix="look at the others' logs")  # a signal while one reports ends all with one code
+            code = int(interrupted.code or 0)
+        code = here.most(here.another("end"), code)  # a signal while one reports ends all with its code
     except Exception as error:
         _end(watch, error)
     watch.done()
-    if stopped is not None:
-        raise stopped
+    if code:
+        sys.exit(code)
 
 
 def environment(env: Mapping[str, str]) -> dict[str, Any]:

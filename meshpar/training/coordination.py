@@ -29,6 +29,7 @@ WAIT_S = 86_400.0
 watchdog's."""
 _ASK_S = 5.0
 _ANSWER_S = 60.0
+_TURN_S = 0.05
 POLL_S = 1.0
 """Seconds between two questions whether one has received a signal."""
 _PREFIX = "meshpar"
@@ -118,6 +119,14 @@ class Pod:
             raise self._absent(about, [number for number, found in zip(two, (odd, usual), strict=True) if not found])
         raise self._differing(about, two, verdict["host"], odd, usual, fix)
 
+    def most(self, key: str, mine: int, *, timeout_s: float = WAIT_S) -> int:
+        """The largest number that any process gives under this key; all wait for each other, as long as is said."""
+        self.put(f"{key}/{self.process_id}", mine)
+        deadline = time.monotonic() + timeout_s
+        while len(found := self.below(key)) < self.num_processes and time.monotonic() < deadline:
+            time.sleep(_TURN_S)
+        return max(mine, *found.values())
+
     def _verdict(self, key: str, about: str, timeout_s: float) -> dict[str, Any]:
         """Process 0's: who did not come; or the first process with another digest than most, and one of those."""
         deadline = time.monotonic() + timeout_s
@@ -202,11 +211,7 @@ class StopAgreement:
         """
         mine = self._received() or 0
         self.close()
-        self._pod.put(f"{self._end_key}/{self._pod.process_id}", mine)
-        deadline = time.monotonic() + _ANSWER_S
-        while len(found := self._pod.below(self._end_key)) < self._pod.num_processes and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return max(mine, *found.values()) or None
+        return self._pod.most(self._end_key, mine, timeout_s=_ANSWER_S) or None
 
     def close(self) -> None:
         """The run has ended here: others need not wait."""

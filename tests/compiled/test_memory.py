@@ -260,6 +260,7 @@ def test_the_search_ends_with_the_first_that_fits():
     assert compiler.asked == 2
 
 
+@pytest.mark.matrix
 def test_stages_are_given_more_microbatches():
     cfg = TransformerConfig(
         vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
