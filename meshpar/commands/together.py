@@ -48,7 +48,9 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
             yield
         except SystemExit as interrupted:
             code = int(interrupted.code or 0)
-        code = here.most(here.another("end"), code)  # a signal while one reports ends all with its code
+        if signals is not None and signals.received is not None:  # while it reported
+            code = 128 + signals.received
+        code = here.most(here.another("end"), code)  # all end as one does
     except Exception as error:
         _end(watch, error)
     watch.done()

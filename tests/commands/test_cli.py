@@ -120,7 +120,7 @@ def test_a_trace_beside_its_recipe_knows_axes_bytes_and_phases(meshpar, tmp_path
     assert not any("another program" in note for note in found["notes"])
     code, text, _ = meshpar("trace", out / "tiny", recipe, "--mesh", "fsdp=8", "--json")
     assert any("another program" in note for note in json.loads(text)["notes"])
-    for given, said in (("3:2", "write --profile 10:15"), ("9:12", "takes steps 1 to 6"), ("1:2", "takes steps 4 to 6")):
+    for given, said in (("3:2", "write --profile 10:15"), ("9:12", "steps 1 to 6"), ("1:2", "steps 4 to 6")):
         code, _, error = meshpar("train", recipe, "--out", out, "--steps", 6, "--profile", given)
         assert code == 2
         assert said in error
