@@ -96,4 +96,5 @@ def _end(watch: watchdog.Watchdog, error: Exception) -> None:
         print(f"meshpar: {shown}", file=sys.stderr, flush=True)
     watch.failed(error)
     watch.wait_to_leave()
-    os._exit(watchdog.MISTAKE_CODE if isinstance(error, MeshparError) else watchdog.EXIT_CODE)
+    own = isinstance(error, MeshparError) and watchdog.is_own(error)
+    os._exit(watchdog.MISTAKE_CODE if own else watchdog.EXIT_CODE)

@@ -177,8 +177,7 @@ class Watchdog:
         Where it is the runtime's, a message between devices may have failed: then another process may have died.
         """
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        own = not isinstance(error, jax.errors.JaxRuntimeError)
-        self._failed = self._failed or {"text": text, "own": own}
+        self._failed = self._failed or {"text": text, "own": is_own(error)}
         with contextlib.suppress(Exception):
             self._beat()
 
@@ -288,6 +287,15 @@ class Watchdog:
                 faulthandler.dump_traceback(file=self._stderr, all_threads=True)
         sys.stdout.flush()
         os._exit(MISTAKE_CODE if own else self._code)
+
+
+def is_own(error: BaseException | None) -> bool:
+    """Whether a process failed by itself: behind a save that failed, say, no message to another process did."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return False
+        error = error.__cause__ or error.__context__
+    return True
 
 
 _watchdog: Watchdog | None = None
