@@ -180,7 +180,8 @@ def test_without_a_pod_nothing_is_watched() -> None:
 
 def test_a_save_that_fails_for_another_process_is_no_mistake_of_ones_own():
     lost = jax.errors.JaxRuntimeError("UNAVAILABLE: barrier")
-    for cause, own in ((lost, False), (OSError("no space left"), True), (None, True)):
+    reset = ValueError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer")
+    for cause, own in ((lost, False), (reset, False), (OSError("no space left"), True), (None, True)):
         error = problem("checkpoints", "save", "writing failed", "see to it")
         error.__cause__ = cause
         assert watchdog.is_own(error) == own
