@@ -23,6 +23,7 @@ from meshpar.planner.hardware import parse_profile
 from meshpar.planner.plan import load_plans
 from meshpar.sharding.host import check_memory, read_json
 from meshpar.sharding.types import MeshparError
+from tests import grid
 
 HANGS_S = 300
 RECIPE = """
@@ -352,17 +353,23 @@ def test_memory_and_json_are_judged(tmp_path: Path) -> None:
         read_json(tmp_path / "big.json", "it", "do")
 
 
-def test_a_damaged_run_folder_is_told(meshpar, place, monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "content", grid.cases(DEEP, "[]", grid=["{", DEEP, "[]", "\x00"]), ids=lambda text: repr(text[:2])
+)
+def test_a_damaged_recipe_of_a_run_is_told(meshpar, place, monkeypatch, tmp_path, content) -> None:
+    monkeypatch.chdir(place.folder)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "recipe.json").write_text(content)
+    code, _, err = meshpar("train", "recipe.py", "--devices", 2, "--out", tmp_path)
+    assert code == 2, err
+    assert "recipe.json: asked to read it" in err
+    assert "--fresh" in err
+
+
+def test_damaged_metrics_of_a_run_are_dropped(meshpar, place, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(place.folder)
     run = tmp_path / "bad"
-    for content in ("{", DEEP, "[]", "\x00"):
-        run.mkdir(exist_ok=True)
-        (run / "recipe.json").write_text(content)
-        code, _, err = meshpar("train", "recipe.py", "--devices", 2, "--out", tmp_path)
-        assert code == 2, err
-        assert "recipe.json: asked to read it" in err
-        assert "--fresh" in err
-    (run / "recipe.json").unlink()
+    run.mkdir()
     (run / "metrics.jsonl").write_text(f'{{"step": 1}}\n{DEEP}\n{json.dumps({"step": []})}\n3\n')
     code, _, err = meshpar("train", "recipe.py", "--devices", 2, "--out", tmp_path)
     assert code == 0, err

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def run_and_exit(request: dict[str, Any]) -> None:
     status = 1
     try:
         os.setsid()  # a terminal that is opened now becomes this process's own, with its Ctrl-C
-        out = os.open(request.pop("terminal", None) or f"{request['folder']}/log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        log = request.pop("terminal", None) or f"{request['folder']}/{request.pop('log', 'log')}"
+        out = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         for number in (0, 1, 2):
             os.dup2(out, number)
         sys.stdout.reconfigure(line_buffering=True)
@@ -197,14 +199,22 @@ def keep_compiled(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def command(folder: str, args: list[str], compiled: str) -> None:
-    """The command line, in `folder`."""
+def command(folder: str, args: list[str], compiled: str, pod: Mapping[str, str] | None = None) -> None:
+    """The command line, in `folder`; a pod's process is told by variables, and asks for signals often."""
     from meshpar.commands import cli
+    from meshpar.training import coordination
 
+    if pod is not None:
+        os.environ.update(pod)
+        coordination.POLL_S = 0.05
     os.chdir(folder)
     keep_compiled(compiled)
     sys.argv = ["meshpar", *args]
-    cli.main()
+    try:
+        cli.main()
+    finally:  # what jax does when a process ends
+        if pod is not None:
+            importlib.import_module("jax").distributed.shutdown()
 
 
 def train(

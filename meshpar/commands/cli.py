@@ -300,6 +300,10 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     help="Several processes: after how long one that is not heard of, or stays behind in a step, is given up.",
 )  # fmt: skip
 @click.option(
+    "--join-limit", metavar="SECONDS", type=click.IntRange(5, 86_400),
+    help="Several processes: how long to wait until all have started; 300, and 90 with --processes.",
+)  # fmt: skip
+@click.option(
     "--processes", metavar="N", type=click.IntRange(min=1),
     help="Start N processes on this machine as one pod, to try it: any N gives the same losses bit for bit. "
     "Without it, the launcher around says which this is.",
@@ -316,7 +320,15 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     "--profile", metavar="FIRST:LAST",
     help="Write an XProf trace of these steps, as 10:15, into the run's profile/; `meshpar trace` reads it back.",
 )  # fmt: skip
-def train(*, devices: int | None, stall_limit: float, processes: int | None, restarts: int, **given: Any) -> None:
+def train(
+    *,
+    devices: int | None,
+    stall_limit: float,
+    join_limit: int | None,
+    processes: int | None,
+    restarts: int,
+    **given: Any,
+) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
     The same command again goes on where the run stopped.
@@ -340,9 +352,8 @@ def train(*, devices: int | None, stall_limit: float, processes: int | None, res
     prepare_devices(devices, start="jax")
     from meshpar.commands import launch, together
 
-    # Local processes start together; on many hosts one may load its image for minutes.
     is_local = PARENT in os.environ
-    launch.join(alone=is_local, timeout_s=90 if is_local else 300)
+    launch.join(alone=is_local, timeout_s=join_limit or (launch.LOCAL_JOIN_S if is_local else launch.JOIN_S))
     command = {f"--{name.replace('_', '-')}": given[name] for name in ("out", "fresh", "from_hf")}
     with together.pod(stall_s=stall_limit, command=command):
         _train(devices=devices, **given)

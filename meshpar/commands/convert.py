@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from meshpar.commands.cli import _devices, devices_option, layout_options, options, prepare_devices, traceback_option
+from meshpar.sharding.errors import MeshparError
+
+
+def _names_other_layouts(command: Callable[..., None]) -> Callable[..., None]:
+    """Sizes that the default layout does not divide: how another is named."""
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        try:
+            command(**given)
+        except MeshparError as error:
+            if given["mesh"] is None and given["strategy"] is None and "is not a multiple of" in str(error):
+                error.add_note("no layout was named: --mesh fsdp=N takes fewer devices, --devices 1 splits nothing")
+            raise
+
+    return run
+
 
 where_options = options(
     layout_options,
     click.option("--dtype", metavar="DTYPE", help="Of the weights, as bfloat16; without it, as they are."),
     devices_option,
     traceback_option,
+    _names_other_layouts,
 )
 
 

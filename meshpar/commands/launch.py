@@ -8,8 +8,11 @@ when the environment says half of what is needed, and one line about what was fo
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import importlib.util
+import ipaddress
 import logging
 import os
 import re
@@ -30,8 +33,14 @@ Env = Mapping[str, str]
 DEFAULT_PORT = 8476
 """Where the coordinator listens when the environment names its host and no port."""
 
+JOIN_S = 300
+"""Seconds that processes on several hosts have to join: one may load its image for minutes."""
+LOCAL_JOIN_S = 90
+"""The same of processes that were started together on this machine."""
+
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
 _ANSWER_S = 20.0
+_ESTABLISHED = "01"  # as /proc/net/tcp has it
 _ALARM_FIRST_S = 60
 _LAST_PORTS = 4096  # a port worked out from a job's identity lies among the highest 4,096, as jax's own do
 
@@ -157,7 +166,7 @@ def detect(env: Env) -> Launch | None:
     return None
 
 
-def join(env: Env | None = None, *, timeout_s: int = 300, alone: bool = False) -> Launch | None:
+def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False) -> Launch | None:
     """Join the pod that `env` (by default the process's own environment) describes; a no-op when it describes none.
 
     Must come before anything that asks jax for devices. Host devices talk to each other through gloo, jax's default.
@@ -209,14 +218,33 @@ def join(env: Env | None = None, *, timeout_s: int = 300, alone: bool = False) -
 
 def _give_up(launch: Launch, timeout_s: int) -> None:
     """End this process, which waits for others in a library: nothing can be raised there."""
+    here = ", ".join(_connected(launch.coordinator)) if launch.coordinator and launch.process_id == 0 else ""
     error = LaunchError(
         f"process {launch.process_id}",
         f"join a pod at {launch.coordinator or 'the address that jax finds'}",
-        f"not all {launch.num_processes or 'its'} processes came within {timeout_s} s",
-        "look at the logs of the others, and start all of them again",
+        f"not all {launch.num_processes or 'its'} processes came within {timeout_s} s"
+        + (f"; those here come from {here}" if here else ""),
+        "look at the logs of the others, and start all of them again; --join-limit waits longer",
     )
     os.write(2, f"\nmeshpar: {error}\n".encode())
     os._exit(1)
+
+
+def _connected(coordinator: str) -> list[str]:
+    """The hosts from which processes have connected, and how many of each, as process 0's system lists them (Linux).
+
+    jax's coordination service says to nobody who is missing before all have come.
+    """
+    port = f"{int(coordinator.rpartition(':')[2]):04X}"
+    found: collections.Counter[str] = collections.Counter()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/net/{table}", encoding="ascii") as lines:
+            for own, other, state in (line.split()[1:4] for line in lines):
+                if own.endswith(f":{port}") and state == _ESTABLISHED:
+                    words = [bytes.fromhex(other[at : at + 8])[::-1] for at in range(0, other.index(":"), 8)]
+                    address = ipaddress.ip_address(b"".join(words))
+                    found[str(getattr(address, "ipv4_mapped", None) or address)] += 1
+    return [f"{host} ({count})" for host, count in sorted(found.items())]
 
 
 def _keep_stdout() -> None:

@@ -40,13 +40,22 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
         return
     if (signals := interrupts.current()) is not None:
         signals.farewell = watch.interrupted
+    code = 0
     try:
         facts = {**environment(os.environ), "command": dict(command)}
         here.agree("environment", facts, fix="install and set the same on every host, and give the same options")
-        yield
+        try:
+            yield
+        except SystemExit as interrupted:
+            code = int(interrupted.code or 0)
+        if signals is not None and signals.received is not None:  # while it reported
+            code = 128 + signals.received
+        code = here.most(here.another("end"), code)  # all end as one does
     except Exception as error:
         _end(watch, error)
     watch.done()
+    if code:
+        sys.exit(code)
 
 
 def environment(env: Mapping[str, str]) -> dict[str, Any]:
@@ -87,4 +96,5 @@ def _end(watch: watchdog.Watchdog, error: Exception) -> None:
         print(f"meshpar: {shown}", file=sys.stderr, flush=True)
     watch.failed(error)
     watch.wait_to_leave()
-    os._exit(watchdog.MISTAKE_CODE if isinstance(error, MeshparError) else watchdog.EXIT_CODE)
+    own = isinstance(error, MeshparError) and watchdog.is_own(error)
+    os._exit(watchdog.MISTAKE_CODE if own else watchdog.EXIT_CODE)

@@ -7,6 +7,7 @@ Templates are programs: they are run by jinja2's sandbox, which lets them reach 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -26,8 +27,9 @@ from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import ArrayRows
 from meshpar.data.source import RowSource, check_least, check_names
 from meshpar.data.split import check_fraction, split_rows
+from meshpar.data.streams import mapped, spooled, zeros
 from meshpar.data.text import find, records
-from meshpar.data.tokens import Tokenizer, load_tokenizer
+from meshpar.data.tokens import Tokenizer, load_tokenizer, token_dtype
 from meshpar.sharding.types import problem
 
 OPEN_ROWS = 64
@@ -98,11 +100,15 @@ class ChatData:
         """
         tokenizer = load_tokenizer(self.tokenizer, separator=None if self.tokenizer == "bytes" else "")
         template = Template.of(self.tokenizer, self.template, date=self.date)
-        found = [
+        found = (
             _tokens(tokenizer, *template.render(where, messages))
             for _, where, messages in records(find(self.files, (".jsonl", ".parquet")), self.field)
-        ]
-        return ChatSource(self, tokenizer, found, batch_size=batch_size, seed=seed)
+        )
+        try:
+            return ChatSource(self, tokenizer, found, batch_size=batch_size, seed=seed)
+        except OSError as error:
+            exists, fix = f"that failed ({error.strerror})", "free some room, or set TMPDIR to a folder that has room"
+            raise problem("`ChatData.files`", "write tokens to a temporary file", exists, fix) from error
 
 
 class Conversation(NamedTuple):
@@ -112,19 +118,57 @@ class Conversation(NamedTuple):
     is_learnt: Integer[np.ndarray, " tokens"]
 
 
+class Conversations(Sequence[Conversation]):
+    """Many of them, one behind the other in two arrays, which may lie on disk."""
+
+    def __init__(self, all_: Conversation, starts: Integer[np.ndarray, " some"], ends: Integer[np.ndarray, " some"]):
+        self._all, self._starts, self._ends = all_, starts, ends
+
+    @staticmethod
+    def of(found: Iterable[Conversation], vocab_size: int) -> Conversations:
+        """Of conversations that come one at a time, written to temporary files where they are many."""
+        dtypes, ends = (token_dtype(vocab_size), np.dtype(np.uint8)), [0]
+        with contextlib.ExitStack() as until_mapped:
+            files = [until_mapped.enter_context(spooled()) for _ in dtypes]
+            for one in found:
+                for file, part, dtype in zip(files, one, dtypes, strict=True):
+                    file.write(part.astype(dtype).tobytes())
+                ends.append(ends[-1] + len(one.ids))
+            ids, is_learnt = (mapped(file, ends[-1], dtype) for file, dtype in zip(files, dtypes, strict=True))
+        return Conversations(Conversation(ids, is_learnt), np.array(ends[:-1]), np.array(ends[1:]))
+
+    def take(self, which: Integer[np.ndarray, " fewer"]) -> Conversations:
+        """Some of them."""
+        return Conversations(self._all, self._starts[which], self._ends[which])
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: Any) -> Any:
+        where = slice(self._starts[number], self._ends[number])
+        return Conversation(self._all.ids[where], self._all.is_learnt[where])
+
+
 class ChatSource(RowSource):
     """Opened conversations. Made by `ChatData.open`."""
 
     def __init__(
-        self, data: ChatData, tokenizer: Tokenizer, found: Sequence[Conversation], *, batch_size: int, seed: int
+        self, data: ChatData, tokenizer: Tokenizer, found: Iterable[Conversation], *, batch_size: int, seed: int
     ) -> None:
-        self.tokenizer, self._data, self._found = tokenizer, data, len(found)
-        # Of a conversation that was cut off before the assistant says a word nothing is learnt.
-        kept = [one for one in found if one.is_learnt[1 : data.seq_len + 1].any()]
+        self.tokenizer, self._data, self._found = tokenizer, data, 0
+
+        def learnt() -> Iterator[Conversation]:
+            """Of a conversation that was cut off before the assistant says a word nothing is learnt."""
+            for one in found:
+                self._found += 1
+                if one.is_learnt[1 : data.seq_len + 1].any():
+                    yield Conversation(*(part[: data.seq_len + 1] for part in one))
+
+        kept = Conversations.of(learnt(), tokenizer.vocab_size)
         if len(kept) < 2:
-            exists = f"of {len(found)} conversations, {len(kept)} have a word of the assistant's within seq_len"
+            exists = f"of {self._found} conversations, {len(kept)} have a word of the assistant's within seq_len"
             raise problem("`ChatData.files`", "train on some and hold out others", exists, "give more, or longer rows")
-        sides = [[kept[i] for i in which] for which in split_rows(len(kept), data.valid_fraction)]
+        sides = [kept.take(which) for which in split_rows(len(kept), data.valid_fraction)]
         self._packed = [packed(side, data.seq_len) for side in sides]
         train, valid = (ArrayRows(rows, np.arange(len(rows["inputs"]))) for rows in self._packed)
         self._sides = [len(side) for side in sides]
@@ -158,8 +202,8 @@ class ChatSource(RowSource):
     def describe(self) -> dict[str, Any]:
         """Conversations, rows and tokens of both sets; JSON values only."""
         sides = {
-            name: {"conversations": count, "rows": len(rows["inputs"]), "tokens": int((rows["segments"] > 0).sum()),
-                   "learnt_tokens": int(rows["weights"].sum())}
+            name: {"conversations": count, "rows": len(rows["inputs"]),
+                   "tokens": int(np.count_nonzero(rows["segments"])), "learnt_tokens": int(rows["weights"].sum())}
             for name, count, rows in zip(("train", "valid"), self._sides, self._packed, strict=True)
         }  # fmt: skip
         about = {"files": list(self._data.files), "tokenizer": self.tokenizer.name, "vocab_size": self.vocab_size}
@@ -168,24 +212,27 @@ class ChatSource(RowSource):
 
 
 def packed(conversations: Sequence[Conversation], seq_len: int) -> dict[str, Integer[np.ndarray, "rows seq_len"]]:
-    """Rows of several conversations, each in the first row that has room, and the rest padded with weight 0."""
-    rows: list[list[Conversation]] = []
+    """Rows of several conversations, each in the first row that has room, and the rest padded with weight 0.
+
+    Many rows lie in a temporary file.
+    """
+    rows: list[list[int]] = []
     room: list[int] = []
-    for one in conversations:
-        one = Conversation(one.ids[: seq_len + 1], one.is_learnt[: seq_len + 1])
-        needed = len(one.ids) - 1
+    for number, one in enumerate(conversations):
+        needed = min(len(one.ids) - 1, seq_len)
         first = max(len(rows) - OPEN_ROWS, 0)
         at = next((i for i in range(first, len(rows)) if room[i] >= needed), None)
         if at is None:
             at = len(rows)
             rows.append([])
             room.append(seq_len)
-        rows[at].append(one)
+        rows[at].append(number)
         room[at] -= needed
-    out = {name: np.zeros((len(rows), seq_len), np.int32) for name in _FIELDS}
+    out = {name: zeros((len(rows), seq_len), np.int32) for name in _FIELDS}
     for number, row in enumerate(rows):
         start = 0
-        for segment, one in enumerate(row, start=1):
+        for segment, which in enumerate(row, start=1):
+            one = Conversation(*(part[: seq_len + 1] for part in conversations[which]))
             to = slice(start, start := start + len(one.ids) - 1)
             out["inputs"][number, to], out["targets"][number, to] = one.ids[:-1], one.ids[1:]
             out["segments"][number, to], out["weights"][number, to] = segment, one.is_learnt[1:]

@@ -40,7 +40,7 @@ class Windows:
     def __init__(self, tokens: UInt[np.ndarray, " tokens"], seq_len: int, *, what: str) -> None:
         if len(tokens) <= seq_len:
             raise problem(
-                "`TextData.seq_len`",
+                "`seq_len`",
                 f"cut the {what} into windows of {seq_len} + 1 tokens",
                 f"it has {len(tokens)} tokens",
                 f"set seq_len to {max(len(tokens) - 1, 1)} or less, give more text, or choose another `valid_fraction`",

@@ -30,15 +30,15 @@ class Split:
         while not split.settled:
             for document, is_held_out in split(documents): ...
 
-    Documents come one at a time, and none is kept. Whether all of them are on one side is known after the last only:
-    then they come once more, and one of them goes to the other side.
+    Documents come one at a time, long ones in parts, and none is kept. Whether all of them are on one side is known
+    after the last only: then they come once more, and one of them goes to the other side.
 
     Raises:
       ValueError: a fraction outside (0, 1), or, while documents come, one too short to be cut in two.
     """
 
     def __init__(self, valid_fraction: float) -> None:
-        check_fraction("`TextData.valid_fraction`", valid_fraction)
+        check_fraction("`valid_fraction`", valid_fraction)
         self.settled = False
         """Whether the documents that came were split for good."""
         self.how = ""
@@ -46,27 +46,47 @@ class Split:
         self._fraction = valid_fraction
         self._moved: str | None = None
         self._is_single = False
+        self._num_chars = 0
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
         """Each document and whether it is held out, in their order."""
-        total = held = 0
+        if self._is_single:
+            yield from self._cut(documents)
+            return
+        total = held = self._num_chars = 0
         lowest, highest = (2.0, ""), (-1.0, "")
         for document in documents:
-            if self._is_single:
-                yield from zip(_cut_tail(document, self._fraction), (False, True), strict=True)
-                self.how = f"the last {self._fraction:.1%} of `{document.name}`, the only document"
-                self.settled = True
-                return
             rank = _rank(document.name), document.name
             is_held_out = (rank[0] < self._fraction) != (document.name == self._moved)
             lowest, highest = min(lowest, rank), max(highest, rank)
-            total, held = total + 1, held + is_held_out
+            total, held = total + (not document.goes_on), held + (is_held_out and not document.goes_on)
+            self._num_chars += len(document.text)
             yield document, is_held_out
         self.how = f"{held} of {total} documents, by the hash of their names"
         self.settled = 0 < held < total or self._moved is not None
         self._is_single = total == 1
         # Few documents may all fall on one side: the one that was nearest to the other goes there.
         self._moved = (highest if held else lowest)[1]
+
+    def _cut(self, parts: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
+        """The only document, with its tail held out."""
+        left = round(self._num_chars * (1 - self._fraction))
+        for part in parts:
+            if not 0 < left < self._num_chars and not self.settled:
+                raise problem(
+                    "`valid_fraction`",
+                    f"hold out {self._fraction} of `{part.name}`, the only document",
+                    f"it has {self._num_chars} characters, so one side would be empty",
+                    "give more text, or a fraction nearer to 0.5",
+                )
+            self.settled = True
+            self.how = f"the last {self._fraction:.1%} of `{part.name}`, the only document"
+            head, tail = part.text[: max(left, 0)], part.text[max(left, 0) :]
+            left -= len(part.text)
+            if head:
+                yield part.part(head, goes_on=left > 0), False
+            if tail or not part.goes_on:
+                yield part.part(tail, goes_on=part.goes_on), True
 
 
 def split_rows(num_rows: int, valid_fraction: float) -> tuple[Int64[np.ndarray, " train"], Int64[np.ndarray, " valid"]]:
@@ -75,10 +95,10 @@ def split_rows(num_rows: int, valid_fraction: float) -> tuple[Int64[np.ndarray, 
     Raises:
       ValueError: a fraction outside (0, 1), or fewer than two rows.
     """
-    check_fraction("`ArrayData.valid_fraction`", valid_fraction)
+    check_fraction("`valid_fraction`", valid_fraction)
     if num_rows < 2:
         exists = f"there is {num_rows} row"
-        raise problem("`ArrayData.arrays`", "hold out some rows", exists, "give at least two rows, or `valid`")
+        raise problem("the data", "hold out some rows", exists, "give at least two rows")
     count = min(max(round(num_rows * valid_fraction), 1), num_rows - 1)
     order = np.argsort(_scramble(np.arange(num_rows, dtype=np.uint64)), kind="stable").astype(np.int64)
     return np.sort(order[count:]), np.sort(order[:count])
@@ -95,19 +115,3 @@ def _scramble(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _cut_tail(document: Document, valid_fraction: float) -> tuple[Document, Document]:
-    at = round(len(document.text) * (1 - valid_fraction))
-    head, tail = (
-        Document(name=f"{document.name}#{part}", text=text, num_bytes=len(text.encode()))
-        for part, text in (("head", document.text[:at]), ("tail", document.text[at:]))
-    )
-    if not (head.text and tail.text):
-        raise problem(
-            "`TextData.valid_fraction`",
-            f"hold out {valid_fraction} of `{document.name}`, the only document",
-            f"it has {len(document.text)} characters, so one side would be empty",
-            "give more text, or a fraction nearer to 0.5",
-        )
-    return head, tail

@@ -2,7 +2,7 @@
 
     files ─► documents, one at a time ─► train | held out ─► train.tokens, valid.tokens ─► mapped
 
-Memory holds a few megabytes of documents, or one that is larger, however long the streams are.
+Memory holds a few megabytes of text, however long documents and streams are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -27,13 +28,17 @@ from meshpar.data.split import Split
 from meshpar.data.text import Document, File, Reading, digest
 from meshpar.data.tokens import Tokenizer, token_dtype
 from meshpar.sharding.host import check_name, read_json
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import is_whole, problem
 
 SIDES = ("train", "valid")
+COUNTS = ("documents", "bytes", "tokens")
 _BYTES_AT_ONCE = 4_000_000
 """Text handed to a tokenizer's own threads in one go: enough to fill them, little in memory."""
 _IN_MEMORY_BYTES = 64_000_000
 """Streams that nobody keeps go to a temporary file when they are longer."""
+_SEAM_CHARS = 1000
+"""So much text on both sides of a cut has to give the tokens that it gives uncut."""
+_SEAMS_TRIED = 64
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
@@ -67,9 +72,9 @@ def token_streams(
         if cache is not None:
             return _mapped(_kept(_folder(cache), reading, tokenizer, valid_fraction), dtype)
         with contextlib.ExitStack() as until_mapped:
-            files = [until_mapped.enter_context(tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES)) for _ in SIDES]
+            files = [until_mapped.enter_context(spooled()) for _ in SIDES]
             facts = _write(files, reading, tokenizer, valid_fraction)
-            train, valid = (_of(file, facts[side]["tokens"], dtype) for file, side in zip(files, SIDES, strict=True))
+            train, valid = (mapped(file, facts[side]["tokens"], dtype) for file, side in zip(files, SIDES, strict=True))
             return Streams(train=train, valid=valid, facts=facts)
     except OSError as error:
         where = tempfile.gettempdir() if cache is None else cache
@@ -85,23 +90,54 @@ def _write(files: Iterable[IO[bytes]], reading: Reading, tokenizer: Tokenizer, v
     end = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=dtype).tobytes()
     facts: dict[str, Any] = {}
     while not split.settled:
-        sides = [{"documents": 0, "bytes": 0, "tokens": 0} for _ in files]
+        sides = [dict.fromkeys(COUNTS, 0) for _ in files]
         for file in files:
             file.seek(0)
             file.truncate()
-        for group in _groups(split(reading)):
+        for group in _groups(_at_seams(split(reading), tokenizer)):
             encoded = tokenizer.encode_many([document.text for document, _ in group])
             for (document, is_held_out), ids in zip(group, encoded, strict=True):
                 file, side = files[is_held_out], sides[is_held_out]
+                behind = b"" if document.goes_on else end
                 file.write(ids.astype(dtype, copy=False).tobytes())
-                file.write(end)
-                side["documents"] += 1
+                file.write(behind)
+                side["documents"] += not document.goes_on
                 side["bytes"] += document.num_bytes
-                side["tokens"] += len(ids) + len(end) // dtype.itemsize
+                side["tokens"] += len(ids) + len(behind) // dtype.itemsize
         facts = {"held_out": split.how, "skipped": len(reading.skipped), **dict(zip(SIDES, sides, strict=True))}
     for file in files:
         file.flush()
     return facts
+
+
+def _at_seams(documents: Iterable[tuple[Document, bool]], tokenizer: Tokenizer) -> Iterator[tuple[Document, bool]]:
+    """The documents, with parts of long ones cut anew: where tokens of both sides are those of the whole.
+
+    Where no such place is found the next part is taken, too, and so the whole document in the end.
+    """
+    kept = ""
+    for document, is_held_out in documents:
+        if not (kept or document.goes_on):
+            yield document, is_held_out
+            continue
+        text = kept + document.text
+        at = _seam(text, tokenizer) if document.goes_on else len(text)
+        kept = text[at:]
+        if at or not document.goes_on:
+            yield document.part(text[:at], goes_on=document.goes_on), is_held_out
+
+
+def _seam(text: str, tokenizer: Tokenizer) -> int:
+    """A place near the end of a text where it can be cut, judged by the tokens around it; 0 where none is found."""
+    last = len(text) - _SEAM_CHARS
+    near = range(max(last - _SEAM_CHARS, 1), last)
+    places = sorted(near, key=lambda at: (text[at].isspace() == text[at - 1].isspace(), -at))  # words whole, if any are
+    for at in places[:_SEAMS_TRIED]:
+        left, right = text[max(at - _SEAM_CHARS, 0) : at], text[at : at + _SEAM_CHARS]
+        whole, *parts = tokenizer.encode_many([left + right, left, right])
+        if np.array_equal(whole, np.concatenate(parts)):
+            return at
+    return 0
 
 
 def _groups(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:
@@ -118,12 +154,25 @@ def _groups(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[D
         yield group
 
 
-def _of(file: IO[bytes], num_tokens: int, dtype: np.dtype) -> UInt[np.ndarray, " tokens"]:
-    """The tokens of a temporary file, which a mapping keeps when its name is gone."""
+def spooled() -> IO[bytes]:
+    """A file in memory, which becomes a temporary one on disk when much is written."""
+    return tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES)
+
+
+def mapped(file: IO[bytes], num_tokens: int, dtype: np.dtype) -> UInt[np.ndarray, " tokens"]:
+    """The tokens of a `spooled` file, which a mapping keeps when its name is gone."""
     if num_tokens * dtype.itemsize > _IN_MEMORY_BYTES:
         return np.memmap(file, dtype=dtype, mode="r", shape=(num_tokens,))
     file.seek(0)
     return np.frombuffer(file.read(), dtype=dtype)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array to be filled, in a temporary file where it is large."""
+    if math.prod(shape) * np.dtype(dtype).itemsize <= _IN_MEMORY_BYTES:
+        return np.zeros(shape, dtype)
+    with tempfile.TemporaryFile() as file:
+        return np.asarray(np.memmap(file, dtype=dtype, mode="w+", shape=shape))
 
 
 # ---- Kept ------------------------------------------------------------------------------------------------------------
@@ -132,6 +181,8 @@ def _of(file: IO[bytes], num_tokens: int, dtype: np.dtype) -> UInt[np.ndarray, "
 def _folder(cache: str) -> Path:
     """The folder that a user names; the system takes its name."""
     fix = "name a folder, or leave it out"
+    if cache == "":
+        raise problem("`TextData.cache`", "keep tokens in ''", "that is the current folder", f"{fix}; `.` is this one")
     try:
         folder = Path(cache).expanduser()
     except (TypeError, RuntimeError) as error:  # no text, or the home of nobody
@@ -212,16 +263,22 @@ def _alone(path: Path) -> Iterator[bool]:
 def _mapped(folder: Path, dtype: np.dtype) -> Streams:
     fix = f"delete {folder}; it is made again"
     facts = read_json(folder / "about.json", "`TextData.cache`", fix, asked=f"read {folder / 'about.json'}")
+    counts = [facts.get(side) for side in SIDES] if isinstance(facts, dict) else []
+    if not all(isinstance(one, dict) and all(is_whole(one.get(name), 0) for name in COUNTS) for one in counts) or not (
+        counts and isinstance(facts.get("held_out"), str) and is_whole(facts.get("skipped"), 0)
+    ):
+        exists = "it lacks some of what is told there"
+        raise problem("`TextData.cache`", f"read {folder / 'about.json'}", exists, fix)
     sides = {}
     for side in SIDES:
         file = folder / f"{side}.tokens"
         try:
-            num_tokens = int(facts[side]["tokens"])
+            num_tokens = facts[side]["tokens"]
             expected, found = num_tokens * dtype.itemsize, file.stat().st_size
             if found != expected:
                 raise ValueError(f"{found} bytes, not {expected}")
             sides[side] = np.memmap(file, dtype, "r", shape=(num_tokens,)) if num_tokens else np.zeros(0, dtype)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             exists = f"it is damaged ({error})"
             raise problem("`TextData.cache`", f"map the tokens kept in {file}", exists, fix) from error
     return Streams(**sides, facts=facts)

@@ -13,6 +13,7 @@ names, and so the same split, on every machine.
 
 from __future__ import annotations
 
+import codecs
 import collections
 import contextlib
 import dataclasses
@@ -36,7 +37,7 @@ FOLDER_SUFFIXES = (".txt", ".py", ".md", ".jsonl", ".parquet")
 """What is taken from a folder."""
 
 _BYTES_AT_ONCE = 4_000_000
-"""About how much of a table is held at once."""
+"""About how much of a table is held at once, and of a plain file."""
 _STDLIB_LEAVES_OUT = {"site-packages", "dist-packages"}
 
 
@@ -54,20 +55,26 @@ class File:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """One text with its name."""
+    """One text with its name, or a part of one that is long."""
 
     name: str
     text: str
     num_bytes: int
     """Length of the text in UTF-8."""
+    goes_on: bool = False
+    """Whether more of the same document follows."""
+
+    def part(self, text: str, *, goes_on: bool) -> Document:
+        """With another text."""
+        return dataclasses.replace(self, text=text, num_bytes=_num_bytes(text), goes_on=goes_on)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
     """The documents of files, in order: every iteration reads them anew, and holds one at a time.
 
-    A plain file is one document, and so is each line of a .jsonl file and each row of a .parquet file. Empty documents
-    are left out.
+    A plain file is one document, and so is each line of a .jsonl file and each row of a .parquet file. Of a plain file
+    that is large parts follow each other, of 4 MB. Empty documents are left out.
 
     Iterating raises `ValueError` for a file the user named that is not UTF-8; a line that is not JSON; a missing field;
     no text at all.
@@ -214,22 +221,52 @@ def _documents(files: Iterable[File], text_field: str, skipped: list[str]) -> It
             yield from _plain(file, skipped)
 
 
-def _document(name: str, text: str) -> Iterator[Document]:
+def _document(name: str, text: str, *, goes_on: bool = False) -> Iterator[Document]:
     """The document, or nothing when it is empty. A lone surrogate, which UTF-8 has not, raises UnicodeEncodeError."""
     if text:
-        yield Document(name=name, text=text, num_bytes=len(text) if text.isascii() else len(text.encode()))
+        yield Document(name=name, text=text, num_bytes=_num_bytes(text), goes_on=goes_on)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _plain(file: File, skipped: list[str]) -> Iterator[Document]:
-    with _opened(file) as opened:
-        data = opened.read()
     try:
-        # Decoded from bytes and not read as text, which would change the line ends.
-        yield from _document(file.name, data.decode())
+        pieces = _decoded(file)
+        text, more = next(pieces, ""), next(pieces, "")
+        collections.deque(pieces, maxlen=0)  # all of it is UTF-8 before any of it is taken
     except UnicodeDecodeError as error:
         if file.named:
             raise _not_utf8(f"{file.path}", error) from error
         skipped.append(file.name)
+        return
+    if not more:
+        yield from _document(file.name, text)
+        return
+    text = ""
+    for piece in _decoded(file):
+        if piece:  # only of the last none is left, where a file ends with a piece
+            yield from _document(file.name, text, goes_on=True)
+            text = piece
+    yield from _document(file.name, text)
+
+
+def _decoded(file: File) -> Iterator[str]:
+    """The text of a file, in pieces. Decoded from bytes and not read as text, which would change the line ends."""
+    decoder, num_bytes = codecs.getincrementaldecoder("utf-8")(), 0
+    with _opened(file) as opened:
+        while True:
+            data = opened.read(_BYTES_AT_ONCE)
+            begins = num_bytes - len(decoder.getstate()[0])
+            try:
+                yield decoder.decode(data, final=len(data) < _BYTES_AT_ONCE)
+            except UnicodeDecodeError as error:
+                error.reason += f", counted from byte {begins:,} of the file" * (begins > 0)
+                raise
+            num_bytes += len(data)
+            if len(data) < _BYTES_AT_ONCE:
+                return
 
 
 def _jsonl(file: File, text_field: str) -> Iterator[Document]:
@@ -386,11 +423,14 @@ def _not_utf8(where: str, error: UnicodeError) -> ValueError:
 
 def _within(max_bytes: int | None, documents: Iterator[Document]) -> Iterator[Document]:
     """The documents that fit into `max_bytes` (None: all), the last one cut."""
-    room = max_bytes
+    room, goes_on = max_bytes, False
     for document in documents:
         if room is not None and document.num_bytes > room:
             # A character that is cut through is dropped.
-            yield from _document(document.name, document.text.encode()[:room].decode(errors="ignore"))
+            cut = document.part(document.text.encode()[:room].decode(errors="ignore"), goes_on=False)
+            if cut.text or goes_on:
+                yield cut
             return
         yield document
+        goes_on = document.goes_on
         room = None if room is None else room - document.num_bytes

@@ -64,11 +64,15 @@ def check_source(source: str | Path, run: Path) -> None:
     """Look whether a folder is the one that a run's model came from.
 
     Raises:
-      ValueError: its files are others.
+      ValueError: its files are others, or the run's model came from none.
     """
     kept = run / BESIDE_RUN / SOURCE
     if Path(source).resolve() == kept.parent.resolve():
         return
+    if not kept.parent.exists():
+        exists = "the run began with weights of its own, which it goes on with"
+        fix = "leave --from-hf out, or use --name for a new run beside it, or --fresh to begin anew"
+        raise problem(f"--from-hf {source}", f"go on with {run}", exists, fix)
     if kept.exists() and read_json(kept).get("fingerprint") != fingerprint_of(source):
         exists = f"the run began with the weights of another folder ({str(read_json(kept).get('folder'))[:200]})"
         fix = "name that folder, or use --name for a new run beside it, or --fresh to begin anew"

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import logging
@@ -713,11 +714,18 @@ def _patient_orbax() -> None:
     """Let orbax return or raise when none of its reads and writes is under way any more.
 
     Without this, once one has failed, on a full disk say, orbax closes its event loop with the others running. Each
-    would print a traceback of no use to anyone when it ends, long after the failure was reported.
+    would print a traceback of no use to anyone when it ends, long after the failure was reported. orbax has no option
+    for it, so a function of its own is wrapped; where it is another one by now it stays, and that is told.
     """
-    from orbax.checkpoint._src import asyncio_utils
+    import orbax.checkpoint as ocp
 
-    run_sync = asyncio_utils.run_sync
+    run_sync = getattr(getattr(getattr(ocp, "_src", None), "asyncio_utils", None), "run_sync", None)
+    if not callable(run_sync) or list(inspect.signature(run_sync).parameters) != ["coro"]:
+        text = (
+            f"orbax {ocp.__version__} is not known: when a checkpoint cannot be written, it may print tracebacks, too"
+        )
+        warnings.warn(text, stacklevel=3)
+        return
 
     async def to_the_end(work: Any) -> Any:
         before = asyncio.all_tasks()
@@ -727,4 +735,4 @@ def _patient_orbax() -> None:
             while others := asyncio.all_tasks() - before:
                 await asyncio.wait(others)
 
-    asyncio_utils.run_sync = lambda work: run_sync(to_the_end(work))
+    ocp._src.asyncio_utils.run_sync = functools.wraps(run_sync)(lambda coro: run_sync(to_the_end(coro)))

@@ -29,6 +29,9 @@ WAIT_S = 86_400.0
 watchdog's."""
 _ASK_S = 5.0
 _ANSWER_S = 60.0
+_TURN_S = 0.05
+POLL_S = 1.0
+"""Seconds between two questions whether one has received a signal."""
 _PREFIX = "meshpar"
 _ABSENT = "(absent)"
 
@@ -116,6 +119,14 @@ class Pod:
             raise self._absent(about, [number for number, found in zip(two, (odd, usual), strict=True) if not found])
         raise self._differing(about, two, verdict["host"], odd, usual, fix)
 
+    def most(self, key: str, mine: int, *, timeout_s: float = WAIT_S) -> int:
+        """The largest number that any process gives under this key; all wait for each other, as long as is said."""
+        self.put(f"{key}/{self.process_id}", mine)
+        deadline = time.monotonic() + timeout_s
+        while len(found := self.below(key)) < self.num_processes and time.monotonic() < deadline:
+            time.sleep(_TURN_S)
+        return max(mine, *found.values())
+
     def _verdict(self, key: str, about: str, timeout_s: float) -> dict[str, Any]:
         """Process 0's: who did not come; or the first process with another digest than most, and one of those."""
         deadline = time.monotonic() + timeout_s
@@ -167,13 +178,13 @@ class StopAgreement:
 
     Args:
       pod: this process's.
-      received: whether this process has received a signal.
-      poll_s: seconds between two questions.
+      received: the number of a signal that this process has received, None before.
+      poll_s: seconds between two questions; None: `POLL_S`.
     """
 
-    def __init__(self, pod: Pod, received: Callable[[], bool], *, poll_s: float = 1.0) -> None:
-        self._key = pod.another("stop")  # every process makes as many, in the same order
-        self._pod, self._received, self._poll_s = pod, received, poll_s
+    def __init__(self, pod: Pod, received: Callable[[], int | None], *, poll_s: float | None = None) -> None:
+        self._key, self._end_key = pod.another("stop"), pod.another("end")  # every process makes as many, in one order
+        self._pod, self._received, self._poll_s = pod, received, POLL_S if poll_s is None else poll_s
         self._lock, self._closed, self._settled = threading.Lock(), threading.Event(), threading.Event()
         self._step, self._asked, self._said = 0, False, False
         self._last: int | None = None
@@ -193,6 +204,15 @@ class StopAgreement:
             raise problem("a signal to stop", "stop at one step with all", "not all processes answered", fix)
         return self._last is not None and step >= self._last
 
+    def end(self) -> int | None:
+        """The run has ended here, with all that is to be saved: the signal that any process has received until then.
+
+        All wait for each other, so that each ends as the others do, also where a signal came behind the last step.
+        """
+        mine = self._received() or 0
+        self.close()
+        return self._pod.most(self._end_key, mine, timeout_s=_ANSWER_S) or None
+
     def close(self) -> None:
         """The run has ended here: others need not wait."""
         self._closed.set()
@@ -208,7 +228,7 @@ class StopAgreement:
 
     def _look(self) -> bool:
         found = self._pod.below(self._key)
-        if self._received() and "asked" not in found:
+        if self._received() is not None and "asked" not in found:
             self._pod.put(f"{self._key}/asked", True)
         elif "asked" not in found:
             return False

@@ -800,7 +800,7 @@ class Watched(Hook):
     """
 
     def __init__(self, watch: watchdog.Watchdog, pod: Pod) -> None:
-        self._progress, self._agreement = _Progress(watch), StopAgreement(pod, lambda: False)
+        self._progress, self._agreement = _Progress(watch), StopAgreement(pod, lambda: None)
 
     def on_start(self, run: Run) -> None:
         self._progress.on_start(run)
@@ -853,7 +853,7 @@ class Preemption(Hook):
         if jax.process_count() > 1:
             pod = this_pod()
             assert pod is not None, "jax has several processes, and they a service"
-            self._agreement = StopAgreement(pod, lambda: self._watch is not None and self._watch.received is not None)
+            self._agreement = StopAgreement(pod, lambda: None if self._watch is None else self._watch.received)
         watch = interrupts.current()
         self._watch = watch if watch is not None and watch.command else interrupts.Watch(signals=self._signals)
         # A command that compiles its first step may end at once; in a pod the others would wait for it.
@@ -867,9 +867,11 @@ class Preemption(Hook):
             run.stop("interrupted")
 
     def on_end(self, run: Run, reason: str) -> None:
-        if self._agreement is not None:
-            self._agreement.close()
-            self._agreement = None
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None and reason in ("error", "nonfinite"):
+            agreement.close()
+        elif agreement is not None and self._watch is not None:
+            self._watch.received = agreement.end()  # whichever received it, all end with its code
         if self._watch is not None:
             self._watch.release()
             if self._watch.received is not None:  # also after the last step: whoever calls is to stop, too

@@ -65,7 +65,7 @@ class Rows:
         kinds = {name: product.params[name] for name in ("precision", "preferred_element_type")}
 
         def by_rank(x: jax.Array, contracted: Sequence[int]) -> jax.Array:
-            # Whole there before it is reshaped, as the matmul for the gradient of the input has it: gathered once for both.
+            # Whole before it is reshaped, as the matmul for the input gradient has it: one gather serves both.
             free = [None if dim in contracted else PartitionSpec.UNCONSTRAINED for dim in range(1, x.ndim)]
             x = self._laid(x, *free)
             return self._laid(x.reshape(self.ranks, -1, *x.shape[1:]), None, *free)

@@ -38,6 +38,8 @@ MISTAKE_CODE = 2
 """Of all processes, where one of them failed by an error of its own: starting again would meet it again."""
 """Exit code of a process that ended by its own mistake, as of commands elsewhere."""
 _SLOWEST = 5.0  # a step may take so many times the longest before it
+_OF_OTHERS = ("UNKNOWN: ", "UNAVAILABLE: ", "ABORTED: ", "CANCELLED: ", "DEADLINE_EXCEEDED: ")
+"""How errors begin that jax raises, as a ValueError some, where a message to another process failed."""
 _GRACE_S = 10.0  # for the others to read the verdict before the service ends with process 0
 
 
@@ -177,8 +179,7 @@ class Watchdog:
         Where it is the runtime's, a message between devices may have failed: then another process may have died.
         """
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        own = not isinstance(error, jax.errors.JaxRuntimeError)
-        self._failed = self._failed or {"text": text, "own": own}
+        self._failed = self._failed or {"text": text, "own": is_own(error)}
         with contextlib.suppress(Exception):
             self._beat()
 
@@ -288,6 +289,15 @@ class Watchdog:
                 faulthandler.dump_traceback(file=self._stderr, all_threads=True)
         sys.stdout.flush()
         os._exit(MISTAKE_CODE if own else self._code)
+
+
+def is_own(error: BaseException | None) -> bool:
+    """Whether a process failed by itself: behind a save that failed, say, no message to another process did."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) or str(error).startswith(_OF_OTHERS):
+            return False
+        error = error.__cause__ or error.__context__
+    return True
 
 
 _watchdog: Watchdog | None = None

@@ -58,6 +58,7 @@ def test_a_profile_gets_them_beside_its_links(tmp_path):
         parse_cluster(str(file))
 
 
+@pytest.mark.matrix
 def test_plans_take_the_rate_of_their_own_products(tmp_path):
     batch = {name: jax.ShapeDtypeStruct((64, 64), np.int32) for name in ("inputs", "targets")}
     how = {"tx": optax.adamw(1e-3), "precision": mp.Precision(compute="bfloat16")}

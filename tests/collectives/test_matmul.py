@@ -305,6 +305,7 @@ def layers_send(found, axis):
     return sent
 
 
+@pytest.mark.matrix
 @pytest.mark.call_stacks
 @pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_layers_send_rows_round_the_ring_and_nothing_else(step_sends, framework):

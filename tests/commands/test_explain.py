@@ -251,6 +251,7 @@ def test_a_shipped_recipe_keeps_its_promise(explain):
     assert (code, error) == (0, "")
 
 
+@pytest.mark.matrix
 def test_a_budget_is_saved_and_broken(explain, recipe, tmp_path):
     saved = tmp_path / "budget.json"
     assert explain(recipe, "--save-budget", saved)[0] == 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -266,6 +267,15 @@ def test_others_that_do_not_come_are_told_in_words(monkeypatch: pytest.MonkeyPat
     assert codes == [1]
     assert "process 1: asked to join a pod at" in (err := capfd.readouterr().err)
     assert "not all 4 processes came within 0 s" in err
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the system lists no connections there")
+def test_hosts_that_have_connected_are_known_to_process_0() -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as service:
+        port = service.getsockname()[1]
+        assert launch._connected(f"host:{port}") == []
+        with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("::1", port)):
+            assert launch._connected(f"host:{port}") == ["127.0.0.1 (1)", "::1 (1)"]
 
 
 @pytest.mark.parametrize("process_id", [0, 1])

@@ -75,6 +75,7 @@ def test_on_a_cpu_there_are_no_times_and_it_says_why(report):
     assert {one.crosses_node for one in found.collectives} == {None}
 
 
+@pytest.mark.matrix
 def test_over_the_slower_link_axes_cross_nodes_and_the_step_is_longer(report):
     (inside, _, _), (across, _, _) = (report("fsdp_tensor", "pod", cluster) for cluster in ("h100:1x8", "h100:2x4"))
     for found, crossing in ((inside, False), (across, True)):

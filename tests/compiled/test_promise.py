@@ -123,7 +123,7 @@ def len_norms() -> int:
 
 
 TABLE = [
-    *cases(("hsdp", "cpu"), ("fsdp_sequence", "cpu"), grid=[(case, "cpu") for case in (*CASES, *EXTRA)]),
+    *cases(("fsdp_sequence", "cpu"), grid=[(case, "cpu") for case in (*CASES, *EXTRA)]),
     *pods((*CASES, *EXTRA), "pod"),
 ]
 TARGETS = ["cpu", pytest.param("pod", marks=pytest.mark.pod)]
@@ -443,6 +443,7 @@ def test_statistics_of_a_batch_are_expected():
     assert {(line.kind, line.axes) for line in found.small} == {("all-reduce", ("data",))}
 
 
+@pytest.mark.matrix
 def test_an_optimizers_own_vectors_are_expected_and_its_matrices_are_not():
     model = two_matmuls(lambda p, x: jax.numpy.tanh(mp.constrain(x, "batch", None) @ p["a"]) @ p["b"],
                         names={"a": ("embed", "mlp"), "b": ("mlp", "embed")})  # fmt: skip

@@ -189,7 +189,7 @@ def built(program_of):
     return one
 
 
-NAMES = cases("zb-h1", "microbatch", grid=[name for name in ALL if name not in SPARED])
+NAMES = cases("zb-h1", grid=[name for name in ALL if name not in SPARED])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -286,6 +286,7 @@ def test_a_weight_is_gathered_by_the_cells_that_read_it(built):
         assert in_cells(verdict)[0] == 2 * 8 + apart[stage]
 
 
+@pytest.mark.matrix
 def test_parts_of_layers_that_give_an_aux():
     """And a router is read whole by every rank, as experts are not."""
     case = MORE["experts"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,7 +17,7 @@ import pytest
 import meshpar as mp
 from meshpar.commands.recipe import load_recipe
 from meshpar.commands.train import train
-from meshpar.data import ChatData
+from meshpar.data import ChatData, streams
 from meshpar.data.chat import Conversation, Template, packed
 from meshpar.models import TransformerConfig, next_token_loss
 from tests.interop.test_untrusted import check_parts
@@ -62,6 +64,17 @@ def test_rows_hold_conversations_of_which_the_assistants_words_are_learnt(tmp_pa
     facts = source.describe()
     assert facts["train"]["conversations"] + facts["valid"]["conversations"] == 40
     assert facts["train"]["learnt_tokens"] < facts["train"]["tokens"]
+
+
+def test_what_lies_in_temporary_files_are_the_same_rows(tmp_path, monkeypatch):
+    expected = chats(tmp_path).open(batch_size=2, seed=0)
+    monkeypatch.setattr(streams, "_IN_MEMORY_BYTES", 100)
+    source = chats(tmp_path).open(batch_size=2, seed=0)
+    assert source.describe() == expected.describe()
+    with source.train() as batches, expected.train() as wanted:
+        jax.tree.map(np.testing.assert_array_equal, next(batches), next(wanted))
+    # For good: a run that goes on reads the same rows.
+    assert source.describe()["fingerprint"] == "b3b0f8b301a64d49b4bdd4e60c84e291"
 
 
 def test_packing_keeps_every_token_and_cuts_what_is_too_long():
@@ -207,6 +220,47 @@ def test_parquet_and_the_template_of_a_folder(tmp_path):
     text, spans = Template.of(str(tmp_path), None).render("row 1", CHATS[0])
     assert text.startswith("<s><user>q0")
     assert [text[slice(*span)] for span in spans] == ["yes$\n", "no0$\n"]
+
+
+MEASURED = """
+import sys, threading
+from meshpar.data import ChatData
+
+def held():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+def data(name):
+    return ChatData(files=(name,), tokenizer="bytes", template="template.jinja", seq_len=1024)
+
+data("few.jsonl").open(batch_size=1, seed=0)  # what is imported in any case
+before, peak, over = held(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not over.wait(0.01):
+        peak = max(peak, held() - before)
+
+thread = threading.Thread(target=watch)
+thread.start()
+source = data("many.jsonl").open(batch_size=16, seed=0)
+with source.train() as batches:
+    next(batches), source.fingerprint, source.describe()
+over.set()
+thread.join()
+print(peak)
+"""
+
+
+@pytest.mark.matrix
+def test_many_conversations_take_little_memory(tmp_path):
+    line = json.dumps({"messages": [{**one, "content": one["content"] * 200} for one in CHATS[0]]}) + "\n"
+    for name, num_bytes in (("few", 20_000), ("many", 60_000_000)):
+        (tmp_path / f"{name}.jsonl").write_text(line * (num_bytes // len(line)))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    done = subprocess.run([sys.executable, "-c", MEASURED], cwd=tmp_path, capture_output=True, text=True, check=True)
+    print(f"{int(done.stdout) / 1e6:.0f} MB")
+    assert int(done.stdout) < 250_000_000  # rows alone are 1.2 GB
 
 
 @pytest.mark.matrix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import hashlib
 import itertools
@@ -23,6 +24,7 @@ import pytest
 import tokenizers
 
 from meshpar.data import TextData, streams
+from meshpar.data import text as text_files
 from meshpar.data.streams import token_streams
 from meshpar.data.text import Reading, find
 from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer
@@ -72,6 +74,12 @@ def in_memory(documents, fraction, encode):
     return [[token for text in side for token in encode(text)] for side in sides]
 
 
+def in_parts(monkeypatch):
+    """Plain files are read in many parts."""
+    monkeypatch.setattr(text_files, "_BYTES_AT_ONCE", 50)
+    monkeypatch.setattr(streams, "_SEAM_CHARS", 40)
+
+
 def made(folder, tokenizer=None, *, fraction=0.2, cache=None, **options):
     reading = Reading(files=find([str(folder)]), **options)
     return token_streams(reading, tokenizer or ByteTokenizer(), valid_fraction=fraction, cache=cache)
@@ -86,6 +94,7 @@ def made(folder, tokenizer=None, *, fraction=0.2, cache=None, **options):
 )  # fmt: skip
 def test_streams_are_those_of_all_documents_at_once(corpus, words, tmp_path, monkeypatch, kind, fraction):
     folder, documents = corpus
+    in_parts(monkeypatch)
     monkeypatch.setattr(streams, "_BYTES_AT_ONCE", 1000)
     if kind == "disk":
         monkeypatch.setattr(streams, "_IN_MEMORY_BYTES", 100)
@@ -104,6 +113,60 @@ def test_streams_are_those_of_all_documents_at_once(corpus, words, tmp_path, mon
         assert sum(found.facts[name]["bytes"] for name in streams.SIDES) == sum(
             len(x.encode()) for x in documents.values()
         )
+
+
+@pytest.fixture(scope="module")
+def merges(tmp_path_factory):
+    """A tokenizer that merges bytes, over words and, as SentencePiece's, over the whole text."""
+    files = []
+    for before in (tokenizers.pre_tokenizers.ByteLevel(), tokenizers.pre_tokenizers.Sequence([])):
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[SEP]"))
+        model.pre_tokenizer = before
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["[SEP]"])
+        model.train_from_iterator([argparse.__doc__, json.__doc__], trainer)
+        files.append(str(tmp_path_factory.mktemp("merges") / "tokenizer.json"))
+        model.save(files[-1])
+    return files
+
+
+@pytest.mark.parametrize("max_bytes", [None, 3001, 49])
+def test_one_long_document_in_parts_has_the_tokens_of_the_whole(words, merges, tmp_path, monkeypatch, max_bytes):
+    file = tmp_path / "long.txt"
+    file.write_text((os.__doc__ + "é" * 77 + json.__doc__) * 3, encoding="utf-8")
+    all_ = [ByteTokenizer(), *(HuggingFaceTokenizer(name) for name in (words[1], *merges))]
+    for tokenizer in all_:
+        whole = made(file, tokenizer, max_bytes=max_bytes, fraction=0.3)
+        with monkeypatch.context() as patch:
+            in_parts(patch)
+            parts = list(Reading(files=find([str(file)]), max_bytes=max_bytes))
+            assert len(parts) > 1 or max_bytes == 49
+            assert [part.goes_on for part in parts] == [True] * (len(parts) - 1) + [False]
+            found = made(file, tokenizer, max_bytes=max_bytes, fraction=0.3)
+        assert found.facts == whole.facts
+        assert (found.train.tolist(), found.valid.tolist()) == (whole.train.tolist(), whole.valid.tolist())
+
+
+def test_where_no_seam_is_found_the_whole_document_is_taken(tmp_path, monkeypatch):
+    class Last(ByteTokenizer):
+        """Each token depends on all text behind it."""
+
+        def encode_many(self, texts):
+            return [np.full(len(text), hash(text) % 200, np.uint8) for text in texts]
+
+    (tmp_path / "long.txt").write_text("word " * 99)
+    expected = made(tmp_path, Last()).train.tolist()
+    in_parts(monkeypatch)
+    assert made(tmp_path, Last()).train.tolist() == expected
+
+
+def test_a_long_file_that_is_no_text_at_its_end_is_left_out_whole(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text " * 40)
+    (tmp_path / "b.txt").write_bytes(b"text " * 40 + b"\xff")
+    expected = made(tmp_path).train.tolist()
+    in_parts(monkeypatch)
+    assert made(tmp_path).train.tolist() == expected
+    with pytest.raises(MeshparError, match=r"not UTF-8 .* position 0.*counted from byte 200 of the file"):
+        made(tmp_path / "b.txt")
 
 
 def test_a_run_goes_on_over_the_kept_tokens(corpus, words, tmp_path, monkeypatch):
@@ -145,7 +208,9 @@ def test_the_cache_knows_what_it_depends_on(corpus, words, tmp_path):
 @pytest.mark.parametrize(
     ("name", "damage"),
     [("train.tokens", lambda file: file.write_bytes(file.read_bytes()[:-4])), ("valid.tokens", os.remove),
-     ("about.json", lambda file: file.write_text('{"train": {}}')), ("about.json", lambda file: file.write_text("?"))],
+     ("about.json", lambda file: file.write_text('{"train": {}}')), ("about.json", lambda file: file.write_text("?")),
+     ("about.json", lambda file: file.write_text(file.read_text().replace('"documents"', '"x"', 1))),
+     ("about.json", lambda file: file.write_text(file.read_text().replace("held_out", "x")))],
 )  # fmt: skip
 def test_a_damaged_cache_is_named(corpus, tmp_path, name, damage):
     made(corpus[0], cache=str(tmp_path))
@@ -219,7 +284,7 @@ def test_of_several_one_tokenizes_and_the_others_wait(corpus, tmp_path):
     assert len({one.train.tobytes() for one in found}) == 1
 
 
-@pytest.mark.parametrize("name", [3, "a\0b", "n" * 300, "~nobody-here/x"])
+@pytest.mark.parametrize("name", [3, "", "a\0b", "n" * 300, "~nobody-here/x"])
 def test_a_cache_that_no_folder_can_be_is_named(corpus, name):
     with pytest.raises(MeshparError, match=r"`TextData.cache`.*name a folder"):
         made(corpus[0], cache=name)
@@ -279,6 +344,9 @@ def large(folder, kind, num_bytes):
     if kind == "jsonl":
         with file.open("w") as out:
             out.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    elif kind == "txt":
+        with file.open("w") as out:
+            out.writelines(f"{text} " for text in texts)
     else:
         table = pyarrow.table({"text": list(texts)})
         pyarrow.parquet.write_table(table, file, row_group_size=table.num_rows)
@@ -295,7 +363,7 @@ def scratch(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_a_large_corpus_takes_little_memory(scratch, kind, kept):
     num_bytes, bound = 300_000_000, 200_000_000
     file = large(scratch, kind, num_bytes)
@@ -305,7 +373,8 @@ def test_a_large_corpus_takes_little_memory(scratch, kind, kept):
     told = json.loads(out.splitlines()[-1])
     print(f"{kind}, {num_bytes / 1e6:.0f} MB of text: {told['peak'] / 1e6:.0f} MB of memory")
     assert told["peak"] < bound
-    assert told["told"]["train"]["tokens"] + told["told"]["valid"]["tokens"] == num_bytes + num_bytes // 5000
+    more = 2 if kind == "txt" else 0  # a separator behind each of the two sides, where a space stands for the others
+    assert told["told"]["train"]["tokens"] + told["told"]["valid"]["tokens"] == num_bytes + num_bytes // 5000 + more
 
 
 @pytest.mark.matrix

@@ -15,13 +15,14 @@ from safetensors.numpy import load_file, save_file
 
 import meshpar as mp
 from meshpar.commands import cli
+from meshpar.commands.convert import _names_other_layouts
 from meshpar.commands.recipe import load_recipe
 from meshpar.commands.train import train
 from meshpar.interop import from_hf, load_hf, to_hf
 from meshpar.interop.files import whole_folder
 from meshpar.interop.runs import BESIDE_RUN, check_source, keep_beside
 from meshpar.models import TransformerConfig
-from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.sharding.types import problem, tree_leaves_with_paths
 from meshpar.training.interrupts import scratch
 from meshpar.training.state import init_state
 from tests.grid import cases
@@ -64,6 +65,19 @@ def test_shard_explain_and_plan_take_the_folders_model(tmp_path, capsys):
         Subject.of(str(RECIPE), None, layout=(), assignments=("model.num_layers=3",), shapes=None, from_hf=str(source))
 
 
+@pytest.mark.parametrize("mesh", [None, "fsdp=8"])
+def test_sizes_that_the_default_layout_does_not_divide_say_how_another_is_named(mesh):
+    @_names_other_layouts
+    def command(**_):
+        raise problem("`embed`", "split it over `fsdp` (8)", "12 is not a multiple of 8", "pad it to 16")
+
+    with pytest.raises(mp.MeshparError) as caught:
+        command(mesh=mesh, strategy=None)
+    assert getattr(caught.value, "__notes__", []) == (
+        [] if mesh else ["no layout was named: --mesh fsdp=N takes fewer devices, --devices 1 splits nothing"]
+    )
+
+
 def test_a_folder_that_is_not_the_runs_or_is_damaged_is_told_before_anything_is_written(tmp_path):
     source, other = small_folder(tmp_path / "source"), tmp_path / "other"
     shutil.copytree(source, other)
@@ -71,6 +85,8 @@ def test_a_folder_that_is_not_the_runs_or_is_damaged_is_told_before_anything_is_
     keep_beside(source, run_folder)
     check_source(source, run_folder)
     check_source(run_folder / BESIDE_RUN, run_folder)
+    with pytest.raises(mp.MeshparError, match="began with weights of its own.*leave --from-hf out"):
+        check_source(source, tmp_path / "another run")
     content = bytearray((other / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (other / "model.safetensors").write_bytes(content)

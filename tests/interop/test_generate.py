@@ -34,6 +34,7 @@ def test_token_by_token_as_the_full_forward_pass(kind, tmp_path, mesh8):
     np.testing.assert_array_equal(made[:, 9:], logits.argmax(-1)[:, 8:-1])
 
 
+@pytest.mark.matrix
 def test_the_command(tmp_path, capsys):
     source = small_folder(tmp_path / "source")
     args = ["generate", str(source), "--prompt", "ab", "--prompt", "c", "--prompt", "xy", "--tokenizer", "bytes"]

@@ -39,7 +39,7 @@ def logits_of(state, tokens) -> np.ndarray:
     return np.asarray(jax.jit(run)(state, tokens.astype(np.int32)[rows]))[: len(tokens)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases("deepseek_v3", "llama", "qwen3_moe", grid=KINDS))
 def test_logits_are_those_of_transformers_and_bytes_come_back(kind, tmp_path, mesh8):
     source = folder_of(kind, tmp_path / "source", files=3)
     strategy = mp.fsdp() | mp.tensor_parallel()
@@ -94,6 +94,7 @@ def test_from_one_mesh_to_another_and_back(kind, layout, dtype, tmp_path):
     assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", cases("llama", grid=KINDS))
 def test_linen_has_the_same_leaves(kind, tmp_path, mesh8):
     source = folder_of(kind, tmp_path / "source")
@@ -115,6 +116,7 @@ def steps_of(source: Path, spec: mp.MeshSpec, strategy, num: int = 5):
     return losses, dict(tree_leaves_with_paths(jax.device_get(state.params)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "layout"),
     cases(

@@ -61,6 +61,7 @@ def assert_equal(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), found[1], expected[1])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("form", "case"), cases(("blockwise", "keys whole"), grid=itertools.product(("xla", "blockwise"), MESHES))
 )
@@ -126,6 +127,7 @@ def test_limits_are_positive(field):
         config(**{field: 0})
 
 
+@pytest.mark.matrix
 def test_cudnn_is_given_the_window(monkeypatch):
     """jax's own plain form, called as cuDNN's is, sees what ours does."""
     theirs = jax.nn.dot_product_attention

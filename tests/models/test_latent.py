@@ -127,6 +127,7 @@ def alone():
         return params, found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("framework", "spec", "strategy"),
     [

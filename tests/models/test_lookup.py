@@ -109,6 +109,7 @@ def test_a_table_that_is_whole_or_split_as_no_batch_is_stays_where_it_is(strateg
     assert sent(4, 1000, strategy, spec) == {}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "case",
     [

@@ -72,6 +72,7 @@ def check_equal(cfg, framework, case, one_options=None, **options):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_five_steps_over_fsdp_experts_and_tensor():
     found = check_equal(mixtral_like(param_dtype="float64"), "nnx", SHARDED)
     load, ranks = found[-1]["moe/load"], found[-1]["moe/rank_load"]
@@ -201,6 +202,7 @@ def test_decoding_step_by_step_is_the_whole_sequence(framework):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("make", cases(deepseek_like, grid=[deepseek_like, mixtral_like]))
 def test_num_params_is_the_real_count(make):
     cfg = make()

@@ -51,6 +51,7 @@ def test_the_parts_of_deepseek_v3(trees):
     assert attention == 61 * (187_105_280 + 1536 + 512)
 
 
+@pytest.mark.matrix
 def test_linen_has_the_same_tree(trees):
     tokens = jax.ShapeDtypeStruct((1, 8), "int32")
     with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):

@@ -158,6 +158,7 @@ def test_a_mesh_is_needed():
         generate(lambda *_: None, PROMPT, config=CONFIG, num_tokens=1, key=jax.random.key(0))
 
 
+@pytest.mark.matrix
 def test_prompts_of_any_length_reach_experts_that_train_in_chunks():
     """Six tokens on a device, and then two at a time, are in no four chunks; nothing of it is training's to refuse."""
     experts = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=8, chunks=4, bound_factor=0.5)

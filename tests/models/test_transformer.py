@@ -132,6 +132,7 @@ def test_positions_count_by_their_distance(one_device, framework):
     assert np.abs(apart - default).max() > 1e-2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_rematerialisation_computes_again_what_the_policy_says(one_device, framework):
     cfg = CONFIG(attention="blockwise")
@@ -257,6 +258,7 @@ def test_fsdp_gathers_weights_and_moves_nothing_about(tied):
     assert len(tables) == 1
 
 
+@pytest.mark.matrix
 def test_linen_trains_in_a_mesh(mesh8):
     """Its kernels of three dims, in a mesh, whose names are no activations'."""
     cfg = CONFIG(num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=16)

@@ -97,6 +97,7 @@ def logits_of_a_device(text):
     return {shape for shape in shapes if math.prod(shape) >= size}
 
 
+@pytest.mark.matrix
 def test_a_split_decoder_has_the_same_gradients_and_no_logits(mesh8):
     """Table split over vocabulary and width, the batch over `fsdp`; with a z-loss."""
     strategy, batch = mp.fsdp() | mp.tensor_parallel(sequence=True), token_batches(ROWS, SEQ, 1, CONFIG.vocab_size)[0]

@@ -142,6 +142,7 @@ ON_TYPES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("case", "types"), cases(("context ring", "all"), grid=itertools.product(ON_TYPES, ("all", "fsdp alone")))
 )

@@ -259,7 +259,9 @@ def label(case: Case) -> str:
 CROSSED = [
     Case(schedule="zb-h1", fsdp=2, tensor=2),
     pytest.param(Case(schedule="1f1b", tensor=2, tied=True), marks=pytest.mark.matrix),
-    Case(schedule="interleaved-1f1b", fsdp=2, tensor=2, gather="microbatch", remat="full"),
+    pytest.param(
+        Case(schedule="interleaved-1f1b", fsdp=2, tensor=2, gather="microbatch", remat="full"), marks=pytest.mark.matrix
+    ),
     # Of two streams and of two axes that split the batch: their parts are in other cases.
     pytest.param(Case(schedule="zb-v", fsdp=2, aux=True), marks=pytest.mark.matrix),
     pytest.param(Case(schedule="dualpipe", expert=2, fsdp=2), marks=pytest.mark.matrix),

@@ -667,6 +667,18 @@ def test_orbax_reports_a_write_that_failed_when_the_others_have_ended(tmp_path):
     assert ended  # else it would meet a closed loop, and print a traceback
 
 
+@pytest.mark.parametrize("changed", [None, lambda work, loop: work])
+def test_an_orbax_that_is_not_known_is_told_and_left_as_it_is(tmp_path, monkeypatch, changed):
+    from orbax.checkpoint._src import asyncio_utils
+
+    from meshpar.training import checkpoint
+
+    monkeypatch.setattr(asyncio_utils, "run_sync", changed)
+    with pytest.warns(UserWarning, match=r"orbax .* is not known: when a checkpoint cannot be written"):
+        checkpoint._patient_orbax.__wrapped__()
+    assert asyncio_utils.run_sync is changed
+
+
 def test_what_ended_the_block_comes_before_a_save_that_failed(tmp_path, setup, full_disk):
     with pytest.raises(KeyError) as caught, Checkpoints(tmp_path) as checkpoints:  # noqa: PT012
         checkpoints.save(setup.init(0))

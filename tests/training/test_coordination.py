@@ -113,7 +113,7 @@ def test_all_stop_behind_the_same_step_however_far_each_had_come(signalled):
 
     def process(number: int) -> int:
         pod = Pod(store, process_id=number, num_processes=3)
-        agreement = StopAgreement(pod, lambda: number == 1 and done[1] >= signalled, poll_s=0.005)
+        agreement = StopAgreement(pod, lambda: 15 if number == 1 and done[1] >= signalled else None, poll_s=0.005)
         step = 0
         while step < steps:
             step += 1
@@ -125,7 +125,7 @@ def test_all_stop_behind_the_same_step_however_far_each_had_come(signalled):
             with news:  # numbers of a step are there when all have dispatched it; those of the last are waited for
                 late = 0 if step == steps else ahead
                 assert news.wait_for(lambda at=step - late: min(done) >= at, timeout=60)
-        agreement.close()
+        assert agreement.end() == 15  # whichever received it
         return step
 
     with ThreadPoolExecutor(3) as pool:
@@ -137,9 +137,9 @@ def test_all_stop_behind_the_same_step_however_far_each_had_come(signalled):
 def test_a_process_that_has_ended_is_not_waited_for():
     store = Store()
     pods = [Pod(store, process_id=number, num_processes=2) for number in range(2)]
-    first = StopAgreement(pods[0], lambda: False, poll_s=60)
+    first = StopAgreement(pods[0], lambda: None, poll_s=60)
     received = threading.Event()
-    second = StopAgreement(pods[1], received.is_set, poll_s=0.005)
+    second = StopAgreement(pods[1], lambda: 15 if received.is_set() else None, poll_s=0.005)
     assert not second.is_over(3)
     first.close()
     received.set()

@@ -38,7 +38,7 @@ def rounded(x, dtype):
     return (x / scale).astype(dtype).astype(np.float64) * scale
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", cases("crossed", "experts", grid=PRODUCTS))
 def test_values_and_gradients_are_those_of_rounded_operands(product):
     lhs_shape, rhs_shape, dims = PRODUCTS[product]
     rng = np.random.default_rng(0)
@@ -131,6 +131,7 @@ def test_a_model_without_the_matmul_is_told():
         step(state, np.ones((8, 8), np.float32))
 
 
+@pytest.mark.matrix
 def test_the_planner_counts_them_at_their_rate():
     rows = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in TOKENS}
     work = describe(CONFIG.build(), rows, next_token_loss, tx=optax.adam(1e-3), precision=FP8)

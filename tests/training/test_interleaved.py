@@ -214,6 +214,7 @@ def test_x_without_rows(x, said):
         run(lambda x, one: x * one["w"], x, 2)
 
 
+@pytest.mark.matrix
 def test_stages_refuse_slices():
     strategy = mp.pipeline_parallel(stages=2, microbatches=2)
     state = mp.init_state(

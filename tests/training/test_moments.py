@@ -166,6 +166,7 @@ def test_both_in_other_steps(options):
     assert loss == pytest.approx(after(wide, strategy=strategy, **options)[1], rel=1e-3)  # moments of 8 bits
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("spec", "strategy"),
     cases(
@@ -222,6 +223,7 @@ def test_a_checkpoint_brings_it_back_to_the_host(tmp_path):
     assert {x.sharding.memory_kind for x in moments(found)} == {"pinned_host"}
 
 
+@pytest.mark.matrix
 def test_pretrained_weights_begin_with_moments_on_the_host():
     tx = mp.offloaded(optax.adam(1e-2))
     state = mp.init_state(CONFIG.build(), tx, mesh=FSDP.build(), strategy=mp.fsdp(), key=0)
@@ -229,6 +231,7 @@ def test_pretrained_weights_begin_with_moments_on_the_host():
     assert {x.sharding.memory_kind for x in moments(loaded)} == {"pinned_host"}
 
 
+@pytest.mark.matrix
 def test_the_account_of_memory_says_where_it_lies(plain):
     state = mp.abstract_state(CONFIG.build(), mp.offloaded(optax.adam(1e-2)), mesh=FSDP.build(), strategy=mp.fsdp())
     program = compile_here(mp.train_step(next_token_loss).trace(state, BATCH))

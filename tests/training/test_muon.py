@@ -158,6 +158,7 @@ def optaxs(names):
     return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=matrices(names))
 
 
+@pytest.mark.matrix
 def test_explain_promises_what_it_sends():
     """Beside what AdamW's step sends: of 8 layers 4 matrices of 64 x 64 and 3 of 64 x 128, on 8 ranks."""
     muon, adam = reported(ours), reported(lambda names: optax.adamw(1e-3))

@@ -130,6 +130,7 @@ def test_no_weight_is_kept_for_the_backward_pass():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
 def test_an_moe_layer_gathers_no_weights_that_are_there(framework):
     """Its region takes them whole, and scatters the gradients of three matrices as ever."""

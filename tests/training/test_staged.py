@@ -92,6 +92,7 @@ def x64():
         yield
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", cases(*QUICK, grid=CASES))
 def test_nnx_as_on_one_device(name, x64):
     spec, asked, inside = CASES[name]
@@ -174,6 +175,7 @@ def test_layers_are_cut_as_even_as_they_go(num_layers, parts, fewer, counts):
     assert pipelined.layers_of_parts(num_layers, parts) == counts
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("num_layers", "stages", "asked"),
     [

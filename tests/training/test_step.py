@@ -404,7 +404,10 @@ def test_eval_step_gives_the_loss_and_keeps_the_state():
     assert float(again["loss"]) == float(metrics["loss"])
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"accumulate": 2, "accumulate_mode": "once"}], ids=str)
+MICRO_STEPS = [{}, {"accumulate": 2}, {"accumulate": 2, "accumulate_mode": "once"}]
+
+
+@pytest.mark.parametrize("options", cases(MICRO_STEPS[1], grid=MICRO_STEPS), ids=str)
 def test_scalars_and_keys_of_a_batch_are_for_all_rows(options):
     mesh = mp.MeshSpec(data=8).build()
     model = mp.from_functions(lambda key: {"w": jnp.ones((4, 4))}, lambda params, x: x @ params["w"])
@@ -444,7 +447,7 @@ def _adapted() -> mp.Model:
     return mp.from_functions(init, apply, names={"base": ("embed", "mlp"), "lora/a": ("embed", None)})
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize("options", cases({"accumulate": 2}, grid=[{}, {"accumulate": 2}]), ids=str)
 def test_frozen_parameters_cost_no_gradient_no_reduction_no_optimizer_state(options):
     mesh, tx = mp.MeshSpec(fsdp=8).build(), optax.adamw(1e-1)
     x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)

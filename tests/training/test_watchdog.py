@@ -6,8 +6,10 @@ import signal
 import threading
 import time
 
+import jax
 import pytest
 
+from meshpar.sharding.types import problem
 from meshpar.training import watchdog
 from meshpar.training.coordination import Pod
 from meshpar.training.watchdog import BEAT_S, Judge, Watchdog
@@ -174,3 +176,13 @@ def test_without_a_pod_nothing_is_watched() -> None:
     assert watchdog.watch(None) is None
     with watchdog.busy("saves"):
         assert watchdog.current() is None
+
+
+def test_a_save_that_fails_for_another_process_is_no_mistake_of_ones_own():
+    lost = jax.errors.JaxRuntimeError("UNAVAILABLE: barrier")
+    reset = ValueError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer")
+    for cause, own in ((lost, False), (reset, False), (OSError("no space left"), True), (None, True)):
+        error = problem("checkpoints", "save", "writing failed", "see to it")
+        error.__cause__ = cause
+        assert watchdog.is_own(error) == own
+    assert not watchdog.is_own(lost)
