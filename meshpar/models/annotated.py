@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
@@ -58,9 +60,17 @@ def bare(layer: nnx.LinearGeneral) -> Array:
     return layer.kernel[...]
 
 
+class Norm(nnx.RMSNorm):
+    """RMSNorm of which the backward pass is left its input alone: else it is several arrays as wide, in float32."""
+
+    def __call__(self, x: Array, **options: Any) -> Array:
+        """As x is."""
+        return jax.checkpoint(functools.partial(super().__call__, **options), prevent_cse=False)(x)
+
+
 def nnx_norm(cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed") -> nnx.RMSNorm:
     """RMSNorm of the residual stream, or of something as wide as `width`; `name` is the logical one of its dim."""
-    return nnx.RMSNorm(
+    return Norm(
         width or cfg.embed_dim,
         epsilon=cfg.norm_eps,
         param_dtype=jnp.dtype(cfg.param_dtype),
@@ -97,6 +107,8 @@ def linen_kernel(inputs: Array, kernel: Array, *_: Any, **__: Any) -> Array:
 
 
 def linen_norm(cfg: TransformerConfig, name: str, *, dim: str = "embed") -> nn.RMSNorm:
-    """RMSNorm over the last dim of what it is given, whose logical name is `dim`."""
+    """RMSNorm over the last dim of what it is given, whose logical name is `dim`; see `Norm`."""
     init = nn.with_logical_partitioning(nn.initializers.ones_init(), (dim,))
-    return nn.RMSNorm(epsilon=cfg.norm_eps, param_dtype=jnp.dtype(cfg.param_dtype), scale_init=init, name=name)
+    return nn.checkpoint(nn.RMSNorm, prevent_cse=False)(
+        epsilon=cfg.norm_eps, param_dtype=jnp.dtype(cfg.param_dtype), scale_init=init, name=name
+    )
