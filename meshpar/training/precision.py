@@ -54,7 +54,8 @@ class Precision:
 
     @property
     def _matmuls(self) -> tuple[tuple[str, str | None], ...]:
-        return self.matmul if isinstance(self.matmul, tuple) else ((".*", self.matmul),)
+        said: Any = self.matmul
+        return said if isinstance(said, tuple) else ((".*", said),)
 
     def matmul_in(self, module: str) -> tuple[str | None, set[str]]:
         """How the matmuls of the module at a path are computed, and the patterns that match it or what it stands in."""
