@@ -108,7 +108,7 @@ def facts_of(
         interleave=options.interleave,
         compute=options.precision.compute,
         reduce=options.precision.reduce,
-        matmul=options.precision.matmul,
+        narrow=options.precision.narrow(one.path for one in setup.table.params),
         computes={one.path: dtype for one in setup.table.params if (dtype := rules.dtype_in(one.path))},
         on_cpu=on_cpu,
         uses=uses or {},

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.types import PAIR, problem
@@ -58,9 +60,49 @@ def bare(layer: nnx.LinearGeneral) -> Array:
     return layer.kernel[...]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def rms_norm(eps: float, x: Float[Array, "... E"], scale: Float[Array, " E"]) -> Float[Array, "... E"]:
+    """`x / rms(x) * scale`, in float32 at the least and given back in the wider dtype of the two.
+
+    The backward pass is left x and the scale, and no arrays in float32; it uses the scale once, so that one that is
+    split is gathered once for it. Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+    unit, inverse = _unit(eps, x)
+    return (unit * (inverse * scale.astype(unit.dtype))).astype(jnp.promote_types(x.dtype, scale.dtype))
+
+
+def _unit(eps: float, x: Array) -> tuple[Array, Array]:
+    """x in a wide dtype, and one over its root mean square."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return wide, jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
+
+
+def _rms_norm_backward(eps: float, saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    x, scale = saved
+    wide, inverse = _unit(eps, x)
+    unit, g = wide * inverse, g.astype(wide.dtype)
+    d_scale = jnp.sum(g * unit, axis=tuple(range(x.ndim - 1)))
+    g = g * scale.astype(wide.dtype)
+    d_x = inverse * (g - unit * jnp.mean(g * unit, -1, keepdims=True))
+    return d_x.astype(x.dtype), d_scale.astype(scale.dtype)
+
+
+rms_norm.defvjp(lambda eps, *given: (rms_norm(eps, *given), given), _rms_norm_backward)
+
+
+class Norm(nnx.RMSNorm):
+    """Flax's, by `rms_norm`."""
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """As x is."""
+        assert self.scale is not None
+        assert mask is None
+        return rms_norm(self.epsilon, x, self.scale[...])
+
+
 def nnx_norm(cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed") -> nnx.RMSNorm:
     """RMSNorm of the residual stream, or of something as wide as `width`; `name` is the logical one of its dim."""
-    return nnx.RMSNorm(
+    return Norm(
         width or cfg.embed_dim,
         epsilon=cfg.norm_eps,
         param_dtype=jnp.dtype(cfg.param_dtype),
@@ -96,7 +138,17 @@ def linen_kernel(inputs: Array, kernel: Array, *_: Any, **__: Any) -> Array:
     return kernel
 
 
-def linen_norm(cfg: TransformerConfig, name: str, *, dim: str = "embed") -> nn.RMSNorm:
+class LinenNorm(nn.RMSNorm):
+    """Flax's, by `rms_norm`."""
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        """As x is."""
+        assert mask is None
+        return rms_norm(self.epsilon, x, self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype))
+
+
+def linen_norm(cfg: TransformerConfig, name: str, *, dim: str = "embed") -> LinenNorm:
     """RMSNorm over the last dim of what it is given, whose logical name is `dim`."""
     init = nn.with_logical_partitioning(nn.initializers.ones_init(), (dim,))
-    return nn.RMSNorm(epsilon=cfg.norm_eps, param_dtype=jnp.dtype(cfg.param_dtype), scale_init=init, name=name)
+    return LinenNorm(epsilon=cfg.norm_eps, param_dtype=jnp.dtype(cfg.param_dtype), scale_init=init, name=name)

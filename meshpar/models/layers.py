@@ -458,7 +458,17 @@ def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def gated(
+    gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]
+) -> tuple[Float[Array, "B T M"], Float[Array, "B T M"]]:
+    """Both as given, marked for remat policies."""
+    return checkpoint_name(gate_BTM, "gate"), checkpoint_name(up_BTM, "up")
+
+
 def swiglu(gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """`silu(gate) * up`. Shazeer 2020, "GLU Variants Improve Transformer"."""
-    gate_BTM, up_BTM = checkpoint_name(gate_BTM, "gate"), checkpoint_name(up_BTM, "up")
+    """`silu(gate) * up`. Shazeer 2020, "GLU Variants Improve Transformer".
+
+    Call it with the matmul behind it under `jax.checkpoint`, which keeps the two arrays given; else the backward pass
+    is left six of this width.
+    """
     return constrain(jax.nn.silu(gate_BTM) * up_BTM, "batch", "seq", "act_mlp")

@@ -88,11 +88,19 @@ class MLP(nnx.Module):
 
     def __call__(self, h_BTE: Array, *, overlapped: bool = False) -> Array:
         """[B T E] -> [B T E]."""
-        if not overlapped:
-            return self.down(layers.swiglu(self.gate(h_BTE), self.up(h_BTE)))
-        inward = [bare(self.gate), bare(self.up)]
-        gate_BTM, up_BTM = overlap.gathered_matmul(h_BTE, inward, ("act_mlp", "act_mlp"))
-        return overlap.matmul_scattered(layers.swiglu(gate_BTM, up_BTM), bare(self.down), "act_mlp")
+
+        def down(gate_BTM: Array, up_BTM: Array) -> Array:
+            hidden_BTM = layers.swiglu(gate_BTM, up_BTM)
+            if overlapped:
+                return overlap.matmul_scattered(hidden_BTM, bare(self.down), "act_mlp")
+            return self.down(hidden_BTM)
+
+        if overlapped:
+            inward = [bare(self.gate), bare(self.up)]
+            both = overlap.gathered_matmul(h_BTE, inward, ("act_mlp", "act_mlp"))
+        else:
+            both = [self.gate(h_BTE), self.up(h_BTE)]
+        return jax.checkpoint(down, prevent_cse=False)(*layers.gated(*both))
 
 
 class Block(nnx.Module):

@@ -86,9 +86,14 @@ class LinenMLP(nn.Module):
         up_BTM = linen_linear(cfg, "up", cfg.mlp_dim, ("embed", "mlp"), dot=dot)(h_BTE)
         if overlapped:
             gate_BTM, up_BTM = overlap.gathered_matmul(h_BTE, (gate_BTM, up_BTM), ("act_mlp", "act_mlp"))
-        hidden_BTM = layers.swiglu(gate_BTM, up_BTM)
-        down = linen_linear(cfg, "down", cfg.embed_dim, ("mlp", "embed"), init=into_residual(cfg), dot=dot)(hidden_BTM)
-        return overlap.matmul_scattered(hidden_BTM, down, "act_mlp") if overlapped else down
+
+        def down(mlp: LinenMLP, gate_BTM: Array, up_BTM: Array) -> Array:
+            hidden_BTM = layers.swiglu(gate_BTM, up_BTM)
+            matrix = linen_linear(cfg, "down", cfg.embed_dim, ("mlp", "embed"), init=into_residual(cfg), dot=dot)
+            y_BTE = matrix(hidden_BTM)
+            return overlap.matmul_scattered(hidden_BTM, y_BTE, "act_mlp") if overlapped else y_BTE
+
+        return nn.checkpoint(down, prevent_cse=False)(self, *layers.gated(gate_BTM, up_BTM))
 
 
 class LinenBlock(nn.Module):

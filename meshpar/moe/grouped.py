@@ -21,7 +21,8 @@ from meshpar.moe.choice import GPUS, KernelChoice
 from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
 from meshpar.sharding.types import problem
-from meshpar.training.precision import check_wide
+from meshpar.training.precision import check_narrow, check_wide, matmul_here
+from meshpar.training.products import FORWARD, GRADIENT, Scaled, scaled
 
 KERNEL = "grouped_matmul"
 SWIGLU = "grouped_swiglu"
@@ -65,7 +66,13 @@ def grouped_matmul(
 
     Group sizes that are NumPy's and all R / G (buffers of fixed capacity) make it one batched matmul.
 
-    Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (section 5).
+    Where the step asks for it (`Precision.matmul`) the blocked form's operands are 8-bit floats: rows e4m3 and their
+    cotangents e5m2 over one scale a row, weights e4m3 over one scale a group, each by its largest number here: a rank
+    that holds a part of the width takes that of its part. The weights' gradients, which sum over rows, stay as wide as
+    they are: so nothing depends on how rows lie.
+
+    Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (section 5). Of
+    8 bits: pytorch/ao, torchao/float8, recipe "rowwise_with_gw_hp", 2025.
 
     Args:
       rows: sorted by group.
@@ -81,16 +88,16 @@ def grouped_matmul(
     """
     _check_operands(rows, weights, group_sizes)
     num_rows, num_groups = rows.shape[0], weights.shape[0]
-    implementation = _checked_how(implementation, block, typical_rows, rows)
+    implementation, narrow = _checked_how(implementation, block, typical_rows, rows)
     if num_rows == 0:
         return jnp.zeros((0, weights.shape[2]), rows.dtype)
     with jax.named_scope(KERNEL):
-        if _is_even(group_sizes, num_rows):
+        if _is_even(group_sizes, num_rows) and not narrow:
             return _batched(rows, weights)
         rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(group_sizes, jnp.int32))
         if implementation == "tokamax":
             return _tokamax(rows, weights, sizes)
-        return _blocked(_Plan.of(num_rows, num_groups, block, typical_rows), rows, weights, sizes)
+        return _blocked(_Plan.of(num_rows, num_groups, block, typical_rows, narrow), rows, weights, sizes)
 
 
 def grouped_swiglu(
@@ -130,19 +137,19 @@ def grouped_swiglu(
     if gate.shape != up.shape:
         exists = "their products are multiplied, number by number"
         raise problem(SWIGLU, f"use gate {gate.shape} with up {up.shape}", exists, "give both the same shape")
-    how = _checked_how(implementation, block, typical_rows, rows)
-    if how == "tokamax" or rows.shape[0] == 0 or _is_even(group_sizes, rows.shape[0]):
+    how, narrow = _checked_how(implementation, block, typical_rows, rows)
+    if how == "tokamax" or rows.shape[0] == 0 or (_is_even(group_sizes, rows.shape[0]) and not narrow):
         matmul = functools.partial(grouped_matmul, group_sizes=group_sizes, implementation=how)
         return matmul(_activated(matmul(rows, gate), matmul(rows, up)), down)
     with jax.named_scope(SWIGLU):
         sizes = jnp.asarray(group_sizes, jnp.int32)
         rows, gate, up, down, sizes = varying_alike((), rows, gate, up, down, sizes)
-        plan = _Plan.of(rows.shape[0], gate.shape[0], block, typical_rows)
+        plan = _Plan.of(rows.shape[0], gate.shape[0], block, typical_rows, narrow)
         return _blocked_swiglu(plan, rows, (gate, up, down), sizes)
 
 
-def _checked_how(implementation: str, block: int | None, typical_rows: int | None, rows: jax.Array) -> str:
-    """`blocked` or `tokamax`."""
+def _checked_how(implementation: str, block: int | None, typical_rows: int | None, rows: jax.Array) -> tuple[str, bool]:
+    """`blocked` or `tokamax`; and whether in 8 bits."""
     check_choice(KERNEL, "implementation", implementation, IMPLEMENTATIONS)
     if block is not None:
         checked_count(KERNEL, "block", block)
@@ -155,7 +162,13 @@ def _checked_how(implementation: str, block: int | None, typical_rows: int | Non
             "the package tokamax is not installed",
             "install it (`pip install tokamax`), or take implementation='blocked'",
         )
-    return choose_grouped_matmul(dtype=rows.dtype).implementation if implementation == "auto" else implementation
+    if implementation == "tokamax":
+        check_wide(KERNEL, "matmuls of experts", "take implementation='blocked'")
+    if matmul_here() is not None:
+        check_narrow(rows.dtype)
+        return "blocked", True
+    how = choose_grouped_matmul(dtype=rows.dtype).implementation if implementation == "auto" else implementation
+    return how, False
 
 
 def _is_even(group_sizes: Any, num_rows: int) -> bool:
@@ -175,7 +188,6 @@ def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, 
     for name, array, dims in (("rows", rows, "R d"), ("weights", weights, "G d f")):
         if not hasattr(array, "dtype"):
             check_array(KERNEL, name, array, dims)
-    check_wide(KERNEL, "matmuls of experts", "leave matmul out of the precision")
     shapes = f"rows {rows.shape}, weights {weights.shape} and group_sizes {jnp.shape(group_sizes)}"
     fits = rows.ndim == 2 and weights.ndim == 3 and rows.shape[1] == weights.shape[1] and 0 not in weights.shape
     if not fits or jnp.shape(group_sizes) != weights.shape[:1]:
@@ -212,8 +224,12 @@ def _batched(rows: jax.Array, weights: jax.Array) -> jax.Array:
 # ---- The blocked form ------------------------------------------------------------------------------------------------
 
 
+_Weights: TypeAlias = tuple[jax.Array | Scaled, ...]
+"""[G, d, f] each; of SwiGLU gate, up and down."""
+
+
 class _Plan(NamedTuple):
-    """How the rows are cut."""
+    """How the rows are cut, and what their products are of."""
 
     block: int
     most: int
@@ -222,14 +238,20 @@ class _Plan(NamedTuple):
     """Blocks that are run in a loop of known length."""
     kept: int
     """Blocks of which a backward pass is left what it needs."""
+    narrow: bool
+    """Whether products with weights are of 8-bit floats."""
 
     @staticmethod
-    def of(num_rows: int, num_groups: int, block: int | None, typical_rows: int | None) -> _Plan:
+    def of(num_rows: int, num_groups: int, block: int | None, typical_rows: int | None, narrow: bool) -> _Plan:
         typical = min(typical_rows or num_rows, num_rows)
         size = min(block or cost.grouped_block(typical, num_groups), num_rows)
         most, taken = (cost.grouped_rows(rows, num_groups, size) // size for rows in (num_rows, typical))
         known = 0 if typical_rows is None else min(taken, most)
-        return _Plan(size, most, known, known or most)
+        return _Plan(size, most, known, known or most, narrow)
+
+    def rounded(self, *weights: jax.Array) -> _Weights:
+        """The weights as products take them."""
+        return tuple(scaled(one, FORWARD, dims=(1, 2)) for one in weights) if self.narrow else weights
 
 
 class _Block(NamedTuple):
@@ -281,10 +303,15 @@ def _rows_of(x: jax.Array, block: _Block) -> jax.Array:
     return jnp.where(block.mask, rows, jnp.zeros_like(rows))
 
 
-def _dot(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
+def _dot(x: jax.Array, y: jax.Array | Scaled, over: tuple[int, int]) -> jax.Array:
     """Contracted over a dim of each, in float32 at the least."""
-    numbers = (((over[0],), (over[1],)), ((), ()))
-    return lax.dot_general(x, y, numbers, preferred_element_type=_wide(x.dtype))
+    numbers, wide = (((over[0],), (over[1],)), ((), ())), _wide(x.dtype)
+    if not isinstance(y, Scaled):
+        return lax.dot_general(x, y, numbers, preferred_element_type=wide)
+    # With a weight as it lies rows are multiplied, with its transpose their cotangents.
+    rows = scaled(x, GRADIENT if over[1] else FORWARD, dims=(over[0],))
+    product = lax.dot_general(rows.values, y.values, numbers, preferred_element_type=wide)
+    return product * (rows.scale * y.scale)
 
 
 def _written(x: jax.Array, block: _Block, new: jax.Array) -> jax.Array:
@@ -293,8 +320,8 @@ def _written(x: jax.Array, block: _Block, new: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(x, jnp.where(block.mask, new.astype(x.dtype), before), block.first, 0)
 
 
-def _of_group(weights: tuple[jax.Array, ...], block: _Block) -> Any:
-    return (lax.dynamic_index_in_dim(weight, block.group, keepdims=False) for weight in weights)
+def _of_group(weights: _Weights, block: _Block) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, block.group, keepdims=False), weights)
 
 
 def _summed(total: jax.Array, out: jax.Array, block: _Block, term: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -307,8 +334,10 @@ def _summed(total: jax.Array, out: jax.Array, block: _Block, term: jax.Array) ->
 def _products(plan: _Plan, rows: jax.Array, weights: jax.Array, sizes: jax.Array, contracted: int) -> jax.Array:
     """Rows times the weights, contracted over their dim 1 (as they are) or 2 (transposed)."""
 
+    used = plan.rounded(weights)
+
     def step(block: _Block, carry: tuple[jax.Array]) -> tuple[jax.Array]:
-        (weight,) = _of_group((weights,), block)
+        (weight,) = _of_group(used, block)
         return (_written(carry[0], block, _dot(_rows_of(rows, block), weight, (1, contracted - 1))),)
 
     out = room_for((rows.shape[0], weights.shape[3 - contracted]), rows, sizes)
@@ -344,19 +373,17 @@ _blocked.defvjp(lambda *args: (_blocked(*args), args[1:]), _blocked_backward)
 
 # ---- SwiGLU, block by block ------------------------------------------------------------------------------------------
 
-_Weights: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
-"""Gate, up and down."""
 
-
-def _hidden(x: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _hidden(x: jax.Array, gate: jax.Array | Scaled, up: jax.Array | Scaled) -> tuple[jax.Array, jax.Array]:
     return _dot(x, gate, (1, 0)).astype(x.dtype), _dot(x, up, (1, 0)).astype(x.dtype)
 
 
-def _swiglu(plan: _Plan, rows: jax.Array, weights: _Weights, sizes: jax.Array, *, keeps: bool) -> tuple[jax.Array, ...]:
+def _swiglu(plan: _Plan, rows: jax.Array, weights: Any, sizes: jax.Array, *, keeps: bool) -> tuple[jax.Array, ...]:
     """(what comes out, and where it `keeps` them rows of gate's products and of up's, as many as kept blocks have)."""
+    used = plan.rounded(*weights)
 
     def step(block: _Block, carry: tuple[jax.Array, ...], *, keeps: bool) -> tuple[jax.Array, ...]:
-        gate, up, down = _of_group(weights, block)
+        gate, up, down = _of_group(used, block)
         hidden = _hidden(_rows_of(rows, block), gate, up)
         kept = (_written(x, block, y) if keeps else x for x, y in zip(carry[1:], hidden, strict=False))
         return _written(carry[0], block, _dot(_activated(*hidden), down, (1, 0))), *kept
@@ -371,11 +398,11 @@ def _swiglu(plan: _Plan, rows: jax.Array, weights: _Weights, sizes: jax.Array, *
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked_swiglu(plan: _Plan, rows: jax.Array, weights: _Weights, sizes: jax.Array) -> jax.Array:
+def _blocked_swiglu(plan: _Plan, rows: jax.Array, weights: Any, sizes: jax.Array) -> jax.Array:
     return _swiglu(plan, rows, weights, sizes, keeps=False)[0]
 
 
-def _blocked_swiglu_forward(plan: _Plan, rows: jax.Array, weights: _Weights, sizes: jax.Array) -> tuple:
+def _blocked_swiglu_forward(plan: _Plan, rows: jax.Array, weights: Any, sizes: jax.Array) -> tuple:
     out, *kept = _swiglu(plan, rows, weights, sizes, keeps=True)
     # `jax.checkpoint` never asks its policy about what a loop makes, but runs it again; about what has a name it asks.
     rows, *kept = (checkpoint_name(one, SWIGLU) for one in (rows, *kept))
@@ -384,10 +411,11 @@ def _blocked_swiglu_forward(plan: _Plan, rows: jax.Array, weights: _Weights, siz
 
 def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
     rows, weights, sizes, kept = saved
+    used = plan.rounded(*weights)
 
     def step(block: _Block, carry: Any, *, is_kept: bool) -> Any:
         d_rows, totals, grads = carry[0], carry[1:4], carry[4:]
-        (gate, up, down), x, dy = _of_group(weights, block), _rows_of(rows, block), _rows_of(grad, block)
+        (gate, up, down), x, dy = _of_group(used, block), _rows_of(rows, block), _rows_of(grad, block)
         if is_kept:
             hidden = tuple(_rows_of(one, block) for one in kept)
         else:

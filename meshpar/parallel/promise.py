@@ -145,8 +145,8 @@ class Facts:
     """The dtype that layers compute in; None: each parameter's own."""
     reduce: str | None = None
     """The dtype that gradients are summed in; None: float32 at the least."""
-    matmul: str | None = None
-    """`Precision.matmul`."""
+    narrow: frozenset[str] = frozenset()
+    """Paths of parameters in modules whose matmuls are in 8 bits."""
     computes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of parameters by path, in modules that compute in another dtype."""
     quantize: Quantize | None = None
@@ -188,7 +188,8 @@ class Facts:
     def gathered_dtype(self, decision: Decision) -> np.dtype:
         """In which a parameter is gathered: rounded before, where that is the layer's own and not done ahead of it."""
         leaf, ahead = decision.leaf, self.is_prefetched or self.is_once or self.by_stages
-        if self.matmul is None or ahead or leaf.num_layers == 1 or leaf.layer_ndim < 2:
+        by_kernel = is_expert(decision)  # which gathers them as they are, and rounds what it has
+        if decision.path not in self.narrow or by_kernel or ahead or leaf.num_layers == 1 or leaf.layer_ndim < 2:
             return self.compute_dtype(decision)
         return np.dtype(jnp.float8_e4m3fn)
 

@@ -169,7 +169,7 @@ class Placed:
             choices=work.choices,
             compute=work.precision.compute,
             reduce=work.precision.reduce,
-            matmul=work.precision.matmul,
+            narrow=work.precision.narrow(one.decision.path for one in weights),
         )
         return dataclasses.replace(facts, exchanges_rows=work.looks_up and bool(looked_up(facts)))
 

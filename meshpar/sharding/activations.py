@@ -41,6 +41,8 @@ class Boundaries:
     """Where the part of the model stands that is traced by itself: its modules know their paths from there on only."""
     scope: str = ""
     """Path of the NNX module that is called, as named scopes have it."""
+    module: str = ""
+    """Path of the module that is called."""
     recomputed: frozenset[str] = frozenset()
     """Paths of the modules that are being called under a remat rule."""
     seen: set[str] = dataclasses.field(default_factory=set)
@@ -121,7 +123,17 @@ def check_seen(boundaries: Boundaries, here: Ambient) -> None:
 
 @contextlib.contextmanager
 def in_module(path: str) -> Iterator[None]:
-    """Around a call of an NNX module that lays nothing out: its path in the names of operations, as Linen writes it."""
+    """Around a call of an NNX module; one that lays nothing out has its path in the names of operations, as Linen's."""
+    with called(path):
+        yield from _scoped(path)
+
+
+def called(path: str) -> contextlib.AbstractContextManager[None]:
+    """Around a call of a module: its path is known to what it calls."""
+    return _changed("module", lambda _: path)
+
+
+def _scoped(path: str) -> Iterator[None]:
     boundaries = current().boundaries
     before = path if boundaries is None or not boundaries.by_rows else boundaries.scope
     below = path.removeprefix(f"{before}/") if before else path

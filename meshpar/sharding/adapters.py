@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from meshpar.sharding.activations import check_made_again, handed_on, in_module, in_reduced_dtype, recomputing
+from meshpar.sharding.activations import called, check_made_again, handed_on, in_module, in_reduced_dtype, recomputing
 from meshpar.sharding.context import Ambient, ambient, auto_sizes, current
 from meshpar.sharding.rules import First, InTurn
 from meshpar.sharding.types import (
@@ -522,7 +522,8 @@ def _linen_modules() -> Iterator[None]:
         in_reduced_dtype(context.module)
         path = "/".join((*boundaries.at, *context.module.path))
         again = None if context.method_name == "setup" else recomputing(path)
-        out = call(*args, **kwargs) if again is None else _linen_again(path, context, *again, args, kwargs)
+        with called(path):
+            out = call(*args, **kwargs) if again is None else _linen_again(path, context, *again, args, kwargs)
         return out if context.method_name == "setup" else handed_on(path, out)
 
     theirs = tuple(nn.get_logical_axis_rules())

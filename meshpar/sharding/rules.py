@@ -486,7 +486,8 @@ def _check_mapping(field: str, given: Any, example: str, of: str = "Rules") -> N
         )
 
 
-def _check_pattern(pattern: Any) -> None:
+def check_pattern(pattern: Any) -> None:
+    """Raises `ValueError` for what is no pattern of paths."""
     try:
         re.compile(str(pattern))
     except re.error as error:
@@ -506,7 +507,7 @@ def _check_pattern(pattern: Any) -> None:
 
 
 def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
-    _check_pattern(pattern)
+    check_pattern(pattern)
     if value is None or isinstance(value, NamesOf):
         return value
     if isinstance(value, tuple | list):
@@ -520,7 +521,7 @@ def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
 
 
 def _checked_dtype(pattern: str, value: Any) -> str:
-    _check_pattern(pattern)
+    check_pattern(pattern)
     known = ("float64", "float32", "bfloat16", "float16")
     if value not in known:
         where, exists = f"precision rule `{pattern}`", f"it is no dtype of {', '.join(known)}"
@@ -529,7 +530,7 @@ def _checked_dtype(pattern: str, value: Any) -> str:
 
 
 def _checked_remat(pattern: str, value: Any) -> str | None:
-    _check_pattern(pattern)
+    check_pattern(pattern)
     if value is not None and not isinstance(value, str):
         where, exists = f"remat rule `{pattern}`", f"it is a {type(value).__name__}"
         raise problem(where, f"keep what {value!r} says", exists, 'write "full", "dots" or "save:NAMES", or None')
@@ -537,7 +538,7 @@ def _checked_remat(pattern: str, value: Any) -> str | None:
 
 
 def _checked_input(pattern: str, value: Any) -> Any:
-    _check_pattern(pattern)
+    check_pattern(pattern)
     if not isinstance(value, _Replicated) and value != "batch":
         exists = 'a leaf of the batch is "batch", split by its own rows, or replicated'
         raise problem(f"inputs rule `{pattern}`", f"lay it as {value!r}", exists, "write one of these")
@@ -545,7 +546,7 @@ def _checked_input(pattern: str, value: Any) -> Any:
 
 
 def _checked_path_rule(pattern: str, value: Any) -> PathRule:
-    _check_pattern(pattern)
+    check_pattern(pattern)
     if isinstance(value, _Replicated | NamesOf):
         return value
     if isinstance(value, PartitionSpec | tuple | list):

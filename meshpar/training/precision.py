@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jax import lax
 from jax.extend import source_info_util
 
 from meshpar.sharding.context import current, within
+from meshpar.sharding.rules import check_pattern
 from meshpar.sharding.types import PyTree, near, problem
 from meshpar.training.products import float8_dot, wide_gradient_dot
 
@@ -33,18 +36,41 @@ class Precision:
     its matmul gives it: this one in linear layers of Flax's and with `dot_general`, else the compute dtype, as
     `explain` says."""
 
-    matmul: str | None = None
+    matmul: str | Mapping[str, str | None] | None = None
     """Matmuls with weights inside of layers: "fp8" rounds both operands to 8-bit floats, forward and backward, each by
-    a scale of its own (`meshpar.training.products.float8_dot`). Attention, output layer and everything else stay in the
-    compute dtype. None: as they are."""
+    a scale of its own (`meshpar.training.products.float8_dot`; experts: `meshpar.moe.grouped`). Attention, router,
+    output layer and everything else stay in the compute dtype. None: as they are. A mapping says it by path: pattern of
+    a module's whole path to one of these, for it and all that it holds; a pattern that stands later wins, and what none
+    matches stays as it is. `{r"layers/.*": "fp8", r"layers/attention/out": None}`"""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name = getattr(self, field.name)
-            known = MATMULS if field.name == "matmul" else FLOATS
-            if name is not None and name not in known:
-                exists = "it is no floating dtype" if known is FLOATS else f"there is {', '.join(known)}"
-                raise problem(f"Precision({field.name}={name!r})", "use that dtype", exists, near(name, known))
+        if isinstance(self.matmul, Mapping):
+            object.__setattr__(self, "matmul", tuple(self.matmul.items()))  # a precision is hashed
+        for field in ("params", "compute", "reduce"):
+            _check_word(field, getattr(self, field), FLOATS, "it is no floating dtype")
+        for pattern, word in self._matmuls:
+            check_pattern(pattern)
+            _check_word("matmul", word, MATMULS, f"there is {', '.join(MATMULS)}")
+
+    @property
+    def _matmuls(self) -> tuple[tuple[str, str | None], ...]:
+        said: Any = self.matmul
+        return said if isinstance(said, tuple) else ((".*", said),)
+
+    def matmul_in(self, module: str) -> tuple[str | None, set[str]]:
+        """How the matmuls of the module at a path are computed, and the patterns that match it or what it stands in."""
+        paths = list(itertools.accumulate(module.split("/"), "{}/{}".format))
+        found = [one for one in self._matmuls if any(re.fullmatch(one[0], path) for path in paths)]
+        return (found[-1][1] if found else None), {pattern for pattern, _ in found}
+
+    def narrow(self, paths: Iterable[str]) -> frozenset[str]:
+        """Of parameters' paths those in modules whose matmuls are in 8 bits."""
+        return frozenset(path for path in paths if self.matmul_in(path.rpartition("/")[0])[0] is not None)
+
+    def unmatched(self, matched: Collection[str]) -> str | None:
+        """The first pattern of `matmul` that is not among those that a model's modules matched; None: there is none."""
+        said = () if self.matmul is None else self._matmuls
+        return next((pattern for pattern, _ in said if pattern not in matched), None)
 
     def reduce_dtype(self, compute: Any) -> jnp.dtype:
         return jnp.dtype(self.reduce) if self.reduce else jnp.promote_types(compute, jnp.float32)
@@ -52,6 +78,11 @@ class Precision:
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 MATMULS = ("fp8",)
+
+
+def _check_word(field: str, word: str | None, known: tuple[str, ...], exists: str) -> None:
+    if word is not None and word not in known:
+        raise problem(f"Precision({field}={word!r})", "use that dtype", exists, near(str(word), known))
 
 
 def check_bits(where: str, dtype: str) -> None:
@@ -162,8 +193,8 @@ class Numerics:
     """Slices of the rows that a layer runs beside each other: `meshpar.training.interleaved`."""
     num_scans: int = 0
     """Times that the model has called `scan_layers`."""
-    num_narrow: int = 0
-    """Matmuls that were computed as `Precision.matmul` says."""
+    matched: set[str] = dataclasses.field(default_factory=set)
+    """Patterns of `Precision.matmul` that a module matched whose matmuls are computed as it says."""
 
 
 @contextlib.contextmanager
@@ -174,16 +205,32 @@ def numerics(precision: Precision, remat: str | None, interleave: int = 1) -> It
         yield context
 
 
+def matmul_here() -> str | None:
+    """How the step asks for the matmuls of the module that is being traced: a word of `MATMULS`, or None."""
+    context, boundaries = current().numerics, current().boundaries
+    if context is None or context.precision.matmul is None:
+        return None
+    word, matched = context.precision.matmul_in("" if boundaries is None else boundaries.module)
+    context.matched |= matched
+    return word
+
+
 def check_wide(where: str, what: str, fix: str) -> None:
     """Raise where a kernel's own matmuls are to be computed in 8 bits, which it cannot.
 
     Args:
       where, what, fix: of the error, as in `problem`.
     """
-    context = current().numerics
-    if context is not None and context.precision.matmul is not None:
-        asked = f"Precision(matmul={context.precision.matmul!r})"
-        raise problem(where, f"compute {what} in 8 bits, as {asked} asks", "its kernel has no such products", fix)
+    if (word := matmul_here()) is not None:
+        asked = f"compute {what} in 8 bits, as Precision(matmul={word!r}) asks"
+        raise problem(where, asked, "its kernel has no such products", fix)
+
+
+def check_narrow(dtype: Any) -> None:
+    """Raise where what stands around 8-bit matmuls cannot hold their sums."""
+    if dtype == jnp.float16:
+        exists = "sums of products of 8-bit floats exceed what float16 holds"
+        raise problem('Precision(matmul="fp8")', "compute in float16 around it", exists, 'use compute="bfloat16"')
 
 
 def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
@@ -209,9 +256,10 @@ def dot_general(
     """
     context = current().numerics
     contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)
-    if context is not None and narrow and context.precision.matmul is not None:
-        context.num_narrow += 1
-        return _narrow(context.precision, contracting, batch, lhs, rhs)
+    if context is not None and narrow and matmul_here() is not None:
+        check_narrow(rhs.dtype)
+        reduce = context.precision.reduce_dtype(rhs.dtype)
+        return float8_dot(contracting, batch, reduce, lhs.astype(rhs.dtype), rhs)
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)
@@ -222,10 +270,3 @@ def dot_general(
     if reduce == rhs.dtype:
         return plain(lhs, rhs)
     return wide_gradient_dot(plain, contracting, batch, reduce, lhs, rhs)
-
-
-def _narrow(precision: Precision, contracting: Any, batch: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    if rhs.dtype == jnp.float16:
-        exists = "sums of products of 8-bit floats exceed what float16 holds"
-        raise problem('Precision(matmul="fp8")', "compute in float16 around it", exists, 'use compute="bfloat16"')
-    return float8_dot(contracting, batch, precision.reduce_dtype(rhs.dtype), lhs.astype(rhs.dtype), rhs)

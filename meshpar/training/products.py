@@ -42,20 +42,24 @@ class Scaled(NamedTuple):
     """An array as `values * scale`."""
 
     values: Float[Array, ...]
-    scale: Float[Array, ""]
-    """float32."""
+    scale: Float[Array, ...]
+    """float32; one number, or such that it goes with the values."""
 
 
-def scaled(x: Float[Array, ...], dtype: Any, scale: Float[Array, ""] | None = None) -> Scaled:
+def scaled(
+    x: Float[Array, ...], dtype: Any, scale: Float[Array, ...] | None = None, *, dims: tuple[int, ...] | None = None
+) -> Scaled:
     """x in a format of 8 bits.
 
     Args:
       x: of any shape.
       dtype: `FORWARD` or `GRADIENT`.
       scale: where it is known. None: the one by which the largest |x| becomes the format's largest number.
+      dims: over which the largest is taken; None: all, and the scale is one number.
     """
     if scale is None:
-        largest = jnp.max(jnp.abs(x)).astype(jnp.float32) / jnp.finfo(dtype).max.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(x), axis=dims, keepdims=dims is not None).astype(jnp.float32)
+        largest /= jnp.finfo(dtype).max.astype(jnp.float32)
         scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)  # zeros stay zeros, and what is no number stays none
     return Scaled((x.astype(jnp.float32) / scale).astype(dtype), scale)
 

@@ -286,12 +286,13 @@ def _check_layers(options: StepOptions, context: Numerics) -> None:
                 "the model marks no layer: it never calls meshpar.scan_layers",
                 f"run its stacked layers by mp.scan_layers(layer, x, params), or use {otherwise}",
             )
-    if options.precision.matmul is not None and not context.num_narrow:
+    if (pattern := options.precision.unmatched(context.matched)) is not None:
         raise problem(
-            f"Precision(matmul={options.precision.matmul!r})",
-            "compute the layers' matmuls in 8 bits",
-            "no matmul of the model goes through meshpar.training.precision.dot_general",
-            "give its layers dot_general=meshpar.training.precision.dot_general, or leave matmul out",
+            f"Precision(matmul=...), modules `{pattern}`",
+            "compute their matmuls in 8 bits",
+            "none of their matmuls goes through meshpar.training.precision.dot_general",
+            "write a pattern of a module's whole path, as r'layers/mlp/.*', give the model's own layers "
+            "dot_general=meshpar.training.precision.dot_general, or leave matmul out",
         )
 
 

@@ -17,6 +17,8 @@ import meshpar as mp
 from meshpar.compiled.census import census
 from meshpar.compiled.hlo import parse
 from meshpar.models import LinenTransformer, RopeScaling, Transformer, TransformerConfig, next_token_loss
+from meshpar.models.transformer import MLP
+from meshpar.models.transformer_linen import LinenMLP
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.layers import REMAT_POLICIES
 from meshpar.training.precision import Precision, numerics
@@ -149,6 +151,22 @@ def test_rematerialisation_computes_again_what_the_policy_says(one_device, frame
     again = {policy: matmuls(policy) - matmuls(None) for policy in REMAT_POLICIES}
     # All but the last of a layer's nine, whose result nothing in the layer needs; the two of attention; none; none.
     assert again == {"full": 8, "dots": 2, "all_dots": 0, "minimal": 0}
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_the_backward_pass_of_an_mlp_is_left_gate_and_up_and_nothing_else_as_wide(one_device, framework):
+    config, x = CONFIG(), jax.ShapeDtypeStruct((2, 3, 16), np.float32)
+    if framework == "nnx":
+        with nnx.use_eager_sharding(False):
+            graph, params = nnx.split(nnx.eval_shape(lambda: MLP(config, rngs=nnx.Rngs(0))))
+
+        def call(params, x):
+            return nnx.merge(graph, params)(x)
+    else:
+        call = LinenMLP(config).apply
+        params = jax.eval_shape(LinenMLP(config).init, jax.random.key(0), x)
+    left = jax.eval_shape(lambda params, x: jax.vjp(call, params, x)[1], params, x)
+    assert sum(leaf.shape == (2, 3, 20) for leaf in jax.tree.leaves(left)) == 2
 
 
 @pytest.mark.matrix

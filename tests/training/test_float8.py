@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +15,20 @@ import pytest
 
 import meshpar as mp
 from meshpar.compiled import census
-from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.moe import MoEConfig, Routing
+from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.moe import MoEConfig, Routing, grouped_matmul, grouped_swiglu
 from meshpar.planner.workload import describe
-from meshpar.training.precision import dot_general, numerics
+from meshpar.training.precision import dot_general, numerics, products
 from tests.equal import assert_same
 from tests.grid import cases
-from tests.parallel.test_equality import CASES, five_steps
+from tests.parallel.test_equality import CASES, EXPERTS, five_steps
 from tests.training.test_precision import PRODUCTS
 
 FP8 = mp.Precision(matmul="fp8")
 CONFIG = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=512
 )
+WITH_EXPERTS = dataclasses.replace(CONFIG, moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=512))
 TOKENS = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
 MATRICES = 7
 """With weights in a layer."""
@@ -38,7 +41,7 @@ def rounded(x, dtype):
     return (x / scale).astype(dtype).astype(np.float64) * scale
 
 
-@pytest.mark.parametrize("product", cases("crossed", "experts", grid=PRODUCTS))
+@pytest.mark.parametrize("product", cases("crossed", grid=PRODUCTS))
 def test_values_and_gradients_are_those_of_rounded_operands(product):
     lhs_shape, rhs_shape, dims = PRODUCTS[product]
     rng = np.random.default_rng(0)
@@ -90,6 +93,78 @@ def test_scales_are_those_of_all_shards(framework, case):
     assert_same(found.params, expected.params, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", cases("5 0 9", grid=["5 0 9", "6 6 6"]))
+def test_experts_rows_and_weights_are_rounded_each_by_a_scale_of_its_own(sizes):
+    rng, sizes = np.random.default_rng(0), np.array(sizes.split(), np.int32)
+    draws = (18, 8), (3, 8, 5), (18, 5)
+    rows, weights, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in draws)
+    with numerics(FP8, None):
+        y, pull = jax.vjp(lambda r, w: grouped_matmul(r, w, sizes, block=4), rows, weights)
+        found = (y, *pull(g))
+    expected = [np.zeros(x.shape) for x in found]
+    for row, group in enumerate(np.repeat(np.arange(3), sizes)):
+        weight = rounded(weights[group], ml_dtypes.float8_e4m3fn)
+        expected[0][row] = rounded(rows[row], ml_dtypes.float8_e4m3fn) @ weight
+        expected[1][row] = weight @ rounded(g[row], ml_dtypes.float8_e5m2)
+        expected[2][group] += np.outer(rows[row], g[row])  # as wide as they are
+    for x, y in zip(found, expected, strict=True):
+        # Sums of a few products, in float32.
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+
+
+def test_swiglu_of_experts_is_three_such_matmuls():
+    """The loop keeps what the matmuls apart round: single precision between them."""
+    rng, sizes = np.random.default_rng(0), jnp.array([5, 0, 9])
+    draws = (18, 8), (3, 8, 5), (3, 8, 5), (3, 5, 8)
+    given = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in draws]
+    matmul = functools.partial(grouped_matmul, group_sizes=sizes, block=4)
+
+    def apart(rows, gate, up, down):
+        return matmul(jax.nn.silu(matmul(rows, gate)) * matmul(rows, up), down)
+
+    def whole(*given):
+        return grouped_swiglu(*given, sizes, block=4)
+
+    with numerics(FP8, None):
+        found, expected = (
+            jax.jit(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), range(4)))(*given) for f in (whole, apart)
+        )
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+BY_PATH = {r"layers/.*": "fp8", r"layers/attention/(out|key)": None}
+
+
+@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
+def test_by_path(framework):
+    """Of a layer's seven matrices two stay as they are."""
+    model = CONFIG.build()
+    if framework == "linen":
+        model = mp.from_linen(LinenTransformer(CONFIG), jax.ShapeDtypeStruct((16, 64), np.int32))
+    state, trace = traced(model, mp.Precision(matmul=BY_PATH))[1:]
+    found = [[x.aval.dtype.itemsize for x in eqn.invars[:2]] for _, eqn in products(trace.jaxpr.jaxpr)]
+    assert found.count([1, 1]) == 3 * (MATRICES - 2)
+    kept = {path for path in (one.path for one in state.table.params) if "/out/" in path or "/key/" in path}
+    narrow = mp.Precision(matmul=BY_PATH).narrow(one.path for one in state.table.params)
+    assert len(kept) == 2
+    assert not narrow & kept
+    assert sum("/mlp/" in path for path in narrow) == 3
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 2, "expert": 4}], ids=str)
+def test_experts_lie_as_they_like(mesh):
+    """Float64 around the 8 bits, as above. No scale is of what several devices hold."""
+    spec, strategy = mp.MeshSpec(**mesh), mp.fsdp() | mp.expert_parallel() if "expert" in mesh else mp.fsdp()
+    with jax.enable_x64(True):
+        options = {"precision": mp.Precision(matmul={r"layers/mlp": "fp8"})}
+        expected = five_steps("nnx", "float64", mp.MeshSpec(), mp.ddp(), options, **EXPERTS)
+        found = five_steps("nnx", "float64", spec, strategy, options, expected.start, **EXPERTS)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
+    assert_same(found.params, expected.params, atol=1e-5)
+
+
 @pytest.mark.matrix
 def test_micro_steps_and_a_smaller_dtype_learn():
     """Every micro-step has scales of its own rows."""
@@ -110,11 +185,8 @@ def traced(model, precision):
     [
         ({"matmul": "fp9"}, CONFIG, "there is fp8"),
         ({"matmul": "fp8", "compute": "float16"}, CONFIG, "bfloat16"),
-        (
-            {"matmul": "fp8"},
-            dataclasses.replace(CONFIG, moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=512)),
-            "experts",
-        ),
+        ({"matmul": {"layers/mpl/.*": "fp8"}}, CONFIG, "modules `layers/mpl/"),
+        ({"matmul": {"layers/(mlp": "fp8"}}, CONFIG, "no regular expression"),
     ],
 )
 def test_what_cannot_be_had(precision, model, words):
@@ -140,9 +212,10 @@ def test_the_planner_counts_them_at_their_rate():
 
 
 @pytest.mark.matrix
-def test_the_promise_knows_in_which_dtype_weights_are_gathered():
+@pytest.mark.parametrize("config", [CONFIG, WITH_EXPERTS], ids=["dense", "experts"])
+def test_the_promise_knows_in_which_dtype_weights_are_gathered(config):
     state = mp.abstract_state(
-        CONFIG.build(), optax.adam(1e-3), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp(), precision=FP8
+        config.build(), optax.adam(1e-3), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp(), precision=FP8
     )
     report = mp.explain(mp.train_step(next_token_loss, precision=FP8), state, TOKENS)
     assert not report.promise.unexpected
@@ -170,3 +243,18 @@ def test_compiled_for_a_gpu_every_matmul_of_a_layer_is_in_8_bits(pod, library):
     gathers = [one for one in census.census(program.module, state.setup.mesh) if one.kind == "all-gather"]
     narrow = [array for one in gathers for array in one.arrays if array.dtype == "f8e4m3fn"]
     assert len(narrow) == 2 * MATRICES  # forward and backward
+
+
+@pytest.mark.pod
+def test_compiled_for_a_gpu_the_loops_over_experts_are_in_8_bits(pod):
+    """Three products with weights forward and three backward, in the loop of typical rows and in the one beyond; the
+    weights' own gradients are wide."""
+    step, state, trace = traced(WITH_EXPERTS.build(), mp.Precision(matmul={"layers/mlp": "fp8"}, compute="bfloat16"))
+    program = pod.compile(trace, "h100:1x8", options=step.compile_options(state.setup))
+    names, found = ("f8e4m3fn", "f8e5m2"), collections.Counter()
+    for computation in program.module.computations.values():
+        for ins in (one for one in computation if one.opcode == "dot" or "__cublas" in str(one.attributes)):
+            dtypes = {leaf.dtype for name in ins.operands[:2] for leaf in computation[name].shape.leaves()}
+            found[dtypes <= set(names)] += "mlp" in str(ins.attributes)
+    assert found[True] == 2 * 6
+    assert found[False] == 2 * 3 + 3  # and the router
