@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.sharding.lay import lay
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes
@@ -38,7 +38,7 @@ _CALLS = frozenset({"checkpoint", "closed_call", "jit", "pjit", "remat", "remat2
 class Rows:
     """How the rows of a slice lie: in equal parts on the ranks of some axes, as the first dim of activations."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
     count: int
     """Of a slice, on all devices."""
@@ -53,7 +53,7 @@ class Rows:
         contracting, batch = product.params["dimension_numbers"]
         if (0, 0) not in zip(*contracting, strict=True) or batch[0]:
             return False
-        size = product.invars[0].aval.shape[0]
+        size = _aval(product.invars[0]).shape[0]
         return size % self.count == 0 and size % self.ranks == 0
 
     def own_sum(
@@ -61,7 +61,7 @@ class Rows:
     ) -> jax.Array:
         """The sum of matmuls like one that contracts rows, and then its layout: `[ranks, ...]`, each rank's own."""
         contracting, _ = product.params["dimension_numbers"]
-        numbers = tuple(tuple(dim + 1 for dim in dims) for dims in contracting), ((0,), (0,))
+        numbers: Any = tuple(tuple(dim + 1 for dim in dims) for dims in contracting), ((0,), (0,))
         kinds = {name: product.params[name] for name in ("precision", "preferred_element_type")}
 
         def by_rank(x: jax.Array, contracted: Sequence[int]) -> jax.Array:
@@ -70,9 +70,10 @@ class Rows:
             x = self._laid(x, *free)
             return self._laid(x.reshape(self.ranks, -1, *x.shape[1:]), None, *free)
 
-        products = [
-            lax.dot_general(*map(by_rank, sides, contracting), numbers, **kinds) for sides in zip(lhs, rhs, strict=True)
-        ]
+        def product_of(a: jax.Array, b: jax.Array) -> jax.Array:
+            return lax.dot_general(by_rank(a, contracting[0]), by_rank(b, contracting[1]), numbers, **kinds)
+
+        products = [product_of(a, b) for a, b in zip(lhs, rhs, strict=True)]
         own = functools.reduce(lax.add, products)
         for layout in layouts:
             own = jax.vmap(functools.partial(layout.primitive.bind, **layout.params))(own)
@@ -147,7 +148,7 @@ class _Term(NamedTuple):
     @property
     def likeness(self) -> str:
         """The same for terms that one function of their operands can make."""
-        shapes = [(x.aval.shape, x.aval.dtype) for x in self.product.invars]
+        shapes = [(_aval(x).shape, _aval(x).dtype) for x in self.product.invars]
         return str((shapes, self.product.params, [(one.primitive.name, one.params) for one in self.layouts]))
 
 
@@ -176,7 +177,7 @@ class _Program:
 
     def twin(self, x: Any) -> Var | None:
         """Of a variable; None: it has none."""
-        if isinstance(x, Literal) or x not in self.made or not jnp.issubdtype(x.aval.dtype, jnp.floating):
+        if isinstance(x, Literal) or x not in self.made or not jnp.issubdtype(_aval(x).dtype, jnp.floating):
             return None
         if x not in self._twins:
             self._twins[x] = self._twin(x, self.made[x])
@@ -188,26 +189,28 @@ class _Program:
             return self._of_call(x, eqn)
         if name in _SUMS and (twin := self._own(x, eqn)) is not None:
             return twin
-        if x.aval.dtype.itemsize >= 4:
+        if _aval(x).dtype.itemsize >= 4:
             return None
         if name == _ROUNDING:
             (given,) = eqn.invars
-            return given if isinstance(given, Var) and given.aval.dtype == jnp.float32 else None
+            return given if isinstance(given, Var) and _aval(given).dtype == jnp.float32 else None
         return self._wide(x, eqn) if name in _SUMS | _LAYOUTS else None
 
     def _wide(self, x: Var, eqn: JaxprEqn) -> Var | None:
         """The same equation, of what its operands were rounded from."""
-        given = [self.twin(one) for one in eqn.invars]
-        if any(one is None or one in self.own for one in given):
+        given: list[Any] = [twin for one in eqn.invars if (twin := self.twin(one)) is not None and twin not in self.own]
+        if len(given) < len(eqn.invars):
             return None
-        twin = Var(x.aval.update(dtype=jnp.dtype(jnp.float32)))
+        twin = Var(_aval(x).update(dtype=jnp.dtype(jnp.float32)))
         self._behind.setdefault(id(eqn), []).append(eqn.replace(invars=given, outvars=[twin]))
         return twin
 
     def _own(self, x: Var, eqn: JaxprEqn) -> Var | None:
         """A sum of matmuls alike that contract rows."""
-        terms = None if self.rows is None else self._terms(x, ())
-        if terms is None or len({one.likeness for one in terms}) > 1 or not self.rows.are_contracted(terms[0].product):
+        terms = self._terms(x, ())
+        if self.rows is None or not terms or not self.rows.are_contracted(terms[0].product):
+            return None
+        if len({one.likeness for one in terms}) > 1:
             return None
         sides = [[one.product.invars[side] for one in terms] for side in (0, 1)]
         made = functools.partial(self.rows.own_sum, product=terms[0].product, layouts=terms[0].layouts)
@@ -229,7 +232,7 @@ class _Program:
         if name in _SUMS:
             terms = [self._terms(one, layouts) for one in eqn.invars]
             return None if None in terms else [term for of_one in terms for term in of_one or ()]
-        if name == _ROUNDING and eqn.invars[0].aval.dtype == jnp.float32:
+        if name == _ROUNDING and _aval(eqn.invars[0]).dtype == jnp.float32:
             return self._terms(eqn.invars[0], layouts)
         return self._terms(eqn.invars[0], (eqn, *layouts)) if name in _LAYOUTS else None
 
@@ -239,10 +242,11 @@ class _Program:
         inner, at = self._calls[id(eqn)], eqn.outvars.index(x)
         if not inner.is_new[at]:
             return None
-        out = inner.jaxpr.outvars[at]
-        twin = Var(x.aval.update(dtype=out.aval.dtype) if inner.rows[at] is None else out.aval)
-        if inner.rows[at] is not None:
-            self.own[twin] = inner.rows[at]
+        out, rows = _aval(inner.jaxpr.outvars[at]), inner.rows[at]
+        if rows is None:
+            return Var(_aval(x).update(dtype=out.dtype))
+        twin = Var(out)
+        self.own[twin] = rows
         return twin
 
     def _rows_in(self, eqn: JaxprEqn) -> Rows | None:
@@ -267,7 +271,7 @@ class _Program:
 
         def undone(given: jax.Array) -> jax.Array:
             whole = lax.reduce(given, np.zeros((), given.dtype), lax.add, (0,)) if is_own else given
-            return whole.astype(x.aval.dtype)
+            return whole.astype(_aval(x).dtype)
 
         with call.ctx.manager:
             closed = jax.make_jaxpr(undone)(twin.aval)
@@ -288,6 +292,11 @@ def _renamed(jaxpr: Jaxpr, names: dict[Var, Any], of: JaxprEqn) -> list[JaxprEqn
         )
         for eqn in jaxpr.eqns
     ]
+
+
+def _aval(x: Any) -> Any:
+    """The type of a variable that is an array."""
+    return x.aval
 
 
 def _called(eqn: JaxprEqn) -> Jaxpr:
