@@ -197,6 +197,7 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
     """One record for each array of a combined collective, as they stood before XLA combined them."""
     if len(collective.parts) == 1:
         return (collective,)
+    by_kernel = collective.origin == "kernel"
     return tuple(
         dataclasses.replace(
             collective,
@@ -207,8 +208,8 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
             module=scopes.module_path(part.op_name),
             source=part.source,
             is_backward=scopes.is_backward(part.op_name),
-            # XLA combines a kernel's messages with its own.
-            origin=_origin_by_name(part.op_name) if part.op_name else collective.origin,
+            # XLA combines a kernel's messages with its own, under the name of one of them.
+            origin=_origin_by_name(part.op_name, collective.op_name) if by_kernel else collective.origin,
         )
         for part in collective.parts
     )
@@ -442,7 +443,7 @@ def _origin(kind: str, ins: Instruction) -> str:
 
 
 def _origin_by_name(op_name: str, name: str = "") -> str:
-    return "kernel" if _PRIMITIVE.match(scopes.primitive(op_name) or name) else "partitioner"
+    return "kernel" if _PRIMITIVE.match(scopes.primitive(op_name) or scopes.primitive(name) or name) else "partitioner"
 
 
 def _is_async(ins: Instruction, visit: Visit) -> bool:

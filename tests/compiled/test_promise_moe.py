@@ -298,6 +298,26 @@ def test_gradients_of_experts_are_summed_over_other_axes_and_the_routers_over_al
 
 
 @pytest.mark.matrix
+@pytest.mark.pod
+def test_slices_of_the_rows_send_a_gradient_once(request):
+    """Summed on each device before: as many bytes scattered as of whole rows, by kernels and the compiler."""
+    case = Case(
+        strategy=mp.fsdp(prefetch=1) | mp.expert_parallel(),
+        axes=(("fsdp", 4), ("expert", 2)),
+        target="h100:4x2",
+        model={"num_layers": 3},
+    )
+    sent = []
+    for count in (1, 2):
+        case = dataclasses.replace(case, step={"remat": "full", "interleave": count})
+        state, step = case.state_and_step
+        traced = step.trace(state, case.batch)
+        collectives = census(compiled(case, traced, request).module, state.setup.mesh)
+        scattered = [one for one in collectives if one.kind == "reduce-scatter"]
+        sent.append(sum(one.bytes_sent_per_step for one in scattered))
+    assert sent[0] == sent[1]
+
+
 @pytest.mark.parametrize("name", ["tensor", pytest.param("pod, tensor", marks=pytest.mark.pod)])
 def test_with_the_width_split_gradients_are_summed_where_there_are_tokens(found, name):
     """Not where there is room for all rows that any routing may send."""
