@@ -31,7 +31,7 @@ from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes
 _SUMS = frozenset({"add", "add_any"})
 _LAYOUTS = frozenset({"copy", "reshape", "squeeze", "transpose"})
 _ROUNDING = "convert_element_type"
-_CALLS = frozenset({"checkpoint", "closed_call", "jit", "pjit", "remat", "remat2", "shard_map"})
+_CALLS = frozenset({"checkpoint", "jit", "pjit", "remat", "remat2", "shard_map"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,3 +136,17 @@ def test_a_result_that_others_read_keeps_its_value():
     assert found.parts.shape == (4, WIDTH, WIDTH)
     np.testing.assert_allclose(found.parts.sum(0), expected, rtol=1e-5)
     np.testing.assert_allclose(twice, wanted, rtol=1e-5)
+
+
+def test_what_recomputation_moved_before_a_loop_stays_as_it_is():
+    """Jax makes a call of another kind of it, `closed_call`."""
+
+    def looped(x, w):
+        return jax.lax.scan(lambda x, _: (x @ jnp.sin(w), None), x, None, length=2)[0]
+
+    def back(x, w):
+        return jax.vjp(jax.checkpoint(looped), x, w)[0]
+
+    given = [jnp.ones((WIDTH, WIDTH), jnp.bfloat16)] * 2
+    assert "closed_call" in str(jax.make_jaxpr(back)(*given))
+    assert jax.eval_shape(summed_first(back, True, None), *given).dtype == jnp.bfloat16
