@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshpar.sharding.lay import lay
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes
@@ -151,8 +151,8 @@ class _Term(NamedTuple):
         return str((shapes, self.product.params, [(one.primitive.name, one.params) for one in self.layouts]))
 
 
-def _rewritten(jaxpr: Jaxpr, marked: Sequence[bool], rows: Rows | None) -> _New:
-    program = _Program(jaxpr, rows)
+def _rewritten(jaxpr: Jaxpr, marked: Sequence[bool], rows: Rows | None, *, is_called: bool = False) -> _New:
+    program = _Program(jaxpr, rows, is_called)
     twins = [program.twin(out) if mark else None for out, mark in zip(jaxpr.outvars, marked, strict=True)]
     outvars = [old if new is None else new for old, new in zip(jaxpr.outvars, twins, strict=True)]
     eqns = _read([new for eqn in jaxpr.eqns for new in program.instead_of(eqn)], outvars)
@@ -163,9 +163,11 @@ def _rewritten(jaxpr: Jaxpr, marked: Sequence[bool], rows: Rows | None) -> _New:
 class _Program:
     """Variables of a traced program and their twins: the same numbers before they are rounded, or each rank's own."""
 
-    def __init__(self, jaxpr: Jaxpr, rows: Rows | None) -> None:
+    def __init__(self, jaxpr: Jaxpr, rows: Rows | None, is_called: bool) -> None:
         self.made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
         self.rows = rows
+        self.is_called = is_called
+        """Whether a matmul alone is a sum, too: the caller may add what another call makes."""
         self.own: dict[Any, Rows] = {}
         """Twins that are each rank's own."""
         self._twins: dict[Var, Var | None] = {}
@@ -186,7 +188,9 @@ class _Program:
         name = eqn.primitive.name
         if name in _CALLS:
             return self._of_call(x, eqn)
-        if name in _SUMS and (twin := self._own(x, eqn)) is not None:
+        if (name in _SUMS or self.is_called) and (twin := self._own(x, eqn)) is not None:
+            return twin
+        if name in _SUMS and (twin := self._sum_of_own(x, eqn)) is not None:
             return twin
         if x.aval.dtype.itemsize >= 4:
             return None
@@ -218,6 +222,16 @@ class _Program:
         self.own[twin] = self.rows
         return twin
 
+    def _sum_of_own(self, x: Var, eqn: JaxprEqn) -> Var | None:
+        """A sum of what calls give that is each rank's own."""
+        given = [self.twin(one) for one in eqn.invars]
+        if any(one not in self.own for one in given) or len({(one.aval.shape, one.aval.dtype) for one in given}) > 1:
+            return None
+        twin = Var(given[0].aval)
+        self._behind.setdefault(id(eqn), []).append(eqn.replace(invars=given, outvars=[twin]))
+        self.own[twin] = self.own[given[0]]
+        return twin
+
     def _terms(self, x: Any, layouts: tuple[JaxprEqn, ...]) -> list[_Term] | None:
         """The matmuls that x is the sum of; None: it is of others, too."""
         eqn = None if isinstance(x, Literal) else self.made.get(x)
@@ -235,7 +249,7 @@ class _Program:
 
     def _of_call(self, x: Var, eqn: JaxprEqn) -> Var | None:
         if id(eqn) not in self._calls:
-            self._calls[id(eqn)] = _rewritten(_called(eqn), [True] * len(eqn.outvars), self._rows_in(eqn))
+            self._calls[id(eqn)] = self._rewritten(eqn, [True] * len(eqn.outvars))
         inner, at = self._calls[id(eqn)], eqn.outvars.index(x)
         if not inner.is_new[at]:
             return None
@@ -245,9 +259,12 @@ class _Program:
             self.own[twin] = inner.rows[at]
         return twin
 
-    def _rows_in(self, eqn: JaxprEqn) -> Rows | None:
-        """In a `shard_map` rows are a device's already, and kernels reduce for themselves."""
-        return None if eqn.primitive.name == "shard_map" else self.rows
+    def _rewritten(self, call: JaxprEqn, marked: Sequence[bool]) -> _New:
+        """What is called. In a `shard_map` rows are a device's already, and kernels reduce for themselves; where a
+        `jit` says how its results lie, they keep their dims."""
+        laid = any(isinstance(one, Sharding) for one in call.params.get("out_shardings", ()))
+        rows = None if laid or call.primitive.name == "shard_map" else self.rows
+        return _rewritten(_called(call), marked, rows, is_called=True)
 
     def instead_of(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """What stands in an equation's place."""
@@ -255,7 +272,7 @@ class _Program:
         if eqn.primitive.name not in _CALLS or not any(twins):
             return [eqn, *self._behind.get(id(eqn), [])]
         held = eqn.params["jaxpr"]
-        inner = _rewritten(_called(eqn), [one is not None for one in twins], self._rows_in(eqn)).jaxpr
+        inner = self._rewritten(eqn, [one is not None for one in twins]).jaxpr
         params = {**eqn.params, "jaxpr": ClosedJaxpr(inner, held.consts) if hasattr(held, "consts") else inner}
         outvars = [old if new is None else new for old, new in zip(eqn.outvars, twins, strict=True)]
         again = [self._undone(new, old, eqn) for old, new in zip(eqn.outvars, twins, strict=True) if new is not None]
