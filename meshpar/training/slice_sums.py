@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshpar.sharding.lay import lay
-from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes
+from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes
 
 _SUMS = frozenset({"add", "add_any"})
 _LAYOUTS = frozenset({"copy", "reshape", "squeeze", "transpose"})
@@ -38,7 +38,7 @@ _CALLS = frozenset({"checkpoint", "jit", "pjit", "remat", "remat2", "shard_map"}
 class Rows:
     """How the rows of a slice lie: in equal parts on the ranks of some axes, as the first dim of activations."""
 
-    mesh: Mesh
+    mesh: AnyMesh
     axes: tuple[str, ...]
     count: int
     """Of a slice, on all devices."""
@@ -53,7 +53,7 @@ class Rows:
         contracting, batch = product.params["dimension_numbers"]
         if (0, 0) not in zip(*contracting, strict=True) or batch[0]:
             return False
-        size = product.invars[0].aval.shape[0]
+        size = _type(product.invars[0]).shape[0]
         return size % self.count == 0 and size % self.ranks == 0
 
     def own_sum(
@@ -61,7 +61,7 @@ class Rows:
     ) -> jax.Array:
         """The sum of matmuls like one that contracts rows, and then its layout: `[ranks, ...]`, each rank's own."""
         contracting, _ = product.params["dimension_numbers"]
-        numbers = tuple(tuple(dim + 1 for dim in dims) for dims in contracting), ((0,), (0,))
+        numbers: Any = tuple(tuple(dim + 1 for dim in dims) for dims in contracting), ((0,), (0,))
         kinds = {name: product.params[name] for name in ("precision", "preferred_element_type")}
 
         def by_rank(x: jax.Array, contracted: Sequence[int]) -> jax.Array:
@@ -70,9 +70,8 @@ class Rows:
             x = self._laid(x, *free)
             return self._laid(x.reshape(self.ranks, -1, *x.shape[1:]), None, *free)
 
-        products = [
-            lax.dot_general(*map(by_rank, sides, contracting), numbers, **kinds) for sides in zip(lhs, rhs, strict=True)
-        ]
+        pairs = [map(by_rank, pair, contracting) for pair in zip(lhs, rhs, strict=True)]
+        products = [lax.dot_general(a, b, numbers, **kinds) for a, b in pairs]
         own = functools.reduce(lax.add, products)
         for layout in layouts:
             own = jax.vmap(functools.partial(layout.primitive.bind, **layout.params))(own)
@@ -147,7 +146,7 @@ class _Term(NamedTuple):
     @property
     def likeness(self) -> str:
         """The same for terms that one function of their operands can make."""
-        shapes = [(x.aval.shape, x.aval.dtype) for x in self.product.invars]
+        shapes = [(_type(x).shape, _type(x).dtype) for x in self.product.invars]
         return str((shapes, self.product.params, [(one.primitive.name, one.params) for one in self.layouts]))
 
 
@@ -168,7 +167,7 @@ class _Program:
         self.rows = rows
         self.is_called = is_called
         """Whether a matmul alone is a sum, too: the caller may add what another call makes."""
-        self.own: dict[Any, Rows] = {}
+        self.own: dict[Any, Rows | None] = {}
         """Twins that are each rank's own."""
         self._twins: dict[Var, Var | None] = {}
         self._behind: dict[int, list[JaxprEqn]] = {}
@@ -176,7 +175,7 @@ class _Program:
         self._calls: dict[int, _New] = {}
         """By the identity of a call: what it calls, rewritten for all of its results."""
 
-    def twin(self, x: Any) -> Var | None:
+    def twin(self, x: Any) -> Any:
         """Of a variable; None: it has none."""
         if isinstance(x, Literal) or x not in self.made or not jnp.issubdtype(x.aval.dtype, jnp.floating):
             return None
@@ -184,7 +183,7 @@ class _Program:
             self._twins[x] = self._twin(x, self.made[x])
         return self._twins[x]
 
-    def _twin(self, x: Var, eqn: JaxprEqn) -> Var | None:
+    def _twin(self, x: Any, eqn: JaxprEqn) -> Var | None:
         name = eqn.primitive.name
         if name in _CALLS:
             return self._of_call(x, eqn)
@@ -196,10 +195,10 @@ class _Program:
             return None
         if name == _ROUNDING:
             (given,) = eqn.invars
-            return given if isinstance(given, Var) and given.aval.dtype == jnp.float32 else None
+            return given if isinstance(given, Var) and _type(given).dtype == jnp.float32 else None
         return self._wide(x, eqn) if name in _SUMS | _LAYOUTS else None
 
-    def _wide(self, x: Var, eqn: JaxprEqn) -> Var | None:
+    def _wide(self, x: Any, eqn: JaxprEqn) -> Var | None:
         """The same equation, of what its operands were rounded from."""
         given = [self.twin(one) for one in eqn.invars]
         if any(one is None or one in self.own for one in given):
@@ -208,21 +207,23 @@ class _Program:
         self._behind.setdefault(id(eqn), []).append(eqn.replace(invars=given, outvars=[twin]))
         return twin
 
-    def _own(self, x: Var, eqn: JaxprEqn) -> Var | None:
+    def _own(self, x: Any, eqn: JaxprEqn) -> Var | None:
         """A sum of matmuls alike that contract rows."""
-        terms = None if self.rows is None else self._terms(x, ())
-        if terms is None or len({one.likeness for one in terms}) > 1 or not self.rows.are_contracted(terms[0].product):
+        terms, rows = self._terms(x, ()), self.rows
+        if rows is None or terms is None or len({one.likeness for one in terms}) > 1:
+            return None
+        if not rows.are_contracted(terms[0].product):
             return None
         sides = [[one.product.invars[side] for one in terms] for side in (0, 1)]
-        made = functools.partial(self.rows.own_sum, product=terms[0].product, layouts=terms[0].layouts)
+        made = functools.partial(rows.own_sum, product=terms[0].product, layouts=terms[0].layouts)
         closed = jax.make_jaxpr(made)(*([one.aval for one in side] for side in sides))
         names = dict(zip(closed.jaxpr.invars, [*sides[0], *sides[1]], strict=True))
         self._behind.setdefault(id(eqn), []).extend(_renamed(closed.jaxpr, names, terms[0].product))
         (twin,) = closed.jaxpr.outvars
-        self.own[twin] = self.rows
+        self.own[twin] = rows
         return twin
 
-    def _sum_of_own(self, x: Var, eqn: JaxprEqn) -> Var | None:
+    def _sum_of_own(self, x: Any, eqn: JaxprEqn) -> Var | None:
         """A sum of what calls give that is each rank's own."""
         given = [self.twin(one) for one in eqn.invars]
         if any(one not in self.own for one in given) or len({(one.aval.shape, one.aval.dtype) for one in given}) > 1:
@@ -243,18 +244,18 @@ class _Program:
         if name in _SUMS:
             terms = [self._terms(one, layouts) for one in eqn.invars]
             return None if None in terms else [term for of_one in terms for term in of_one or ()]
-        if name == _ROUNDING and eqn.invars[0].aval.dtype == jnp.float32:
+        if name == _ROUNDING and _type(eqn.invars[0]).dtype == jnp.float32:
             return self._terms(eqn.invars[0], layouts)
         return self._terms(eqn.invars[0], (eqn, *layouts)) if name in _LAYOUTS else None
 
-    def _of_call(self, x: Var, eqn: JaxprEqn) -> Var | None:
+    def _of_call(self, x: Any, eqn: JaxprEqn) -> Var | None:
         if id(eqn) not in self._calls:
             self._calls[id(eqn)] = self._rewritten(eqn, [True] * len(eqn.outvars))
         inner, at = self._calls[id(eqn)], eqn.outvars.index(x)
         if not inner.is_new[at]:
             return None
         out = inner.jaxpr.outvars[at]
-        twin = Var(x.aval.update(dtype=out.aval.dtype) if inner.rows[at] is None else out.aval)
+        twin = Var(x.aval.update(dtype=_type(out).dtype) if inner.rows[at] is None else out.aval)
         if inner.rows[at] is not None:
             self.own[twin] = inner.rows[at]
         return twin
@@ -278,7 +279,7 @@ class _Program:
         again = [self._undone(new, old, eqn) for old, new in zip(eqn.outvars, twins, strict=True) if new is not None]
         return [eqn.replace(outvars=outvars, params=params), *(one for of_each in again for one in of_each)]
 
-    def _undone(self, twin: Var, x: Var, call: JaxprEqn) -> list[JaxprEqn]:
+    def _undone(self, twin: Var, x: Any, call: JaxprEqn) -> list[JaxprEqn]:
         """A result as it was, of its twin, for others that read it."""
         is_own = twin in self.own
 
@@ -305,6 +306,11 @@ def _renamed(jaxpr: Jaxpr, names: dict[Var, Any], of: JaxprEqn) -> list[JaxprEqn
         )
         for eqn in jaxpr.eqns
     ]
+
+
+def _type(x: Any) -> Any:
+    """Of an array."""
+    return x.aval
 
 
 def _called(eqn: JaxprEqn) -> Jaxpr:
