@@ -84,7 +84,7 @@ def arrays(mesh):
     )
 
 
-@pytest.mark.parametrize("name", cases("matmul", "another matmul, too", grid={**JOINED, **APART}))
+@pytest.mark.parametrize("name", cases("each recomputed by itself", grid={**JOINED, **APART}))
 def test_gradients_are_those_of_autodiff(name):
     mesh = mesh_of(mp.MeshSpec(fsdp=4))
     given = arrays(mesh)
