@@ -55,7 +55,8 @@ class Precision:
     @property
     def _matmuls(self) -> tuple[tuple[str, str | None], ...]:
         said: Any = self.matmul
-        return said if isinstance(said, tuple) else ((".*", said),)
+        is_mapping = isinstance(said, tuple) and all(isinstance(one, tuple) for one in said)
+        return said if is_mapping else ((".*", said),)
 
     def matmul_in(self, module: str) -> tuple[str | None, set[str]]:
         """How the matmuls of the module at a path are computed, and the patterns that match it or what it stands in."""

@@ -23,22 +23,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshpar.sharding.lay import lay
-from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes
+from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes
 
 _SUMS = frozenset({"add", "add_any"})
 _LAYOUTS = frozenset({"copy", "reshape", "squeeze", "transpose"})
 _ROUNDING = "convert_element_type"
-_CALLS = frozenset({"checkpoint", "closed_call", "jit", "pjit", "remat", "remat2", "shard_map"})
+_CALLS = frozenset({"checkpoint", "jit", "pjit", "remat", "remat2", "shard_map"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """How the rows of a slice lie: in equal parts on the ranks of some axes, as the first dim of activations."""
 
-    mesh: Mesh | AbstractMesh
+    mesh: AnyMesh
     axes: tuple[str, ...]
     count: int
     """Of a slice, on all devices."""
@@ -53,7 +53,7 @@ class Rows:
         contracting, batch = product.params["dimension_numbers"]
         if (0, 0) not in zip(*contracting, strict=True) or batch[0]:
             return False
-        size = _aval(product.invars[0]).shape[0]
+        size = _type(product.invars[0]).shape[0]
         return size % self.count == 0 and size % self.ranks == 0
 
     def own_sum(
@@ -70,10 +70,8 @@ class Rows:
             x = self._laid(x, *free)
             return self._laid(x.reshape(self.ranks, -1, *x.shape[1:]), None, *free)
 
-        def product_of(a: jax.Array, b: jax.Array) -> jax.Array:
-            return lax.dot_general(by_rank(a, contracting[0]), by_rank(b, contracting[1]), numbers, **kinds)
-
-        products = [product_of(a, b) for a, b in zip(lhs, rhs, strict=True)]
+        pairs = [map(by_rank, pair, contracting) for pair in zip(lhs, rhs, strict=True)]
+        products = [lax.dot_general(a, b, numbers, **kinds) for a, b in pairs]
         own = functools.reduce(lax.add, products)
         for layout in layouts:
             own = jax.vmap(functools.partial(layout.primitive.bind, **layout.params))(own)
@@ -148,12 +146,12 @@ class _Term(NamedTuple):
     @property
     def likeness(self) -> str:
         """The same for terms that one function of their operands can make."""
-        shapes = [(_aval(x).shape, _aval(x).dtype) for x in self.product.invars]
+        shapes = [(_type(x).shape, _type(x).dtype) for x in self.product.invars]
         return str((shapes, self.product.params, [(one.primitive.name, one.params) for one in self.layouts]))
 
 
-def _rewritten(jaxpr: Jaxpr, marked: Sequence[bool], rows: Rows | None) -> _New:
-    program = _Program(jaxpr, rows)
+def _rewritten(jaxpr: Jaxpr, marked: Sequence[bool], rows: Rows | None, *, is_called: bool = False) -> _New:
+    program = _Program(jaxpr, rows, is_called)
     twins = [program.twin(out) if mark else None for out, mark in zip(jaxpr.outvars, marked, strict=True)]
     outvars = [old if new is None else new for old, new in zip(jaxpr.outvars, twins, strict=True)]
     eqns = _read([new for eqn in jaxpr.eqns for new in program.instead_of(eqn)], outvars)
@@ -164,10 +162,12 @@ def _rewritten(jaxpr: Jaxpr, marked: Sequence[bool], rows: Rows | None) -> _New:
 class _Program:
     """Variables of a traced program and their twins: the same numbers before they are rounded, or each rank's own."""
 
-    def __init__(self, jaxpr: Jaxpr, rows: Rows | None) -> None:
+    def __init__(self, jaxpr: Jaxpr, rows: Rows | None, is_called: bool) -> None:
         self.made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
         self.rows = rows
-        self.own: dict[Any, Rows] = {}
+        self.is_called = is_called
+        """Whether a matmul alone is a sum, too: the caller may add what another call makes."""
+        self.own: dict[Any, Rows | None] = {}
         """Twins that are each rank's own."""
         self._twins: dict[Var, Var | None] = {}
         self._behind: dict[int, list[JaxprEqn]] = {}
@@ -175,50 +175,62 @@ class _Program:
         self._calls: dict[int, _New] = {}
         """By the identity of a call: what it calls, rewritten for all of its results."""
 
-    def twin(self, x: Any) -> Var | None:
+    def twin(self, x: Any) -> Any:
         """Of a variable; None: it has none."""
-        if isinstance(x, Literal) or x not in self.made or not jnp.issubdtype(_aval(x).dtype, jnp.floating):
+        if isinstance(x, Literal) or x not in self.made or not jnp.issubdtype(x.aval.dtype, jnp.floating):
             return None
         if x not in self._twins:
             self._twins[x] = self._twin(x, self.made[x])
         return self._twins[x]
 
-    def _twin(self, x: Var, eqn: JaxprEqn) -> Var | None:
+    def _twin(self, x: Any, eqn: JaxprEqn) -> Var | None:
         name = eqn.primitive.name
         if name in _CALLS:
             return self._of_call(x, eqn)
-        if name in _SUMS and (twin := self._own(x, eqn)) is not None:
+        if (name in _SUMS or self.is_called) and (twin := self._own(x, eqn)) is not None:
             return twin
-        if _aval(x).dtype.itemsize >= 4:
+        if name in _SUMS and (twin := self._sum_of_own(x, eqn)) is not None:
+            return twin
+        if x.aval.dtype.itemsize >= 4:
             return None
         if name == _ROUNDING:
             (given,) = eqn.invars
-            return given if isinstance(given, Var) and _aval(given).dtype == jnp.float32 else None
+            return given if isinstance(given, Var) and _type(given).dtype == jnp.float32 else None
         return self._wide(x, eqn) if name in _SUMS | _LAYOUTS else None
 
-    def _wide(self, x: Var, eqn: JaxprEqn) -> Var | None:
+    def _wide(self, x: Any, eqn: JaxprEqn) -> Var | None:
         """The same equation, of what its operands were rounded from."""
-        given: list[Any] = [twin for one in eqn.invars if (twin := self.twin(one)) is not None and twin not in self.own]
-        if len(given) < len(eqn.invars):
+        given = [self.twin(one) for one in eqn.invars]
+        if any(one is None or one in self.own for one in given):
             return None
-        twin = Var(_aval(x).update(dtype=jnp.dtype(jnp.float32)))
+        twin = Var(x.aval.update(dtype=jnp.dtype(jnp.float32)))
         self._behind.setdefault(id(eqn), []).append(eqn.replace(invars=given, outvars=[twin]))
         return twin
 
-    def _own(self, x: Var, eqn: JaxprEqn) -> Var | None:
+    def _own(self, x: Any, eqn: JaxprEqn) -> Var | None:
         """A sum of matmuls alike that contract rows."""
-        terms = self._terms(x, ())
-        if self.rows is None or not terms or not self.rows.are_contracted(terms[0].product):
+        terms, rows = self._terms(x, ()), self.rows
+        if rows is None or terms is None or len({one.likeness for one in terms}) > 1:
             return None
-        if len({one.likeness for one in terms}) > 1:
+        if not rows.are_contracted(terms[0].product):
             return None
         sides = [[one.product.invars[side] for one in terms] for side in (0, 1)]
-        made = functools.partial(self.rows.own_sum, product=terms[0].product, layouts=terms[0].layouts)
+        made = functools.partial(rows.own_sum, product=terms[0].product, layouts=terms[0].layouts)
         closed = jax.make_jaxpr(made)(*([one.aval for one in side] for side in sides))
         names = dict(zip(closed.jaxpr.invars, [*sides[0], *sides[1]], strict=True))
         self._behind.setdefault(id(eqn), []).extend(_renamed(closed.jaxpr, names, terms[0].product))
         (twin,) = closed.jaxpr.outvars
-        self.own[twin] = self.rows
+        self.own[twin] = rows
+        return twin
+
+    def _sum_of_own(self, x: Any, eqn: JaxprEqn) -> Var | None:
+        """A sum of what calls give that is each rank's own."""
+        given = [self.twin(one) for one in eqn.invars]
+        if any(one not in self.own for one in given) or len({(one.aval.shape, one.aval.dtype) for one in given}) > 1:
+            return None
+        twin = Var(given[0].aval)
+        self._behind.setdefault(id(eqn), []).append(eqn.replace(invars=given, outvars=[twin]))
+        self.own[twin] = self.own[given[0]]
         return twin
 
     def _terms(self, x: Any, layouts: tuple[JaxprEqn, ...]) -> list[_Term] | None:
@@ -232,26 +244,28 @@ class _Program:
         if name in _SUMS:
             terms = [self._terms(one, layouts) for one in eqn.invars]
             return None if None in terms else [term for of_one in terms for term in of_one or ()]
-        if name == _ROUNDING and _aval(eqn.invars[0]).dtype == jnp.float32:
+        if name == _ROUNDING and _type(eqn.invars[0]).dtype == jnp.float32:
             return self._terms(eqn.invars[0], layouts)
         return self._terms(eqn.invars[0], (eqn, *layouts)) if name in _LAYOUTS else None
 
-    def _of_call(self, x: Var, eqn: JaxprEqn) -> Var | None:
+    def _of_call(self, x: Any, eqn: JaxprEqn) -> Var | None:
         if id(eqn) not in self._calls:
-            self._calls[id(eqn)] = _rewritten(_called(eqn), [True] * len(eqn.outvars), self._rows_in(eqn))
+            self._calls[id(eqn)] = self._rewritten(eqn, [True] * len(eqn.outvars))
         inner, at = self._calls[id(eqn)], eqn.outvars.index(x)
         if not inner.is_new[at]:
             return None
-        out, rows = _aval(inner.jaxpr.outvars[at]), inner.rows[at]
-        if rows is None:
-            return Var(_aval(x).update(dtype=out.dtype))
-        twin = Var(out)
-        self.own[twin] = rows
+        out = inner.jaxpr.outvars[at]
+        twin = Var(x.aval.update(dtype=_type(out).dtype) if inner.rows[at] is None else out.aval)
+        if inner.rows[at] is not None:
+            self.own[twin] = inner.rows[at]
         return twin
 
-    def _rows_in(self, eqn: JaxprEqn) -> Rows | None:
-        """In a `shard_map` rows are a device's already, and kernels reduce for themselves."""
-        return None if eqn.primitive.name == "shard_map" else self.rows
+    def _rewritten(self, call: JaxprEqn, marked: Sequence[bool]) -> _New:
+        """What is called. In a `shard_map` rows are a device's already, and kernels reduce for themselves; where a
+        `jit` says how its results lie, they keep their dims."""
+        laid = any(isinstance(one, Sharding) for one in call.params.get("out_shardings", ()))
+        rows = None if laid or call.primitive.name == "shard_map" else self.rows
+        return _rewritten(_called(call), marked, rows, is_called=True)
 
     def instead_of(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """What stands in an equation's place."""
@@ -259,19 +273,19 @@ class _Program:
         if eqn.primitive.name not in _CALLS or not any(twins):
             return [eqn, *self._behind.get(id(eqn), [])]
         held = eqn.params["jaxpr"]
-        inner = _rewritten(_called(eqn), [one is not None for one in twins], self._rows_in(eqn)).jaxpr
+        inner = self._rewritten(eqn, [one is not None for one in twins]).jaxpr
         params = {**eqn.params, "jaxpr": ClosedJaxpr(inner, held.consts) if hasattr(held, "consts") else inner}
         outvars = [old if new is None else new for old, new in zip(eqn.outvars, twins, strict=True)]
         again = [self._undone(new, old, eqn) for old, new in zip(eqn.outvars, twins, strict=True) if new is not None]
         return [eqn.replace(outvars=outvars, params=params), *(one for of_each in again for one in of_each)]
 
-    def _undone(self, twin: Var, x: Var, call: JaxprEqn) -> list[JaxprEqn]:
+    def _undone(self, twin: Var, x: Any, call: JaxprEqn) -> list[JaxprEqn]:
         """A result as it was, of its twin, for others that read it."""
         is_own = twin in self.own
 
         def undone(given: jax.Array) -> jax.Array:
             whole = lax.reduce(given, np.zeros((), given.dtype), lax.add, (0,)) if is_own else given
-            return whole.astype(_aval(x).dtype)
+            return whole.astype(x.aval.dtype)
 
         with call.ctx.manager:
             closed = jax.make_jaxpr(undone)(twin.aval)
@@ -294,8 +308,8 @@ def _renamed(jaxpr: Jaxpr, names: dict[Var, Any], of: JaxprEqn) -> list[JaxprEqn
     ]
 
 
-def _aval(x: Any) -> Any:
-    """The type of a variable that is an array."""
+def _type(x: Any) -> Any:
+    """Of an array."""
     return x.aval
 
 

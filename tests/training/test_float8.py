@@ -184,6 +184,7 @@ def traced(model, precision):
     ("precision", "model", "words"),
     [
         ({"matmul": "fp9"}, CONFIG, "there is fp8"),
+        ({"matmul": ("fp8",)}, CONFIG, "there is fp8"),
         ({"matmul": "fp8", "compute": "float16"}, CONFIG, "bfloat16"),
         ({"matmul": {"layers/mpl/.*": "fp8"}}, CONFIG, "modules `layers/mpl/"),
         ({"matmul": {"layers/(mlp": "fp8"}}, CONFIG, "no regular expression"),
