@@ -149,7 +149,7 @@ class Steps(Printed, Plain):
 
         cfg, size = self.config, self.size
         title = (
-            f"a decoder of {self.num_params / 1e9:.3g}e9 parameters, {cfg.num_layers} layers, {size.seq_len:,} tokens"
+            f"a decoder of {self.num_params:,} parameters, {cfg.num_layers} layers, {size.seq_len:,} tokens"
         )
         title += f" a row, attention={cfg.attention}, remat={self.remat}"
         columns = (

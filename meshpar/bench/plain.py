@@ -1,7 +1,7 @@
 """The decoder of `meshpar.models` as a person writes it in Flax NNX, with nothing of meshpar: what a step is held to.
 
-Parameters have the same paths, shapes and initial distributions; layers run under one scan, with what matmuls with
-weights give kept for the backward pass; logits are whole. Shape suffixes as in `meshpar.models.layers`.
+Parameters have the same paths and shapes, and Flax's own initial values; layers run under one scan, with what matmuls
+with weights give kept for the backward pass; logits are whole. Shape suffixes as in `meshpar.models.layers`.
 """
 
 from __future__ import annotations
