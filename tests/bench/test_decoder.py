@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
+import meshpar as mp
 from meshpar.bench import decoder, plain
 from meshpar.bench.decoder import BFLOAT16, FP8, PLAIN, TINY, Steps, kernels_of, size_for, timed
 from meshpar.compiled import trace
@@ -150,7 +151,10 @@ def test_plain_flax_is_the_same_model():
     given = jax.tree_util.tree_map_with_path(lambda path, x: jnp.asarray(ours[named(path)]).reshape(x.shape), theirs)
     graph, _ = nnx.split(nnx.eval_shape(lambda: plain.Decoder(size.config, "float32", rngs=nnx.Rngs(0))))
     one = jax.jit(lambda params: plain.loss(nnx.merge(graph, params), batch))(given)
-    other = jax.jit(lambda params: next_token_loss(setup.model.bind(params, {}), batch, jax.random.key(0))[0])(params)
+    with mp.use(setup.mesh, setup.strategy):
+        other = jax.jit(lambda params: next_token_loss(setup.model.bind(params, {}), batch, jax.random.key(0))[0])(
+            params
+        )
     # float32, and sums in another order.
     np.testing.assert_allclose(one, other, rtol=1e-6)
 
