@@ -148,9 +148,7 @@ class Steps(Printed, Plain):
         from rich.console import Group
 
         cfg, size = self.config, self.size
-        title = (
-            f"a decoder of {self.num_params:,} parameters, {cfg.num_layers} layers, {size.seq_len:,} tokens"
-        )
+        title = f"a decoder of {self.num_params:,} parameters, {cfg.num_layers} layers, {size.seq_len:,} tokens"
         title += f" a row, attention={cfg.attention}, remat={self.remat}"
         columns = (
             "step",

@@ -193,8 +193,8 @@ def gpu(
         progress("measuring products")
         found = products(sizes=sizes, dtype=dtype, repeats=repeats)
         if has_step:
-            options = {"rows": rows, "seq_len": seq_len, "repeats": steps, "folder": trace, "began_s": began_s}
-            found = whole(found, progress=progress, **options)
+            batch = {"rows": rows, "seq_len": seq_len}
+            found = whole(found, **batch, repeats=steps, folder=trace, began_s=began_s, progress=progress)
     print_report(found, as_json=as_json)
     if save:
         profile = found.profile(save)

@@ -139,6 +139,24 @@ def test_what_cannot_run_leaves_the_rest(monkeypatch):
     assert (late.times, len(late.notes)) == ((), 3)
 
 
+@pytest.mark.pod
+def test_a_gpus_program_has_these_flops_and_kernels(pod):
+    narrow = {"num_layers": 2, "embed_dim": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "mlp_dim": 512}
+    cfg = dataclasses.replace(size_for("gpu", 64e9).config, vocab_size=512, vocab_chunk=256, **narrow)
+    size, precision = decoder.Size(config=cfg, rows=2, seq_len=256), decoder._precision(None)
+    how = {"mesh": mp.MeshSpec(fsdp=1).abstract(devices=1), "strategy": mp.fsdp(), "precision": precision}
+    state = mp.abstract_state(cfg.build(), decoder._optimizer(), **how)
+    step = mp.train_step(next_token_loss, precision=precision, remat=decoder._REMAT, xla=decoder._UNGRAPHED)
+    cluster = dataclasses.replace(parse_cluster("h100:1x1"), products={64: 1e13, 4096: 1e14})
+    report = mp.explain(step, state, decoder._batch(size), cluster, pod=pod, advise=False)
+    assert report.compute.model_flops_per_device == size.flops
+    kinds = list(decoder._kinds(report.program.module).values())
+    assert kinds.count("attention") == 2  # forward and backward, each in a loop over layers
+    assert kinds.count("matmul") > 10
+    faster = dataclasses.replace(cluster, products={64: 2e13, 4096: 2e14})
+    assert decoder.predicted_s(report, cluster) > decoder.predicted_s(report, faster) > report.compute.predicted_step_s
+
+
 @pytest.mark.matrix
 def test_plain_flax_is_the_same_model():
     size = size_for("cpu", 0)
