@@ -141,9 +141,9 @@ def test_what_cannot_run_leaves_the_rest(monkeypatch):
 
 @pytest.mark.pod
 def test_a_gpus_program_has_these_flops_and_kernels(pod):
-    narrow = {"num_layers": 2, "embed_dim": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "mlp_dim": 512}
-    cfg = dataclasses.replace(size_for("gpu", 64e9).config, vocab_size=512, vocab_chunk=256, **narrow)
-    size, precision = decoder.Size(config=cfg, rows=2, seq_len=256), decoder._precision(None)
+    whole, precision = size_for("gpu", 64e9), decoder._precision(None)
+    cfg = dataclasses.replace(whole.config, num_layers=2)
+    size = dataclasses.replace(whole, config=cfg)
     how = {"mesh": mp.MeshSpec(fsdp=1).abstract(devices=1), "strategy": mp.fsdp(), "precision": precision}
     state = mp.abstract_state(cfg.build(), decoder._optimizer(), **how)
     step = mp.train_step(next_token_loss, precision=precision, remat=decoder._REMAT, xla=decoder._UNGRAPHED)
