@@ -3,6 +3,9 @@
     report.py     figures, and ratios of two programs in turn
     training.py   step: a training step against bare jax.jit
     kernels.py    collectives: every algorithm against XLA's own, as nccl-tests does
+    gpu.py        gpu: products by size, copies, whole steps, as a profile
+    decoder.py    whole steps of a decoder: utilisation, kernels, measured against predicted
+    plain.py      the same decoder in plain Flax
     fit.py        α and β of a link, from times
     found.py      the rows and links of such a measurement; the profile they make
     moe.py        moe: MoE layers against one-hot einsums

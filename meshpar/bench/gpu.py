@@ -1,4 +1,4 @@
-"""The products of a device: FLOP/s of square bfloat16 matmuls by size, and what copies move, for a profile."""
+"""What a device reaches, for a profile: square products by size, copies, and whole training steps of a decoder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.bench.decoder import Steps, size_for, steps
 from meshpar.bench.report import seconds_of
 from meshpar.planner import cost
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_profile
 from meshpar.planner.units import si
-from meshpar.sharding.printing import Plain, Printed, table
+from meshpar.sharding.printing import Plain, Printed, plain, table
 from meshpar.sharding.types import is_whole, near, problem
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -39,16 +40,19 @@ class Products(Printed, Plain):
     bytes_per_s: float
     """What a copy of a large array reads and writes in a second."""
     source: str
+    steps: Steps | None = None
+    """Of a decoder; None: none were measured."""
 
     def profile(self, path: str | Path) -> Cluster:
-        """A cluster with these products: the one that a file holds, else one node of this GPU.
+        """A cluster with these products and steps: the one that a file holds, else one node of this GPU.
 
         Raises:
           ValueError: a device that the catalogue does not know, or a file of other devices.
         """
         known = profile_of(self.device, path)
         source = "; ".join(filter(None, (known.source, self.source)))
-        return dataclasses.replace(known, products=self.flops_per_s, source=source)
+        measured = known.steps if self.steps is None else plain(self.steps)
+        return dataclasses.replace(known, products=self.flops_per_s, steps=measured, source=source)
 
     def __rich__(self) -> Any:
         gpu = gpu_of_kind(self.device)
@@ -58,7 +62,13 @@ class Products(Printed, Plain):
             for n, rate in self.flops_per_s.items()
         ]
         caption = f"copies move {si(self.bytes_per_s, 'B/s')}; {self.source}"
-        return table(f"{self.device}: {self.dtype} products", ("n", "rate", "of the data sheet"), rows, caption=caption)
+        title, columns = f"{self.device}: {self.dtype} products", ("n", "rate", "of the data sheet")
+        alone = table(title, columns, rows, caption=caption)
+        if self.steps is None:
+            return alone
+        from rich.console import Group
+
+        return Group(alone, self.steps)
 
 
 def profile_of(device: str, path: str | Path) -> Cluster:
@@ -106,6 +116,31 @@ def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int
         device=device.device_kind, dtype=dtype, flops_per_s=rates, bytes_per_s=2 * x.nbytes / copied_s,
         source=f"meshpar bench gpu, jax {jax.__version__}, {device.device_kind}, {today}",
     )  # fmt: skip
+
+
+def whole(found: Products, *, rows: int | None = None, seq_len: int | None = None, **options: Any) -> Products:
+    """The products, and beside them whole steps of a decoder as large as the device's memory lets it be.
+
+    Args:
+      found: of bfloat16, from `products`: the best of them is the ceiling, and all together tell the predicted step.
+      rows, seq_len: of a batch; None: by the device's memory.
+      options: of `decoder.steps`.
+
+    """
+    device = jax.devices()[0]
+    gpu = gpu_of_kind(device.device_kind)
+    known = None if gpu is None else cluster_of(gpu, nodes=1, gpus_per_node=1)
+    cluster = None if known is None else dataclasses.replace(known, products=found.flops_per_s, source=found.source)
+    size = size_for(device.platform, _memory_bytes(device))
+    size = dataclasses.replace(size, rows=rows or size.rows, seq_len=seq_len or size.seq_len)
+    ceiling = max(found.flops_per_s.values())
+    return dataclasses.replace(found, steps=steps(size, ceiling_flops_per_s=ceiling, cluster=cluster, **options))
+
+
+def _memory_bytes(device: jax.Device) -> float:
+    """What jax may use of a device's memory; 0 where it does not say."""
+    stats = device.memory_stats() or {}
+    return float(stats.get("bytes_limit", 0))
 
 
 def _product_s(n: int, dtype: str, repeats: int) -> float:

@@ -169,6 +169,8 @@ class Cluster(_Measured):
     """Between nodes."""
     products: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     """FLOP/s that were measured of products of n × n matrices, by n (`meshpar bench gpu`); empty: none were."""
+    steps: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, repr=False)
+    """What whole training steps took on one of them, as `meshpar bench gpu` saves it: kept for who reads the file."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -259,6 +261,7 @@ class Cluster(_Measured):
             "inside": dataclasses.asdict(self.inside),
             "across": dataclasses.asdict(self.across),
             **({"products": {str(n): rate for n, rate in self.products.items()}} if self.products else {}),
+            **({"steps": dict(self.steps)} if self.steps else {}),
             **super().to_json(),
         }
 
@@ -269,7 +272,9 @@ class Cluster(_Measured):
         Raises:
           ValueError: a field is missing, unknown or of the wrong kind.
         """
-        _check_fields(data, {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", *_MEASURED})
+        _check_fields(data, {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", "steps", *_MEASURED})
+        steps = data.get("steps", {})
+        _check("steps", steps, isinstance(steps, Mapping), "what `meshpar bench gpu` writes there")
         try:
             gpu = data["gpu"] if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
             gpu = gpu if isinstance(gpu, Gpu) else _gpu_from_json(gpu)
@@ -279,7 +284,8 @@ class Cluster(_Measured):
             links: dict[str, Any] = _axes_from_json(data)
             for key in ("inside", "across"):
                 links[key] = dataclasses.replace(getattr(usual, key), **data.get(key, {}))
-            return dataclasses.replace(usual, products=_products_from_json(data.get("products", {})), **links)
+            products = _products_from_json(data.get("products", {}))
+            return dataclasses.replace(usual, products=products, steps=steps, **links)
         except MeshparError:
             raise
         except (KeyError, TypeError, ValueError) as error:

@@ -65,6 +65,7 @@ def test_layers_are_equal_to_the_reference_drops_and_gradients_too(form):
         np.testing.assert_allclose(one, other, atol=1e-5 * max(1.0, float(np.abs(other).max())))
 
 
+@pytest.mark.matrix
 def test_a_layer_of_every_form_is_traced():
     shape = SHAPE._replace(num_ranks=8)
     for form in FORMS:
