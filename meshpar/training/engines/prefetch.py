@@ -62,7 +62,7 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     the bytes they give: as one message a layer's would have no matmul of it left to hide behind, so there are three.
     With axes that split layers, whose collectives stand between, several are let run at a time, and scatters are one.
     Slices of the rows have messages of their own there, which combined would make one slice wait for the other: no more
-    is combined then than the layer's weights, and than their gradients, which slices sum before they are sent.
+    is combined then than the layer's weights, and than its gradients as often as there are slices.
     Where XLA schedules by latencies, a layer's scatters with those of experts' gradients are one message too, which it
     starts in time; it would hold several for side by side. And slices keep kernels of their own: XLA makes one of what
     both do by the same weights, norms say, and one slice would wait there for the other's messages.
@@ -74,7 +74,7 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     if others:
         thresholds[OVERLAP_LIMIT] = 4
         if options.interleave > 1:
-            thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = kept
+            thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = kept * options.interleave
     else:
         several = 3
         if _ranks_own_experts(setup):  # tokens go to experts while weights come
