@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -143,7 +144,7 @@ def plans_for(
 
 
 def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
-    """The recipe under the first of the plans in a file, its rows not interleaved.
+    """The recipe under the first of the plans in a file.
 
     Raises:
       ValueError: no plans there.
@@ -151,5 +152,4 @@ def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
     from meshpar.planner.plan import load_plans
 
     layout = load_plans(path)[0].layout
-    fields = {"mesh": layout.mesh, "strategy": layout.strategy, "remat": layout.remat, "accumulate": layout.accumulate}
-    return recipe.replace(**fields, interleave=1)  # plans are made for whole rows
+    return recipe.replace(**{one.name: getattr(layout, one.name) for one in dataclasses.fields(layout)})

@@ -150,22 +150,23 @@ class Plans(Printed):
 
     def why_not(
         self, *, mesh: str | MeshSpec, strategy: str | Strategy | None = None, remat: str | None = None,
-        accumulate: int = 1,
+        accumulate: int = 1, interleave: int = 1,
     ) -> str:  # fmt: skip
         """Why a layout is not the plan: what forbids it, by how much it does not fit, or how much longer it takes.
 
         Args:
           mesh: `fsdp=8,tensor=8`, or a `MeshSpec`.
           strategy: as text or a value; None: the quickest of those that parts try on that mesh.
-          remat, accumulate: of its step.
+          remat, accumulate, interleave: of its step.
 
         Raises:
           ValueError: a text that cannot be read, plans that were loaded from a file, or how its step is cut without a
             strategy.
         """
-        if strategy is None and (remat is not None or accumulate != 1):
+        if strategy is None and (remat, accumulate, interleave) != (None, 1, 1):
             exists, fix = "without a strategy the quickest way to cut its step is told", "name the strategy, too"
-            raise problem("why_not", f"use remat={remat!r}, accumulate={accumulate}", exists, fix)
+            asked = f"use remat={remat!r}, accumulate={accumulate}, interleave={interleave}"
+            raise problem("why_not", asked, exists, fix)
         if self.search is None:
             exists, fix = "it remembers no model", "ask the plans that mp.plan gave"
             raise problem("plans from a file", "tell why a layout is not among them", exists, fix)
@@ -175,7 +176,7 @@ class Plans(Printed):
                 one = self.search.on_mesh(spec)
             else:
                 given = parse_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy)
-                layout = Layout(mesh=spec, strategy=given, remat=remat, accumulate=accumulate)
+                layout = Layout(mesh=spec, strategy=given, remat=remat, accumulate=accumulate, interleave=interleave)
                 one = self.search.estimate(layout)
         except MeshparError as error:
             return f"it cannot be: {error}"
@@ -373,7 +374,13 @@ def compiled(
 ) -> Compiled:
     """A layout compiled for the cluster; errors are those of `explain`."""
     layout, work = found.layout, search.workload
-    options = StepOptions(accumulate=layout.accumulate, precision=work.precision, remat=layout.remat, xla=xla)
+    options = StepOptions(
+        accumulate=layout.accumulate,
+        precision=work.precision,
+        remat=layout.remat,
+        interleave=layout.interleave,
+        xla=xla,
+    )
     mesh = layout.mesh.abstract(search.cluster.num_devices)
     state = abstract_state(work.model, work.tx, mesh=mesh, strategy=layout.strategy, precision=work.precision)
     report = explain(TrainStep(loss, options), state, work.batch, search.cluster, pod=pod, advise=False)
