@@ -139,7 +139,7 @@ def plans_for(
         tx=build_optimizer(recipe, model, MeshSpec().abstract(1)),
         precision=recipe.precision,
         xla=recipe.xla,
-        bound_factor=getattr(getattr(recipe.model, "moe", None), "bound_factor", None),
+        **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in ("bound_factor", "nodes_visited")},
     )
 
 

@@ -192,6 +192,7 @@ class Placed:
             is_remat=layout.remat is not None,
             by_stages=pipelined is not None,
             choices=work.choices,
+            nodes_visited=work.nodes_visited,
             vocab_chunks=self.vocab_chunks,
             compute=work.precision.compute,
             reduce=work.precision.reduce,

@@ -235,6 +235,7 @@ def plan(
     tx: optax.GradientTransformation | None = None,
     precision: Precision | None = None,
     bound_factor: float | None = None,
+    nodes_visited: Callable[[int], int] | None = None,
     xla: Options = MappingProxyType({}),
 ) -> Plans:
     """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps.
@@ -250,7 +251,7 @@ def plan(
       loss: (model, batch, key) -> (loss, metrics).
       tx: the optimizer; None: AdamW.
       precision: of the step; None: bfloat16 compute on float32 parameters.
-      bound_factor: room for rows of MoE layers, where the model's config does not say it.
+      bound_factor, nodes_visited: of MoE layers, as `MoEConfig` has them, where the model's config does not say them.
       xla: compile options, as of `train_step`, for what is compiled.
 
     Raises:
@@ -269,6 +270,7 @@ def plan(
         precision=Precision(compute="bfloat16") if precision is None else precision,
         cluster=cluster,
         bound_factor=getattr(getattr(model, "moe", None), "bound_factor", bound_factor),
+        nodes_visited=getattr(getattr(model, "moe", None), "nodes_visited", nodes_visited),
     )
     search = Search(work, cluster)
     found, told = _running(search, loss, top)

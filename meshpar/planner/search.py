@@ -368,7 +368,10 @@ class Search:
 
     def _trial(self, sizes: Mapping[str, int]) -> Trial:
         work = self.workload
-        return Trial(sizes=sizes, rows=work.rows, seq_len=work.seq_len, num_layers=work.num_layers)
+        return Trial(
+            sizes=sizes, rows=work.rows, seq_len=work.seq_len, num_layers=work.num_layers,
+            is_node_first=work.nodes_visited is not None,
+        )  # fmt: skip
 
 
 _ANY = MeshSpec()

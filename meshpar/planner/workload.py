@@ -106,6 +106,8 @@ class Workload:
     """Experts that a token visits; 0 without experts."""
     bound_factor: float | None
     """Room for rows from one rank of experts to another; None: for any routing."""
+    nodes_visited: Callable[[int], int] | None
+    """Of so many nodes, those that a token's experts lie on, where it goes once to each."""
     vocab_chunk: int | None
     """Tokens of the vocabulary on one rank whose logits are made at a time; None: of all."""
 
@@ -151,6 +153,7 @@ def describe(
     precision: Precision,
     cluster: Cluster | None = None,
     bound_factor: float | None = None,
+    nodes_visited: Callable[[int], int] | None = None,
 ) -> Workload:
     """Trace a training step; errors are those of the model and the loss.
 
@@ -161,12 +164,11 @@ def describe(
       tx: the optimizer.
       precision: of the step.
       cluster: for whose GPUs cuDNN's attention is traced.
-      bound_factor: of the MoE layers.
+      bound_factor, nodes_visited: of the MoE layers.
     """
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     rows, tokens = rows_and_tokens(batch, 1)
-    one = MeshSpec().abstract(1)
-    with use(one, ddp()):
+    with use(one := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     made = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
     plain = [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(made)]
@@ -194,13 +196,13 @@ def describe(
     least = 3 * forward + again - flops[None]
     flops = {remat: least + count + visited * (remat is not None) for remat, count in flops.items()}
     narrow, narrowed = map(sum, zip((0, 0.0), *_narrow(alone), strict=True))
-    extra = [leaf_of(path, x) for path, x in tree_leaves_with_paths(variables.extra)]
     return Workload(
         model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
         tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
         narrow_share=narrow / marker / forward if forward else 0.0, narrowed=narrowed / marker, held=held,
         looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
-        whole_bytes=sum(leaf.nbytes for leaf in extra) + 4 + 8 + 4,
+        nodes_visited=nodes_visited,
+        whole_bytes=sum(leaf_of(*one).nbytes for one in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def workload(config, rows, length, tx=None, precision=BF16):
     bound = config.moe and config.moe.bound_factor
     tx = tx or optax.adamw(1e-3)
     how = {"tx": tx, "precision": precision, "bound_factor": bound}
+    how["nodes_visited"] = config.moe and config.moe.nodes_visited
     return describe(config.build(), tokens(rows, length), next_token_loss, **how)
 
 
@@ -276,6 +277,31 @@ def test_chunks_of_the_vocabulary_make_logits_again_and_hold_those_of_one():
     assert cut.model_flops == whole.model_flops
     head, logits, summed = 4 * 256 * 80, 2 * 64 * 80, 2 * 64 * 256 * 4
     assert held.head_bytes - less.head_bytes == (2 * logits + head) - (6 * logits // 4 + summed + head // 4 + head // 2)
+
+
+@pytest.mark.matrix
+def test_node_first_rows_go_once_to_each_node_and_choice_by_choice_inside():
+    """By hand, of 64 rows of 64 tokens on two nodes of four: two choices on two of two nodes at the most."""
+    moe = dataclasses.replace(MOE.moe, implementation="node-first")
+    sent, layers = {}, CONFIG.num_layers
+    for name in ("auto", "node-first"):
+        config = dataclasses.replace(MOE, moe=dataclasses.replace(moe, implementation=name))
+        search = Search(workload(config, 64, 64), parse_cluster("h100:2x2"))
+        pair = mp.parallel.parse_strategy("ddp() | expert_parallel(axis=('data', 'expert'))")
+        layout = Layout(mesh=mp.MeshSpec(data=2, expert=2), strategy=pair)
+        placed = search.placer.place(dict(layout.mesh), pair)
+        (part,) = (one for one in pair.parts if one.name == "expert_parallel")
+        for remat in (None, "full"):
+            told = part.kernels(placed.facts(dataclasses.replace(layout, remat=remat)))
+            sent[name, remat] = [(one.axes, one.elements, one.count[0] // layers) for one in told]
+        tried = {one for sizes in search.meshes() for one in search.strategies(sizes)}
+        pairs = {one for one in tried if "('data', 'expert')" in str(one)}
+        assert bool(pairs) == (name == "node-first")
+        assert any(one.strategy in pairs for one in search.starts()) == bool(pairs)
+    token = 16 * 64 * CONFIG.embed_dim
+    for remat, across, inside in ((None, 4, 4), ("full", 5, 6)):
+        assert sent["auto", remat] == [(("data", "expert"), 2 * token, inside)]
+        assert sent["node-first", remat] == [(("data",), 2 * token, across), (("expert",), 2 * token, inside)]
 
 
 @pytest.mark.matrix
