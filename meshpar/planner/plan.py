@@ -229,15 +229,11 @@ def plan(
     batch: PyTree,
     cluster: str | Cluster,
     *,
-    top: int = 5,
-    verify: int = 0,
-    loss: Callable[..., Any] = next_token_loss,
-    tx: optax.GradientTransformation | None = None,
-    precision: Precision | None = None,
-    bound_factor: float | None = None,
-    nodes_visited: Callable[[int], int] | None = None,
+    top: int = 5, verify: int = 0, loss: Callable[..., Any] = next_token_loss,
+    tx: optax.GradientTransformation | None = None, precision: Precision | None = None,
+    bound_factor: float | None = None, nodes_visited: Callable[[int], int] | None = None,
     xla: Options = MappingProxyType({}),
-) -> Plans:
+) -> Plans:  # fmt: skip
     """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps.
 
     Nothing is run. Memory and times are estimates, which the plans say the source and error of.
