@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -138,12 +139,12 @@ def plans_for(
         tx=build_optimizer(recipe, model, MeshSpec().abstract(1)),
         precision=recipe.precision,
         xla=recipe.xla,
-        bound_factor=getattr(getattr(recipe.model, "moe", None), "bound_factor", None),
+        **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in ("bound_factor", "nodes_visited")},
     )
 
 
 def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
-    """The recipe under the first of the plans in a file, its rows not interleaved.
+    """The recipe under the first of the plans in a file.
 
     Raises:
       ValueError: no plans there.
@@ -151,5 +152,4 @@ def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
     from meshpar.planner.plan import load_plans
 
     layout = load_plans(path)[0].layout
-    fields = {"mesh": layout.mesh, "strategy": layout.strategy, "remat": layout.remat, "accumulate": layout.accumulate}
-    return recipe.replace(**fields, interleave=1)  # plans are made for whole rows
+    return recipe.replace(**{one.name: getattr(layout, one.name) for one in dataclasses.fields(layout)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from meshpar.collectives.check import check_choice
 from meshpar.moe.check import check_factor, check_whole
@@ -89,6 +90,11 @@ class MoEConfig:
                     "buffers of fixed capacity travel whole, and that capacity is their bound",
                     f"leave {field} out" + ", or the capacity_factor" * (routing.choice == "token"),
                 )
+
+    @property
+    def nodes_visited(self) -> Callable[[int], int] | None:
+        """Of so many nodes, those that a token goes to; None: rows travel choice by choice, whatever the nodes."""
+        return self.routing.nodes_visited if self.implementation == NODE_FIRST else None
 
     @property
     def is_biased(self) -> bool:

@@ -28,27 +28,40 @@ class Expert(Part):
 
     @classmethod
     def tried(cls, trial: Trial) -> Iterator[Part]:
-        return iter((cls(),))
+        yield cls()
+        if trial.is_node_first and trial.ways("data") > 1:
+            yield cls(("data", "expert"))
 
     def kernels(self, facts: Facts) -> Iterator[Promised]:
         """Rows to their experts and back, once a choice, forward and backward, and again where a layer is computed
-        again."""
+        again. Node-first over two axes they go once to each node over the first, from where none comes back again."""
         layers = {
             (parent(one), one.leaf.num_layers): one for one in (w.decision for w in facts.weights) if is_router(one)
         }
         tokens = 0 if facts.is_by_device else facts.tokens or 0
         for decision in layers.values() if tokens else ():
             stack = decision.leaf.num_layers
-            count = 2 * (1 + facts.recomputed(stack)) * stack * facts.accumulate
-            yield Promised(
-                role="rows to experts and back",
-                kind="exchange",
-                axes=facts.ordered(axes_of(self.name, self.axis)),
-                elements=tokens * facts.choices * size_of(decision, "embed"),
-                dtype=facts.wire(facts.compute_dtype(decision)),
-                count=(count, count),
-                tensors=(decision.path,),
-            )
+            for axes, rows, times in self._levels(facts, facts.recomputed(stack)):
+                count = times * stack * facts.accumulate
+                yield Promised(
+                    role="rows to experts and back",
+                    kind="exchange",
+                    axes=axes,
+                    elements=tokens * rows * size_of(decision, "embed"),
+                    dtype=facts.wire(facts.compute_dtype(decision)),
+                    count=(count, count),
+                    tensors=(decision.path,),
+                )
+
+    def _levels(self, facts: Facts, forward: int) -> Iterator[tuple[tuple[str, ...], int, int]]:
+        """(axes, rows of a token, times) of each exchange of a layer whose forward pass runs so often."""
+        axes, given = facts.ordered(axes_of(self.name, self.axis)), axes_of(self.name, self.axis)
+        if facts.nodes_visited is None or len(given) != 2 or facts.sizes.get(given[0], 1) == 1:
+            yield axes, facts.choices, 2 * (1 + forward)
+            return
+        yield facts.ordered(given[:1]), facts.nodes_visited(facts.sizes[given[0]]), 3 + forward
+        if inside := facts.ordered(given[1:]):
+            yield inside, facts.choices, 2 * (1 + forward)
 
 
 @preset

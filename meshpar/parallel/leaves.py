@@ -65,7 +65,7 @@ def _by_use(facts: Facts, weight: Weight) -> tuple[tuple[Facts, Weight], ...]:
     if facts.vocab_chunks == 1 or is_shared or not has_vocabulary(weight.decision):
         return ((facts, weight),)
     is_head = facts.is_tied or not is_looked_up(weight.decision)
-    facts = dataclasses.replace(facts, is_tied=False)
+    facts = dataclasses.replace(facts, is_tied=False, interleave=1)  # the loss is of whole rows
     lookup, head = (facts, weight), (dataclasses.replace(facts, is_prefetched=True), _as_chunks(facts, weight))
     return (lookup, head) if is_looked_up(weight.decision) and is_head else (head,) if is_head else (lookup,)
 

@@ -66,6 +66,8 @@ class Trial:
     """Tokens of a row; None when the batch holds no tokens."""
     num_layers: int
     """Of the longest stack."""
+    is_node_first: bool = False
+    """Whether tokens may travel in two levels, across the nodes and inside them."""
 
     def ways(self, *axes: str) -> int:
         """Ranks along some axes; an axis that the mesh lacks has one."""

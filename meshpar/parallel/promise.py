@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -141,6 +141,8 @@ class Facts:
     """Axes that split such parameters and not the batch: nothing says what activations send over them."""
     choices: int = 0
     """Experts that a token visits; told for estimates only."""
+    nodes_visited: Callable[[int], int] | None = None
+    """Of so many nodes, those that these lie on, where a token goes once to each; told for estimates only."""
     compute: str | None = None
     """The dtype that layers compute in; None: each parameter's own."""
     reduce: str | None = None

@@ -34,6 +34,8 @@ class Layout:
     strategy: Strategy
     remat: Remat = None
     accumulate: int = 1
+    interleave: int = 1
+    """Slices of a device's rows that layers run beside each other."""
 
     def to_json(self) -> dict[str, Any]:
         """The layout as plain data; `from_json` reads it back."""
@@ -42,6 +44,7 @@ class Layout:
             "strategy": self.strategy.to_json(),
             "remat": self.remat,
             "accumulate": self.accumulate,
+            "interleave": self.interleave,
         }
 
     @staticmethod
@@ -53,6 +56,8 @@ class Layout:
         """
         where, fix = "a plan's `layout`", "write the file anew: meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
         fields = {one.name: one for one in dataclasses.fields(Layout)}
+        if isinstance(data, Mapping):  # plans were of whole rows before they said so
+            data = {"interleave": 1, **data}
         if not isinstance(data, Mapping) or data.keys() != fields.keys():
             exists = f"it is {_some(data)}, and no object with exactly {', '.join(fields)}"
             raise problem(where, "read it", exists, fix)
@@ -61,10 +66,11 @@ class Layout:
             ("strategy", isinstance(data["strategy"], Mapping), 'an object: {"parts": [{"part": "fsdp"}]}'),
             ("remat", data["remat"] is None or isinstance(data["remat"], str), 'null, or what layers keep: "dots"'),
             ("accumulate", is_whole(data["accumulate"], 1), "a whole number of at least 1"),
+            ("interleave", is_whole(data["interleave"], 1), "a whole number of at least 1"),
         ):
             if not is_right:
                 raise problem(f"{where}, `{field}`", f"read {_some(data[field])}", f"it is {rule}", fix)
-        options = StepOptions(accumulate=data["accumulate"], remat=data["remat"])
+        options = StepOptions(accumulate=data["accumulate"], remat=data["remat"], interleave=data["interleave"])
         try:
             strategy = from_json(data["strategy"])
         except MeshparError:
@@ -73,8 +79,9 @@ class Layout:
             exists = "its parts are objects with the name and arguments of each: " + '{"parts": [{"part": "fsdp"}]}'
             raise problem(f"{where}, `strategy`", f"read {_some(data['strategy'])}", exists, fix) from None
         return Layout(
-            mesh=MeshSpec(**data["mesh"]), strategy=strategy, remat=options.remat, accumulate=options.accumulate
-        )
+            mesh=MeshSpec(**data["mesh"]), strategy=strategy, remat=options.remat, accumulate=options.accumulate,
+            interleave=options.interleave,
+        )  # fmt: skip
 
     @property
     def microbatches(self) -> int:
@@ -85,6 +92,7 @@ class Layout:
     @property
     def label(self) -> str:
         more = [f"remat={self.remat}"] * bool(self.remat) + [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
+        more += [f"interleave={self.interleave}"] * (self.interleave > 1)
         return f"{human_mesh(self.mesh)} · " + ", ".join([self.strategy.label, *more])
 
 
@@ -136,9 +144,25 @@ class Placed:
         """`row_bytes` of everything that is kept, in the workload's order."""
         return {remat: tuple(map(self.row_bytes, held)) for remat, held in self.workload.held.items()}
 
+    @functools.cached_property
+    def vocab_chunks(self) -> int:
+        """In how many parts, one after the other, a rank makes its logits."""
+        work = self.workload
+        if work.vocab_chunk is None:
+            return 1
+        vocab = Leaf(path="activation", shape=(work.vocab_size,), dtype=_DTYPE, names=("act_vocab",))
+        here = work.vocab_size // self.resolved(vocab, self.strategy.activations, key="vocab").shards
+        return -(-here // work.vocab_chunk)
+
+    def logits_per_row(self) -> float:
+        """Numbers of one row that a device has, of all chunks together."""
+        work = self.workload
+        return self.row_bytes(Held(("seq", "act_vocab"), (work.seq_len or 1, work.vocab_size), 1, 0, is_routed=False))
+
     def facts(self, layout: Layout) -> Facts:
         """The facts of a step; of stages, those of the mean stage."""
-        return self.once((layout.microbatches, layout.remat is None, "facts"), lambda: self._facts_of(layout))
+        key = layout.microbatches, layout.interleave, layout.remat is None, "facts"
+        return self.once(key, lambda: self._facts_of(layout))
 
     def once(self, key: Any, make: Callable[[], Of]) -> Of:
         """What was made for a key before."""
@@ -163,10 +187,13 @@ class Placed:
             rows=rows,
             tokens=None if work.tokens is None else rows * (work.seq_len or 0),
             accumulate=layout.microbatches,
+            interleave=layout.interleave,
             is_once=pipelined is not None,
             is_remat=layout.remat is not None,
             by_stages=pipelined is not None,
             choices=work.choices,
+            nodes_visited=work.nodes_visited,
+            vocab_chunks=self.vocab_chunks,
             compute=work.precision.compute,
             reduce=work.precision.reduce,
             narrow=work.precision.narrow(one.decision.path for one in weights),

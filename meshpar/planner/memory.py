@@ -132,12 +132,17 @@ def _of_weights(placed: Placed, layout: Layout, facts: Facts) -> _OfWeights:
     gathered = [one for one in heads if gather_axes(facts, one)]
     # Where ranks have a part of the head each, the gradient of its input is made first, which they sum.
     held = 0 if facts.tensor_axes else width * elements(gathered)
+    head = wide * elements(heads) + held
+    if placed.workload.vocab_chunk is not None:  # beside a chunk the next is gathered, and gradients of all are kept
+        specs = ((one, num_shards(one.update, placed.sizes)) for one in heads)
+        stacked = max(width * one.decision.leaf.size // shards for one, shards in specs)
+        head = (wide * elements(heads) + 2 * width * elements(gathered)) // facts.vocab_chunks + stacked
     is_whole = facts.exchanges_rows or facts.by_stages or heads == tables
     return _OfWeights(
         sums=_sums(placed, layout),
         copies=_copies(placed, facts),
         layer=_layer_weights(placed, facts),
-        head=wide * elements(heads) + held,
+        head=head,
         table=0 if is_whole else wide * elements(tables),
         gathers_head=bool(gathered),
     )
@@ -244,6 +249,13 @@ def _layer_weights(placed: Placed, facts: Facts) -> int:
 
 
 def _logits_bytes(placed: Placed, rows: int) -> int:
+    """Gradients of logits; of a chunk of the vocabulary its float32 logits, too, and its input's gradient."""
+    work = placed.workload
+    if work.vocab_chunk is not None:
+        width = max(one.decision.leaf.size for one in placed.weights if has_vocabulary(one.decision)) // work.vocab_size
+        summed = placed.row_bytes(Held(("seq", "act_embed"), (work.seq_len or 1, width), 4, 0, is_routed=False))
+        each = placed.logits_per_row() / placed.vocab_chunks * (4 + work.compute_itemsize)
+        return int(rows * (each + summed))
     outside = (each / one.itemsize for each, one in _held(placed, None) if not one.layers and _is_logits(one))
     return int(rows * placed.workload.compute_itemsize * max(outside, default=0))
 

@@ -150,22 +150,23 @@ class Plans(Printed):
 
     def why_not(
         self, *, mesh: str | MeshSpec, strategy: str | Strategy | None = None, remat: str | None = None,
-        accumulate: int = 1,
+        accumulate: int = 1, interleave: int = 1,
     ) -> str:  # fmt: skip
         """Why a layout is not the plan: what forbids it, by how much it does not fit, or how much longer it takes.
 
         Args:
           mesh: `fsdp=8,tensor=8`, or a `MeshSpec`.
           strategy: as text or a value; None: the quickest of those that parts try on that mesh.
-          remat, accumulate: of its step.
+          remat, accumulate, interleave: of its step.
 
         Raises:
           ValueError: a text that cannot be read, plans that were loaded from a file, or how its step is cut without a
             strategy.
         """
-        if strategy is None and (remat is not None or accumulate != 1):
+        if strategy is None and (remat, accumulate, interleave) != (None, 1, 1):
             exists, fix = "without a strategy the quickest way to cut its step is told", "name the strategy, too"
-            raise problem("why_not", f"use remat={remat!r}, accumulate={accumulate}", exists, fix)
+            asked = f"use remat={remat!r}, accumulate={accumulate}, interleave={interleave}"
+            raise problem("why_not", asked, exists, fix)
         if self.search is None:
             exists, fix = "it remembers no model", "ask the plans that mp.plan gave"
             raise problem("plans from a file", "tell why a layout is not among them", exists, fix)
@@ -175,7 +176,7 @@ class Plans(Printed):
                 one = self.search.on_mesh(spec)
             else:
                 given = parse_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy)
-                layout = Layout(mesh=spec, strategy=given, remat=remat, accumulate=accumulate)
+                layout = Layout(mesh=spec, strategy=given, remat=remat, accumulate=accumulate, interleave=interleave)
                 one = self.search.estimate(layout)
         except MeshparError as error:
             return f"it cannot be: {error}"
@@ -228,14 +229,11 @@ def plan(
     batch: PyTree,
     cluster: str | Cluster,
     *,
-    top: int = 5,
-    verify: int = 0,
-    loss: Callable[..., Any] = next_token_loss,
-    tx: optax.GradientTransformation | None = None,
-    precision: Precision | None = None,
-    bound_factor: float | None = None,
+    top: int = 5, verify: int = 0, loss: Callable[..., Any] = next_token_loss,
+    tx: optax.GradientTransformation | None = None, precision: Precision | None = None,
+    bound_factor: float | None = None, nodes_visited: Callable[[int], int] | None = None,
     xla: Options = MappingProxyType({}),
-) -> Plans:
+) -> Plans:  # fmt: skip
     """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps.
 
     Nothing is run. Memory and times are estimates, which the plans say the source and error of.
@@ -249,7 +247,7 @@ def plan(
       loss: (model, batch, key) -> (loss, metrics).
       tx: the optimizer; None: AdamW.
       precision: of the step; None: bfloat16 compute on float32 parameters.
-      bound_factor: room for rows of MoE layers, where the model's config does not say it.
+      bound_factor, nodes_visited: of MoE layers, as `MoEConfig` has them, where the model's config does not say them.
       xla: compile options, as of `train_step`, for what is compiled.
 
     Raises:
@@ -268,6 +266,7 @@ def plan(
         precision=Precision(compute="bfloat16") if precision is None else precision,
         cluster=cluster,
         bound_factor=getattr(getattr(model, "moe", None), "bound_factor", bound_factor),
+        nodes_visited=getattr(getattr(model, "moe", None), "nodes_visited", nodes_visited),
     )
     search = Search(work, cluster)
     found, told = _running(search, loss, top)
@@ -373,7 +372,13 @@ def compiled(
 ) -> Compiled:
     """A layout compiled for the cluster; errors are those of `explain`."""
     layout, work = found.layout, search.workload
-    options = StepOptions(accumulate=layout.accumulate, precision=work.precision, remat=layout.remat, xla=xla)
+    options = StepOptions(
+        accumulate=layout.accumulate,
+        precision=work.precision,
+        remat=layout.remat,
+        interleave=layout.interleave,
+        xla=xla,
+    )
     mesh = layout.mesh.abstract(search.cluster.num_devices)
     state = abstract_state(work.model, work.tx, mesh=mesh, strategy=layout.strategy, precision=work.precision)
     report = explain(TrainStep(loss, options), state, work.batch, search.cluster, pod=pod, advise=False)

@@ -297,12 +297,12 @@ class Search:
         """
         sizes = layout.mesh.resolve(self.cluster.num_devices)
         placed = self.placer.place(sizes, layout.strategy)
-        pieces = placed.batch_ways * layout.microbatches
+        pieces = placed.batch_ways * layout.microbatches * layout.interleave
         if self.workload.rows % pieces:
             raise problem(
                 layout.label,
                 f"cut a batch of {self.workload.rows} rows into {pieces}",
-                f"{placed.batch_ways} ranks split the batch, and each {layout.microbatches} times",
+                f"{placed.batch_ways} ranks split the batch, and each {layout.microbatches * layout.interleave} times",
                 f"use a batch of {-(-self.workload.rows // pieces) * pieces} rows, or fewer pieces",
             )
         self._check_axes(layout.strategy, sizes)
@@ -368,7 +368,10 @@ class Search:
 
     def _trial(self, sizes: Mapping[str, int]) -> Trial:
         work = self.workload
-        return Trial(sizes=sizes, rows=work.rows, seq_len=work.seq_len, num_layers=work.num_layers)
+        return Trial(
+            sizes=sizes, rows=work.rows, seq_len=work.seq_len, num_layers=work.num_layers,
+            is_node_first=work.nodes_visited is not None,
+        )  # fmt: skip
 
 
 _ANY = MeshSpec()

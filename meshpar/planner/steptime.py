@@ -49,10 +49,11 @@ COPIES = 2.5
 """How often a tick of a pipeline moves what its stage holds: buffers pass through the branches of its cells."""
 HIDDEN: Mapping[str, float] = {
     WEIGHTS: 0.45, GRADIENTS: 0.45, "prefetched": 0.8, "context": 0.15, "exchange": 0.3, "other": 0.15,
+    "interleaved": 0.65,
 }  # fmt: skip
 """Share of messages' time that compute hides: gathers and scatters of weights, gathers a layer ahead, both where the
-sequence is split, rows of experts, and all else, which the next product needs: about the medians over the programs of
-`tests/planner/compiled.json`."""
+sequence is split, rows of experts, and all else, which the next product needs, unless it is another slice's: about the
+medians over the programs of `tests/planner/compiled.json`."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass for each forward, as its published rates count them: scores are made again."""
 NARROW_BYTES = 6
@@ -189,7 +190,8 @@ class Clock:
         sent: dict[str, float] = defaultdict(float)
         # XLA combines the gradients of a layer into one message, and with prefetch its weights.
         stacked = sum(one.decision.leaf.num_layers > 1 and one.decision.leaf.layer_ndim > 1 for one in placed.weights)
-        for one, share in placed.once((layout.microbatches, facts.is_remat, "sent"), lambda: [*placed.sent(facts)]):
+        key = layout.microbatches, layout.interleave, facts.is_remat, "sent"
+        for one, share in placed.once(key, lambda: [*placed.sent(facts)]):
             for kind, axes, nbytes, count in _messages(facts, one, layout.remat):
                 label, price = "*".join(axes), self._price(kind, axes, facts.sizes)
                 together = stacked if one.role == GRADIENTS or facts.is_prefetched else 1
@@ -239,6 +241,8 @@ class Clock:
         work, stages = placed.workload, _stages(placed)
         rows = work.rows // placed.batch_ways
         kept = rows * sum(placed.held_row_bytes[None]) / stages
+        if work.vocab_chunk is not None:  # float32 logits are made twice
+            kept += rows * 2 * 4 * placed.logits_per_row()
         moved = PASSES * kept + 2 * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)
         moved += NARROW_BYTES * work.narrowed * work.rows / self.cluster.num_devices
         return moved + layout.microbatches * self._of_experts(placed, layout) / stages
@@ -318,7 +322,10 @@ def _stages(placed: Placed) -> int:
 
 def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
     """(kind, axes, bytes, how often) of what is promised, in the form and number that compiled programs had."""
-    itemsize, (least, most) = ITEMSIZE.get(one.dtype, 4), one.count
+    itemsize, (least, most), times_over = ITEMSIZE.get(one.dtype, 4), one.count, 1
+    if one.role == GRADIENTS and one.stack > 1:  # of every slice's, unless they are summed before
+        times_over = facts.interleave if facts.is_prefetched else 1
+        least = most if facts.interleave > times_over else least
     if one.role == WEIGHTS:
         # Outside of the layers a micro-step gathers once for both directions.
         least = max(least, most // 2) if one.stack == 1 else least
@@ -332,7 +339,7 @@ def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, 
         scattered = tuple(axis for axis in one.scattered if axis not in each)
         nbytes = one.elements * itemsize / facts.ways(scattered)
         times = max(count for _, _, count in one.counts) if one.stack > 1 or each & set(one.scattered) else least
-        yield "all-reduce", facts.ordered(each), nbytes, float(times)
+        yield "all-reduce", facts.ordered(each), nbytes, float(times // times_over)
         axes = tuple(axis for axis in one.axes if axis not in each)
         if not axes:
             return
@@ -345,11 +352,11 @@ def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, 
 
 
 def _hidden(facts: Facts, one: Promised) -> float:
-    if one.kind == "exchange":
+    if one.kind == "exchange" and facts.interleave == 1:
         return HIDDEN["exchange"]
     if one.role in (WEIGHTS, GRADIENTS) and (one.scattered or one.kind == "gather"):
         return hidden_of_weights(facts, is_ahead=facts.is_prefetched and one.stack > 1 and one.role == WEIGHTS)
-    return HIDDEN["other"]
+    return HIDDEN["interleaved" if facts.interleave > 1 and one.role not in (WEIGHTS, GRADIENTS) else "other"]
 
 
 def hidden_of_weights(facts: Facts, *, is_ahead: bool) -> float:

@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec
 from meshpar.compiled.model_flops import attention_flops, matmul_flops
 from meshpar.compiled.promise import rows_and_tokens
 from meshpar.compiled.target import traced_for
-from meshpar.compiled.traced import inner_jaxprs
+from meshpar.compiled.traced import inner_jaxprs, vocab_chunks
 from meshpar.models.lookup import GATHERED
+from meshpar.models.unembed import SCOPE
 from meshpar.parallel import ddp
-from meshpar.parallel.promise import is_expert, is_router, with_layers
+from meshpar.parallel.promise import has_vocabulary, is_expert, is_router, size_of, with_layers
 from meshpar.planner.hardware import Cluster
 from meshpar.sharding.adapters import Model, Variables
 from meshpar.sharding.context import use
@@ -105,6 +106,10 @@ class Workload:
     """Experts that a token visits; 0 without experts."""
     bound_factor: float | None
     """Room for rows from one rank of experts to another; None: for any routing."""
+    nodes_visited: Callable[[int], int] | None
+    """Of so many nodes, those that a token's experts lie on, where it goes once to each."""
+    vocab_chunk: int | None
+    """Tokens of the vocabulary on one rank whose logits are made at a time; None: of all."""
 
     @property
     def seq_len(self) -> int | None:
@@ -131,6 +136,10 @@ class Workload:
         return {}
 
     @functools.cached_property
+    def vocab_size(self) -> int:
+        return max((size_of(_whole(leaf), "vocab") for leaf in self.leaves if _has_vocabulary(leaf)), default=0)
+
+    @functools.cached_property
     def num_experts(self) -> int:
         return max((leaf.shape[-1] for leaf in self.leaves if is_router(_whole(leaf))), default=0)
 
@@ -144,6 +153,7 @@ def describe(
     precision: Precision,
     cluster: Cluster | None = None,
     bound_factor: float | None = None,
+    nodes_visited: Callable[[int], int] | None = None,
 ) -> Workload:
     """Trace a training step; errors are those of the model and the loss.
 
@@ -154,12 +164,11 @@ def describe(
       tx: the optimizer.
       precision: of the step.
       cluster: for whose GPUs cuDNN's attention is traced.
-      bound_factor: of the MoE layers.
+      bound_factor, nodes_visited: of the MoE layers.
     """
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     rows, tokens = rows_and_tokens(batch, 1)
-    one = MeshSpec().abstract(1)
-    with use(one, ddp()):
+    with use(one := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     made = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
     plain = [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(made)]
@@ -176,22 +185,24 @@ def describe(
         alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
         choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
         visited = _visited(alone, leaves) * choices * (seq_len or 1)
-        forward = matmul_flops(alone) / marker + visited
+        forward, vocab_chunk = matmul_flops(alone) / marker + visited, _vocab_chunk(alone, leaves)
         for remat in POLICIES:
             counted, kept = _kept(value_of(known, loss, precision, remat), arrays)
             flops[remat], attention[remat] = (flops / marker for flops in counted)
             held[remat] = tuple(_labelled(kept, leaves, marker, seq_len, is_all=remat is None))
     own = attention_flops(alone) / marker
     attention = {remat: own + count - attention[None] for remat, count in attention.items()}
-    flops = {remat: 3 * forward + count - flops[None] + visited * (remat is not None) for remat, count in flops.items()}
+    again = 0 if vocab_chunk is None else 2 * (seq_len or 1) * max(one.size for one in leaves if _has_vocabulary(one))
+    least = 3 * forward + again - flops[None]
+    flops = {remat: least + count + visited * (remat is not None) for remat, count in flops.items()}
     narrow, narrowed = map(sum, zip((0, 0.0), *_narrow(alone), strict=True))
-    extra = [leaf_of(path, x) for path, x in tree_leaves_with_paths(variables.extra)]
     return Workload(
         model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
         tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
         narrow_share=narrow / marker / forward if forward else 0.0, narrowed=narrowed / marker, held=held,
-        looks_up=looks_up, choices=choices, bound_factor=bound_factor,
-        whole_bytes=sum(leaf.nbytes for leaf in extra) + 4 + 8 + 4,
+        looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
+        nodes_visited=nodes_visited,
+        whole_bytes=sum(leaf_of(*one).nbytes for one in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
 
 
@@ -310,6 +321,16 @@ def _names_of(shape: tuple[int, ...], leaves: Sequence[Leaf]) -> tuple[str | Non
 
 def _activation(name: str | None) -> str | None:
     return f"act_{name}" if f"act_{name}" in ACTIVATION_NAMES and name != "expert" else None
+
+
+def _has_vocabulary(leaf: Leaf) -> bool:
+    return has_vocabulary(_whole(leaf))
+
+
+def _vocab_chunk(jaxpr: Any, leaves: Sequence[Leaf]) -> int | None:
+    """Tokens in a chunk of the vocabulary, where `models.unembed` makes logits of one at a time; at the least."""
+    sizes = [size_of(_whole(leaf), "vocab") for leaf in leaves if _has_vocabulary(leaf)]
+    return -(-max(sizes) // vocab_chunks(jaxpr)) if sizes and _is_in_scope(jaxpr, SCOPE) else None
 
 
 def _choices(jaxpr: Any, leaves: Sequence[Leaf]) -> int:

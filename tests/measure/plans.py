@@ -322,6 +322,76 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         B8,
+        "h100:1x8",
+        (
+            "strategy=fsdp()",
+            "remat=full",
+            "model.vocab_chunk=16032",
+            "batch_size=8",
+            "accumulate=1",
+        ),
+    ),
+    (
+        B8,
+        "h100:8x8",
+        (
+            "strategy=fsdp()|tensor_parallel()",
+            "mesh=fsdp=16,tensor=4",
+            "remat=dots",
+            "batch_size=64",
+            "model.vocab_chunk=8016",
+        ),
+    ),
+    (
+        B8,
+        "h100:2x8",
+        (
+            "strategy=fsdp(prefetch=1)",
+            "mesh=fsdp=16",
+            "remat=full",
+            "model.vocab_chunk=16032",
+            "batch_size=16",
+            "accumulate=1",
+        ),
+    ),
+    (
+        B8,
+        "h100:8x8",
+        (
+            "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True)",
+            "mesh=fsdp=16,tensor=4",
+            "remat=full",
+            "batch_size=64",
+            "accumulate=1",
+            "interleave=2",
+        ),
+    ),
+    (
+        B8,
+        "h100:4x8",
+        (
+            "strategy=fsdp()|tensor_parallel()",
+            "mesh=fsdp=8,tensor=4",
+            "remat=dots",
+            "batch_size=32",
+            "accumulate=1",
+            "interleave=2",
+        ),
+    ),
+    (
+        B8,
+        "h100:4x8",
+        (
+            "strategy=fsdp(axis=('fsdp','context'))|context_parallel(kind='all-to-all')",
+            "mesh=fsdp=8,context=4",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=16",
+            "interleave=2",
+        ),
+    ),
+    (
+        B8,
         "h100:2x8",
         ("strategy=fsdp()", "mesh=fsdp=16", "remat=minimal", "batch_size=32", "accumulate=2"),
     ),
@@ -363,10 +433,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ),
     ),
 )
-"""A recipe, a cluster, and fields of the recipe.
-
-Rows are not interleaved: the planner does not know what that hides.
-"""
+"""A recipe, a cluster, and fields of the recipe; rows are whole unless these interleave them."""
 
 
 def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  # type: ignore[no-untyped-def]

@@ -51,6 +51,7 @@ def workload(config, rows, length, tx=None, precision=BF16):
     bound = config.moe and config.moe.bound_factor
     tx = tx or optax.adamw(1e-3)
     how = {"tx": tx, "precision": precision, "bound_factor": bound}
+    how["nodes_visited"] = config.moe and config.moe.nodes_visited
     return describe(config.build(), tokens(rows, length), next_token_loss, **how)
 
 
@@ -135,7 +136,7 @@ def estimated(case):
     """What the planner tells of a compiled case, products at the peak as the simulated timeline has them."""
     cluster = parse_cluster(case["cluster"])
     recipe = load_recipe(ROOT / "recipes" / f"{case['recipe']}.py", devices=cluster.num_devices)
-    recipe = recipe.override(*case["fields"])
+    recipe = recipe.override("interleave=1", *case["fields"])
     batch, key = recipe.data.batch_shapes(recipe.batch_size), repr(recipe.model)
     if key not in _DESCRIBED:
         model = build_model(recipe)
@@ -147,13 +148,14 @@ def estimated(case):
     work = dataclasses.replace(_DESCRIBED[key], batch=batch, rows=rows, tokens=rows * batch["inputs"].shape[1])
     sizes = recipe.mesh.resolve(cluster.num_devices)
     count = 1 if recipe.strategy.pipeline else recipe.accumulate
-    layout = Layout(mesh=recipe.mesh, strategy=recipe.strategy, remat=recipe.remat, accumulate=count)
+    cut = {"remat": recipe.remat, "accumulate": count, "interleave": recipe.interleave}
+    layout = Layout(mesh=recipe.mesh, strategy=recipe.strategy, **cut)
     placed = Placer(work).place(sizes, recipe.strategy)
     held = memory.estimate(placed, layout)
     return held, Clock(cluster, efficiency=1.0).estimate(placed, layout, held)
 
 
-QUICK = [at for at, one in enumerate(COMPILED) if one["recipe"] == "llama3_8b" and "model.n" not in str(one["fields"])]
+QUICK = [at for at, one in enumerate(COMPILED) if one["recipe"] == "llama3_8b" and "model." not in str(one["fields"])]
 """Of one model, which is described once."""
 
 
@@ -259,6 +261,64 @@ def written():
 @pytest.mark.matrix
 def test_the_table_of_cases_is_up_to_date():
     assert written() == TABLE.read_text(encoding="utf-8")
+
+
+@pytest.mark.matrix
+def test_chunks_of_the_vocabulary_make_logits_again_and_hold_those_of_one():
+    """By hand: vocab 80 in chunks of 20, a width of 256, 64 tokens a row, 2 rows on a device."""
+    found, layout = {}, Layout(mesh=mp.MeshSpec(data=8), strategy=mp.ddp())
+    for chunk in (None, 20):
+        work = workload(dataclasses.replace(CONFIG, vocab_chunk=chunk), 16, 64)
+        placed = Placer(work).place(dict(layout.mesh), layout.strategy)
+        found[chunk] = work, placed.vocab_chunks, memory.estimate(placed, layout)
+    (whole, one, held), (cut, four, less) = found[None], found[20]
+    assert (one, four) == (1, 4)
+    assert {cut.flops[remat] - whole.flops[remat] for remat in whole.flops} == {2 * 64 * 256 * 80}
+    assert cut.model_flops == whole.model_flops
+    head, logits, summed = 4 * 256 * 80, 2 * 64 * 80, 2 * 64 * 256 * 4
+    assert held.head_bytes - less.head_bytes == (2 * logits + head) - (6 * logits // 4 + summed + head // 4 + head // 2)
+
+
+@pytest.mark.matrix
+def test_node_first_rows_go_once_to_each_node_and_choice_by_choice_inside():
+    """By hand, of 64 rows of 64 tokens on two nodes of four: two choices on two of two nodes at the most."""
+    moe = dataclasses.replace(MOE.moe, implementation="node-first")
+    sent, layers = {}, CONFIG.num_layers
+    for name in ("auto", "node-first"):
+        config = dataclasses.replace(MOE, moe=dataclasses.replace(moe, implementation=name))
+        search = Search(workload(config, 64, 64), parse_cluster("h100:2x2"))
+        pair = mp.parallel.parse_strategy("ddp() | expert_parallel(axis=('data', 'expert'))")
+        layout = Layout(mesh=mp.MeshSpec(data=2, expert=2), strategy=pair)
+        placed = search.placer.place(dict(layout.mesh), pair)
+        (part,) = (one for one in pair.parts if one.name == "expert_parallel")
+        for remat in (None, "full"):
+            told = part.kernels(placed.facts(dataclasses.replace(layout, remat=remat)))
+            sent[name, remat] = [(one.axes, one.elements, one.count[0] // layers) for one in told]
+        tried = {one for sizes in search.meshes() for one in search.strategies(sizes)}
+        pairs = {one for one in tried if "('data', 'expert')" in str(one)}
+        assert bool(pairs) == (name == "node-first")
+        assert any(one.strategy in pairs for one in search.starts()) == bool(pairs)
+    token = 16 * 64 * CONFIG.embed_dim
+    for remat, across, inside in ((None, 4, 4), ("full", 5, 6)):
+        assert sent["auto", remat] == [(("data", "expert"), 2 * token, inside)]
+        assert sent["node-first", remat] == [(("data",), 2 * token, across), (("expert",), 2 * token, inside)]
+
+
+@pytest.mark.matrix
+def test_slices_of_the_rows_send_as_much_but_for_their_gradients(small):
+    """Gradients of every slice are reduced by themselves, unless layers sum them first: with weights gathered ahead."""
+    for strategy, times in (("fsdp(min_bytes=0)", 2), ("fsdp(min_bytes=0, prefetch=1)", 1)):
+        strategy = mp.parallel.parse_strategy(f"{strategy} | tensor_parallel()")
+        cut = [Layout(mesh=mp.MeshSpec(fsdp=4, tensor=2), strategy=strategy, interleave=slices) for slices in (1, 2)]
+        search = Search(small, parse_cluster("h100:1x8"))
+        whole, sliced = (search.estimate(layout) for layout in cut)
+        assert sliced.memory == whole.memory
+        assert sliced.time.sent_bytes["tensor"] == pytest.approx(whole.time.sent_bytes["tensor"])
+        stacked = sum(leaf.size for leaf in small.leaves if leaf.num_layers > 1 and leaf.layer_ndim > 1) / 2
+        more = sliced.time.sent_bytes["fsdp"] - whole.time.sent_bytes["fsdp"]
+        assert more == pytest.approx((times - 1) * 4 * stacked * 3 / 4, rel=0.01)
+    with pytest.raises(mp.MeshparError, match="each 8 times"):
+        search.estimate(dataclasses.replace(cut[0], interleave=8))
 
 
 # ---- The search ------------------------------------------------------------------------------------------------------
@@ -511,7 +571,7 @@ def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
     code, out, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--top", 1, "--save", file, "--json", *fields)
     assert (code, error) == (0, "")
     (best,) = json.loads(out)["plans"]
-    found = with_plan(load_recipe(recipe).replace(interleave=2), file)
+    found = with_plan(load_recipe(recipe).replace(interleave=2), file)  # the plan is of whole rows
     assert found.strategy.to_json() == best["layout"]["strategy"]
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
     assert (found.remat, found.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
