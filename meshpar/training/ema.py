@@ -31,7 +31,7 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
 
     Args:
       tx: an optax optimizer, outermost: `ema(offloaded(tx), 0.999)` keeps averages on the device, `offloaded(ema(tx,
-        0.999))` on the host. What `optax.chain` has behind it changes updates that it has averaged already: put it last.
+        0.999))` on the host. What `optax.chain` has behind it changes updates that it has averaged: put it last.
       decay: from 0 up to 1, 1 excluded.
 
     Raises:
