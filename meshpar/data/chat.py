@@ -351,7 +351,8 @@ class Template:
 
 
 def _counting(template: Any) -> Any:
-    """The parsed template, with each loop's turns counted, and what `~` joins made by a filter that knows how much."""
+    """The parsed template, with each loop's turns counted, what `~` joins made by a filter that knows how much, and
+    what lists hold counted, too."""
     from jinja2 import nodes
     from jinja2.visitor import NodeTransformer
 
@@ -365,6 +366,13 @@ def _counting(template: Any) -> Any:
             node = self.generic_visit(node)
             return nodes.Filter(nodes.List(node.nodes), "joined", [], [], None, None)
 
+        def visit_List(self, node: Any) -> Any:
+            node = self.generic_visit(node)
+            is_read = getattr(node, "ctx", "load") == "load"  # a tuple may be the names that a loop sets
+            return nodes.Filter(node, "unfolded", [], [], None, None) if is_read else node
+
+        visit_Tuple = visit_Dict = visit_List
+
     return Counting().visit(template)
 
 
@@ -372,6 +380,7 @@ def _environment(step: Callable[[], None]) -> Any:
     """A sandbox of jinja2's that tells of each turn of a loop and each call, and makes nothing huge."""
     import jinja2.filters
     import jinja2.sandbox
+    import jinja2.utils
 
     class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -384,20 +393,20 @@ def _environment(step: Callable[[], None]) -> Any:
             if isinstance(of, str):
                 args = (list(args[0]), *args[1:]) if name == "join" and args else args
                 _check_made(name, of, *args, *kwargs.values())
-            return super().call(context, function, *args, **kwargs)
+            made = super().call(context, function, *args, **kwargs)
+            return unfolded(made) if isinstance(made, dict | jinja2.utils.Namespace) else made
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             numbers = [x for x in (left, right) if isinstance(x, int | float)]
             sizes = [len(x) for x in (left, right) if isinstance(x, str | list | tuple)]
-            if operator == "*" and sizes and numbers and max(sizes) * max(numbers) > MOST_PRODUCT:
-                raise ValueError(f"it repeats something to more than {MOST_PRODUCT:,}")
-            if operator == "**" and any(abs(x) > MOST_PRODUCT for x in (*numbers, abs(right) * 10)):
-                raise ValueError("it takes the power of a large number")
+            _check_numbers(operator, numbers, max(sizes, default=0), right)
             if operator == "+":
                 _check_length(sum(sizes))
             if operator == "%" and isinstance(left, str):
                 _check_made("format", left, *(right if isinstance(right, tuple) else (right,)))
-            return super().call_binop(context, operator, left, right)
+            return unfolded(super().call_binop(context, operator, left, right))
+
+    unfolded = functools.partial(_unfolded, step)
 
     env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
@@ -422,9 +431,10 @@ def _environment(step: Callable[[], None]) -> Any:
 
         return check
 
+    del env.globals["lipsum"]  # any amount of made-up text
     env.filters["tojson"] = _to_json
     env.filters |= {name: checked(name) for name in _WIDENING & env.filters.keys()}
-    env.filters |= {"counted": counted, "join": join, "joined": _joined}
+    env.filters |= {"counted": counted, "join": join, "joined": _joined, "unfolded": unfolded}
     return env
 
 
@@ -437,6 +447,8 @@ def _check_made(name: str, *given: Any) -> None:
     text = [x for x in given if isinstance(x, str)]
     if name == "replace" and len(text) > 2:
         _check_length(len(text[0]) + text[0].count(text[1]) * len(text[2]))
+    elif name == "translate" and isinstance(given[1], dict):
+        _check_length(len(text[0]) * max((len(x) for x in given[1].values() if isinstance(x, str)), default=1))
     elif name == "join":
         _check_length(sum(len(given[0]) + len(x) for x in given[1] if isinstance(x, str)))
     else:
@@ -445,9 +457,37 @@ def _check_made(name: str, *given: Any) -> None:
             raise ValueError(f"it makes something wider than {MOST_PRODUCT:,}")
 
 
+def _check_numbers(operator: str, numbers: Sequence[int | float], size: int, right: Any) -> None:
+    if operator == "*" and size and numbers and size * max(numbers) > MOST_PRODUCT:
+        raise ValueError(f"it repeats something to more than {MOST_PRODUCT:,}")
+    if operator == "*" and sum(x.bit_length() for x in numbers if isinstance(x, int)) > MOST_PRODUCT:
+        raise ValueError("it multiplies large numbers")
+    if operator == "**" and any(abs(x) > MOST_PRODUCT for x in (*numbers, abs(right) * 10)):
+        raise ValueError("it takes the power of a large number")
+
+
 def _check_length(length: int) -> None:
     if length > MOST_LENGTH:
         raise ValueError(f"it makes something longer than {MOST_LENGTH:,}")
+
+
+def _unfolded(step: Callable[[], None], made: Any) -> Any:
+    """As it is, each thing in it a step however often it is there.
+
+    A list of itself twice, forty times over, is quick to make, and takes for ever to write, compare or hash.
+    """
+    from jinja2.utils import Namespace
+
+    left = [made]
+    while left:
+        here = left.pop()
+        if isinstance(here, Namespace):
+            here = object.__getattribute__(here, "_Namespace__attrs")
+        if isinstance(here, dict | list | tuple):
+            for inner in (*here.keys(), *here.values()) if isinstance(here, dict) else here:
+                step()
+                left.append(inner)
+    return made
 
 
 def _joined(parts: Iterable[Any]) -> str:

@@ -131,13 +131,19 @@ def _seam(text: str, tokenizer: Tokenizer) -> int:
     """A place near the end of a text where it can be cut, judged by the tokens around it; 0 where none is found."""
     last = len(text) - _SEAM_CHARS
     near = range(max(last - _SEAM_CHARS, 1), last)
+    reaches = (_SEAM_CHARS, _SEAM_CHARS - 1)
     places = sorted(near, key=lambda at: (text[at].isspace() == text[at - 1].isspace(), -at))  # words whole, if any are
     for at in places[:_SEAMS_TRIED]:
-        left, right = text[max(at - _SEAM_CHARS, 0) : at], text[at : at + _SEAM_CHARS]
-        whole, *parts = tokenizer.encode_many([left + right, left, right])
-        if np.array_equal(whole, np.concatenate(parts)):
+        # Of two lengths: what is cut into so many characters each, as long runs of one are, fits into one of them only.
+        if all(_is_seam(text[max(at - reach, 0) : at], text[at : at + reach], tokenizer) for reach in reaches):
             return at
     return 0
+
+
+def _is_seam(left: str, right: str, tokenizer: Tokenizer) -> bool:
+    """Whether both have the tokens that they have together. Of what leaves none nothing is known."""
+    whole, *parts = tokenizer.encode_many([left + right, left, right])
+    return all(map(len, parts)) and np.array_equal(whole, np.concatenate(parts))
 
 
 def _groups(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:

@@ -31,7 +31,7 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
 
     Args:
       tx: an optax optimizer, outermost: `ema(offloaded(tx), 0.999)` keeps averages on the device, `offloaded(ema(tx,
-        0.999))` on the host.
+        0.999))` on the host. What `optax.chain` has behind it changes updates that it has averaged: put it last.
       decay: from 0 up to 1, 1 excluded.
 
     Raises:
@@ -44,7 +44,7 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
       >>> eval_step(loss)(averaged(state), batch)  # doctest: +SKIP
     """
     tx = optax.with_extra_args_support(checked("ema", tx))
-    if not (isinstance(decay, int | float) and 0 <= decay < 1):
+    if isinstance(decay, bool) or not (isinstance(decay, int | float) and 0 <= decay < 1):
         raise problem(f"ema(decay={decay!r})", "average by it", "a decay is a number in [0, 1)", "write decay=0.999")
 
     def init(params: PyTree) -> EmaState:

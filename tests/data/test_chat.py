@@ -137,6 +137,13 @@ def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path, monkeypatc
             "n.x ~ n.x", "n.x + n.x", "[n.x, n.x] | join", "''.join([n.x, n.x])", "n.x | replace('x', n.x)",
             "n.x.replace('x', n.x)",
         )),
+        *((TWICE.format(one) + "{{ n.x }}", "more than 2,000 steps") for one in (
+            "[n.x, n.x]", "(n.x, n.x)", "{1: n.x, 2: n.x}", "dict(a=n.x, b=n.x)", "namespace(a=n.x, b=n.x)",
+            "[n.x] * 2", "([n.x] + [n.x]) | batch(2) | list",
+        )),
+        ("{% set n = namespace(x=9) %}{% for a in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}", "large numbers"),
+        ("{% set x = 'x' * 999 %}{{ x.translate({120: x}) }}", "longer than"),
+        ("{{ lipsum(n=10 ** 9) }}", "UndefinedError"),
         ("{% for a in range(999) %}{{ 'x' * 99999 }}{% endfor %}", "longer than"),
         ("{% set x %}{% for a in range(999) %}{{ 'x' * 99999 }}{% endfor %}{% endset %}", "longer than"),
         *(("{{ " + one + " }}", "wider than") for one in (

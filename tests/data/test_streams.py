@@ -146,6 +146,20 @@ def test_one_long_document_in_parts_has_the_tokens_of_the_whole(words, merges, t
         assert (found.train.tolist(), found.valid.tolist()) == (whole.train.tolist(), whole.valid.tolist())
 
 
+def test_a_long_run_of_one_character_is_cut_as_in_the_whole(tmp_path, monkeypatch):
+    class Fours(ByteTokenizer):
+        """Groups of four characters from the left."""
+
+        def encode_many(self, texts):
+            groups = [[text[at : at + 4] for at in range(0, len(text), 4)] for text in texts]
+            return [np.array([sum(group.encode()) % 250 for group in one], np.uint8) for one in groups]
+
+    (tmp_path / "long.txt").write_text("x" + "=" * 401)
+    expected = made(tmp_path, Fours()).train.tolist()
+    in_parts(monkeypatch)
+    assert made(tmp_path, Fours()).train.tolist() == expected
+
+
 def test_where_no_seam_is_found_the_whole_document_is_taken(tmp_path, monkeypatch):
     class Last(ByteTokenizer):
         """Each token depends on all text behind it."""

@@ -80,6 +80,7 @@ def test_averages_are_wider_than_narrow_parameters():
     ("act", "says"),
     [
         (lambda: mp.ema(optax.sgd(0.1), 1.0), r"a decay is a number in \[0, 1\)"),
+        (lambda: mp.ema(optax.sgd(0.1), False), r"a decay is a number in \[0, 1\)"),
         (lambda: mp.ema(optax.sgd, 0.9), "no init and update"),
         (lambda: (tx := mp.ema(optax.sgd(0.1), 0.9)).update({}, tx.init({})), "it is given none"),
         (lambda: mp.averaged(abstract(optax.sgd(0.1))), "the optimizer keeps none"),
