@@ -32,7 +32,7 @@ from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
 from meshpar.sharding.activations import below
 from meshpar.sharding.types import PyTree
-from meshpar.training.layers import Aux
+from meshpar.training.layers import Aux, is_staged
 from meshpar.training.precision import dot_general
 
 
@@ -93,7 +93,8 @@ class LinenMLP(nn.Module):
             y_BTE = matrix(hidden_BTM)
             return overlap.matmul_scattered(hidden_BTM, y_BTE, "act_mlp") if overlapped else y_BTE
 
-        return nn.checkpoint(down, prevent_cse=False)(self, *layers.gated(gate_BTM, up_BTM))
+        run = down if is_staged() else nn.checkpoint(down, prevent_cse=False)
+        return run(self, *layers.gated(gate_BTM, up_BTM))
 
 
 class LinenBlock(nn.Module):

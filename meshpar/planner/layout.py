@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -140,7 +140,7 @@ class Placed:
         return held.row_bytes / self.resolved(leaf, self.strategy.activations, key=held[:2]).shards
 
     @functools.cached_property
-    def held_row_bytes(self) -> Mapping[Remat, tuple[float, ...]]:
+    def held_row_bytes(self) -> Mapping[Remat | Literal["stages"], tuple[float, ...]]:
         """`row_bytes` of everything that is kept, in the workload's order."""
         return {remat: tuple(map(self.row_bytes, held)) for remat, held in self.workload.held.items()}
 

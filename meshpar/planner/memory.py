@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -153,7 +153,7 @@ def _staged(placed: Placed, kept: int, rows: int) -> int:
     work, pipelined = placed.workload, placed.strategy.pipeline
     assert pipelined is not None
     held = holds(pipelined)
-    inside = (each for each, one in _held(placed, None) if one.layers and one.itemsize == work.compute_itemsize)
+    inside = (each for each, one in _held(placed, "stages") if one.layers and one.itemsize == work.compute_itemsize)
     handed = rows * sum(inside)
     return int((kept * held.microbatches + handed * (held.between + 1.5 * held.share)) / pipelined.stages)
 
@@ -193,7 +193,7 @@ def holds(pipelined: Pipeline) -> Holds:
     return Holds(schedule.peak_activations.max() * share, waiting * share, schedule.copies, share)
 
 
-def _held(placed: Placed, remat: Remat) -> Iterator[tuple[float, Held]]:
+def _held(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[float, Held]]:
     """What is kept for the backward pass, each with its bytes of a row on one device."""
     return zip(placed.held_row_bytes[remat], placed.workload.held[remat], strict=True)
 
@@ -271,7 +271,7 @@ def _routed_bytes(placed: Placed, facts: Facts, rows: int) -> int:
         return 0
     ranks = facts.ways(facts.ordered({axis for one in placed.weights for axis in owned_axes(facts, one.decision)}))
     # Room is made for any routing; what experts compute comes in blocks of the rows that there are.
-    computed = rows * sum(each / one.layers for each, one in _held(placed, None) if one.layers and one.is_routed)
+    computed = rows * sum(each / one.layers for each, one in _held(placed, "stages") if one.layers and one.is_routed)
     width = max(one.decision.leaf.shape[-2] for one in placed.weights if is_router(one.decision))
     held = dropless_bytes(
         width * work.compute_itemsize, tokens, work.choices, work.num_experts, ranks, bound_factor=work.bound_factor

@@ -240,7 +240,7 @@ class Clock:
         """By kernels that are no dense products, in a step."""
         work, stages = placed.workload, _stages(placed)
         rows = work.rows // placed.batch_ways
-        kept = rows * sum(placed.held_row_bytes[None]) / stages
+        kept = rows * sum(placed.held_row_bytes["stages"]) / stages
         if work.vocab_chunk is not None:  # float32 logits are made twice
             kept += rows * 2 * 4 * placed.logits_per_row()
         moved = PASSES * kept + 2 * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
 from meshpar.sharding.table import optimizer_decisions
 from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, tree_leaves_with_paths
-from meshpar.training.layers import REMAT_POLICIES
+from meshpar.training.layers import REMAT_POLICIES, running, scanned
 from meshpar.training.precision import Precision, cast_floating, numerics, products
 
 Remat = str | None
@@ -99,7 +99,8 @@ class Workload:
     """Of the FLOPs, those of 8-bit products."""
     narrowed: float
     """Elements of one row that are made narrow for these: what they take in, and the gradients of what they give."""
-    held: Mapping[Remat, tuple[Held, ...]]
+    held: Mapping[Remat | Literal["stages"], tuple[Held, ...]]
+    """By policy; `stages`: without one, as stages run the layers, which recompute nothing within them."""
     looks_up: bool
     """Whether tokens are looked up by `models.lookup`."""
     choices: int
@@ -178,18 +179,14 @@ def describe(
     seq_len = None if tokens is None else tokens // rows
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((marker, *x.shape[1:]), x.dtype), batch)
     arrays = (made, variables.extra, few, jax.ShapeDtypeStruct((2,), np.uint32))
-    flops: dict[Remat, float] = {}
-    attention: dict[Remat, float] = {}
-    held: dict[Remat, tuple[Held, ...]] = {}
+    how = functools.partial(_labelled, leaves=leaves, rows=marker, seq_len=seq_len)
     with traced_for(cluster), use(one, ddp()):
         alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
         choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
         visited = _visited(alone, leaves) * choices * (seq_len or 1)
         forward, vocab_chunk = matmul_flops(alone) / marker + visited, _vocab_chunk(alone, leaves)
-        for remat in POLICIES:
-            counted, kept = _kept(value_of(known, loss, precision, remat), arrays)
-            flops[remat], attention[remat] = (flops / marker for flops in counted)
-            held[remat] = tuple(_labelled(kept, leaves, marker, seq_len, is_all=remat is None))
+        counted, held = _by_policy(functools.partial(value_of, known, loss, precision), arrays, how)
+    flops, attention = ({remat: both[at] / marker for remat, both in counted.items()} for at in (0, 1))
     own = attention_flops(alone) / marker
     attention = {remat: own + count - attention[None] for remat, count in attention.items()}
     again = 0 if vocab_chunk is None else 2 * (seq_len or 1) * max(one.size for one in leaves if _has_vocabulary(one))
@@ -204,6 +201,20 @@ def describe(
         nodes_visited=nodes_visited,
         whole_bytes=sum(leaf_of(*one).nbytes for one in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
+
+
+def _by_policy(
+    value: Callable[[Remat], Any], arrays: PyTree, labelled: Callable[..., Iterator[Held]]
+) -> tuple[dict[Remat, tuple[float, float]], dict[Remat | Literal["stages"], tuple[Held, ...]]]:
+    """FLOPs of the backward pass, all and attention's, and what is kept for it, by policy; that by stages, too."""
+    counted: dict[Remat, tuple[float, float]] = {}
+    held: dict[Remat | Literal["stages"], tuple[Held, ...]] = {}
+    for remat in POLICIES:
+        counted[remat], kept = _kept(value(remat), arrays)
+        held[remat] = tuple(labelled(kept, is_all=remat is None))
+    with running(lambda layer, x, rows: scanned(layer, x, rows)):
+        _, kept = _kept(value(None), arrays)
+    return counted, {**held, "stages": tuple(labelled(kept, is_all=True))}
 
 
 def _zeros(variables: Variables, key: Any) -> Variables:

@@ -33,7 +33,7 @@ from meshpar.planner.layout import Layout, Placer
 from meshpar.planner.plan import Compiled, _verified, load_plans
 from meshpar.planner.search import Search
 from meshpar.planner.steptime import Clock
-from meshpar.planner.workload import describe
+from meshpar.planner.workload import POLICIES, describe
 from meshpar.training.muon import exchange, matrices
 from tests.compiled.planted import CONFIG
 from tests.grid import cases
@@ -334,7 +334,7 @@ def exhaustive(search):
     quickest, work = [], search.workload
     for sizes in search.meshes():
         for strategy in search.strategies(sizes):
-            for remat, count in itertools.product((None, "dots", "full"), (1,) if strategy.pipeline else (1, 2, 4)):
+            for remat, count in itertools.product(POLICIES, (1,) if strategy.pipeline else (1, 2, 4)):
                 layout = Layout(mesh=mp.MeshSpec(**sizes), strategy=strategy, remat=remat, accumulate=count)
                 try:
                     placed = search.placer.place(sizes, strategy)
