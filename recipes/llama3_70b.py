@@ -8,9 +8,9 @@
 Hardware: 512 GPUs of 80 GB. State is 12 bytes a parameter over 512 devices: 1.65 GB each. One step is 4,194,304 tokens.
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
-`explain` finds 34 GB of 80 in use, 102 GB sent by each GPU over fsdp and 756 GB over tensor in a step, and a step of
-5.8 s at best, 83 % of the communication hidden; with its own latencies for XLA's scheduler (--save-latencies) 5.6 s,
-89 % and 40 GB. One row a micro-step, eight of them, computes too little to hide what goes between nodes: 17 s.
+`explain` finds 37 GB of 80 in use, 68 GB sent by each GPU over fsdp and 756 GB over tensor in a step, and a step of
+5.6 s at best, 83 % of the communication hidden. One row a micro-step, eight of them, computes too little to hide what
+goes between nodes: 17 s.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.types import PAIR, problem
-from meshpar.training.layers import is_staged
+from meshpar.training.layers import keeps_are_others
 from meshpar.training.precision import dot_general
 
 Initializer = nnx.initializers.Initializer
@@ -92,13 +92,13 @@ rms_norm.defvjp(lambda eps, *given: (rms_norm(eps, *given), given), _rms_norm_ba
 
 
 class Norm(nnx.RMSNorm):
-    """Flax's, by `rms_norm`; by stages as it is, for what that makes again in a microbatch's B would wait for its W."""
+    """Flax's, by `rms_norm`; but as it is where a layer keeps nothing by itself."""
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """As x is."""
         assert self.scale is not None
         assert mask is None
-        if is_staged():
+        if keeps_are_others():
             return super().__call__(x)
         return rms_norm(self.epsilon, x, self.scale[...])
 
@@ -148,7 +148,7 @@ class LinenNorm(nn.RMSNorm):
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         """As x is."""
         assert mask is None
-        if is_staged():
+        if keeps_are_others():
             return super().__call__(x)
         return rms_norm(self.epsilon, x, self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype))
 

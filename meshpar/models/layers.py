@@ -469,6 +469,6 @@ def swiglu(gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]) -> Fl
     """`silu(gate) * up`. Shazeer 2020, "GLU Variants Improve Transformer".
 
     Call it with the matmul behind it under `jax.checkpoint`, which keeps the two arrays given; else the backward pass
-    is left six of this width. Not by stages: what they recompute for a microbatch's B they hold until its W.
+    is left six of this width.
     """
     return constrain(jax.nn.silu(gate_BTM) * up_BTM, "batch", "seq", "act_mlp")

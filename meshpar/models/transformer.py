@@ -24,7 +24,7 @@ from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.context import constrain
 from meshpar.sharding.types import PyTree, problem
-from meshpar.training.layers import Aux, is_staged, scan_layers, with_aux
+from meshpar.training.layers import Aux, keeps_are_others, scan_layers, with_aux
 from meshpar.training.precision import dot_general
 from meshpar.training.reports import is_listening
 
@@ -100,7 +100,7 @@ class MLP(nnx.Module):
             both = overlap.gathered_matmul(h_BTE, inward, ("act_mlp", "act_mlp"))
         else:
             both = [self.gate(h_BTE), self.up(h_BTE)]
-        run = down if is_staged() else jax.checkpoint(down, prevent_cse=False)
+        run = down if keeps_are_others() else jax.checkpoint(down, prevent_cse=False)
         return run(*layers.gated(*both))
 
 

@@ -32,7 +32,7 @@ from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
 from meshpar.sharding.activations import below
 from meshpar.sharding.types import PyTree
-from meshpar.training.layers import Aux, is_staged
+from meshpar.training.layers import Aux, keeps_are_others
 from meshpar.training.precision import dot_general
 
 
@@ -93,7 +93,7 @@ class LinenMLP(nn.Module):
             y_BTE = matrix(hidden_BTM)
             return overlap.matmul_scattered(hidden_BTM, y_BTE, "act_mlp") if overlapped else y_BTE
 
-        run = down if is_staged() else nn.checkpoint(down, prevent_cse=False)
+        run = down if keeps_are_others() else nn.checkpoint(down, prevent_cse=False)
         return run(self, *layers.gated(gate_BTM, up_BTM))
 
 

@@ -109,6 +109,15 @@ def is_part() -> bool:
     return is_staged() and current().run.in_part
 
 
+def keeps_are_others() -> bool:
+    """Whether what a layer keeps for its backward pass is not its own to say.
+
+    Stages hold what a microbatch's B makes again until its W, like what was kept; `remat="full"` keeps nothing anyway.
+    """
+    context = current().numerics
+    return is_staged() or (context is not None and context.remat == "full")
+
+
 def scan_layers(
     layer: Callable[..., Any],
     x: Any,
