@@ -103,9 +103,14 @@ class Norm(nnx.RMSNorm):
         return rms_norm(self.epsilon, x, self.scale[...])
 
 
-def nnx_norm(cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed") -> nnx.RMSNorm:
-    """RMSNorm of the residual stream, or of something as wide as `width`; `name` is the logical one of its dim."""
-    return Norm(
+def nnx_norm(
+    cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed", in_layers: bool = True
+) -> nnx.RMSNorm:
+    """RMSNorm of the residual stream, or of something as wide as `width`; `name` is the logical one of its dim.
+
+    Outside of layers it is Flax's: there is little to keep, and its scale is gathered once.
+    """
+    return (Norm if in_layers else nnx.RMSNorm)(
         width or cfg.embed_dim,
         epsilon=cfg.norm_eps,
         param_dtype=jnp.dtype(cfg.param_dtype),
@@ -153,7 +158,8 @@ class LinenNorm(nn.RMSNorm):
         return rms_norm(self.epsilon, x, self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype))
 
 
-def linen_norm(cfg: TransformerConfig, name: str, *, dim: str = "embed") -> LinenNorm:
-    """RMSNorm over the last dim of what it is given, whose logical name is `dim`."""
+def linen_norm(cfg: TransformerConfig, name: str, *, dim: str = "embed", in_layers: bool = True) -> nn.RMSNorm:
+    """RMSNorm over the last dim of what it is given, whose logical name is `dim`; `in_layers` as for `nnx_norm`."""
     init = nn.with_logical_partitioning(nn.initializers.ones_init(), (dim,))
-    return LinenNorm(epsilon=cfg.norm_eps, param_dtype=jnp.dtype(cfg.param_dtype), scale_init=init, name=name)
+    kind = LinenNorm if in_layers else nn.RMSNorm
+    return kind(epsilon=cfg.norm_eps, param_dtype=jnp.dtype(cfg.param_dtype), scale_init=init, name=name)

@@ -458,6 +458,10 @@ def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+"""Of the matmul behind `swiglu` nothing is needed backward; adapters beside it need what their first one gives."""
+
+
 def gated(
     gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B T M"]]:

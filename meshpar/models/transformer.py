@@ -100,7 +100,7 @@ class MLP(nnx.Module):
             both = overlap.gathered_matmul(h_BTE, inward, ("act_mlp", "act_mlp"))
         else:
             both = [self.gate(h_BTE), self.up(h_BTE)]
-        run = down if keeps_are_others() else jax.checkpoint(down, prevent_cse=False)
+        run = down if keeps_are_others() else jax.checkpoint(down, prevent_cse=False, policy=layers.MATMULS)
         return run(*layers.gated(*both))
 
 
@@ -165,7 +165,7 @@ class Transformer(nnx.Module):
                 self.dense_layers = _stacked_blocks(cfg, cfg.num_dense_layers, False, None, rngs)
             rest = cfg.num_layers - cfg.num_dense_layers
             self.layers = _stacked_blocks(cfg, rest, cfg.moe is not None, "layers", rngs)
-            self.final_norm = nnx_norm(cfg, rngs)
+            self.final_norm = nnx_norm(cfg, rngs, in_layers=False)
             if not cfg.tied_embeddings:
                 self.head = nnx_linear(cfg, rngs)(cfg.embed_dim, cfg.vocab_size, names=("embed", "vocab"))
 

@@ -93,7 +93,7 @@ class LinenMLP(nn.Module):
             y_BTE = matrix(hidden_BTM)
             return overlap.matmul_scattered(hidden_BTM, y_BTE, "act_mlp") if overlapped else y_BTE
 
-        run = down if keeps_are_others() else nn.checkpoint(down, prevent_cse=False)
+        run = down if keeps_are_others() else nn.checkpoint(down, prevent_cse=False, policy=layers.MATMULS)
         return run(self, *layers.gated(gate_BTM, up_BTM))
 
 
@@ -163,7 +163,7 @@ class LinenTransformer(nn.Module):
             if not cfg.tied_embeddings:
                 kernel_EV = linen_linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"), dot=linen_kernel)(x_BTE)
                 x_BTE, kernel_EV = layers.reduced_first(x_BTE, kernel_EV)
-            h_BTE = layers.block_input(linen_norm(cfg, "final_norm")(x_BTE))
+            h_BTE = layers.block_input(linen_norm(cfg, "final_norm", in_layers=False)(x_BTE))
             h_BTE = context.left(h_BTE) if cache is None else h_BTE
             if cfg.vocab_chunk is not None and cache is None:
                 return unembedding(cfg, h_BTE, table_VE if kernel_EV is None else kernel_EV)
