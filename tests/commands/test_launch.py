@@ -269,7 +269,7 @@ def test_others_that_do_not_come_are_told_in_words(monkeypatch: pytest.MonkeyPat
     assert "not all 4 processes came within 0 s" in err
 
 
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the system lists no connections there")
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc/net/tcp, which Linux alone has")
 def test_hosts_that_have_connected_are_known_to_process_0() -> None:
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as service:
         port = service.getsockname()[1]
