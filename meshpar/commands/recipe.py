@@ -113,10 +113,6 @@ class AdamW:
             _check(f"{who}.{name}", value, value is None or value > 0, "it is above 0")
         _check(f"{who}.offload", self.offload, isinstance(self.offload, bool), "it is True or False")
         _check(f"{who}.moments", self.moments, self.moments in (None, *DTYPES), f"it is None or of {', '.join(DTYPES)}")
-        for name in self._DECAYS if self.moments == "bfloat16" else ():
-            beta, finest = getattr(self, name), float(jnp.finfo("bfloat16").eps) / 2
-            rule = f'with moments="bfloat16" it is at most {1 - finest:.4f}: steps of less are rounded away'
-            _check(f"{who}.{name}", beta, 1 - beta >= finest, rule)
 
     def learning_rate(self, steps: int) -> Callable[[Any], Any]:
         """The learning rate by step, of a run of this many steps.

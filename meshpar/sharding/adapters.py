@@ -355,6 +355,9 @@ def _for_each_dim(names: Any, ndim: int) -> Names:
 
 # ---- Linen -----------------------------------------------------------------------------------------------------------
 
+OVERWRITTEN = "_overwrite_with_gradient"
+"""Flax's name of the collection whose next values are what its gradient says: scales and histories of 8-bit matmuls."""
+
 
 class BoundLinen:
     """A Linen module together with its variables, called like the module.
@@ -391,7 +394,9 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
     held as in `from_nnx`. The loss function is given a callable
     that applies the module to its variables. Collections beside `params` are carried from step to step, but for what is
     sown in them (`Module.sow`), which begins anew with every call. A method `after_update(collections) -> collections`
-    of the module is called once a training step, behind all micro-steps, with the collections beside `params`.
+    of the module is called once a training step, behind all micro-steps, with the collections beside `params`. The
+    collection of Flax's 8-bit matmuls with delayed scaling (`nn.Fp8DotGeneral` as a layer's `dot_general_cls`) becomes
+    what its gradient says after every micro-step, and no optimizer sees it.
     """
     from flax import linen as nn
 

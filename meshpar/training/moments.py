@@ -72,11 +72,29 @@ class InBytes:
     """The largest magnitude of each row, float32, of the array's other dims."""
 
 
-def _in_bytes(x: jax.Array) -> InBytes:
-    """Rounded to one of the two nearest levels, so that the mean over many roundings is x.
+def _drawn(x: jax.Array, without: int) -> jax.Array:
+    """uint32, evenly spread: by it float32 x is rounded up or down, so that the mean over many roundings is x.
 
-    What is drawn is a hash of x's leading bits: nearly every number is rounded alike under every layout, though sums in
-    another order differ in the last bits, and a moving average that moves by less than a level at a time moves yet.
+    It is a hash of x's bits but the last ones: nearly every number is rounded alike under every layout, though sums in
+    another order differ in those, and a moving average that moves by less than a level at a time moves yet.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> without
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits
+
+
+def _in_bfloat16(x: jax.Array) -> jax.Array:
+    """Rounded to one of the two nearest numbers, at random by how near each is."""
+    x = x.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (_drawn(x, 4) >> 16)
+    found = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(found), found, x.astype(jnp.bfloat16))  # nor is what is no number made one
+
+
+def _in_bytes(x: jax.Array) -> InBytes:
+    """Rounded to one of the two nearest levels, at random by how near each is.
+
     What is not zero does not become zero: Adam divides by the root of a moment.
     """
     x = x.astype(jnp.float32)
@@ -84,10 +102,7 @@ def _in_bytes(x: jax.Array) -> InBytes:
     share = jnp.abs(x) / jnp.maximum(scales, jnp.finfo(jnp.float32).tiny)[..., None]
     below = jnp.clip(jnp.floor(jnp.sqrt(jnp.sqrt(share)) * _LEVELS), 0, _LEVELS - 1)
     low, high = (below / _LEVELS) ** 4, ((below + 1) / _LEVELS) ** 4
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 10
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    drawn = (bits >> 8).astype(jnp.float32) / 2**24
+    drawn = (_drawn(x, 10) >> 8).astype(jnp.float32) / 2**24
     k = jnp.maximum(below + (drawn * (high - low) < share - low), 1)
     return InBytes((jnp.sign(x) * k).astype(jnp.int8), scales)
 
@@ -101,13 +116,13 @@ def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTr
     """The optimizer, with what it keeps of every parameter in `dtype`; an update is computed as wide as it was.
 
     Counters and other scalars stay as they are, and so do weights that the optimizer keeps: what it begins as the
-    parameters (`optax.contrib.schedule_free`). In bfloat16 arrays are rounded to nearest. A moving average
-    `b m + (1 - b) x` moves by steps of `1 - b`, which must not round away: bfloat16 has 8 bits, so b is at most
-    `1 - 2⁻⁸` (Adam's usual b2 of 0.999 is above, 0.95 is not).
+    parameters (`optax.contrib.schedule_free`). Both round up or down at random: a moving average `b m + (1 - b) x` moves
+    by steps of `1 - b`, and to nearest they would be rounded away where they are less than a number's last bit, as with
+    Adam's b2 of 0.999 in bfloat16.
 
     In int8 a number is a byte, and every row of the last dim has a scale in float32: `sign(k) (|k| / 127)⁴ · scale`, a
-    range of 2.6e8 with steps of 3 % at its upper end. It is rounded up or down at random, so that b may be as large as
-    one likes. Where the last dim is sharded, its largest number is that of all shards, one a row.
+    range of 2.6e8 with steps of 3 % at its upper end. Where the last dim is sharded, its largest number is that of all
+    shards, one a row.
 
     Args:
       tx: an optax optimizer whose state belongs to its parameters, array by array.
@@ -128,7 +143,7 @@ def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTr
         return jax.tree.map(lambda x, is_one, as_was: f(x, as_was) if is_one else x, state, is_moment, like)
 
     def kept(state: PyTree, is_moment: PyTree) -> PyTree:
-        in_dtype = _in_bytes if dtype == "int8" else lambda x: x.astype(dtype)
+        in_dtype = _in_bytes if dtype == "int8" else _in_bfloat16
         return each(lambda x, _: in_dtype(x), state, is_moment, state)
 
     def widened(x: Any, as_was: Any) -> Any:

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.sharding.adapters import Model, key_data_like
+from meshpar.sharding.adapters import OVERWRITTEN, Model, key_data_like
 from meshpar.sharding.context import apart, tracing
 from meshpar.sharding.lay import with_auto_types, without_types
 from meshpar.sharding.mesh import with_auto_axes
@@ -104,6 +104,10 @@ class Setup:
     def trained(self, tree: PyTree) -> PyTree:
         """Of a tree like the parameters what the optimizer updates; None stands for the others."""
         return only([not frozen for frozen in self.is_frozen], tree, self.layout.variables.params)
+
+    def overwritten(self, extra: PyTree) -> dict[str, PyTree]:
+        """Of what a Linen module keeps the collection whose next values are its gradients."""
+        return {OVERWRITTEN: extra[OVERWRITTEN]} if self.model.kind == "linen" and OVERWRITTEN in extra else {}
 
     def with_frozen(self, trained: PyTree, tree: PyTree) -> PyTree:
         """A tree like the parameters: what `trained` has, and what it has not of `tree`."""

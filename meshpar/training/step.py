@@ -25,6 +25,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.activations import check_seen, held_between_modules
+from meshpar.sharding.adapters import OVERWRITTEN
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
 from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.rules import Rules
@@ -144,6 +145,7 @@ class TrainStep(_Program):
         _check_params_dtype(setup, self.options.precision)
         _check_prefetch(setup, self.options)
         _check_explicit(setup, self.options)
+        _check_overwritten(setup, self.options)
         _check_whole(setup, self.options, batch)
         _check_wider(setup, self.options.precision)
         for rule in setup.strategy.activations.remat:
@@ -326,15 +328,30 @@ def _check_prefetch(setup: Setup, options: StepOptions) -> None:
         raise problem(where, spec, exists, 'leave prefetch out, or use accumulate_mode="each"')
 
 
+ONCE = ', accumulate_mode="once"'
+
+
 def _check_explicit(setup: Setup, options: StepOptions) -> None:
     engine = engine_of(setup, options).__name__.rpartition(".")[2]
     if setup.model.is_explicit and engine != "plain":
         raise problem(
-            f"mp.explicit(model) and {setup.strategy.label}" + ', accumulate_mode="once"' * options.is_once,
+            f"mp.explicit(model) and {setup.strategy.label}" + ONCE * options.is_once,
             "trace the model on Explicit axes",
             "stages, kernels that quantize, and one reduction behind all micro-steps run it inside a shard_map, and "
             "jax makes no axis Explicit where another is Manual already",
             'use accumulate_mode="each" and a strategy without stages and quantize, or leave mp.explicit out',
+        )
+
+
+def _check_overwritten(setup: Setup, options: StepOptions) -> None:
+    """Scales that are measured on all rows are measured where the compiler sees them all."""
+    engine = engine_of(setup, options).__name__.rpartition(".")[2]
+    if engine != "plain" and setup.overwritten(setup.layout.variables.extra):
+        raise problem(
+            f"collection `{OVERWRITTEN}` of the model and {setup.strategy.label}" + ONCE * options.is_once,
+            "measure one scale over all rows",
+            "stages, kernels that quantize and one reduction behind all micro-steps give a device its own rows alone",
+            'use accumulate_mode="each" and a strategy without stages and quantize, or mp.Precision(matmul="fp8")',
         )
 
 
@@ -343,7 +360,7 @@ def _check_whole(setup: Setup, options: StepOptions, batch: PyTree) -> None:
     engine = engine_of(setup, options).__name__.rpartition(".")[2]
     if (engine != "plain" or setup.model.is_explicit) and not isinstance(batch, NamedSharding):
         raise problem(
-            f"inputs rules with replicated, and {setup.strategy.label}" + ', accumulate_mode="once"' * options.is_once,
+            f"inputs rules with replicated, and {setup.strategy.label}" + ONCE * options.is_once,
             "give every device a leaf of the batch whole",
             "stages, kernels that quantize, one reduction behind all micro-steps and mp.explicit take rows alone",
             'use accumulate_mode="each" and a strategy without stages and quantize, or repeat it for every row',

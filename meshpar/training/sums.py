@@ -40,17 +40,17 @@ class Sums:
         return dataclasses.replace(self, **changes)
 
 
-def micro_step(loss: Loss, options: StepOptions, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array,
-               *, setup: Setup | None = None) -> Sums:  # fmt: skip
-    """Loss and gradients of one micro-step, times its weight; with `setup` none of parameters that it freezes."""
+def micro_step(loss: Loss, options: StepOptions, setup: Setup, params: PyTree, extra: PyTree, rows: PyTree,
+               key: jax.Array) -> Sums:  # fmt: skip
+    """Loss and gradients of one micro-step, times its weight; none of parameters that are frozen."""
 
-    def of_trained(trained: PyTree) -> Any:
-        return loss(trained if setup is None else setup.with_frozen(trained, params), extra, rows, key)
+    def of_trained(trained: PyTree, overwritten: PyTree) -> Any:
+        return loss(setup.with_frozen(trained, params), {**extra, **overwritten} if overwritten else extra, rows, key)
 
-    trained = params if setup is None else setup.trained(params)
-    (value, (metrics, extra)), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
+    slopes = jax.value_and_grad(of_trained, argnums=(0, 1), has_aux=True)
+    (value, (metrics, after)), (grads, overwritten) = slopes(setup.trained(params), setup.overwritten(extra))
     grads = jax.tree.map(lambda g: g.astype(options.precision.reduce_dtype(g.dtype)), grads)
-    return weighed(options, value, metrics, grads, extra)
+    return weighed(options, value, metrics, grads, {**after, **overwritten} if overwritten else after)
 
 
 def weight_of(options: StepOptions, metrics: dict[str, jax.Array]) -> jax.Array | None:

@@ -12,12 +12,17 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.compiled import census
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing, grouped_matmul, grouped_swiglu
 from meshpar.planner.workload import describe
+from meshpar.sharding.adapters import OVERWRITTEN
+from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.precision import dot_general, numerics, products
 from tests.equal import assert_same
 from tests.grid import cases
@@ -259,3 +264,79 @@ def test_compiled_for_a_gpu_the_loops_over_experts_are_in_8_bits(pod):
             found[dtypes <= set(names)] += "mlp" in str(ins.attributes)
     assert found[True] == 2 * 6
     assert found[False] == 2 * 3 + 3  # and the router
+
+
+class Delayed(nn.Module):
+    """Two matmuls of Flax's own, each over scales of the steps before."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(64, dot_general_cls=nn.Fp8DotGeneral, name="up")(x)
+        return nn.Dense(8, dot_general_cls=nn.Fp8DotGeneral, name="down")(nn.relu(x))
+
+
+def squares(model, batch, key):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(), {}
+
+
+ROWS = {"x": np.random.default_rng(0).normal(size=(16, 32)), "y": np.random.default_rng(1).normal(size=(16, 8))}
+BY_PATHS = mp.Rules(paths={"up/kernel": P("fsdp", "tensor"), "down/kernel": P("tensor", "fsdp")})
+DELAYED = {
+    "fsdp|tensor": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp(min_bytes=0) | BY_PATHS, {}),
+    "zero1": (mp.MeshSpec(fsdp=8), mp.zero1(axis="fsdp", min_bytes=0), {}),
+    "accumulate": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), {"accumulate": 2}),
+}
+
+
+def delayed_state(spec, strategy):
+    example = jax.ShapeDtypeStruct((16, 32), np.float32)
+    return mp.init_state(
+        mp.from_linen(Delayed(), example), optax.adamw(1e-2), mesh=spec.build(), strategy=strategy, key=0
+    )
+
+
+@pytest.mark.parametrize("case", cases("fsdp|tensor", grid=list(DELAYED)))
+def test_delayed_scaling_of_flax_is_that_of_flax_on_one_device(case):
+    """Scales and histories are what their gradients say, of all rows, and no optimizer touches them."""
+    spec, strategy, options = DELAYED[case]
+    state = delayed_state(spec, strategy)
+    micro = options.get("accumulate", 1)
+    plain = TrainState.create(
+        apply_fn=Delayed().apply,
+        params=jax.device_get({"params": state.params, **state.extra}),
+        tx=optax.adamw(1e-2),
+    )
+    step = mp.train_step(squares, **options)
+    batch = mp.shard_batch({name: x.astype(np.float32) for name, x in ROWS.items()}, state.setup.mesh, strategy)
+    for factor in (1.0, 3.0, 0.5):
+        scaled = {**batch, "x": batch["x"] * factor}
+        state, _ = step(state, scaled)
+        grads, scales = [], plain.params
+        for rows in micro_steps(jax.device_get(scaled), micro, state.setup.sizes["fsdp"]):
+            loss = lambda params, rows=rows: squares(lambda x: plain.apply_fn(params, x), rows, None)[0]  # noqa: E731
+            grads.append(jax.grad(loss)(scales))
+            scales = {**scales, OVERWRITTEN: grads[-1][OVERWRITTEN]}
+        mean = jax.tree.map(lambda *x: sum(x) / micro, *grads)
+        plain = plain.apply_gradients(grads={**mean, OVERWRITTEN: scales[OVERWRITTEN]})
+    for found, expected, atol in (
+        (state.extra[OVERWRITTEN], plain.params[OVERWRITTEN], 1e-6),
+        (state.params, plain.params["params"], 1e-5),
+    ):
+        assert_same(*(dict(tree_leaves_with_paths(jax.device_get(x))) for x in (found, expected)), atol=atol)
+    assert float(state.extra[OVERWRITTEN]["up"]["Fp8DirectDotGeneralOp_0"]["input_scale"][0]) != 1
+    assert "scale" not in str(jax.tree.structure(state.opt_state))
+
+
+def micro_steps(batch, micro, ranks):
+    """As a step cuts them: every device its own rows."""
+    return [
+        {name: x.reshape(ranks, micro, -1, *x.shape[1:])[:, i].reshape(-1, *x.shape[1:]) for name, x in batch.items()}
+        for i in range(micro)
+    ]
+
+
+def test_delayed_scaling_is_refused_where_a_device_sees_its_own_rows_alone():
+    state = delayed_state(mp.MeshSpec(data=8), mp.ddp())
+    rows = {name: jax.ShapeDtypeStruct(x.shape, np.float32) for name, x in ROWS.items()}
+    with pytest.raises(ValueError, match=r"collection `_overwrite_with_gradient` .* one scale over all rows"):
+        mp.train_step(squares, accumulate=2, accumulate_mode="once").trace(state, rows)

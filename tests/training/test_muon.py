@@ -219,7 +219,6 @@ def test_moments_and_offloading_and_decay_of_the_recipe_s():
     ("make", "says"),
     [
         (lambda: mp.Muon(momentum=1.0), "momentum.*below 1"),
-        (lambda: mp.Muon(momentum=0.999, moments="bfloat16"), "Muon.momentum.*0.999.*at most 0.9961"),
         (lambda: mp.Muon(ns_steps=0), "ns_steps.*at least 1"),
         (lambda: mp.Muon(rms=0), "rms.*above 0"),
         (lambda: init({"w": optax.contrib.MuonDimensionNumbers((0,), (0,))}), "w.*rows.*none twice.*None leaves it"),

@@ -26,7 +26,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     shardings = setup.named(setup.trained(grad_specs(setup, options)))
 
     def step(extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        sums = micro_step(loss, options, params, extra, rows, key, setup=setup)
+        sums = micro_step(loss, options, setup, params, extra, rows, key)
         return sums.replace(grads=constrained(sums.grads, shardings))
 
     if options.accumulate == 1:
