@@ -71,7 +71,7 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     params = constrained(params, setup.named(whole))
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        step = functools.partial(micro_step, loss, options, params, setup=setup)
+        step = functools.partial(micro_step, loss, options, setup, params)
         sums = _local_sums(step, options, setup, axes, extra, rows, key)
         if options.weight is not None:
             sums = _evened(sums, axes, options, setup.trained(params))
@@ -105,7 +105,7 @@ def _quantized(
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> Sums:
         if options.is_once:
             whole = unshard.whole(params, noise)
-            step: MicroStep = functools.partial(micro_step, loss, options, whole, setup=setup)
+            step: MicroStep = functools.partial(micro_step, loss, options, setup, whole)
         else:
             step = _sharded_step(loss, options, setup, unshard, params, noise)
         sums = _local_sums(step, options, setup, axes, extra, rows, key)
