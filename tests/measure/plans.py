@@ -22,7 +22,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (B8, "h100:8x8", ("strategy=fsdp()",)),
     (B8, "h100:8x8", ()),
     (B70, "h100:64x8", ("remat=dots", "accumulate=4")),
-    ("mixtral_8x7b", "h100:8x8", ("strategy=fsdp()|expert_parallel()",)),
+    ("mixtral_8x7b", "h100:8x8", ("strategy=fsdp()|expert_parallel()", "accumulate=4")),
     ("llama3_405b", "h100:512x8", ("accumulate=2",)),
     (
         B8,
