@@ -72,11 +72,13 @@ def _start(*, with_devices: bool) -> None:
     """Import jax, and have it find its devices, without what its CUDA plugin says where there is no driver.
 
     jax 0.10's plugin writes that to standard error as it is loaded, whatever the log level and the platform chosen.
-    Everything else passes.
+    Everything else passes. With flags of the user's own nothing is caught: XLA ends the process at one that it does not
+    know, and what it says of that would be lost.
     """
-    from meshpar.compiled.messages import catch_stderr
+    from meshpar.compiled.messages import Caught, catch_stderr
 
-    with catch_stderr() as caught:
+    names = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    with catch_stderr() if names <= {_COUNT_FLAG, *_PATIENCE} else contextlib.nullcontext(Caught()) as caught:
         import jax
 
         if with_devices:
@@ -313,6 +315,10 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     help="With --processes: when one is lost, the others start again from the newest checkpoint, K times at most.",
 )  # fmt: skip
 @click.option(
+    "--shrink", is_flag=True,
+    help="With --restarts: a lost process takes its devices along, as a host does, and the mesh's data axis shrinks.",
+)  # fmt: skip
+@click.option(
     "--writer", "writers", metavar="NAME", multiple=True, type=click.Choice(["tensorboard", "wandb"]),
     help="Write numbers there, too: tensorboard or wandb; may be repeated. Same as --set writers=NAME,NAME.",
 )  # fmt: skip
@@ -327,6 +333,7 @@ def train(
     join_limit: int | None,
     processes: int | None,
     restarts: int,
+    shrink: bool,
     **given: Any,
 ) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
@@ -343,9 +350,12 @@ def train(
             "move the run's folder away instead" if given["fresh"] else "add --processes N, or let the launcher restart"
         )
         raise problem(f"--restarts {restarts}", "start again what is lost", exists, fix)
+    if shrink and not restarts:
+        raise problem("--shrink", "go on with fewer devices", "nothing starts again by itself", "add --restarts K")
     if processes is not None and PARENT not in os.environ:
         prepare_devices(devices, start="nothing")
-        sys.exit(run(click.get_current_context().find_root().obj, processes=processes, restarts=restarts))
+        args = click.get_current_context().find_root().obj
+        sys.exit(run(args, processes=processes, restarts=restarts, shrink=shrink))
     follow_parent()
     # What started this process has shared the host devices already.
     devices = None if PARENT in os.environ else devices
@@ -380,6 +390,7 @@ def _train(
     here = _devices(devices)
     import jax
 
+    from meshpar.commands.processes import shrunk
     from meshpar.commands.recipe import load_recipe
     from meshpar.commands.train import check_left_to_folder
     from meshpar.commands.train import train as run
@@ -393,6 +404,7 @@ def _train(
         found = with_plan(found, plan)
     own = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
     found = found.override(*assignments, *(f"{field}={value}" for field, value in own if value is not None))
+    found = found.replace(mesh=shrunk(found.mesh))
     if steps_traced is not None:
         check_steps(*steps_traced, done=0, steps=found.steps)  # here, too: before anything is compiled
     if from_hf is not None:

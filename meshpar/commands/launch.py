@@ -8,15 +8,11 @@ when the environment says half of what is needed, and one line about what was fo
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import importlib.util
-import ipaddress
 import logging
 import os
 import re
-import socket
 import sys
 import threading
 import zlib
@@ -24,6 +20,7 @@ from collections.abc import Mapping
 
 import jax
 
+from meshpar.commands import roll
 from meshpar.sharding.errors import MeshparError
 
 logger = logging.getLogger(__name__)
@@ -38,9 +35,6 @@ JOIN_S = 300
 LOCAL_JOIN_S = 90
 """The same of processes that were started together on this machine."""
 
-_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
-_ANSWER_S = 20.0
-_ESTABLISHED = "01"  # as /proc/net/tcp has it
 _ALARM_FIRST_S = 60
 _LAST_PORTS = 4096  # a port worked out from a job's identity lies among the highest 4,096, as jax's own do
 
@@ -180,8 +174,8 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
         What was found, or None for a process on its own.
 
     Raises:
-        LaunchError: the environment says half of what is needed, or contradicts itself; or something else listens at
-            the coordinator's port.
+        LaunchError: the environment says half of what is needed, or contradicts itself.
+        MeshparError: something else listens at the coordinator's port. A process whose pod is not whole in time ends.
     """
     env = os.environ if env is None else env
     launch = detect(env)
@@ -193,8 +187,12 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
         return launch
     method = _detection_method(launch, env)
     logger.info("joining: %s", launch)
-    if launch.coordinator is not None:
-        check_port(launch.coordinator, process_id=launch.process_id)
+    if launch.coordinator is not None and launch.process_id is not None and launch.num_processes is not None:
+        try:
+            place = {"process_id": launch.process_id, "num_processes": launch.num_processes}
+            roll.call(launch.coordinator, **place, timeout_s=timeout_s)
+        except roll.RollError as error:
+            _leave(error)
     _keep_stdout()
     # Its handler would swallow a SIGTERM before the first step; `interrupts` and `StopAgreement` do its work.
     jax.config.update("jax_enable_preemption_service", False)
@@ -218,33 +216,19 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
 
 def _give_up(launch: Launch, timeout_s: int) -> None:
     """End this process, which waits for others in a library: nothing can be raised there."""
-    here = ", ".join(_connected(launch.coordinator)) if launch.coordinator and launch.process_id == 0 else ""
-    error = LaunchError(
-        f"process {launch.process_id}",
-        f"join a pod at {launch.coordinator or 'the address that jax finds'}",
-        f"not all {launch.num_processes or 'its'} processes came within {timeout_s} s"
-        + (f"; those here come from {here}" if here else ""),
-        "look at the logs of the others, and start all of them again; --join-limit waits longer",
+    _leave(
+        LaunchError(
+            f"process {launch.process_id}",
+            f"join a pod at {launch.coordinator or 'the address that jax finds'}",
+            f"not all {launch.num_processes or 'its'} processes came within {timeout_s} s",
+            "look at the logs of the others, and start all of them again; --join-limit waits longer",
+        )
     )
+
+
+def _leave(error: MeshparError) -> None:
     os.write(2, f"\nmeshpar: {error}\n".encode())
     os._exit(1)
-
-
-def _connected(coordinator: str) -> list[str]:
-    """The hosts from which processes have connected, and how many of each, as process 0's system lists them (Linux).
-
-    jax's coordination service says to nobody who is missing before all have come.
-    """
-    port = f"{int(coordinator.rpartition(':')[2]):04X}"
-    found: collections.Counter[str] = collections.Counter()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError), open(f"/proc/net/{table}", encoding="ascii") as lines:
-            for own, other, state in (line.split()[1:4] for line in lines):
-                if own.endswith(f":{port}") and state == _ESTABLISHED:
-                    words = [bytes.fromhex(other[at : at + 8])[::-1] for at in range(0, other.index(":"), 8)]
-                    address = ipaddress.ip_address(b"".join(words))
-                    found[str(getattr(address, "ipv4_mapped", None) or address)] += 1
-    return [f"{host} ({count})" for host, count in sorted(found.items())]
 
 
 def _keep_stdout() -> None:
@@ -258,48 +242,6 @@ def _keep_stdout() -> None:
     except (OSError, ValueError):  # closed, or no file: nothing of gloo's comes between
         return
     sys.stdout = open(own, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
-
-
-def check_port(coordinator: str, *, process_id: int | None) -> None:
-    """See that the coordinator's port is free, in process 0, and in others that nothing else listens there.
-
-    jax waits for minutes where something else does. A coordinator speaks HTTP/2, in which either side speaks first.
-
-    Raises:
-        LaunchError: something else listens there.
-    """
-    host, _, port = coordinator.rpartition(":")
-    taken = "another program listens there"
-    if process_id == 0:
-        try:
-            dual = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if dual else socket.AF_INET
-            socket.create_server(("", int(port)), family=family, dualstack_ipv6=dual).close()
-            return
-        except OSError as error:
-            taken = f"the port cannot be opened ({error.strerror or error})"
-    elif _answers_as_coordinator(host.strip("[]"), int(port)):
-        return
-    raise LaunchError(
-        f"the coordinator's address {coordinator}",
-        "open it" if process_id == 0 else "find process 0 there",
-        taken,
-        "name another port for every process (JAX_COORDINATOR_ADDRESS=HOST:PORT, or MASTER_PORT), or end that program",
-    )
-
-
-def _answers_as_coordinator(host: str, port: int) -> bool:
-    """Whether a coordinator may be there: one that has not started yet may, what answers otherwise is none."""
-    try:
-        connection = socket.create_connection((host, port), timeout=_ANSWER_S)
-    except OSError:
-        return True
-    with connection:
-        try:
-            connection.sendall(_HTTP2_HELLO)
-            return connection.recv(9)[3:4] == b"\x04"
-        except OSError:
-            return False
 
 
 def _value(env: Env, *names: str) -> str:

@@ -11,12 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from meshpar.sharding.errors import problem
 from meshpar.training import interrupts
 
+if TYPE_CHECKING:
+    from meshpar.sharding.mesh import MeshSpec
+
 PARENT = "MESHPAR_PARENT"
 """Set for a process that was started here: the id of the one that started it."""
+BEGAN_WITH = "MESHPAR_BEGAN_WITH"
+"""Set for it where a lost process takes its devices along: how many processes there were at first."""
 GRACE_S = 20.0
 """Seconds the others have to end by themselves when one has failed; then they are killed, stopped ones too."""
 RESTART_GRACE_S = 2.0
@@ -26,7 +32,7 @@ _GIVEN_UP = 1  # what the watchdog of a process that lives exits with when anoth
 _POLL_S = 0.1
 
 
-def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
+def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool = False) -> int:
     """Start the command so often, wait for all, and kill what is left when one has failed.
 
     A signal is handed on to all; where this process dies, they end.
@@ -36,6 +42,7 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
       processes: how many. Host devices (`XLA_FLAGS`) are shared among them; each takes a GPU or its part of those seen.
       restarts: how often the others start again when one is lost: killed, or given up by the watchdog. They share all
         devices anew, so that the mesh is the same, and resume from the newest checkpoint.
+      shrink: a process that is lost takes its devices along, as a host does: see `shrunk`.
 
     Returns:
       0, or the exit code of the first that failed; 128 and the signal's number after a signal.
@@ -46,19 +53,45 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
     watch = interrupts.current()
     if watch is not None:
         watch.hold(lambda: True)
+    began_with = processes
     while True:
-        code = _start(args, processes, watch, grace_s=RESTART_GRACE_S if restarts else GRACE_S)
+        port = _free_port()
+        envs = [_environment(n, processes, port=port, began_with=began_with, shrink=shrink) for n in range(processes)]
+        code = _start(args, envs, watch, grace_s=RESTART_GRACE_S if restarts else GRACE_S)
         is_lost = code < 0 or (code == _GIVEN_UP and processes > 1)  # one alone has no watchdog: an error of its own
         if not is_lost or not restarts or (watch is not None and watch.received is not None):
             return code if code >= 0 else 128 - code
-        restarts, processes = restarts - 1, _survivors(processes)
+        restarts, processes = restarts - 1, _survivors(processes, began_with)
         text = f"{processes} of the processes start again, from the newest checkpoint; restarts left: {restarts}"
         print(f"meshpar: {text}", file=sys.stderr, flush=True)
 
 
-def _start(args: Sequence[str], processes: int, watch: interrupts.Watch | None, *, grace_s: float) -> int:
-    port = _free_port()
-    envs = [_environment(number, processes, port=port) for number in range(processes)]
+def shrunk(mesh: MeshSpec) -> MeshSpec:
+    """The mesh with as much less of `data` as there are fewer processes than at first; as it is without `--shrink`.
+
+    Each process holds as much as before. Batches stay as they are, and so does the order of the data. A mesh in which
+    an axis takes what is left (-1) is returned as it is.
+
+    Raises:
+      ValueError: a data axis that cannot be so much smaller; at the start, too, for the next that is lost.
+    """
+    began_with, now = int(os.environ.get(BEGAN_WITH, "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not began_with or -1 in mesh.values():
+        return mesh
+    for processes in (now, _survivors(now, began_with)):
+        if mesh["data"] * processes % began_with:
+            raise problem(
+                "--shrink",
+                f"go on with {processes} of {began_with} processes",
+                f"the mesh's axis `data` is {mesh['data']}, which {began_with // processes} does not divide",
+                "give the mesh a larger data axis; or leave --shrink out: those that stay then share all devices",
+            )
+    return mesh.replace(data=mesh["data"] * now // began_with)
+
+
+def _start(
+    args: Sequence[str], envs: Sequence[Mapping[str, str]], watch: interrupts.Watch | None, *, grace_s: float
+) -> int:
     # A session each: a terminal's Ctrl-C comes here alone, and is handed on once.
     started = [subprocess.Popen([*COMMAND, *args], env=env, start_new_session=True) for env in envs]
     try:
@@ -69,10 +102,9 @@ def _start(args: Sequence[str], processes: int, watch: interrupts.Watch | None, 
             process.wait()
 
 
-def _survivors(processes: int) -> int:
-    """One less, or as many as can share the host devices."""
-    devices = _host_devices(os.environ)
-    return next((n for n in range(processes - 1, 0, -1) if devices is None or int(devices[2]) % n == 0), 1)
+def _survivors(processes: int, began_with: int) -> int:
+    """As many fewer as can share out what those of the beginning had."""
+    return next((number for number in range(processes - 1, 0, -1) if began_with % number == 0), 1)
 
 
 def _host_devices(env: Mapping[str, str]) -> re.Match[str] | None:
@@ -125,9 +157,9 @@ def _first_failed(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
     return None
 
 
-def _environment(number: int, processes: int, *, port: int) -> dict[str, str]:
-    """Of one process: a launcher's variables, and its part of the host devices."""
-    env = dict(os.environ)
+def _environment(number: int, processes: int, *, port: int, began_with: int, shrink: bool = False) -> dict[str, str]:
+    """Of one process: a launcher's variables, and its part of the devices."""
+    env, parts = dict(os.environ), began_with if shrink else processes
     if around := [name for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST") if env.get(name)]:
         raise problem(
             f"--processes {processes}",
@@ -137,17 +169,21 @@ def _environment(number: int, processes: int, *, port: int) -> dict[str, str]:
         )
     if (found := _host_devices(env)) is not None:
         count = int(found[2])
-        if count % processes:
+        if count % parts:
             raise problem(
-                f"--processes {processes}",
+                f"--processes {parts}",
                 f"share {count} host devices",
-                f"{count} is not a multiple of {processes}",
-                f"say --devices {-(-count // processes) * processes}",
+                f"{count} is not a multiple of {parts}",
+                f"say --devices {-(-count // parts) * parts}",
             )
-        env["XLA_FLAGS"] = env["XLA_FLAGS"].replace(found[0], f"{found[1]}{count // processes}")
-    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        env["XLA_FLAGS"] = env["XLA_FLAGS"].replace(found[0], f"{found[1]}{count // parts}")
+    elif parts < began_with and "CUDA_VISIBLE_DEVICES" not in env:  # each had one GPU
+        share = began_with // parts
+        env["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(number * share, (number + 1) * share)))
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": parts}
     return {
         **env,
+        **({BEGAN_WITH: str(began_with)} if shrink else {}),
         **{name: str(value) for name, value in place.items()},
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -183,6 +183,7 @@ class Checkpoints:
         if self._manager is not None:
             with self._explained("finish the last save"):
                 self._manager.wait_until_finished()
+                self._remove_old(self.keep)
 
     def close(self) -> None:
         """Wait, and end the background work; errors as in `wait`. Closing again does nothing."""
@@ -190,6 +191,7 @@ class Checkpoints:
         if manager is not None:
             with self._explained("finish the last save"):
                 manager.close()
+                self._remove_old(self.keep)
 
     def __enter__(self) -> Self:
         return self
@@ -246,9 +248,26 @@ class Checkpoints:
                 probe = self.folder / "writable"
                 probe.touch()
                 probe.unlink()
-            options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, create=True, cleanup_tmp_directories=True)
+            # Called when another is written and about to get its name; one whole one is there at any moment.
+            remove = functools.partial(self._remove_old, max(self.keep - 1, 1))
+            late = ocp.options.AsyncOptions(post_finalization_callback=remove)
+            options = ocp.CheckpointManagerOptions(create=True, cleanup_tmp_directories=True, async_options=late)
             self._manager = ocp.CheckpointManager(self.folder, options=options)
         return self._manager
+
+    def _remove_old(self, most: int) -> None:
+        """Remove all but so many of the newest.
+
+        Not left to orbax, which removes file by file: of a process that is killed meanwhile half a checkpoint would
+        stay under its name. Here it loses the name first, and what stays is removed as what was half written is.
+        """
+        if jax.process_index() == 0:
+            for step in self.steps()[:-most]:
+                folder = self.folder / str(step)
+                if "://" not in str(folder):  # in a bucket nothing has another name at once
+                    folder = folder.rename(f"{folder}{_HALF_WRITTEN}-removed")
+                with contextlib.suppress(OSError):
+                    folder.rmtree()
 
     def stored(self, step: int | None = None) -> Mapping[str, Any]:
         """Shape and dtype of every array of a checkpoint, the newest by default, by its path in the state.

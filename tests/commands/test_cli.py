@@ -308,3 +308,12 @@ print(jax.device_count(), jax.default_backend())
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "3 cpu", "")
+
+
+@pytest.mark.matrix
+def test_what_xla_says_when_it_ends_the_process_is_shown():
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_no_such_flag=1"}
+    command = [sys.executable, "-m", "meshpar.commands.cli", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 1
+    assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in done.stderr

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -267,47 +266,6 @@ def test_others_that_do_not_come_are_told_in_words(monkeypatch: pytest.MonkeyPat
     assert codes == [1]
     assert "process 1: asked to join a pod at" in (err := capfd.readouterr().err)
     assert "not all 4 processes came within 0 s" in err
-
-
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc/net/tcp, which Linux alone has")
-def test_hosts_that_have_connected_are_known_to_process_0() -> None:
-    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as service:
-        port = service.getsockname()[1]
-        assert launch._connected(f"host:{port}") == []
-        with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("::1", port)):
-            assert launch._connected(f"host:{port}") == ["127.0.0.1 (1)", "::1 (1)"]
-
-
-@pytest.mark.parametrize("process_id", [0, 1])
-def test_a_port_that_another_program_has_is_told_at_once(process_id: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-
-        def answer() -> None:
-            connection, _ = other.accept()
-            with connection:
-                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
-
-        if process_id:
-            threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: asked to .*To fix it: name another port"):
-            launch.check_port(f"127.0.0.1:{port}", process_id=process_id)
-
-
-def test_a_port_that_is_free_or_a_coordinator_is_taken() -> None:
-    hello = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-
-        def answer() -> None:
-            connection, _ = other.accept()
-            with connection:
-                connection.sendall(hello)
-
-        threading.Thread(target=answer, daemon=True).start()
-        launch.check_port(f"127.0.0.1:{port}", process_id=1)
-    for process_id in (0, 1):  # nobody is there: process 0 may open it, another waits for process 0
-        launch.check_port(f"127.0.0.1:{port}", process_id=process_id)
 
 
 PROCESS = textwrap.dedent("""

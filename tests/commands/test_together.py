@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import meshpar as mp
 from meshpar.commands import cli, launch, processes, together
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
@@ -231,16 +232,16 @@ def test_local_processes_share_the_host_devices(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    env = processes._environment(1, 4, port=5)
+    env = processes._environment(1, 4, port=5, began_with=4)
     assert env["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"
     assert launch.detect(env) == launch.Launch(
         source="torchrun", num_processes=4, process_id=1, coordinator="127.0.0.1:5", local_device_ids=(1,)
     )
     with pytest.raises(MeshparError, match="share 8 host devices, but 8 is not a multiple of 3.*say --devices 9"):
-        processes._environment(0, 3, port=5)
+        processes._environment(0, 3, port=5, began_with=3)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(MeshparError, match=r"a launcher started this one \(RANK=0\)"):
-        processes._environment(0, 2, port=5)
+        processes._environment(0, 2, port=5, began_with=2)
 
 
 CHILD = """
@@ -276,20 +277,43 @@ def test_when_a_process_is_lost_the_others_start_again(monkeypatch: pytest.Monke
     assert "1 of the processes start again, from the newest checkpoint; restarts left: 0" in text
 
 
-def test_as_many_start_again_as_can_share_the_host_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    assert [processes._survivors(count) for count in (8, 4, 2, 1)] == [4, 2, 1, 1]
+def test_as_many_start_again_as_can_share_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [processes._survivors(count, 8) for count in (8, 4, 2, 1)] == [4, 2, 1, 1]
+    assert [processes._survivors(count, 6) for count in (6, 3, 2, 1)] == [3, 2, 1, 1]
+    for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    assert processes._survivors(8) == 7
+    env = processes._environment(1, 2, port=5, began_with=8)
+    assert launch.detect(env).local_device_ids == (4, 5, 6, 7)
+    env = processes._environment(1, 2, port=5, began_with=8, shrink=True)
+    assert launch.detect(env).local_device_ids == (1,)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    assert launch.detect(processes._environment(1, 2, port=5, began_with=8)).local_device_ids == (4, 5, 6, 7)
+
+
+def test_a_mesh_shrinks_by_the_processes_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = mp.MeshSpec(data=4, fsdp=2)
+    assert processes.shrunk(mesh) == mesh
+    for now, data in ((4, 4), (2, 2), (1, 1)):
+        monkeypatch.setattr(os, "environ", {processes.BEGAN_WITH: "4", "WORLD_SIZE": str(now)})
+        assert processes.shrunk(mesh) == mp.MeshSpec(data=data, fsdp=2)
+        assert processes.shrunk(mp.MeshSpec(fsdp=-1)) == mp.MeshSpec(fsdp=-1)
+    monkeypatch.setattr(os, "environ", {processes.BEGAN_WITH: "2", "WORLD_SIZE": "2"})
+    with pytest.raises(MeshparError, match="go on with 1 of 2 processes.*`data` is 1.*larger data axis"):
+        processes.shrunk(mp.MeshSpec(fsdp=8))
 
 
 @pytest.mark.parametrize(
-    ("more", "said"), [(["--processes", "2", "--fresh"], "a restart would begin anew"), ([], "add --processes N")]
+    ("more", "said"),
+    [
+        (["--restarts", "1", "--processes", "2", "--fresh"], "a restart would begin anew"),
+        (["--restarts", "1"], "add --processes N"),
+        (["--processes", "2", "--shrink"], "add --restarts K"),
+    ],
 )
 def test_restarts_that_cannot_be_are_refused(more: list[str], said: str) -> None:
     with pytest.raises(MeshparError, match=said):
-        cli.cli.main(["train", "recipe.py", "--restarts", "1", *more], standalone_mode=False)
+        cli.cli.main(["train", "recipe.py", *more], standalone_mode=False)
 
 
 def start_locally(folder: Path, *args: str) -> subprocess.Popen:
@@ -303,11 +327,15 @@ def start_locally(folder: Path, *args: str) -> subprocess.Popen:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_is_killed_is_done_without_in_the_same_command(tmp_path: Path, victim: int) -> None:
-    with start_locally(tmp_path / "whole", "--set", "steps=300") as whole:
+@pytest.mark.parametrize(("victim", "shrinks"), [(0, False), (1, False), (1, True)])
+def test_a_process_that_is_killed_is_done_without_in_the_same_command(
+    tmp_path: Path, victim: int, shrinks: bool
+) -> None:
+    args = ["--set", "steps=300", *(("--set", "mesh=data=2", "--set", "strategy=ddp()") if shrinks else ())]
+    with start_locally(tmp_path / "whole", *args) as whole:
         assert whole.wait(PATIENCE_S) == 0
-    with start_locally(tmp_path / "lost", "--set", "steps=300", "--restarts", "1") as process:
+    more = ["--restarts", "1", *(["--shrink"] if shrinks else [])]
+    with start_locally(tmp_path / "lost", *args, *more) as process:
         log = tmp_path / "lost" / "log"
         while not (tmp_path / "lost" / METRICS).exists() or len(losses(tmp_path / "lost")) < 20:
             assert process.poll() is None, log.read_text()
@@ -322,7 +350,10 @@ def test_a_process_that_is_killed_is_done_without_in_the_same_command(tmp_path: 
         print(f"on again after {again_s:.1f} s")
         assert again_s < 60
         assert process.wait(PATIENCE_S) == 0, log.read_text()
-    assert losses(tmp_path / "lost") == losses(tmp_path / "whole")
+    lost, whole_run = (losses(tmp_path / name) for name in ("lost", "whole"))
+    assert ("mesh.data was 2 and is 1" in log.read_text()) == shrinks
+    # The same mesh: to the bit. On half of it sums are taken in another order.
+    assert lost == (pytest.approx(whole_run, rel=1e-5) if shrinks else whole_run)
 
 
 @pytest.mark.matrix

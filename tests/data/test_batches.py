@@ -410,25 +410,42 @@ port, number, count, steps, state = int(sys.argv[1]), *map(int, sys.argv[2:5]), 
 jax.distributed.initialize(f"127.0.0.1:{port}", count, number)
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from meshpar.data import ArrayData
+from meshpar.data import ArrayData, ChatData, TextData
 
 mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
-source = ArrayData(arrays={"x": np.arange(96)}, valid_fraction=0.2).open(batch_size=8, seed=1)
+source = DATA.open(batch_size=8, seed=1)
 given = []
 with source.train(NamedSharding(mesh, P("fsdp"))) as of:
     if state:
         of.set_state(state)
     for _ in range(steps):
-        given += [x for shard in next(of)["x"].addressable_shards for x in shard.data.tolist()]
+        rows = next(iter(next(of).values()))
+        given += [str(row) for shard in rows.addressable_shards for row in shard.data.tolist()]
     print(json.dumps({"given": given, "state": of.get_state(), "rows": len(source.train_rows)}))
 """
 
 
+DATA = {
+    "arrays": 'ArrayData(arrays={"x": np.arange(96)}, valid_fraction=0.2)',
+    "text": 'TextData(files=("FOLDER/text.jsonl",), seq_len=32, valid_fraction=0.2, cache="FOLDER/cache")',
+    "conversations": 'ChatData(files=("FOLDER/chats.jsonl",), tokenizer="bytes", template="FOLDER/template.jinja", '
+    "seq_len=64, valid_fraction=0.2)",
+}
+
+
 @pytest.mark.matrix
-def test_processes_give_every_row_once_an_epoch_however_many_there_are_after_each_restart():
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
+def test_processes_give_every_row_once_an_epoch_however_many_there_are_after_each_restart(tmp_path, data):
+    said = [f"{number:02} is said here, and {99 - number} is answered" for number in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": words}) + "\n" for words in said))
+    chats = ([{"role": role, "content": words[at]} for at, role in ((slice(15), "user"), (slice(15, 99), "assistant"))]
+             for words in said)  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    leg = LEG.replace("DATA", data.replace("FOLDER", str(tmp_path)))
     state, given, num_rows = None, [], 0
     for count, steps in ((2, 3), (4, 2), (1, 4), (2, 11)):
-        told = run_processes(LEG, count, count, steps, json.dumps(state))
+        told = run_processes(leg, count, count, steps, json.dumps(state))
         assert all(one["state"] == told[0]["state"] for one in told)
         shares = [len(one["given"]) for one in told]
         assert shares == [8 * steps // count] * count

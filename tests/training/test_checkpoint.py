@@ -208,6 +208,22 @@ def test_the_newest_are_kept(tmp_path, setup):
     assert Checkpoints(tmp_path).steps() == [2, 3]
 
 
+def test_half_of_one_that_was_being_removed_is_no_checkpoint_and_goes_with_the_next_save(tmp_path, setup, monkeypatch):
+    state = setup.init(0)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(state)
+        monkeypatch.setattr(type(checkpoints.folder), "rmtree", lambda path: shutil.rmtree(path / "state"))  # killed
+        state, _ = STEP(state, BATCH)
+        checkpoints.save(state)
+    monkeypatch.undo()
+    assert Checkpoints(tmp_path).steps() == [1]
+    assert len(list(tmp_path.iterdir())) == 2
+    state, _ = STEP(state, BATCH)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(state)
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
 def test_models_of_flax_with_what_they_keep_beside_parameters(tmp_path):
     from flax import nnx
 
@@ -386,8 +402,9 @@ def test_no_flipped_bit_and_no_cut_goes_unseen(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, data_state={"step": 1})
     draw, seen_by_fingerprint, seen = random.Random(0), 0, 0
-    for _ in range(100):
-        path = draw.choice(files(tmp_path / "1"))
+    for number in range(100):
+        there = files(tmp_path / "1")  # every other in any of them, or where most bytes are: in the arrays
+        (path,) = draw.choices(there, [path.stat().st_size if number % 2 else 1 for path in there])
         whole = path.read_bytes()
         at = draw.randrange(len(whole))
         other = bytes([whole[at] ^ 1 << draw.randrange(8)])
