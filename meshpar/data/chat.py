@@ -289,7 +289,7 @@ class Template:
             exists, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
             raise problem("meshpar.data.ChatData", "render a chat template", exists, fix)
         self._steps = self._marks = 0
-        env = _environment(self._step, self._marked)
+        env = _environment(self._step, _marking(self._marked))
         env.globals["raise_exception"] = _refused
         env.globals["strftime_now"] = _day(date).strftime
         try:
@@ -419,27 +419,30 @@ def _counting(template: Any) -> Any:
     return Counting().visit(template)
 
 
-def _environment(step: Callable[[], None], mark: Callable[[str], str]) -> Any:
-    """A sandbox of jinja2's that tells of each turn of a loop and each call, and makes nothing huge.
+def _marking(mark: Callable[[str], str]) -> Any:
+    """An extension of jinja2's: `mark` is given what stands between `{% generation %}` and `{% endgeneration %}`."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
 
-    `mark` is given what stands between `{% generation %}` and `{% endgeneration %}`, as transformers has them.
-    """
-    import jinja2.ext
-    import jinja2.filters
-    import jinja2.nodes
-    import jinja2.sandbox
-    import jinja2.utils
-
-    class Generation(jinja2.ext.Extension):
-        tags = frozenset({"generation"})
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
-            line, env.marks_answers = next(parser.stream).lineno, True
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+            self.environment.marks_answers = True  # type: ignore[attr-defined]
+            line, body = next(parser.stream).lineno, parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
 
         def marked(self, caller: Callable[[], str]) -> str:
             return mark(caller())
+
+    return Generation
+
+
+def _environment(step: Callable[[], None], marking: Any) -> Any:
+    """A sandbox of jinja2's that tells of each turn of a loop and each call, and makes nothing huge."""
+    import jinja2.filters
+    import jinja2.sandbox
+    import jinja2.utils
 
     class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         marks_answers = False
@@ -468,12 +471,7 @@ def _environment(step: Callable[[], None], mark: Callable[[str], str]) -> Any:
 
     unfolded = functools.partial(_unfolded, step)
 
-    env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
-
-    def counted(items: Any) -> Iterator[Any]:
-        for item in items:
-            step()
-            yield item
+    env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", marking])
 
     def join(items: Any, d: str = "", attribute: str | None = None) -> str:
         each = items if attribute is None else map(jinja2.filters.make_attrgetter(env, attribute), items)
@@ -494,8 +492,14 @@ def _environment(step: Callable[[], None], mark: Callable[[str], str]) -> Any:
     del env.globals["lipsum"]  # any amount of made-up text
     env.filters["tojson"] = _to_json
     env.filters |= {name: checked(name) for name in _WIDENING & env.filters.keys()}
-    env.filters |= {"counted": counted, "join": join, "joined": _joined, "unfolded": unfolded}
+    env.filters |= {"counted": functools.partial(_counted, step), "join": join, "joined": _joined, "unfolded": unfolded}
     return env
+
+
+def _counted(step: Callable[[], None], items: Any) -> Iterator[Any]:
+    for item in items:
+        step()
+        yield item
 
 
 _WIDENING = frozenset({"batch", "center", "format", "indent", "replace", "slice", "tojson", "wordwrap"})
