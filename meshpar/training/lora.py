@@ -10,7 +10,10 @@ its adapters and bases in int8 and nf4 work in models of plain layers, under our
 
     mp.from_nnx(lambda rngs: qwix.apply_lora_to_model(Net(rngs), provider, x, rngs=rngs)), trainable=r".*lora_[ab]"
 
-and fail in stacked layers, as the decoders' are: the pair it adds has no dim of layers to scan over.
+and fail in stacked layers, as the decoders' are, in int8 and nf4 alike. The pair it adds has no dim of layers to scan
+over (IndexError). With `qwix.quantize_model(..., PtqProvider(...))`, with our adapters or without any, it quantizes the
+one layer that the scan's body is given, and puts that in the stack's place (an assertion: shape (16, 2, 8), names
+`layers, embed, heads, head_dim`).
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class Lora:
     alpha: float = 16.0
     """The pair's product counts `alpha / rank` times."""
     modules: str = ATTENTION
-    """Pattern of the whole paths of linear layers that get a pair."""
+    """Pattern of the whole paths of linear layers and experts' matrices that get a pair."""
     dtype: str = "float32"
     """Of the pairs, whatever that of the matrices."""
 
@@ -90,7 +93,7 @@ class Lora:
 
         Raises:
           ValueError: no model; one of plain functions, with adapters, or of `mp.explicit`; a pattern that chooses no
-            linear layer, or what is none, as experts' matrices; 64 bits where jax has none.
+            linear layer, or what is none, as routers and tables; 64 bits where jax has none.
         """
         where = f"lora(modules={self.modules!r})"
         if not isinstance(model, Model):

@@ -40,7 +40,7 @@ def moved(state):
     return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), leaves))
 
 
-@pytest.mark.parametrize("kind", cases("qwen3", grid=KINDS))
+@pytest.mark.parametrize("kind", cases("qwen3_moe", grid=KINDS))
 def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
     source = folder_of(kind, tmp_path / "source")
     mesh, strategy = mp.MeshSpec(fsdp=4, tensor=2).build(), mp.fsdp() | mp.tensor_parallel()
@@ -99,6 +99,7 @@ def test_live_against_peft(kind, tmp_path):
             np.testing.assert_allclose(ours, theirs, atol=1e-4)  # float32, sums in another order
 
 
+@pytest.mark.matrix
 def test_whole_names_are_written_where_ends_stand_for_experts_too(tmp_path):
     source = folder_of("deepseek_v3", tmp_path / "source")
     adapters = mp.lora(rank=2, modules="dense_layers/mlp/(up|down)")
