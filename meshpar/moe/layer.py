@@ -235,13 +235,16 @@ _FORMS = frozenset({"convert_element_type", "pcast", "pvary", "copy"})
 """What gives back the same numbers in another form."""
 
 
-def _keeps(primitive: Any, *operands: Any, **__: Any) -> bool:
+def _keeps(primitive: Any, *operands: Any, **params: Any) -> bool:
     """A policy for `jax.checkpoint`: not the backward pass's to keep are weights as they are used here.
 
-    They are whole over axes whose ranks hold a shard of each, and are gathered again.
+    They are whole over axes whose ranks hold a shard of each, and are gathered again. Of a frozen one `whole` stands
+    there as a call, for it has no gradient.
     """
-    gathers = primitive.name == "all_gather" and jnp.issubdtype(operands[0].dtype, jnp.floating)
-    return not gathers and primitive.name not in _FORMS
+    inner = getattr(params.get("call_jaxpr"), "eqns", ())
+    names = {one.primitive.name for one in inner} or {primitive.name}
+    gathers = "all_gather" in names and jnp.issubdtype(operands[0].dtype, jnp.floating)
+    return not gathers and not names <= _FORMS
 
 
 def shared_experts(

@@ -152,6 +152,20 @@ def test_pairs_that_fewer_ranks_split_than_their_matrix(sequence):
 
 
 @pytest.mark.pod
+def test_on_gpus_frozen_experts_are_gathered_again_and_send_no_gradient():
+    config = dataclasses.replace(WIDE, moe=dataclasses.replace(MOE, mlp_dim=512))
+    strategy = mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel()
+    mesh = mp.MeshSpec(fsdp=2, expert=2, tensor=2).abstract()
+    state = mp.abstract_state(mp.lora(modules=ALL)(config.build()), optax.adam(1e-3), mesh=mesh, strategy=strategy)
+    batch = {name: jax.ShapeDtypeStruct((64, 512), np.int32) for name in BATCH}
+    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"))
+    report = mp.explain(step, state, batch, "h100:1x8")
+    assert report.is_as_promised, str(report)
+    assert not report.promise.missing, "kept, the whole of all layers' experts would have to fit"
+    assert all(of_pair(path) for one in report.promise.kept if one.role == "gradients" for path in one.tensors)
+
+
+@pytest.mark.pod
 def test_on_gpus_a_block_sums_its_inputs_gradient_once():
     """Of matrices and pairs together: no promise has room for one sum more."""
     mesh, strategy = mp.MeshSpec(fsdp=2, tensor=4).abstract(), mp.fsdp() | mp.tensor_parallel(sequence=True)
