@@ -57,7 +57,7 @@ HOUSE: dict[str, list[str] | str] = {
     "training.batch": ["parallel", "sharding.context"],
     "training.state": ["sharding.table", "training.batch", "training.muon"],
     "training.ema": ["training.state"],
-    "training.lora": ["sharding.regions", "training.state"],
+    "training.lora": ["sharding.regions", "training.layers", "training.state"],
     "training.xla": ["sharding.types"],
     "training.options": ["training.layers", "training.xla"],
     # Arithmetic that kernels use, too: algorithm="auto" asks it, while a program is traced, what a message would take.

@@ -34,7 +34,8 @@ def generate(
     """Continue prompts, as in `meshpar generate runs/gpt_stdlib --prompt 'def ' --tokens 40 --top-p 0.9`.
 
     The model lies sharded over the mesh, and so does the cache of keys and values. Prompts of as many tokens are one
-    batch. A text ends where the model says so (`eos_token_id` of config.json).
+    batch. A text ends where the model says so (`eos_token_id` of config.json); one that is to go beyond its
+    `max_position_embeddings` is told of.
     """
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.runs import opened
@@ -44,7 +45,10 @@ def generate(
     encode = getattr(words, "encode_prompt", words.encode)
     encoded = [encode(text).astype("int32").tolist() for text in prompts]
     _check_prompts(prompts, encoded, config.vocab_size)
-    ends = _ends(Path(folder))
+    said = _said(Path(folder))
+    ends, room, most = _ends(said), said.get("max_position_embeddings"), max(map(len, encoded)) + tokens
+    if isinstance(room, int) and most > room:
+        click.echo(f"note: {most:,} tokens go beyond the {room:,} positions that config.json says it knows", err=True)
     found: dict[int, list[int]] = {}
     for length in sorted({len(ids) for ids in encoded}):
         numbers = [number for number, ids in enumerate(encoded) if len(ids) == length]
@@ -113,14 +117,19 @@ def _check_prompts(prompts: tuple[str, ...], encoded: list[list[int]], vocab_siz
             raise problem("--prompt", f"continue {text[:60]!r}", exists, "name the model's own: --tokenizer")
 
 
-def _ends(folder: Path) -> set[int]:
-    """Tokens at which a text ends."""
+def _said(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder, or of the one that a run came from; empty where there is none."""
     from meshpar.interop.files import read_json
     from meshpar.interop.hf import CONFIG
     from meshpar.interop.runs import BESIDE_RUN
 
     files = [path / CONFIG for path in (folder, folder / BESIDE_RUN) if (path / CONFIG).exists()]
-    given = read_json(files[0]).get("eos_token_id") if files else None
+    return read_json(files[0]) if files else {}
+
+
+def _ends(said: dict[str, Any]) -> set[int]:
+    """Tokens at which a text ends."""
+    given = said.get("eos_token_id")
     return {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, int)}
 
 

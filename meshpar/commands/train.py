@@ -428,6 +428,10 @@ def _data_line(facts: Mapping[str, Any]) -> str:
         counts = facts.get(side, {})
         unit = next((unit for unit in ("tokens", "examples") if unit in counts), None)
         sides += [f"{counts[unit]:,} {unit} to {'train on' if side == 'train' else 'validate on'}"] if unit else []
+    if parts := facts.get("in_parts"):
+        sides.append(
+            f"{parts:,} conversations in parts, as their template writes earlier turns otherwise in later ones"
+        )
     return ", ".join(sides)
 
 

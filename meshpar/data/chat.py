@@ -13,6 +13,7 @@ import datetime
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ MOST_PRODUCT = 100_000
 """What a template multiplies is no longer, and no larger."""
 MOST_LENGTH = 10_000_000
 """Characters or items of whatever a template makes, its text included."""
+BEGINS, ENDS = "\ud800", "\udfff"
+"""Around what a template marks as the assistant's, until it is cut out: no character of any text."""
 _FIELDS = ("inputs", "targets", "segments", "positions", "weights")
 
 
@@ -101,7 +104,7 @@ class ChatData:
         tokenizer = load_tokenizer(self.tokenizer, separator=None if self.tokenizer == "bytes" else "")
         template = Template.of(self.tokenizer, self.template, date=self.date)
         found = (
-            _tokens(tokenizer, *template.render(where, messages))
+            [_tokens(tokenizer, *one) for one in template.render(where, messages)]
             for _, where, messages in records(find(self.files, (".jsonl", ".parquet")), self.field)
         )
         try:
@@ -109,6 +112,13 @@ class ChatData:
         except OSError as error:
             exists, fix = f"that failed ({error.strerror})", "free some room, or set TMPDIR to a folder that has room"
             raise problem("`ChatData.files`", "write tokens to a temporary file", exists, fix) from error
+
+
+class Rendered(NamedTuple):
+    """A text, and from where to where the assistant writes it."""
+
+    text: str
+    spans: list[tuple[int, int]]
 
 
 class Conversation(NamedTuple):
@@ -153,25 +163,28 @@ class ChatSource(RowSource):
     """Opened conversations. Made by `ChatData.open`."""
 
     def __init__(
-        self, data: ChatData, tokenizer: Tokenizer, found: Iterable[Conversation], *, batch_size: int, seed: int
+        self, data: ChatData, tokenizer: Tokenizer, found: Iterable[list[Conversation]], *, batch_size: int, seed: int
     ) -> None:
         self.tokenizer, self._data, self._found = tokenizer, data, 0
+        starts = [0]
 
         def learnt() -> Iterator[Conversation]:
-            """Of a conversation that was cut off before the assistant says a word nothing is learnt."""
-            for one in found:
+            """Of what was cut off before the assistant says a word nothing is learnt."""
+            for parts in found:
                 self._found += 1
-                if one.is_learnt[1 : data.seq_len + 1].any():
-                    yield Conversation(*(part[: data.seq_len + 1] for part in one))
+                kept = [one for one in parts if one.is_learnt[1 : data.seq_len + 1].any()]
+                yield from (Conversation(*(part[: data.seq_len + 1] for part in one)) for one in kept)
+                starts.extend([starts[-1] + len(kept)] if kept else [])
 
-        kept = Conversations.of(learnt(), tokenizer.vocab_size)
-        if len(kept) < 2:
-            exists = f"of {self._found} conversations, {len(kept)} have a word of the assistant's within seq_len"
+        kept, num = Conversations.of(learnt(), tokenizer.vocab_size), len(starts) - 1
+        if num < 2:
+            exists = f"of {self._found} conversations, {num} have a word of the assistant's within seq_len"
             raise problem("`ChatData.files`", "train on some and hold out others", exists, "give more, or longer rows")
-        sides = [kept.take(which) for which in split_rows(len(kept), data.valid_fraction)]
-        self._packed = [packed(side, data.seq_len) for side in sides]
+        # All parts of a conversation are on one side: the later ones hold what the earlier ones teach.
+        owners, sides = np.repeat(np.arange(num), np.diff(starts)), split_rows(num, data.valid_fraction)
+        self._packed = [packed(kept.take(np.flatnonzero(np.isin(owners, side))), data.seq_len) for side in sides]
         train, valid = (ArrayRows(rows, np.arange(len(rows["inputs"]))) for rows in self._packed)
-        self._sides = [len(side) for side in sides]
+        self._sides, self._in_parts = [len(side) for side in sides], int((np.diff(starts) > 1).sum())
         super().__init__(
             train, valid, batch_size=batch_size, seed=seed, valid_batches=data.valid_batches, prefetch=data.prefetch,
             extra={"seq_len": data.seq_len},
@@ -200,7 +213,11 @@ class ChatSource(RowSource):
         return self.tokenizer.decode(ids)
 
     def describe(self) -> dict[str, Any]:
-        """Conversations, rows and tokens of both sets; JSON values only."""
+        """Conversations, rows and tokens of both sets; JSON values only.
+
+        `in_parts` are conversations of which a turn is rendered more than once (`Template.render`), `left_out` those of
+        which nothing is learnt.
+        """
         sides = {
             name: {"conversations": count, "rows": len(rows["inputs"]),
                    "tokens": int(np.count_nonzero(rows["segments"])), "learnt_tokens": int(rows["weights"].sum())}
@@ -208,7 +225,8 @@ class ChatSource(RowSource):
         }  # fmt: skip
         about = {"files": list(self._data.files), "tokenizer": self.tokenizer.name, "vocab_size": self.vocab_size}
         left_out = self._found - sum(self._sides)
-        return {**about, "seq_len": self._data.seq_len, "left_out": left_out, "fingerprint": self.fingerprint, **sides}
+        about |= {"seq_len": self._data.seq_len, "left_out": left_out, "in_parts": self._in_parts}
+        return {**about, "fingerprint": self.fingerprint, **sides}
 
 
 def packed(conversations: Sequence[Conversation], seq_len: int) -> dict[str, Integer[np.ndarray, "rows seq_len"]]:
@@ -270,12 +288,13 @@ class Template:
         if importlib.util.find_spec("jinja2") is None:
             exists, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
             raise problem("meshpar.data.ChatData", "render a chat template", exists, fix)
-        self._steps = 0
-        env = _environment(self._step)
+        self._steps = self._marks = 0
+        env = _environment(self._step, _marking(self._marked))
         env.globals["raise_exception"] = _refused
         env.globals["strftime_now"] = _day(date).strftime
         try:
             self._template = env.from_string(_counting(env.parse(source)))
+            self._marks_answers = env.marks_answers
         except Exception as error:  # a program of others fails in any way: SyntaxError, MemoryError, AssertionError
             raise problem(where, "read it as a chat template", _told(error), "take the file of the release") from error
 
@@ -308,43 +327,67 @@ class Template:
             raise problem(f"folder `{folder}`", "find a chat template", exists, "name a file: ChatData(template=...)")
         return Template(source, named, where=str(folder / "tokenizer_config.json"), date=date)
 
-    def render(self, where: str, messages: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and from where to where the assistant writes it.
+    def render(self, where: str, messages: Any) -> list[Rendered]:
+        """The texts of a conversation, each with from where to where the assistant writes what is learnt of it.
 
-        A part is what the messages up to it add to the messages before it with the prompt for an answer.
+        One text with all answers, where the template writes each message alike whatever follows. Where it writes
+        earlier ones otherwise once others follow, as Qwen3's leaves out their reasoning, another text begins: each
+        answer is learnt once, behind what the model is given when it has to make it.
+
+        An answer is what the messages up to it add to the messages before it with the prompt for an answer; where the
+        template marks answers itself (`{% generation %}`), it is what it marks, in the one text of the conversation.
 
         Raises:
-          ValueError: no list of messages; the template refuses them, or writes earlier ones otherwise when more follow.
+          ValueError: no list of messages; the template refuses them, or writes the messages before an answer otherwise
+            once that is there.
         """
         messages = [_message(where, one) for one in messages] if isinstance(messages, list) else None
         if not messages:
             raise problem(
                 where, "take a conversation", "it is no list of messages", 'write [{"role": ..., "content": ...}]'
             )
-        text, spans = self._text(where, messages, prompts=False), []
+        whole = self._text(where, messages, prompts=False)
+        if self._marks_answers:
+            return [whole]
+        found: list[Rendered] = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(where, messages[:number], prompts=True)
-            upto = self._text(where, messages[: number + 1], prompts=False)
-            if not (upto.startswith(before) and text.startswith(upto)):
+            before = self._text(where, messages[:number], prompts=True).text
+            upto = self._text(where, messages[: number + 1], prompts=False).text
+            if not upto.startswith(before):
                 exists = f"{self.where} writes the messages before it in another way once it is there"
-                fix = "make a conversation end at each answer, or use a template that writes every message alike"
+                fix = "use a template that writes them alike, or marks what the assistant writes by {% generation %}"
                 raise problem(f"{where}, message {number}", "find what the assistant writes", exists, fix)
-            spans.append((len(before), len(upto)))
-        return text, spans
+            learnt = found.pop().spans if found and upto.startswith(found[-1].text) else []
+            found.append(Rendered(upto, [*learnt, (len(before), len(upto))]))
+        if not found or whole.text.startswith(found[-1].text):
+            found[-1:] = [Rendered(whole.text, found[-1].spans if found else [])]
+        return found
+
+    def _marked(self, text: str) -> str:
+        self._marks += 1
+        return f"{BEGINS}{text}{ENDS}"
 
     def _step(self) -> None:
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise ValueError(f"it takes more than {MOST_STEPS:,} steps")
 
-    def _text(self, where: str, messages: list[dict[str, Any]], *, prompts: bool) -> str:
-        self._steps = 0
+    def _text(self, where: str, messages: list[dict[str, Any]], *, prompts: bool) -> Rendered:
+        """A text, and of it what the template marks."""
+        self._steps = self._marks = 0
         try:
             text = self._template.render(messages=messages, add_generation_prompt=prompts, **self._named)
-            text.encode()  # JSON can spell half a character, which no tokenizer takes
-            return text
+            found, spans = text, []
+            if self._marks:
+                parts = re.split(f"[{BEGINS}{ENDS}]", text)
+                if len(parts) != 2 * self._marks + 1:
+                    raise ValueError("what it marks as generated it writes not once, or a message has half a character")
+                found, ends = "".join(parts), list(itertools.accumulate(map(len, parts)))
+                spans = list(zip(ends[:-1:2], ends[1::2], strict=True))
+            found.encode()  # JSON can spell half a character, which no tokenizer takes
+            return Rendered(found, spans)
         except Exception as error:
             fix = "correct the conversation, or name another template"
             raise problem(where, f"render it by {self.where}", _told(error), fix) from error
@@ -376,13 +419,33 @@ def _counting(template: Any) -> Any:
     return Counting().visit(template)
 
 
-def _environment(step: Callable[[], None]) -> Any:
+def _marking(mark: Callable[[str], str]) -> Any:
+    """An extension of jinja2's: `mark` is given what stands between `{% generation %}` and `{% endgeneration %}`."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            self.environment.marks_answers = True  # type: ignore[attr-defined]
+            line, body = next(parser.stream).lineno, parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+        def marked(self, caller: Callable[[], str]) -> str:
+            return mark(caller())
+
+    return Generation
+
+
+def _environment(step: Callable[[], None], marking: Any) -> Any:
     """A sandbox of jinja2's that tells of each turn of a loop and each call, and makes nothing huge."""
     import jinja2.filters
     import jinja2.sandbox
     import jinja2.utils
 
     class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        marks_answers = False
         intercepted_binops = frozenset({"+", "*", "**", "%"})
         concat = staticmethod(_joined)  # all it writes, and what blocks and macros do
 
@@ -408,12 +471,7 @@ def _environment(step: Callable[[], None]) -> Any:
 
     unfolded = functools.partial(_unfolded, step)
 
-    env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-
-    def counted(items: Any) -> Iterator[Any]:
-        for item in items:
-            step()
-            yield item
+    env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", marking])
 
     def join(items: Any, d: str = "", attribute: str | None = None) -> str:
         each = items if attribute is None else map(jinja2.filters.make_attrgetter(env, attribute), items)
@@ -434,8 +492,14 @@ def _environment(step: Callable[[], None]) -> Any:
     del env.globals["lipsum"]  # any amount of made-up text
     env.filters["tojson"] = _to_json
     env.filters |= {name: checked(name) for name in _WIDENING & env.filters.keys()}
-    env.filters |= {"counted": counted, "join": join, "joined": _joined, "unfolded": unfolded}
+    env.filters |= {"counted": functools.partial(_counted, step), "join": join, "joined": _joined, "unfolded": unfolded}
     return env
+
+
+def _counted(step: Callable[[], None], items: Any) -> Iterator[Any]:
+    for item in items:
+        step()
+        yield item
 
 
 _WIDENING = frozenset({"batch", "center", "format", "indent", "replace", "slice", "tojson", "wordwrap"})

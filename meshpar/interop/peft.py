@@ -2,6 +2,9 @@
 
 q_proj.weight: "(H D) E -> L E H D"    ⇒    q_proj.lora_A.weight: "R E -> L E R"
                                             q_proj.lora_B.weight: "(H D) R -> L R H D"
+
+Experts have a pair each, as PEFT has them where each is a module of its own, under the release's names: transformers
+before 5. PEFT's `target_parameters`, for experts that a later one stacks in one tensor, are other tensors: not these.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from meshpar.interop.hf import Made, born, check_dtype, describe, family_of, tel
 from meshpar.interop.table import Tensor
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import apart
-from meshpar.sharding.types import PAIR, near, problem, tree_leaves_with_paths
+from meshpar.sharding.types import PAIR, matrix_of, near, problem, tree_leaves_with_paths
 from meshpar.training.lora import Lora, of_pair
 from meshpar.training.state import TrainState
 
@@ -159,7 +162,7 @@ def _tensors(table: list[Tensor], pairs: Mapping[str, Any], rank: int) -> list[T
     found = []
     for path in sorted(pairs):
         module, _, name = path.rpartition("/")
-        one = next((row for row in table if row.ours == f"{module}/kernel"), None)
+        one = next((row for row in table if row.ours == matrix_of(module)), None)
         parts = [] if one is None else [len(part.order) < part.size for part in one.parts.values()]
         shared = one is not None and sum((row.theirs, row.first) == (one.theirs, one.first) for row in table) > 1
         shared = shared or any(parts)
@@ -195,17 +198,16 @@ def _modules(files: Folder, config: TransformerConfig, like: str | Path | None) 
     family = family_of(config) if like is None else describe(Path(like)).family
     of_name: dict[str, str] = {}
     for one in family.tensors(config):
-        if one.ours.endswith("/kernel"):
-            of_name |= {
-                f"{ROOT}{name.removesuffix('.weight')}": one.ours.removesuffix("/kernel") for name, _ in one.names()
-            }
+        if one.ours.endswith("/kernel") or "{X}" in one.theirs:
+            path = one.ours.removesuffix("/kernel")
+            of_name |= {f"{ROOT}{name.removesuffix('.weight')}": path for name, _ in one.names()}
     found = set()
     for name in files.entries:
         module, known = re.fullmatch(r"(.*)\.lora_[AB]\.weight", name), None
         known = None if module is None else of_name.get(module[1])
         if known is None:
             exists = f"`{family.model_type}` has no linear layer of that name, or it is no adapter"
-            fix = "merge it by PEFT first: experts, tables and other tensors have no adapters here"
+            fix = "merge it by PEFT first: shared experts, tables and other tensors have no adapters here"
             raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
         found.add(known)
     return sorted(found)

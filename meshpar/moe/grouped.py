@@ -21,6 +21,7 @@ from meshpar.moe.choice import GPUS, KernelChoice
 from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
 from meshpar.sharding.types import problem
+from meshpar.training.layers import Adapted
 from meshpar.training.precision import check_narrow, check_wide, matmul_here
 from meshpar.training.products import FORWARD, GRADIENT, Scaled, scaled
 
@@ -87,17 +88,25 @@ def grouped_matmul(
       ValueError: shapes or dtypes that do not go together; no such implementation, or tokamax is not there.
     """
     _check_operands(rows, weights, group_sizes)
+    how = _checked_how(implementation, block, typical_rows, rows)
+    return _multiplied(rows, weights, sizes=group_sizes, how=how, block=block, typical=typical_rows)
+
+
+def _multiplied(
+    rows: jax.Array, weights: jax.Array, *, sizes: Any, how: tuple[str, bool], block: int | None, typical: int | None
+) -> jax.Array:
+    """`grouped_matmul` by an implementation, and whether in 8 bits."""
     num_rows, num_groups = rows.shape[0], weights.shape[0]
-    implementation, narrow = _checked_how(implementation, block, typical_rows, rows)
+    implementation, narrow = how
     if num_rows == 0:
         return jnp.zeros((0, weights.shape[2]), rows.dtype)
     with jax.named_scope(KERNEL):
-        if _is_even(group_sizes, num_rows) and not narrow:
+        if _is_even(sizes, num_rows) and not narrow:
             return _batched(rows, weights)
-        rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(group_sizes, jnp.int32))
+        rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(sizes, jnp.int32))
         if implementation == "tokamax":
             return _tokamax(rows, weights, sizes)
-        return _blocked(_Plan.of(num_rows, num_groups, block, typical_rows, narrow), rows, weights, sizes)
+        return _blocked(_Plan.of(num_rows, num_groups, block, typical, narrow), rows, weights, sizes)
 
 
 def grouped_swiglu(
@@ -122,7 +131,8 @@ def grouped_swiglu(
 
     Args:
       rows: sorted by group.
-      gate: one a group, of the rows' dtype; so are `up` and `down`.
+      gate: one a group, of the rows' dtype, or with low-rank pairs (`Adapted`), which are multiplied by themselves; so
+        are `up` and `down`.
       up: likewise.
       down: likewise.
       group_sizes: see `grouped_matmul`; so are all others.
@@ -130,16 +140,27 @@ def grouped_swiglu(
     Raises:
       ValueError: see `grouped_matmul`.
     """
-    _check_operands(rows, gate, group_sizes)
-    _check_operands(rows, up, group_sizes)
     hidden = jax.ShapeDtypeStruct((rows.shape[0], up.shape[2]), up.dtype)
-    _check_operands(hidden, down, group_sizes)
+    for given, one in ((rows, gate), (rows, up), (hidden, down)):
+        _check_operands(given, one, group_sizes)
     if gate.shape != up.shape:
         exists = "their products are multiplied, number by number"
         raise problem(SWIGLU, f"use gate {gate.shape} with up {up.shape}", exists, "give both the same shape")
     how, narrow = _checked_how(implementation, block, typical_rows, rows)
-    if how == "tokamax" or rows.shape[0] == 0 or (_is_even(group_sizes, rows.shape[0]) and not narrow):
-        matmul = functools.partial(grouped_matmul, group_sizes=group_sizes, implementation=how)
+    is_apart = how == "tokamax" or rows.shape[0] == 0 or (_is_even(group_sizes, rows.shape[0]) and not narrow)
+    if is_apart or any(isinstance(one, Adapted) for one in (gate, up, down)):
+
+        def matmul(rows: jax.Array, one: jax.Array | Adapted) -> jax.Array:
+            plain, of_pair = (
+                functools.partial(
+                    _multiplied, sizes=group_sizes, how=(how, is_narrow), block=block, typical=typical_rows
+                )
+                for is_narrow in (narrow, False)
+            )
+            if not isinstance(one, Adapted):
+                return plain(rows, one)
+            return plain(rows, one.weight) + (one.scale * of_pair(of_pair(rows, one.a), one.b)).astype(rows.dtype)
+
         return matmul(_activated(matmul(rows, gate), matmul(rows, up)), down)
     with jax.named_scope(SWIGLU):
         sizes = jnp.asarray(group_sizes, jnp.int32)

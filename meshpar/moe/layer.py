@@ -38,7 +38,7 @@ from meshpar.sharding.context import Ambient, ambient, constrain, param_spec, sp
 from meshpar.sharding.regions import outer_axes, per_device
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, problem, spec_axes
-from meshpar.training.layers import Ahead, Aux, is_staged
+from meshpar.training.layers import Adapted, Ahead, Aux, is_staged
 from meshpar.training.precision import dot_general
 from meshpar.training.reports import report
 
@@ -47,8 +47,8 @@ INWARD_NAMES = ("expert", "embed", "mlp")
 OUTWARD_NAMES = ("expert", "mlp", "embed")
 
 
-Experts: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
-"""Gate, up and down of the experts that are here."""
+Experts: TypeAlias = tuple[Any, Any, Any]
+"""Gate, up and down of the experts that are here: arrays, or `Adapted`."""
 
 
 class Weights(NamedTuple):
@@ -187,14 +187,17 @@ def moe_layer(
 
 def _specs_of(experts: Sequence[Any], cut: _SplitAxes) -> list[Any]:
     """How gate, up and down enter the layer's region: as they lie, and beside that as they are used, where gathered."""
-    lying, used = (
-        [PartitionSpec(*(axes or None for axes in dims)) for dims in of_each]
-        for of_each in ((cut.inward, cut.inward, cut.outward), cut.used)
-    )
-    return [
-        Ahead(*specs) if isinstance(weight, Ahead) else specs[0]  # type: ignore[arg-type]
-        for weight, *specs in zip(experts, lying, used, strict=True)
-    ]
+
+    def specs(weight: Any, split: _Split) -> Any:
+        lies, used = (PartitionSpec(*(axes or None for axes in dims)) for dims in (split.lies, split.used))
+        return Ahead(lies, used) if isinstance(weight, Ahead) else lies  # type: ignore[arg-type]
+
+    return _each(specs, experts, cut.weights)
+
+
+def _each(function: Callable[..., Any], experts: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+    """What a function makes of gate, up and down, and of the pairs beside them."""
+    return jax.tree.map(function, list(experts), *map(list, others), is_leaf=lambda x: isinstance(x, Ahead))
 
 
 def _nested(kernel: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
@@ -218,7 +221,12 @@ def _nested(kernel: Callable[..., Any], specs: Any, out: Any) -> Callable[..., A
 
         # Inside another region what varies over its axes is not known here, and experts may be split over them.
         run = per_device(local, specs, out, check_vma=False)
-        return run(widened(x) if on_cpu else x, weights._replace(router=widened(weights.router)), bias)
+        weights = weights._replace(router=widened(weights.router))
+        for name, one in weights._asdict().items():
+            if isinstance(one, Adapted):
+                a, b = jax.tree.map(widened, (one.a, one.b))
+                weights = weights._replace(**{name: dataclasses.replace(one, a=a, b=b)})  # type: ignore[arg-type]
+        return run(widened(x) if on_cpu else x, weights, bias)
 
     return nested
 
@@ -227,13 +235,16 @@ _FORMS = frozenset({"convert_element_type", "pcast", "pvary", "copy"})
 """What gives back the same numbers in another form."""
 
 
-def _keeps(primitive: Any, *operands: Any, **__: Any) -> bool:
+def _keeps(primitive: Any, *operands: Any, **params: Any) -> bool:
     """A policy for `jax.checkpoint`: not the backward pass's to keep are weights as they are used here.
 
-    They are whole over axes whose ranks hold a shard of each, and are gathered again.
+    They are whole over axes whose ranks hold a shard of each, and are gathered again. Of a frozen one `whole` stands
+    there as a call, for it has no gradient.
     """
-    gathers = primitive.name == "all_gather" and jnp.issubdtype(operands[0].dtype, jnp.floating)
-    return not gathers and primitive.name not in _FORMS
+    inner = getattr(params.get("call_jaxpr"), "eqns", ())
+    names = {one.primitive.name for one in inner} or {primitive.name}
+    gathers = "all_gather" in names and jnp.issubdtype(operands[0].dtype, jnp.floating)
+    return not gathers and not names <= _FORMS
 
 
 def shared_experts(
@@ -250,6 +261,7 @@ def shared_experts(
 
 Init: TypeAlias = Callable[..., jax.Array]
 """(key, shape, dtype) -> array."""
+EXPERTS = Weights._fields[1:]
 SHARED = ("shared_gate", "shared_up", "shared_down")
 
 
@@ -285,6 +297,21 @@ def _of_each_expert(init: Init) -> Init:
 # ---- Which axes split what -------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """Of each dim of a weight, the axes that split it."""
+
+    lies: Dims = ()
+    """On the way in: as it lies, or as it is used."""
+    used: Dims = ()
+    """Where it is multiplied."""
+
+    @property
+    def gathered(self) -> Dims:
+        """The axes to gather it over."""
+        return tuple(axes[len(used) :] for axes, used in zip(self.lies, self.used, strict=True))
+
+
 class _SplitAxes(NamedTuple):
     """Axes of more than one rank, by what they split. With none, one device has everything."""
 
@@ -300,10 +327,8 @@ class _SplitAxes(NamedTuple):
     is_one_level: bool = False
     """Experts lie over two axes, of which one has one rank: two levels are then one."""
     hidden: tuple[str, ...] = ()
-    inward: Dims = ()
-    """Of each dim of gate and up, the axes that split it on the way in: as it lies, or as it is used."""
-    outward: Dims = ()
-    """The same of down."""
+    weights: tuple[Any, ...] = ()
+    """A `_Split` of gate, up and down, and of the pairs beside them."""
     scattered: tuple[str, ...] = ()
     """Axes of `hidden` that split the sequence behind the layer."""
     tokens: PartitionSpec = PartitionSpec()
@@ -329,14 +354,26 @@ class _SplitAxes(NamedTuple):
         _check_experts(experts, batch)
         scattered = behind[1][len(tokens[1]) :] if set(behind[1][len(tokens[1]) :]) <= set(hidden) else ()
         seq = tokens[1] + scattered
-        by_tokens, one_expert = (*tokens[0], *tokens[1]), (x.shape[-1], config.mlp_dim)
+        by_tokens = (*tokens[0], *tokens[1])
 
-        def lying(names: tuple[str, ...], size: tuple[int, ...], used: Dims) -> Dims:
+        def split(weight: Any, names: tuple[str | None, ...], used: Dims) -> Any:
+            if isinstance(weight, Adapted):
+                (_, inputs, outputs), (of_experts, of_inputs, of_outputs) = names, used
+                return Adapted(
+                    split(weight.weight, names, used),
+                    split(weight.a, ("expert", inputs, None), (of_experts, of_inputs, ())),
+                    split(weight.b, ("expert", None, outputs), (of_experts, (), of_outputs)),
+                    weight.scale,
+                )
             if outer:  # whose region has gathered them
-                return used
-            like = jax.ShapeDtypeStruct((num_experts, *size), weights.gate.dtype)
+                return _Split(used, used)
+            like = jax.ShapeDtypeStruct((num_experts, *weight.shape[1:]), weight.dtype)
             lie = [several(entry) for entry in _padded(param_spec(like, *names), 3)]
-            return tuple(_as_it_lies(of, dim, by_tokens, used) for of, dim in zip(lie, used, strict=True))
+            lies = tuple(_as_it_lies(of, dim, by_tokens, used) for of, dim in zip(lie, used, strict=True))
+            return _Split(lies, used)
+
+        inward = INWARD_NAMES, (inner_experts, (), hidden)
+        outward = OUTWARD_NAMES, (inner_experts, hidden, ())
 
         return _SplitAxes(
             inner=tuple(dict.fromkeys((*tokens[0], *tokens[1], *inner_experts, *hidden))),
@@ -346,27 +383,11 @@ class _SplitAxes(NamedTuple):
             inner_experts=inner_experts,
             is_one_level=len(experts) == 1 and len(spec_axes(of_experts)) == 2,  # type: ignore[arg-type]
             hidden=hidden,
-            inward=lying(INWARD_NAMES, one_expert, (inner_experts, (), hidden)),
-            outward=lying(OUTWARD_NAMES, one_expert[::-1], (inner_experts, hidden, ())),
+            weights=tuple(split(one, *of) for one, of in zip(weights[1:], (inward, inward, outward), strict=True)),
             scattered=scattered,
             tokens=PartitionSpec(tokens[0] or None, tokens[1] or None),
             out=PartitionSpec(tokens[0] or None, seq or None),
         )
-
-    @property
-    def used(self) -> tuple[Dims, Dims, Dims]:
-        """Of each dim of gate, up and down, the axes that split it where it is multiplied."""
-        inward, outward = ((self.inner_experts, (), self.hidden), (self.inner_experts, self.hidden, ()))
-        return inward, inward, outward
-
-    @property
-    def shards(self) -> tuple[Dims, Dims, Dims]:
-        """Of each dim of gate, up and down, the axes to gather it over."""
-        of_inward, _, of_outward = (
-            tuple(axes[len(used) :] for axes, used in zip(dims, as_used, strict=False))
-            for dims, as_used in zip((self.inward, self.inward, self.outward), self.used, strict=True)
-        )
-        return of_inward, of_inward, of_outward
 
     @property
     def travels(self) -> bool:
@@ -534,12 +555,13 @@ def _one_dtype(x: jax.Array, weights: Weights, cut: _SplitAxes) -> tuple[jax.Arr
     dtype = jnp.result_type(x, *(weight.dtype for weight in experts))
     wide = jnp.promote_types(dtype, jnp.float32)
 
-    def used(weight: jax.Array | Ahead, dims: Dims) -> jax.Array:
+    def used(weight: jax.Array | Ahead, split: _Split | None = None) -> jax.Array:
+        dims = () if split is None else split.gathered
         shard = weight.shard if isinstance(weight, Ahead) else weight
         shard = varying_alike((), x, shard.astype(wide))[1]
         return ahead(dims, dtype, shard, weight.whole) if isinstance(weight, Ahead) else whole(dims, dtype, shard)
 
-    gate, up, down = (used(weight, dims) for weight, dims in zip(experts, cut.shards, strict=True))
+    gate, up, down = _each(used, experts, *([cut.weights] if cut.weights else []))
     return x.astype(dtype), (gate, up, down)
 
 
@@ -548,10 +570,14 @@ def _swiglu(experts: Experts, typical_rows: int | None) -> ExpertFn:
 
     def expert_fn(rows: jax.Array, sizes: Any) -> jax.Array:
         # The same rows go through every rank's part of the hidden width.
-        rows = alike(varies_beside(gate, rows), rows)
+        rows = alike(_varies_beside(gate, rows), rows)
         return grouped_swiglu(rows, gate, up, down, sizes, typical_rows=typical_rows)
 
     return expert_fn
+
+
+def _varies_beside(weight: jax.Array | Adapted, rows: jax.Array) -> tuple[str, ...]:
+    return varies_beside(weight.weight if isinstance(weight, Adapted) else weight, rows)
 
 
 def _travelling(
@@ -566,7 +592,7 @@ def _travelling(
     typical = len(rows) // config.chunks * routed.experts.shape[1] if room is None else None
     # Where the experts' width is split the same rows go to every part of it. Their gradients travel as they are, and
     # are summed over the parts here, where they are the tokens' and not as many as there is room for.
-    rows = alike(varies_beside(experts[0], rows), rows)
+    rows = alike(_varies_beside(experts[0], rows), rows)
     how, nodes = config.implementation, None
     if how in TWO_LEVELS and len(cut.experts) == 1:
         how = "auto"
@@ -609,7 +635,7 @@ def _staying(
     room: int | None,
 ) -> tuple[jax.Array, Dispatched]:
     """Rows through the experts that are here; those of other ranks are theirs to compute."""
-    own = len(experts[0])
+    own = experts[0].shape[0]
     first = lax.axis_index(cut.experts) * own if cut.experts else 0
     mine = routed.experts - first
     mine = jnp.where((mine >= 0) & (mine < own), mine, own).astype(jnp.int32)

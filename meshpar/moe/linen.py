@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from meshpar.moe.balance import update_bias
 from meshpar.moe.config import MoEConfig
-from meshpar.moe.layer import SHARED, RouterStats, Weights, check_layer, moe_layer, parameters, shared_experts
+from meshpar.moe.layer import EXPERTS, SHARED, RouterStats, Weights, check_layer, moe_layer, parameters, shared_experts
 from meshpar.sharding.types import PyTree
 
 BALANCE = "balance"
@@ -29,6 +29,7 @@ class LinenMoE(nn.Module):
     config: MoEConfig
     param_dtype: str = "float32"
     down_init: Any = None
+    adapted: ClassVar[tuple[str, ...]] = EXPERTS
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], RouterStats]:
@@ -49,13 +50,17 @@ class LinenMoE(nn.Module):
             wide = jnp.promote_types(dtype, jnp.float32)
             bias = self.variable(BALANCE, "bias", jnp.zeros, (config.routing.num_experts,), wide)
             load = self.variable(BALANCE, "load", jnp.zeros, (config.routing.num_experts,), jnp.int32)
-        weights = Weights(*(made[name] for name in Weights._fields))
+        weights = Weights(*(self.weight(name, made[name]) for name in Weights._fields))
         y, stats = moe_layer(x, weights, config, bias=None if bias is None else bias.value, drops=drops)
         if config.shared_experts:
             y = y + shared_experts(x, *(made[name] for name in SHARED))
         if load is not None and self.is_mutable_collection(BALANCE) and not self.is_initializing():
             load.value = load.value + stats.load
         return y, stats
+
+    def weight(self, name: str, weight: Array) -> Array:
+        """What the layer computes with in place of a weight: `mp.lora` puts pairs beside experts' here."""
+        return weight
 
     @nn.nowrap
     def after_update(self, extra: PyTree) -> PyTree:

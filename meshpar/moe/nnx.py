@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from meshpar.moe.balance import update_bias
 from meshpar.moe.config import MoEConfig
-from meshpar.moe.layer import SHARED, RouterStats, Weights, check_layer, moe_layer, parameters, shared_experts
+from meshpar.moe.layer import EXPERTS, SHARED, RouterStats, Weights, check_layer, moe_layer, parameters, shared_experts
 
 Initializer = nnx.initializers.Initializer
 
@@ -39,6 +39,8 @@ class MoE(nnx.Module):
       ValueError: a width that is none; something else than a config, or than a floating dtype.
     """
 
+    adapted = EXPERTS
+
     def __init__(
         self,
         embed_dim: int,
@@ -66,13 +68,17 @@ class MoE(nnx.Module):
         `meshpar.training.reports.report`.
         """
         config = self.config
-        weights = Weights(*(getattr(self, name)[...] for name in Weights._fields))
+        weights = Weights(*(self.weight(name) for name in Weights._fields))
         y, stats = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
         if config.shared_experts:
             y = y + shared_experts(x, *(getattr(self, name)[...] for name in SHARED))
         if config.is_biased:
             self.load[...] = self.load[...] + stats.load
         return y, stats
+
+    def weight(self, name: str) -> Array:
+        """What the layer computes with in place of a weight: `mp.lora` puts pairs beside experts' here."""
+        return getattr(self, name)[...]
 
     def after_update(self) -> None:
         """Move the bias by what was counted since the last time; a training step does it once, behind its update."""

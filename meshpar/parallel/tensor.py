@@ -113,6 +113,8 @@ def contracted(facts: Facts) -> Iterator[Promised]:
     for decision in leaves:
         for axis in facts.tensor_axes:
             if decision.path.rpartition("/")[2] in PAIR:
+                if is_expert(decision):  # which are in the layer's own sums
+                    continue
                 yield from _of_pair(facts, decision, axis)
                 continue
             side = _side(decision, axis)

@@ -151,6 +151,13 @@ def without_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
 
 PAIR = ("lora_a", "lora_b")
 """Names of the low-rank pair beside a layer's `kernel`: from its inputs to a few numbers, and from these on."""
+BESIDE = "_pair"
+"""Behind the name of experts' stacked matrix: what their pairs stand in."""
+
+
+def matrix_of(module: str) -> str:
+    """Path of the matrix whose pair stands in a module."""
+    return module.removesuffix(BESIDE) if module.endswith(BESIDE) else f"{module}/kernel"
 
 
 def scores_experts(names: Names) -> bool:

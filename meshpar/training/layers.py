@@ -70,6 +70,32 @@ class Ahead:
         return self if index is Ellipsis else self.shard[index]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """Experts' matrices, `[E, d, f]`, with a low-rank pair beside each, which computes as `weight + scale a b`."""
+
+    weight: Any
+    a: Any
+    """[E, d, r]"""
+    b: Any
+    """[E, r, f]"""
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrices; so are the dtype and the number of dims."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.weight.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
 def _of_shard(name: str) -> Any:
     return lambda self, *others: getattr(self.shard, name)(*others)
 

@@ -2,14 +2,18 @@
 
     y = x W + (alpha / rank) (x A) B        A: [inputs, rank]    B: [rank, outputs], zeros at first
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Experts, `[E, d, f]`, have a pair each,
+`[E, d, rank]` and `[E, rank, f]`, which the MoE layer multiplies in groups as it does the matrices (`Adapted`).
 
 Flax's own `nnx.LoRA` wraps one `nnx.Linear`, and knows neither several dims in or out nor Linen. qwix 0.1.8 was tried:
 its adapters and bases in int8 and nf4 work in models of plain layers, under our rules, as
 
     mp.from_nnx(lambda rngs: qwix.apply_lora_to_model(Net(rngs), provider, x, rngs=rngs)), trainable=r".*lora_[ab]"
 
-and fail in stacked layers, as the decoders' are: the pair it adds has no dim of layers to scan over.
+and fail in stacked layers, as the decoders' are, in int8 and nf4 alike. The pair it adds has no dim of layers to scan
+over (IndexError). With `qwix.quantize_model(..., PtqProvider(...))`, with our adapters or without any, it quantizes the
+one layer that the scan's body is given, and puts that in the stack's place (an assertion: shape (16, 2, 8), names
+`layers, embed, heads, head_dim`).
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from meshpar.sharding.adapters import BoundLinen, Model, Variables, key_of
 from meshpar.sharding.context import ambient, apart, param_spec, spec_of, tracing
 from meshpar.sharding.regions import outer_axes
 from meshpar.sharding.types import (
+    BESIDE,
     PAIR,
     Names,
     PyTree,
@@ -39,6 +44,7 @@ from meshpar.sharding.types import (
     spec_axes,
     tree_leaves_with_paths,
 )
+from meshpar.training.layers import Adapted
 from meshpar.training.precision import cast_floating, check_bits, dot_general
 from meshpar.training.state import Setup, TrainState, key_words
 
@@ -58,7 +64,7 @@ class Lora:
     alpha: float = 16.0
     """The pair's product counts `alpha / rank` times."""
     modules: str = ATTENTION
-    """Pattern of the whole paths of linear layers that get a pair."""
+    """Pattern of the whole paths of linear layers and experts' matrices that get a pair."""
     dtype: str = "float32"
     """Of the pairs, whatever that of the matrices."""
 
@@ -87,7 +93,7 @@ class Lora:
 
         Raises:
           ValueError: no model; one of plain functions, with adapters, or of `mp.explicit`; a pattern that chooses no
-            linear layer, or what is none, as experts' matrices; 64 bits where jax has none.
+            linear layer, or what is none, as routers and tables; 64 bits where jax has none.
         """
         where = f"lora(modules={self.modules!r})"
         if not isinstance(model, Model):
@@ -108,14 +114,21 @@ class Lora:
         """Parameters without the pairs, whose products are in the matrices: in float32 at the least, then rounded."""
         if not isinstance(params, Mapping):
             return params
-        if INWARD not in params:
-            return {name: self.merged(below) for name, below in params.items()}
-        a, b, kernel = params[INWARD], params[OUTWARD], params["kernel"]
+        pairs = {name.removesuffix(BESIDE): below for name, below in params.items() if _is_beside(name, below)}
+        pairs |= {"kernel": params} if INWARD in params else {}
+        return {
+            name: self._sum(below, pairs[name]) if name in pairs else self.merged(below)
+            for name, below in params.items()
+            if name not in PAIR and not _is_beside(name, below)
+        }
+
+    def _sum(self, kernel: jax.Array, pair: Mapping[str, jax.Array]) -> jax.Array:
+        """A matrix, with what its pair makes."""
+        a, b = pair[INWARD], pair[OUTWARD]
         stacked = a.ndim + b.ndim - 2 - kernel.ndim
         lead, wide = a.shape[:stacked], jnp.promote_types(kernel.dtype, jnp.float32)
         product = a.reshape(*lead, -1, self.rank).astype(wide) @ b.reshape(*lead, self.rank, -1).astype(wide)
-        kernel = (kernel + self.scale * product.reshape(kernel.shape)).astype(kernel.dtype)
-        return {**{name: x for name, x in params.items() if name not in (INWARD, OUTWARD)}, "kernel": kernel}
+        return (kernel + self.scale * product.reshape(kernel.shape)).astype(kernel.dtype)
 
     def chosen(self, layers: Collection[str], params: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Paths of the linear layers that get a pair.
@@ -127,9 +140,11 @@ class Lora:
         where, pattern = f"lora(modules={self.modules!r})", re.compile(self.modules)
         for path, shape in params.items():
             module = path.rpartition("/")[0]
-            if len(shape) > 1 and module not in layers and (pattern.fullmatch(path) or pattern.fullmatch(module)):
+            if len(shape) < 2 or {path, module} & set(layers):
+                continue
+            if pattern.fullmatch(path) or pattern.fullmatch(module):
                 exists = (
-                    f"`{path}` {list(shape)} is no linear layer's matrix: experts, routers and tables have no adapters"
+                    f"`{path}` {list(shape)} is no linear layer's matrix: shared experts, routers and tables have none"
                 )
                 raise problem(where, "give it adapters", exists, "write a pattern that leaves it out")
         found = [path for path in sorted(layers) if pattern.fullmatch(path)]
@@ -150,7 +165,8 @@ def lora(*, rank: int = 8, alpha: float = 16.0, modules: str = ATTENTION, dtype:
       rank: width between the pair.
       alpha: the pair's product counts `alpha / rank` times.
       modules: pattern for the whole paths of linear layers (Flax's `Linear`, `LinearGeneral`, `Dense`, `DenseGeneral`,
-        also within stacked layers): `r".*/(query|value)"`. Default: the projections of the decoders' attention.
+        also within stacked layers) and of experts' stacked matrices, which get a pair an expert:
+        `r".*/(query|value)"`. Default: the projections of the decoders' attention.
       dtype: of the pairs.
 
     Raises:
@@ -161,6 +177,10 @@ def lora(*, rank: int = 8, alpha: float = 16.0, modules: str = ATTENTION, dtype:
       2.0
     """
     return Lora(rank=rank, alpha=alpha, modules=modules, dtype=dtype)
+
+
+def _is_beside(name: str, below: Any) -> bool:
+    return name.endswith(BESIDE) and isinstance(below, Mapping) and INWARD in below and "kernel" not in below
 
 
 def of_pair(path: str) -> bool:
@@ -218,6 +238,12 @@ class _Layer(NamedTuple):
     num_in: int
     num_out: int
     names: Names | None = None
+    of_experts: bool = False
+    """Whether it is that of experts, stacked, which is no layer of its own."""
+
+    def held(self, path: str) -> str:
+        """Where the pair of a layer of this path stands."""
+        return path + BESIDE if self.of_experts else path
 
     @property
     def num_stacked(self) -> int:
@@ -364,11 +390,15 @@ class _NnxAdapters:
         params = {"/".join(map(str, path)): x.get_value().shape for path, x in flat if hasattr(x.get_value(), "shape")}
         for path in self._lora.chosen(layers, params):
             part, layer = layers[path]
+            held = part
+            if layer.of_experts:
+                held = nnx.Module()
+                setattr(part, path.rpartition("/")[2] + BESIDE, held)
             for name, value, names in zip(
                 (INWARD, OUTWARD), layer.pair(self._lora, rngs.params()), layer.pair_names(), strict=True
             ):
                 given: dict[str, Any] = {} if names is None else {"out_sharding": names}
-                setattr(part, name, nnx.LoRAParam(value, **given))
+                setattr(held, name, nnx.LoRAParam(value, **given))
             object.__setattr__(part, "__class__", self._class(type(part), path, layer))
         return module
 
@@ -381,8 +411,17 @@ class _NnxAdapters:
             y = cls.__call__(self, inputs, *args, **kwargs)
             return _added(lora, path, layer, y, inputs, getattr(self, INWARD)[...], getattr(self, OUTWARD)[...])
 
+        def weight(self: Any, name: str) -> Any:
+            found = cls.weight(self, name)
+            if name != path.rpartition("/")[2]:
+                return found
+            used.add(path)
+            pair = getattr(self, name + BESIDE)
+            return Adapted(found, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], lora.scale)
+
         if (cls, path) not in self._classes:
-            about = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            changed = {"weight": weight} if layer.of_experts else {"__call__": call}
+            about = {**changed, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
             self._classes[cls, path] = type(cls)(cls.__name__, (cls,), about)
         return self._classes[cls, path]
 
@@ -407,11 +446,17 @@ def _nnx_layers(module: Any) -> Iterator[tuple[str, tuple[Any, _Layer]]]:
         elif isinstance(part, nnx.Linear):
             num_in = num_out = 1
         else:
+            for name in getattr(part, "adapted", ()):
+                shape, names = _of_param(getattr(part, name))
+                yield f"{path}/{name}".removeprefix("/"), (part, _Layer(shape, 1, 1, names, of_experts=True))
             continue
-        kernel = part.kernel
-        names = kernel.get_metadata().get("out_sharding")
-        shape = kernel.get_value().shape
-        yield path, (part, _Layer(shape, num_in, num_out, names and (*names, *[None] * (len(shape) - len(names)))))
+        shape, names = _of_param(part.kernel)
+        yield path, (part, _Layer(shape, num_in, num_out, names))
+
+
+def _of_param(param: Any) -> tuple[tuple[int, ...], Names | None]:
+    shape, names = param.get_value().shape, param.get_metadata().get("out_sharding")
+    return shape, names and (*names, *[None] * (len(shape) - len(names)))
 
 
 # ---- Linen -----------------------------------------------------------------------------------------------------------
@@ -436,21 +481,23 @@ class _LinenAdapters:
 
         def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             dims = _linen_dims(context.module) if context.method_name == "__call__" else None
+            path = "/".join(context.module.path)
             if dims is not None:
-                seen["/".join(context.module.path)] = dims
+                seen[path] = dims
+            seen.update({_below(path, name): (1, 1) for name in getattr(context.module, "adapted", ())})
             return call(*args, **kwargs)
 
         with nn.intercept_methods(watch):
             params, extra = self._model.init(key)
         shapes = {path: x.shape for path, x in tree_leaves_with_paths(params)}
-        layers = {path: dims for path, dims in seen.items() if _below(path, "kernel") in shapes}
+        layers = {path: dims for path, dims in seen.items() if {path, _below(path, "kernel")} & set(shapes)}
         names = self._model.names()
         for number, path in enumerate(self._lora.chosen(layers, shapes)):
-            kernel = _below(path, "kernel")
-            layer = _Layer(shapes[kernel], *layers[path], names.get(kernel))
+            kernel = path if path in shapes else _below(path, "kernel")
+            layer = _Layer(shapes[kernel], *layers[path], names.get(kernel), of_experts=kernel == path)
             self._chosen[path] = layer
             pair = layer.pair(self._lora, jax.random.fold_in(key_of(key), number))
-            params = _with(params, path.split("/") if path else [], dict(zip((INWARD, OUTWARD), pair, strict=True)))
+            params = _with(params, layer.held(path).split("/") if path else [], dict(zip(PAIR, pair, strict=True)))
         return Variables(params, extra)
 
     def names(self) -> Mapping[str, Names]:
@@ -458,7 +505,7 @@ class _LinenAdapters:
         for path, layer in self._chosen.items():
             for name, names in zip((INWARD, OUTWARD), layer.pair_names(), strict=True):
                 if names is not None:
-                    found[_below(path, name)] = names
+                    found[_below(layer.held(path), name)] = names
         return found
 
     def bind(self, params: PyTree, extra: PyTree) -> BoundLinen:
@@ -478,6 +525,9 @@ class _BoundWithPairs(BoundLinen):
 
         def add(call: Any, inputs: Any, more: Any, context: Any) -> Any:
             y, module = call(*inputs, **more), context.module
+            if context.method_name == "weight" and hasattr(module, "adapted"):
+                pair = module.variables.get("params", {}).get(inputs[0] + BESIDE)
+                return y if pair is None else Adapted(y, pair[INWARD], pair[OUTWARD], self._lora.scale)
             if context.method_name != "__call__" or _linen_dims(module) is None:
                 return y
             pair = module.variables.get("params", {})
@@ -514,4 +564,4 @@ def _with(tree: PyTree, path: list[str], more: Mapping[str, Any]) -> PyTree:
     """Nested dicts with entries added at a path."""
     if not path:
         return {**tree, **more}
-    return {**tree, path[0]: _with(tree[path[0]], path[1:], more)}
+    return {**tree, path[0]: _with(tree.get(path[0], {}), path[1:], more)}

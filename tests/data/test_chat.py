@@ -16,7 +16,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.commands.recipe import load_recipe
-from meshpar.commands.train import train
+from meshpar.commands.train import _data_line, train
 from meshpar.data import ChatData, streams
 from meshpar.data.chat import Conversation, Template, packed
 from meshpar.models import TransformerConfig, next_token_loss
@@ -174,9 +174,65 @@ def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path, monkeypatc
             chats(tmp_path, **change).open(batch_size=2, seed=0)
 
 
+FORGETS = """{%- set last = namespace(user=0) %}{%- for m in messages %}
+{%- if m.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{{- '[' + m.role + ']' }}
+{%- if m.role == 'assistant' and loop.index0 > last.user %}
+{{- '<think>' + m.reasoning_content | default('') + '</think>' }}{%- endif %}
+{{- m.content + '.' }}{%- endfor %}{%- if add_generation_prompt %}{{- '[assistant]' }}{%- endif %}
+"""  # of earlier turns it leaves out the reasoning, and of the last one it writes a block even where there is none
+
+
+def test_turns_that_are_written_otherwise_later_are_learnt_behind_what_is_written_before_them():
+    thinking = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "B"},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
+        {"role": "tool", "content": "e"}, {"role": "assistant", "content": "f", "reasoning_content": "F"},
+        {"role": "user", "content": "thanks"},
+    ]  # fmt: skip
+    found = Template(FORGETS, {}, where="template").render("line 1", thinking)
+    assert [(text, [text[slice(*span)] for span in spans]) for text, spans in found] == [
+        ("[user]a.[assistant]<think>B</think>b.", ["<think>B</think>b."]),
+        (
+            "[user]a.[assistant]b.[user]c.[assistant]<think></think>d.[tool]e.[assistant]<think>F</think>f.",
+            ["<think></think>d.", "<think>F</think>f."],
+        ),
+    ]
+    marking = FORGETS.replace("{{- m.content + '.' }}", "{% generation %}{{- m.content + '.' }}{% endgeneration %}")
+    ((text, spans),) = Template(marking, {}, where="template").render("line 1", thinking[:4])
+    assert text == "[user]a.[assistant]b.[user]c.[assistant]<think></think>d."
+    assert [text[slice(*span)] for span in spans] == ["a.", "b.", "c.", "d."]
+    with pytest.raises(mp.MeshparError, match="half a character"):
+        Template(marking, {}, where="template").render("line 1", [{"role": "user", "content": "\ud800a\udfff"}])
+
+
+def test_parts_of_a_conversation_are_held_out_together_and_told(tmp_path):
+    data = chats(tmp_path, seq_len=192)
+    plain = data.open(batch_size=2, seed=0).describe()
+    (tmp_path / "template.jinja").write_text(FORGETS)
+    source = data.open(batch_size=2, seed=0)
+    facts = source.describe()
+    assert (plain["in_parts"], facts["in_parts"]) == (0, 40)
+    assert "40 conversations in parts" in _data_line(facts)
+    assert "in parts" not in _data_line(plain)
+    assert [facts[side]["conversations"] for side in ("train", "valid")] == [28, 12]
+    asked = []
+    for rows in source._packed:
+        texts = [
+            source.decode(rows["inputs"][row][rows["segments"][row] == segment])
+            for row in range(len(rows["inputs"]))
+            for segment in range(1, rows["segments"][row].max() + 1)
+        ]
+        asked.append({text.partition("é")[0] for text in texts})
+        assert len(texts) == 2 * len(asked[-1])
+    assert not asked[0] & asked[1]
+    learnt = sum(facts[side]["learnt_tokens"] for side in ("train", "valid"))
+    assert learnt == sum(len(f"<think></think>{one['content']}.") for chat in CHATS for one in chat[1::2])
+
+
 def test_templates_write_json_and_the_day_as_transformers_does():
     source = "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}{{ strftime_now('%d %b %Y') }}"
-    text, _ = Template(source, {}, where="template").render("line 1", [{"role": "user", "content": "<é>"}])
+    ((text, _),) = Template(source, {}, where="template").render("line 1", [{"role": "user", "content": "<é>"}])
     assert text == '[{"content":"<é>","role":"user"}]26 Jul 2024'
 
 
@@ -224,7 +280,7 @@ def test_parquet_and_the_template_of_a_folder(tmp_path):
     )
     source = data.open(batch_size=1, seed=0)
     assert source.describe()["train"]["learnt_tokens"] > 0
-    text, spans = Template.of(str(tmp_path), None).render("row 1", CHATS[0])
+    ((text, spans),) = Template.of(str(tmp_path), None).render("row 1", CHATS[0])
     assert text.startswith("<s><user>q0")
     assert [text[slice(*span)] for span in spans] == ["yes$\n", "no0$\n"]
 

@@ -37,12 +37,15 @@ def test_token_by_token_as_the_full_forward_pass(kind, tmp_path, mesh8):
 @pytest.mark.matrix
 def test_the_command(tmp_path, capsys):
     source = small_folder(tmp_path / "source")
+    said = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**said, "max_position_embeddings": 4}))
     args = ["generate", str(source), "--prompt", "ab", "--prompt", "c", "--prompt", "xy", "--tokenizer", "bytes"]
     args += ["--tokens", "3", "--top-k", "20", "--top-p", "0.9", "--devices", "2", "--json"]
     with pytest.raises(SystemExit) as end:
         cli.main(args)
     out, err = capsys.readouterr()
     assert not end.value.code, err
+    assert "5 tokens go beyond the 4 positions" in err
     found = json.loads(out)
     assert [one["prompt"] for one in found] == ["ab", "c", "xy"]
     assert all(len(one["tokens"]) == 3 and one["text"].startswith(one["prompt"]) for one in found)

@@ -22,8 +22,13 @@ from tests.interop.folders import KINDS, folder_of, golden, header_of, with_head
 from tests.interop.test_convert import RECIPE, run, small_folder
 from tests.interop.test_untrusted import broken, check_parts, mutated
 
-PARTIAL = {"deepseek_v3": r".*/(query_down|query_up|out)"}
-"""Where a matrix of ours is a part of one of the release's."""
+EXPERTS = r"layers/(attention/(query|key|value|out)|mlp/(gate|up|down))"
+CHOSEN = {
+    "deepseek_v3": r"layers/(attention/(query_down|query_up|out)|mlp/(gate|up|down))",
+    "mixtral": EXPERTS,
+    "qwen3_moe": EXPERTS,
+}
+"""Beside attention, experts; but where a matrix of ours is a part of one of the release's."""
 
 
 def moved(state):
@@ -35,18 +40,19 @@ def moved(state):
     return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), leaves))
 
 
-@pytest.mark.parametrize("kind", cases("qwen3", grid=KINDS))
+@pytest.mark.parametrize("kind", cases("qwen3_moe", grid=KINDS))
 def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
     source = folder_of(kind, tmp_path / "source")
     mesh, strategy = mp.MeshSpec(fsdp=4, tensor=2).build(), mp.fsdp() | mp.tensor_parallel()
-    lora = mp.lora(rank=2, alpha=8, modules=PARTIAL.get(kind, r".*/attention/(query|key|value|out)"))
+    lora = mp.lora(rank=2, alpha=8, modules=CHOSEN.get(kind, r".*/attention/(query|key|value|out)"))
     config, state = from_hf(source, mesh=mesh, strategy=strategy, lora=lora)
     state = moved(state)
     to_peft(state, config, tmp_path / "adapter", like=source, base="some/model")
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (2, 8, "some/model")
-    assert {name.split(".")[-3] for name in written} == set(said["target_modules"])
+    named = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in written}
+    assert set(said["target_modules"]) in (named, {name.rpartition(".")[2] for name in named})
 
     # As PEFT has it: W + alpha / r · B A, with B [out, r] and A [r, in].
     to_hf(state, config, tmp_path / "merged", like=source, dtype="float32")
@@ -65,13 +71,13 @@ def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")  # of packages that the tests do not install, about each other
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "deepseek_v3", "mixtral", "qwen3_moe"])
 def test_live_against_peft(kind, tmp_path):
     why = "compares with them: pip install torch transformers peft"
     torch, transformers, peft = (pytest.importorskip(one, reason=why) for one in ("torch", "transformers", "peft"))
     source = folder_of(kind, tmp_path / "source")
     mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
-    lora = mp.lora(rank=2, alpha=8, modules=PARTIAL.get(kind, r".*/attention/(query|key|value|out)"))
+    lora = mp.lora(rank=2, alpha=8, modules=CHOSEN.get(kind, r".*/attention/(query|key|value|out)"))
     config, state = from_hf(source, mesh=mesh, strategy=mp.fsdp() | mp.tensor_parallel(), dtype="float32", lora=lora)
     state = moved(state)
     to_peft(state, config, tmp_path / "adapter", like=source)
@@ -93,6 +99,7 @@ def test_live_against_peft(kind, tmp_path):
             np.testing.assert_allclose(ours, theirs, atol=1e-4)  # float32, sums in another order
 
 
+@pytest.mark.matrix
 def test_whole_names_are_written_where_ends_stand_for_experts_too(tmp_path):
     source = folder_of("deepseek_v3", tmp_path / "source")
     adapters = mp.lora(rank=2, modules="dense_layers/mlp/(up|down)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from flax import linen, nnx
 
 import meshpar as mp
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
-from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.moe import MoEConfig, Routing
+from meshpar.sharding.types import matrix_of, tree_leaves_with_paths
 from meshpar.training.lora import merged_params, of_pair
 from tests.grid import cases
 
@@ -41,6 +43,7 @@ def moved(state):
     return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), list(params.values())))
 
 
+MOE = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=16, auxiliary_weight=0.0)
 EXACT = {"weights": None, "gradients": None, "secondary": "fsdp"}
 """By the kernels of strategies that quantize, and nothing rounded."""
 
@@ -60,7 +63,18 @@ GRID = [
     ("nnx", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(), {"accumulate": 2, "accumulate_mode": "once"}),
     ("nnx", "data=2,fsdp=4", mp.zero3(axis=("data", "fsdp"), quantize=EXACT), {"layers": 2}),
 ]
+EXPERTS = [
+    ("nnx", "fsdp=4,expert=2", mp.fsdp() | mp.expert_parallel(), {"moe": MOE}),
+    ("linen", "fsdp=2,expert=2,tensor=2", mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel(), {"moe": MOE}),
+    ("nnx", "data=2,fsdp=2,tensor=2", mp.hsdp() | mp.tensor_parallel(sequence=True), {"moe": MOE, "remat": "full"}),
+    ("nnx", "fsdp=2,expert=2,tensor=2", mp.fsdp(prefetch=1) | mp.expert_parallel() | mp.tensor_parallel(),
+     {"moe": MOE, "layers": 2}),
+    ("linen", "fsdp=4,expert=2", mp.fsdp() | mp.expert_parallel(), {"moe": MOE, "layers": 2, "accumulate": 2}),
+    ("nnx", "fsdp=2,expert=2,tensor=2", mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel(),
+     {"moe": MOE, "accumulate": 2, "accumulate_mode": "once"}),
+]  # fmt: skip
 STAGES = [
+    ("nnx", "stage=2,fsdp=2,expert=2", mp.fsdp() | mp.expert_parallel() | staged("1f1b"), {"layers": 2, "moe": MOE}),
     ("nnx", "stage=2,fsdp=4", mp.fsdp() | staged("1f1b"), {"layers": 2, "remat": "full"}),
     ("linen", "stage=2,fsdp=2,tensor=2", mp.fsdp() | mp.tensor_parallel() | staged("zb-h1"), {"layers": 2}),
     ("nnx", "stage=2,fsdp=4", mp.fsdp() | staged("zb-v"), {"layers": 4}),
@@ -69,7 +83,7 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "mesh", "strategy", "options"), cases(GRID[0], grid=GRID))
+@pytest.mark.parametrize(("kind", "mesh", "strategy", "options"), cases(GRID[0], grid=[*GRID, *EXPERTS]))
 def test_gradients_of_adapters_alone_are_made_and_sent(kind, mesh, strategy, options):
     check_gradients(kind, mesh, strategy, options)
 
@@ -84,7 +98,7 @@ def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[s
     """Of a step on a mesh, by the chain rule from those of the merged model on one device; and what is sent of them."""
     options = dict(options)
     layers = options.pop("layers", 1)
-    config = dataclasses.replace(CONFIG, num_layers=layers)
+    config = dataclasses.replace(CONFIG, num_layers=layers, moe=options.pop("moe", None))
     model = mp.lora(rank=2, alpha=4, modules=ALL)(decoder(kind, config))
     mesh, tx = mp.MeshSpec.parse(mesh).build(), optax.sgd(1.0)
     state = moved(mp.init_state(model, tx, mesh=mesh, strategy=strategy, key=0))
@@ -111,9 +125,10 @@ def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[s
             np.testing.assert_array_equal(after[path], value)
         elif path.endswith("lora_a"):
             module = path.rpartition("/")[0]
-            pair = value, start[f"{module}/lora_b"]
-            flat = [pair[0].reshape(layers, -1, 2), pair[1].reshape(layers, 2, -1)]
-            d_kernel = np.asarray(gradients[f"{module}/kernel"]).reshape(layers, flat[0].shape[1], -1)
+            pair, d_kernel = (value, start[f"{module}/lora_b"]), np.asarray(gradients[matrix_of(module)])
+            stack = math.prod(d_kernel.shape[: value.ndim + pair[1].ndim - 2 - d_kernel.ndim])
+            flat = [pair[0].reshape(stack, -1, 2), pair[1].reshape(stack, 2, -1)]
+            d_kernel = d_kernel.reshape(stack, flat[0].shape[1], -1)
             chained = 2 * d_kernel @ flat[1].swapaxes(1, 2), 2 * flat[0].swapaxes(1, 2) @ d_kernel
             for name, was, found in zip(("lora_a", "lora_b"), pair, chained, strict=True):
                 got = was - np.asarray(after[f"{module}/{name}"])
@@ -134,6 +149,20 @@ def test_pairs_that_fewer_ranks_split_than_their_matrix(sequence):
     batch = {name: jax.ShapeDtypeStruct((8, 128), np.int32) for name in BATCH}
     report = mp.explain(mp.train_step(next_token_loss), state, batch)
     assert report.is_as_promised, str(report)
+
+
+@pytest.mark.pod
+def test_on_gpus_frozen_experts_are_gathered_again_and_send_no_gradient():
+    config = dataclasses.replace(WIDE, moe=dataclasses.replace(MOE, mlp_dim=512))
+    strategy = mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel()
+    mesh = mp.MeshSpec(fsdp=2, expert=2, tensor=2).abstract()
+    state = mp.abstract_state(mp.lora(modules=ALL)(config.build()), optax.adam(1e-3), mesh=mesh, strategy=strategy)
+    batch = {name: jax.ShapeDtypeStruct((64, 512), np.int32) for name in BATCH}
+    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"))
+    report = mp.explain(step, state, batch, "h100:1x8")
+    assert report.is_as_promised, str(report)
+    assert not report.promise.missing, "kept, the whole of all layers' experts would have to fit"
+    assert all(of_pair(path) for one in report.promise.kept if one.role == "gradients" for path in one.tensors)
 
 
 @pytest.mark.pod
@@ -204,8 +233,8 @@ def test_what_has_no_adapters_is_an_error():
             lambda: mp.lora(modules="layers/attention/querry")(CONFIG.build()).abstract(),
             "did you mean `layers/attention",
         ),
-        (lambda: mp.lora(modules=ALL)(experts.build()).abstract(), "experts, routers and tables have no adapters"),
-        (lambda: mp.lora(modules=ALL)(decoder("linen", experts)).abstract(), "experts, routers and tables have no"),
+        (lambda: mp.lora(modules=".*/router")(experts.build()).abstract(), "experts, routers and tables have none"),
+        (lambda: mp.lora(modules=".*router")(decoder("linen", experts)).abstract(), "routers and tables have none"),
     ):
         with pytest.raises(mp.MeshparError, match=match), mp.use(mesh, mp.fsdp()):
             make()
