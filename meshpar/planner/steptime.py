@@ -214,7 +214,9 @@ class Clock:
         # What is hidden is hidden behind compute, of which there may be less.
         cover_s = (COVER_AHEAD if facts.is_prefetched else COVER) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
-        covered *= 0.1 if self.is_crowded(memory) else 1.0
+        covered *= 0.0 if self.cluster.is_shared else 0.1 if self.is_crowded(memory) else 1.0
+        if self.cluster.is_shared:
+            stretch = 1.0
         updating_s = update.narrow_flops / self.cluster.gpu.bf16_flops_per_s
         updating_s += update.wide_flops / self.cluster.gpu.fp32_flops_per_s
         return TimeEstimate(
@@ -271,6 +273,8 @@ class Clock:
         return max((placed.row_bytes(one) * rows / one.layers for one in whole), default=0.0)
 
     def _price(self, kind: str, axes: tuple[str, ...], sizes: Mapping[str, int]) -> _Price:
+        if self.cluster.is_shared and kind == "reduce-scatter":
+            kind = "all-reduce"  # for CPUs XLA keeps it so, and takes a part of the sum
         key = kind, axes, tuple(sizes.values())
         if key not in self._prices:
             nodes, per_node = _layout_of(self.cluster, axes, sizes)
