@@ -248,19 +248,35 @@ TABLE = Path(__file__).parent / "compiled.txt"
 
 def written():
     """Every case with what was told of it, what the compiler said, and by how much they differ."""
-    lines = ["    peak compiled   off      step simulated   off"]
+    lines, offs = ["    peak compiled   off      step simulated   off"], []
     for one in COMPILED:
         held, time = estimated(one)
         peaks, steps = (held.peak_bytes / 1e9, one["peak_bytes"] / 1e9), (time.step_s, one["step_s"])
+        offs.append((peaks[0] / peaks[1] - 1, abs(steps[0] / steps[1] - 1)))
         figures = f"{peaks[0]:5.1f} GB {peaks[1]:5.1f} GB {peaks[0] / peaks[1] - 1:+5.0%} "
         figures += f"{steps[0]:7.2f} s {steps[1]:7.2f} s {steps[0] / steps[1] - 1:+5.0%}"
         lines.append(f"{figures}  {one['recipe']} {one['cluster']} {' '.join(one['fields'])}".rstrip())
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", summary(offs), ""])
+
+
+def summary(offs):
+    """What the README says of the table."""
+    axes = [abs(error) for one in COMPILED for error in off_axes(one).values()]
+    peaks, steps = zip(*offs, strict=True)
+    return (
+        f"{len(COMPILED)} programs: {sum(abs(off) <= 0.1 for off in peaks)} peaks within a tenth and none more than "
+        f"{-min(peaks):.0%} below, bytes of {sum(off <= 0.02 for off in axes)} of {len(axes)} mesh axes within 2%, every "
+        f"simulated step within {max(steps):.0%}"
+    )
 
 
 @pytest.mark.matrix
 def test_the_table_of_cases_is_up_to_date():
-    assert written() == TABLE.read_text(encoding="utf-8")
+    assert written() == (table := TABLE.read_text(encoding="utf-8"))
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()).replace(" %", "%")
+    programs, _, figures = table.splitlines()[-1].partition(": ")
+    assert f"held to {programs}" in said
+    assert figures in said
 
 
 @pytest.mark.matrix
