@@ -276,7 +276,9 @@ class Cluster(_Measured):
         Raises:
           ValueError: a field is missing, unknown or of the wrong kind.
         """
-        _check_fields(data, {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", "steps", "is_shared", *_MEASURED})
+        _check_fields(
+            data, {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", "steps", "is_shared", *_MEASURED}
+        )
         steps, is_shared = data.get("steps", {}), data.get("is_shared", False)
         _check("steps", steps, isinstance(steps, Mapping), "what `meshpar bench gpu` writes there")
         _check("is_shared", is_shared, isinstance(is_shared, bool), "true or false")
