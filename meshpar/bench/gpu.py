@@ -24,6 +24,8 @@ from meshpar.sharding.types import is_whole, near, problem
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 SMALL = (64, 128, 256, 512)
 """On CPUs."""
+LEAST_COPIED_BYTES = 64_000_000
+"""More than caches hold."""
 TARGET_S = 0.05
 """A measured run is about so long."""
 
@@ -109,7 +111,7 @@ def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int
     if dtype not in (known := ("bfloat16", "float16", "float32")):
         raise problem("bench gpu", f"multiply in {dtype}", f"it is one of {', '.join(known)}", near(dtype, known))
     rates = {n: cost.matmul_flops(n, n, n) / _product_s(n, dtype, repeats) for n in sorted(sizes)}
-    x = jnp.ones((max(sizes) * max(sizes) * 4,), jnp.float32)
+    x = jnp.ones((max(4 * max(sizes) ** 2, LEAST_COPIED_BYTES // 4),), jnp.float32)
     copied_s = _time_s(lambda x, times: jax.lax.fori_loop(0, times, lambda _, x: x + 1, x), x, repeats)
     today = datetime.date.today().isoformat()
     return Products(

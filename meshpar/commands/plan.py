@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from meshpar.commands.recipe import Recipe
     from meshpar.planner.plan import Plans
 
+_OF_MOE = ("bound_factor", "nodes_visited", "row_bytes")
+"""What the planner asks of a model's MoE layers."""
+
 
 @click.command()
 @click.argument("recipe", type=click.Path())
@@ -139,7 +142,7 @@ def plans_for(
         tx=build_optimizer(recipe, model, MeshSpec().abstract(1)),
         precision=recipe.precision,
         xla=recipe.xla,
-        **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in ("bound_factor", "nodes_visited")},
+        **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in _OF_MOE},
     )
 
 

@@ -97,6 +97,11 @@ class MoEConfig:
         return self.routing.nodes_visited if self.implementation == NODE_FIRST else None
 
     @property
+    def row_bytes(self) -> Callable[[str, int], int | None] | None:
+        """Of a row of so many numbers under way, as `Payload.row_bytes`; None: rows travel as they are."""
+        return None if self.payload is None else self.payload.row_bytes
+
+    @property
     def is_biased(self) -> bool:
         return self.bias_rate > 0
 

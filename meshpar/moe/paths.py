@@ -64,6 +64,10 @@ class Payload:
     def coding(self, way: str) -> Coding:
         return Coding(getattr(self, way), self.grad, self.block)
 
+    def row_bytes(self, way: str, width: int) -> int | None:
+        """Of a row of so many numbers under way (`dispatch`, `combine`, `grad`), with its scales; None: as it is."""
+        return None if getattr(self, way) is None else cost.quantized_bytes(width, block=self.block)
+
 
 class Shape(NamedTuple):
     """What is known when the program is traced, of one chunk."""

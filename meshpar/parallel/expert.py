@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 
 from meshpar.parallel.part import Axes, Part, RuleSets, Trial, activations, axes_of, split
 from meshpar.parallel.promise import Facts, Promised, is_router, parent, size_of
 from meshpar.parallel.strategy import Strategy, preset
+from meshpar.sharding.types import Decision
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -41,27 +43,37 @@ class Expert(Part):
         tokens = 0 if facts.is_by_device else facts.tokens or 0
         for decision in layers.values() if tokens else ():
             stack = decision.leaf.num_layers
-            for axes, rows, times in self._levels(facts, facts.recomputed(stack)):
-                count = times * stack * facts.accumulate
-                yield Promised(
-                    role="rows to experts and back",
-                    kind="exchange",
-                    axes=axes,
-                    elements=tokens * rows * size_of(decision, "embed"),
-                    dtype=facts.wire(facts.compute_dtype(decision)),
-                    count=(count, count),
-                    tensors=(decision.path,),
-                )
+            for axes, rows, ways in self._levels(facts, facts.recomputed(stack)):
+                forms: Counter[tuple[int, str]] = Counter()
+                for way, times in ways.items():
+                    forms[self._row(facts, decision, way)] += times * stack * facts.accumulate
+                for (width, dtype), count in forms.items():
+                    yield Promised(
+                        role="rows to experts and back",
+                        kind="exchange",
+                        axes=axes,
+                        elements=tokens * rows * width,
+                        dtype=dtype,
+                        count=(count, count),
+                        tensors=(decision.path,),
+                    )
 
-    def _levels(self, facts: Facts, forward: int) -> Iterator[tuple[tuple[str, ...], int, int]]:
-        """(axes, rows of a token, times) of each exchange of a layer whose forward pass runs so often."""
+    def _row(self, facts: Facts, router: Decision, way: str) -> tuple[int, str]:
+        """(numbers, dtype) of a row under way."""
+        width = size_of(router, "embed")
+        nbytes = facts.row_bytes and facts.row_bytes(way, width)
+        return (nbytes, "u8") if nbytes else (width, facts.wire(facts.compute_dtype(router)))
+
+    def _levels(self, facts: Facts, forward: int) -> Iterator[tuple[tuple[str, ...], int, dict[str, int]]]:
+        """(axes, rows of a token, how often each way) of a layer whose forward pass runs so often."""
         axes, given = facts.ordered(axes_of(self.name, self.axis)), axes_of(self.name, self.axis)
+        whole = {"dispatch": forward, "combine": forward, "grad": 2}
         if facts.nodes_visited is None or len(given) != 2 or facts.sizes.get(given[0], 1) == 1:
-            yield axes, facts.choices, 2 * (1 + forward)
+            yield axes, facts.choices, whole
             return
-        yield facts.ordered(given[:1]), facts.nodes_visited(facts.sizes[given[0]]), 3 + forward
+        yield facts.ordered(given[:1]), facts.nodes_visited(facts.sizes[given[0]]), {**whole, "combine": 1}
         if inside := facts.ordered(given[1:]):
-            yield inside, facts.choices, 2 * (1 + forward)
+            yield inside, facts.choices, whole
 
 
 @preset

@@ -143,6 +143,9 @@ class Facts:
     """Experts that a token visits; told for estimates only."""
     nodes_visited: Callable[[int], int] | None = None
     """Of so many nodes, those that these lie on, where a token goes once to each; told for estimates only."""
+    row_bytes: Callable[[str, int], int | None] | None = None
+    """Of a row of so many numbers to experts, back, or of gradients (`dispatch`, `combine`, `grad`), where it is coded;
+    None: none is. Told for estimates only."""
     compute: str | None = None
     """The dtype that layers compute in; None: each parameter's own."""
     reduce: str | None = None

@@ -171,6 +171,9 @@ class Cluster(_Measured):
     """FLOP/s that were measured of products of n × n matrices, by n (`meshpar bench gpu`); empty: none were."""
     steps: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, repr=False)
     """What whole training steps took on one of them, as `meshpar bench gpu` saves it: kept for who reads the file."""
+    is_shared: bool = False
+    """Whether the devices share the cores of one machine, as jax's host devices do: messages are work of the same
+    cores, so that nothing hides them, and who waits leaves its cores to others."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -262,6 +265,7 @@ class Cluster(_Measured):
             "across": dataclasses.asdict(self.across),
             **({"products": {str(n): rate for n, rate in self.products.items()}} if self.products else {}),
             **({"steps": dict(self.steps)} if self.steps else {}),
+            **({"is_shared": True} if self.is_shared else {}),
             **super().to_json(),
         }
 
@@ -272,9 +276,12 @@ class Cluster(_Measured):
         Raises:
           ValueError: a field is missing, unknown or of the wrong kind.
         """
-        _check_fields(data, {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", "steps", *_MEASURED})
-        steps = data.get("steps", {})
+        _check_fields(
+            data, {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", "steps", "is_shared", *_MEASURED}
+        )
+        steps, is_shared = data.get("steps", {}), data.get("is_shared", False)
         _check("steps", steps, isinstance(steps, Mapping), "what `meshpar bench gpu` writes there")
+        _check("is_shared", is_shared, isinstance(is_shared, bool), "true or false")
         try:
             gpu = data["gpu"] if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
             gpu = gpu if isinstance(gpu, Gpu) else _gpu_from_json(gpu)
@@ -285,7 +292,7 @@ class Cluster(_Measured):
             for key in ("inside", "across"):
                 links[key] = dataclasses.replace(getattr(usual, key), **data.get(key, {}))
             products = _products_from_json(data.get("products", {}))
-            return dataclasses.replace(usual, products=products, steps=steps, **links)
+            return dataclasses.replace(usual, products=products, steps=steps, is_shared=is_shared, **links)
         except MeshparError:
             raise
         except (KeyError, TypeError, ValueError) as error:

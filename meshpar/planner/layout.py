@@ -193,6 +193,7 @@ class Placed:
             by_stages=pipelined is not None,
             choices=work.choices,
             nodes_visited=work.nodes_visited,
+            row_bytes=work.row_bytes,
             vocab_chunks=self.vocab_chunks,
             compute=work.precision.compute,
             reduce=work.precision.reduce,

@@ -232,7 +232,7 @@ def plan(
     top: int = 5, verify: int = 0, loss: Callable[..., Any] = next_token_loss,
     tx: optax.GradientTransformation | None = None, precision: Precision | None = None,
     bound_factor: float | None = None, nodes_visited: Callable[[int], int] | None = None,
-    xla: Options = MappingProxyType({}),
+    row_bytes: Callable[[str, int], int | None] | None = None, xla: Options = MappingProxyType({}),
 ) -> Plans:  # fmt: skip
     """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps.
 
@@ -247,7 +247,8 @@ def plan(
       loss: (model, batch, key) -> (loss, metrics).
       tx: the optimizer; None: AdamW.
       precision: of the step; None: bfloat16 compute on float32 parameters.
-      bound_factor, nodes_visited: of MoE layers, as `MoEConfig` has them, where the model's config does not say them.
+      bound_factor, nodes_visited, row_bytes: of MoE layers, as `MoEConfig` has them, where the model's config does not
+        say them.
       xla: compile options, as of `train_step`, for what is compiled.
 
     Raises:
@@ -265,8 +266,9 @@ def plan(
         tx=optax.adamw(3e-4) if tx is None else tx,
         precision=Precision(compute="bfloat16") if precision is None else precision,
         cluster=cluster,
-        bound_factor=getattr(getattr(model, "moe", None), "bound_factor", bound_factor),
-        nodes_visited=getattr(getattr(model, "moe", None), "nodes_visited", nodes_visited),
+        bound_factor=getattr(moe := getattr(model, "moe", None), "bound_factor", bound_factor),
+        nodes_visited=getattr(moe, "nodes_visited", nodes_visited),
+        row_bytes=getattr(moe, "row_bytes", row_bytes),
     )
     search = Search(work, cluster)
     found, told = _running(search, loss, top)

@@ -39,6 +39,7 @@ from meshpar.planner.steptime import (
     TimeEstimate,
     experts,
     hidden_of_weights,
+    routed_bytes,
 )
 from meshpar.planner.workload import POLICIES, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
@@ -210,15 +211,21 @@ class Search:
     def _of_experts_s(
         self, placed: Placed, facts: Facts, members: Sequence[tuple[dict[str, int], Strategy]], ways: Callable[..., Any]
     ) -> Any:
-        """What blocks of rows of experts move, of which a device has at least so many between its own."""
-        each = experts(placed)
+        """What rows of experts move: in blocks, of which a device has at least so many between its own, and as many
+        rows as there is room for."""
+        each, work = experts(placed), self.workload
         if not each:
             return 0.0
-        here = self.workload.num_experts / ways(owned_axes(facts, each[0]))
-        one_expert = sum(one.leaf.size // self.workload.num_experts for one in each) / ways(facts.ordered(["stage"]))
-        moved = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES) * one_expert * BLOCKS_A_GROUP * here
+        ranks, tokens = ways(owned_axes(facts, each[0])), (work.tokens or 0) / ways(facts.batch_axes)
+        here = work.num_experts / ranks
+        one_expert = sum(one.leaf.size // work.num_experts for one in each)
         pieces = np.array([1 if one.pipeline is None else one.pipeline.microbatches for _, one in members])
-        return pieces * moved / self.cluster.gpu.memory_bytes_per_s
+        block_bytes = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES)
+        most = ranks * np.minimum(work.choices, here)
+        bound = most if work.bound_factor is None else np.minimum(most, work.bound_factor * work.choices)
+        room = np.where(ranks > 1, bound, work.choices)
+        moved = pieces * block_bytes * one_expert * BLOCKS_A_GROUP * here + routed_bytes(placed, tokens * room)
+        return moved / ways(facts.ordered(["stage"])) / self.cluster.gpu.memory_bytes_per_s
 
     @property
     def _device_bytes_per_s(self) -> float:

@@ -15,7 +15,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -214,7 +214,9 @@ class Clock:
         # What is hidden is hidden behind compute, of which there may be less.
         cover_s = (COVER_AHEAD if facts.is_prefetched else COVER) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
-        covered *= 0.1 if self.is_crowded(memory) else 1.0
+        covered *= 0.0 if self.cluster.is_shared else 0.1 if self.is_crowded(memory) else 1.0
+        if self.cluster.is_shared:
+            stretch = 1.0
         updating_s = update.narrow_flops / self.cluster.gpu.bf16_flops_per_s
         updating_s += update.wide_flops / self.cluster.gpu.fp32_flops_per_s
         return TimeEstimate(
@@ -259,13 +261,8 @@ class Clock:
         routed = facts.tokens * work.choices
         blocks = cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
         room = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
-        width = sum(
-            one.leaf.num_layers * one.leaf.shape[-2]
-            for one in (one.decision for one in placed.weights)
-            if is_router(one)
-        )
         each_block = BLOCK_BYTES if here == 1 else BLOCK_BYTES_OF_SEVERAL
-        return each_block * one_expert * blocks + ROUTED_PASSES * room * width * work.compute_itemsize
+        return each_block * one_expert * blocks + routed_bytes(placed, room)
 
     def _handed_on(self, placed: Placed, layout: Layout) -> float:
         """Bytes of what one microbatch hands on to the next stage, where no axis splits it but the whole sequence's."""
@@ -276,6 +273,8 @@ class Clock:
         return max((placed.row_bytes(one) * rows / one.layers for one in whole), default=0.0)
 
     def _price(self, kind: str, axes: tuple[str, ...], sizes: Mapping[str, int]) -> _Price:
+        if self.cluster.is_shared and kind == "reduce-scatter":
+            kind = "all-reduce"  # for CPUs XLA keeps it so, and takes a part of the sum
         key = kind, axes, tuple(sizes.values())
         if key not in self._prices:
             nodes, per_node = _layout_of(self.cluster, axes, sizes)
@@ -291,6 +290,13 @@ class Clock:
 def experts(placed: Placed) -> list[Decision]:
     """Decisions about weights of experts."""
     return [one.decision for one in placed.weights if is_expert(one.decision) and not is_router(one.decision)]
+
+
+def routed_bytes(placed: Placed, room: Any) -> Any:
+    """What rows that there is room for, on a device, move in every MoE layer."""
+    routers = [one.decision.leaf for one in placed.weights if is_router(one.decision)]
+    width = sum(one.num_layers * one.shape[-2] for one in routers)
+    return ROUTED_PASSES * room * width * placed.workload.compute_itemsize
 
 
 def product_size(placed: Placed, layout: Layout) -> float:

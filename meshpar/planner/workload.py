@@ -109,6 +109,8 @@ class Workload:
     """Room for rows from one rank of experts to another; None: for any routing."""
     nodes_visited: Callable[[int], int] | None
     """Of so many nodes, those that a token's experts lie on, where it goes once to each."""
+    row_bytes: Callable[[str, int], int | None] | None
+    """Of a row under way to experts and back, where it is coded, as `Facts` has it."""
     vocab_chunk: int | None
     """Tokens of the vocabulary on one rank whose logits are made at a time; None: of all."""
 
@@ -155,6 +157,7 @@ def describe(
     cluster: Cluster | None = None,
     bound_factor: float | None = None,
     nodes_visited: Callable[[int], int] | None = None,
+    row_bytes: Callable[[str, int], int | None] | None = None,
 ) -> Workload:
     """Trace a training step; errors are those of the model and the loss.
 
@@ -165,7 +168,7 @@ def describe(
       tx: the optimizer.
       precision: of the step.
       cluster: for whose GPUs cuDNN's attention is traced.
-      bound_factor, nodes_visited: of the MoE layers.
+      bound_factor, nodes_visited, row_bytes: of the MoE layers.
     """
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     rows, tokens = rows_and_tokens(batch, 1)
@@ -198,7 +201,7 @@ def describe(
         tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
         narrow_share=narrow / marker / forward if forward else 0.0, narrowed=narrowed / marker, held=held,
         looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
-        nodes_visited=nodes_visited,
+        nodes_visited=nodes_visited, row_bytes=row_bytes,
         whole_bytes=sum(leaf_of(*one).nbytes for one in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
 

@@ -393,6 +393,18 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         B8,
         "h100:2x8",
+        (
+            "strategy=fsdp(prefetch=1)",
+            "mesh=fsdp=16",
+            "remat=none",
+            "model.num_layers=8",
+            "batch_size=32",
+            "accumulate=2",
+        ),
+    ),
+    (
+        B8,
+        "h100:2x8",
         ("strategy=fsdp()", "mesh=fsdp=16", "remat=minimal", "batch_size=32", "accumulate=2"),
     ),
     (

@@ -11,12 +11,15 @@ other round has: more than these agree with each other no estimate can agree wit
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
 
 if __name__ == "__main__":  # before jax is imported
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
@@ -28,8 +31,7 @@ import optax
 import rich
 
 import meshpar as mp
-from meshpar.bench.gpu import products
-from meshpar.bench.kernels import collectives
+from meshpar.bench import gpu, kernels
 from meshpar.bench.report import Figures, Measure, load, quartiles, seconds_of
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import parse_strategy
@@ -56,22 +58,45 @@ LAYOUTS: tuple[tuple[str, str, str | None, int], ...] = (
 )
 """Mesh, strategy, recomputation, micro-steps."""
 FLOAT32 = mp.Precision()
+OF_LINKS: dict[str, Any] = {"min_bytes": 4e4, "max_bytes": 4e6, "repeats": 3}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""As glibc's malloc.h numbers them."""
 CUTS = slice(None), slice(0, None, 2), slice(1, None, 2)
 """All rounds, and every other one."""
 
 
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def shared_s(run: Callable[[], object]) -> float:
+    """What a call takes of cores that all devices keep busy: its processor seconds over their number."""
+    before = time.process_time()
+    run()
+    return (time.process_time() - before) / CORES
+
+
 def profile() -> Cluster:
     """The host devices as a cluster: what was measured of links and products."""
-    links = collectives("data=8", names=("all_reduce",), algorithms=("ring",), max_bytes=4e6, repeats=3)
+    with mock.patch.object(kernels, "seconds_of", shared_s), mock.patch.object(gpu, "seconds_of", shared_s):
+        links = kernels.collectives("data=8", names=("all_reduce", "all_gather"), algorithms=("ring",), **OF_LINKS)
+        made = gpu.products(dtype="float32", repeats=3)
     fit = links.fit("data", "axes")
-    made = products(dtype="float32", repeats=3)
     each = {n: rate / DEVICES for n, rate in made.flops_per_s.items()}
     usual = cluster_of(gpu_by_name("h100"), nodes=1, gpus_per_node=DEVICES)
-    gpu = dataclasses.replace(
+    device = dataclasses.replace(
         usual.gpu, fp32_flops_per_s=max(each.values()), memory_bytes_per_s=made.bytes_per_s / DEVICES, memory_bytes=1e12
     )
     link = fit.link if fit is not None and fit.link is not None else usual.inside
-    return dataclasses.replace(usual, gpu=gpu, inside=link, products=each, source=made.source)
+    return dataclasses.replace(usual, gpu=device, inside=link, products=each, source=made.source, is_shared=True)
+
+
+def keep_memory() -> None:
+    """Have the allocator keep what it was given: glibc's returns arrays of 32 MB and more to the system at once, which
+    clears their pages anew in every step; a device has its memory for good."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for setting in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            mallopt(setting, 2**31 - 1)
 
 
 def layouts(chosen: Sequence[tuple[str, str, str | None, int]] = LAYOUTS) -> list[Layout]:
@@ -133,6 +158,7 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
 
 def ranked(chosen: Sequence[tuple[str, str, str | None, int]] = LAYOUTS, *, repeats: int = 7) -> Figures:
     """Told and measured step times of every layout, and how alike their orders are."""
+    keep_memory()
     wanted = layouts(chosen)
     estimates, times = told(profile(), wanted), measured(wanted, repeats=repeats)
     rows, agree = [], []

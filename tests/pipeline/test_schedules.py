@@ -45,7 +45,7 @@ MAKESPAN_BUBBLE = {
     "gpipe": 0.2727, "1f1b": 0.2727, "interleaved-1f1b": 0.1579, "zb-h1": 0.1111, "zb-h2": 0.1111, "zb-v": 0.0588,
     "dualpipe-v": 0.1111,
 }  # fmt: skip
-"""At p = 4, m = 8."""
+"""At p = 4, m = 8 (FACTS 5)."""
 
 
 def begins_last(name: str, p: int) -> float:
@@ -143,6 +143,7 @@ def test_the_docstrings_closed_forms_hold_where_they_say(name):
     ],
 )  # fmt: skip
 def test_bubbles_beside_the_literatures_forms(name, p, m, costs, bubble):
+    """FACTS 5: with fewer microbatches than the closed forms hold for."""
     found = make(name, p, m).simulate(**dict(zip("fbw", costs, strict=True))).free.span_bubble.max()
     assert found == pytest.approx(bubble)
 
@@ -153,12 +154,14 @@ def test_makespan_bubbles_of_four_stages_and_eight_microbatches(name, fraction):
 
 
 def test_four_chunks_divide_the_bubble_by_four():
+    """FACTS 5."""
     assert round(make("interleaved-1f1b", 4, 8, chunks=4).bubble_fraction, 4) == 0.0857
 
 
 @pytest.mark.parametrize(("p", "m", "percent"), [(4, 1, 75.0), (4, 8, 27.3), (4, 16, 15.8), (8, 32, 17.9)])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_textbook_bubble(name, p, m, percent):
+    """FACTS 5: (p-1)/(m+p-1)."""
     assert round(100 * make(name, p, m).bubble_fraction, 1) == percent
 
 

@@ -41,6 +41,7 @@ def test_a_message_takes_alpha_and_its_bytes():
     ],
 )
 def test_steps_and_bytes_for_eight_ranks(algorithm, steps, sent):
+    """FACTS 2."""
     found = algorithm(8e6, 8)
     assert (found.steps, found.bytes_sent) == (steps, pytest.approx(sent * 8e6))
 
@@ -166,6 +167,7 @@ def test_where_there_is_no_crossover():
 
 @pytest.mark.parametrize(("ranks", "sent"), [(8, 24.5e9), (64, 27.5625e9)])
 def test_gradients_of_seven_billion_parameters(ranks, sent):
+    """FACTS 2: 24.5 GB of each of 8 ranks, 27.56 of each of 64."""
     assert cost.ring_all_reduce(2 * 7e9, ranks).bytes_sent == pytest.approx(sent)
     assert cost.bytes_sent("all-reduce", 2 * 7e9, ranks) == pytest.approx(sent)
 
@@ -177,6 +179,7 @@ def fully_sharded(payload, ranks):
 
 
 def test_fully_sharded_training_sends_half_as_much_again():
+    """FACTS 2: 14e9 elements and 21e9; 140 GB and 210."""
     assert cost.ring_all_reduce(8e9, 8).bytes_sent == pytest.approx(14e9)
     assert fully_sharded(8e9, 8).bytes_sent == pytest.approx(21e9)
     # One source counts an all-reduce as one message of its size: 140 GB for 70 billion bf16 gradients, and so 210 GB.
@@ -190,7 +193,7 @@ def test_bytes_hardly_depend_on_the_number_of_ranks():
 
 
 def test_a_tensor_parallel_payload_against_the_matmul_that_makes_it():
-    """4096 tokens of width 4096 in bfloat16 over 600 GB/s, and their MLP matmul to four times the width."""
+    """FACTS 4: 4096 tokens of width 4096 in bfloat16 over 600 GB/s, and their MLP matmul to four times the width."""
     payload = 2 * 4096 * 4096
     assert payload == 32 * 2**20
     sending_s = cost.message(payload).time_s(Link(alpha_s=0, bytes_per_s=600e9))
@@ -319,7 +322,7 @@ def test_a_measured_axis_comes_before_the_kind_of_link():
 
 
 def test_all_to_alls_of_deepseek_v3_over_64_ranks():
-    """s = 4096, k = 8, d = 7168, a byte each: 3.67 M a rank and direction, 425.7 M in 58 layers, there and back."""
+    """FACTS 6: s = 4096, k = 8, d = 7168, a byte each: 3.67 M a rank and direction, 425.7 M in 58 layers, both ways."""
     one = cost.moe_all_to_all(7168, 4096 // 64, 8, 64)
     payload = one.bytes_sent * 64 / 63
     assert payload == pytest.approx(3.67e6, rel=1e-3)
