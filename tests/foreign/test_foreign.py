@@ -152,7 +152,7 @@ def test_gpt2_sends_and_holds_no_more_than_the_annotated_decoder(pod):
     """GPT-2 small without names under `mp.fsdp()`, 64 rows of 512 tokens in bfloat16 on eight H100s.
 
     Its twin is the decoder whose attention holds all scores, as GPT-2's does: what is compared is how arrays lie. The
-    decoder's own attention goes block by block, and holds less: so does GPT-2 whose layers the backward pass makes again.
+    decoder's own attention goes block by block and holds less. So does GPT-2 whose layers are made again backward.
     """
     needs("transformers")
     import transformers
