@@ -9,8 +9,8 @@ parameter, experts over all 64 GPUs, the rest over eight. One step is 4,194,304 
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
 `explain` finds 51 GB of 80 in use, and in a step of two micro-steps 180 GB of tokens sent by each GPU over expert,
-inside a node, and 99 GB of weights and gradients over fsdp; with --check it passes. A step takes 12.4 s at best, 42 % of
-the communication hidden; with its own latencies for XLA's scheduler (--save-latencies) 11.4 s and 78 % by the first
+inside a node, and 99 GB of weights and gradients over fsdp; with --check it passes. A step takes 12.4 s at best, 42 %
+of the communication hidden; with its own latencies for XLA's scheduler (--save-latencies) 11.4 s and 78 % by the first
 round. Where 51 GB are too much, accumulate=4 takes 35 GB, sends those weights twice as often and takes 14 s.
 """
 

@@ -76,7 +76,7 @@ HOUSE: dict[str, list[str] | str] = {
     "data": ["sharding.lazy", "sharding.types"],
     "training.coordination": ["sharding.types"],
     "training.watchdog": ["training.coordination"],
-    "training.checkpoint": ["training.state"],
+    "training.checkpoint": ["training.ema"],
     "training.verify": ["training.step", "training.checkpoint", "pipeline.schedules"],
     "training.loop": ["training.step", "training.interrupts", "training.watchdog", "data", "training.checkpoint"],
     "training.goodput": ["training.loop"],

@@ -37,6 +37,7 @@ from meshpar.sharding.host import check_file
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, is_whole, near, path_str, problem
+from meshpar.training.ema import ema
 from meshpar.training.lora import Lora
 from meshpar.training.moments import DTYPES, moments_in, offloaded
 from meshpar.training.muon import matrices, muon
@@ -88,6 +89,9 @@ class AdamW:
     """Dtype in which both moments are kept, as in `mp.moments_in`; None: that of the parameters."""
     offload: bool = False
     """Whether both lie in the host's memory between updates, as in `mp.offloaded`."""
+    ema: float | None = None
+    """Decay of averages of the parameters, as in `mp.ema`; None: there are none. Validation, the sample, `generate` and
+    `convert` take them in the parameters' place."""
 
     _DECAYS: ClassVar[tuple[str, ...]] = ("b1", "b2")
     """Fields that are decays of moving averages."""
@@ -113,6 +117,7 @@ class AdamW:
             _check(f"{who}.{name}", value, value is None or value > 0, "it is above 0")
         _check(f"{who}.offload", self.offload, isinstance(self.offload, bool), "it is True or False")
         _check(f"{who}.moments", self.moments, self.moments in (None, *DTYPES), f"it is None or of {', '.join(DTYPES)}")
+        _check(f"{who}.ema", self.ema, self.ema is None or 0 <= self.ema < 1, "a decay is from 0 up to 1, 1 excluded")
 
     def learning_rate(self, steps: int) -> Callable[[Any], Any]:
         """The learning rate by step, of a run of this many steps.
@@ -146,7 +151,8 @@ class AdamW:
         tx = self._rule(self.learning_rate(steps), names)
         tx = tx if self.clip_norm is None else optax.chain(optax.clip_by_global_norm(self.clip_norm), tx)
         tx = tx if self.moments is None else moments_in(tx, self.moments)
-        return offloaded(tx) if self.offload else tx
+        tx = offloaded(tx) if self.offload else tx
+        return tx if self.ema is None else ema(tx, self.ema)
 
     def _rule(self, rate: Callable[[Any], Any], names: Mapping[str, Names]) -> optax.GradientTransformation:
         return optax.adamw(

@@ -47,6 +47,7 @@ from meshpar.training import expert_load as experts
 from meshpar.training import watchdog
 from meshpar.training.checkpoint import Checkpoints, barrier
 from meshpar.training.coordination import Pod, this_pod
+from meshpar.training.ema import averaged, averages_of
 from meshpar.training.goodput import Goodput
 from meshpar.training.goodput import words as goodput_words
 from meshpar.training.loop import (
@@ -242,6 +243,7 @@ def _hooks(
     # Ten looks in a short run, one every hundred steps in a long one.
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
     validation = eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla)
+    of = None if averages_of(setup.abstract.opt_state) is None else averaged
 
     def also(record: Record) -> dict[str, Any]:
         return {**expert_load.line(record), **goodput.line(record)}
@@ -252,7 +254,7 @@ def _hooks(
         JsonlWriter(folder / "metrics.jsonl", also=also),
         *writers(recipe.writers, folder, config=_finite(recipe.to_json()), also=also),
         ProgressBar(stream=screen.stream, also=expert_load.words),
-        Validator(validation, source.valid(setup.batch_sharding), every=recipe.validate_every or recipe.steps),
+        Validator(validation, source.valid(setup.batch_sharding), every=recipe.validate_every or recipe.steps, of=of),
         Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
         Preemption(),
     ]
@@ -526,10 +528,11 @@ def _against_baseline(source: Source, valid: Mapping[str, float]) -> dict[str, A
 
 
 def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
-    """The recipe's prompt, continued by the model on the mesh it was trained on."""
+    """The recipe's prompt, continued by the model on the mesh it was trained on; by averages where it keeps them."""
     from meshpar.models import generate
 
     assert recipe.sample is not None
+    state = state if averages_of(state.opt_state) is None else averaged(state)
     wanted, setup = recipe.sample, state.setup
     plain = setup.model if recipe.lora is None else build_model(recipe.replace(lora=None))
     prompt = np.asarray(source.encode(wanted.prompt), np.int32)[None]

@@ -102,6 +102,8 @@ def opened(
 ) -> tuple[TransformerConfig, TrainState]:
     """The model of a run, or of a folder of Hugging Face's, without an optimizer; a run's adapters are merged.
 
+    Of a run that averages its parameters (`AdamW(ema=0.999)`) the averages.
+
     Args:
       folder: of either; a run is one that has `checkpoints/`.
       mesh, strategy: how it is to lie.
@@ -145,7 +147,7 @@ def restored_run(
         config, lora = config_of_run(path, param_dtype=table["dtype"]), lora_of_run(path)
         model = config.build() if lora is None else lora(config.build())
         setup = make_setup(model, optax.identity(), mesh=mesh, strategy=strategy)
-        restored = checkpoints.restore(setup, step, weights_only=True)
+        restored = checkpoints.restore(setup, step, weights_only="averaged")
         assert restored is not None
         return config, restored.state
 

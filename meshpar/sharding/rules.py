@@ -105,24 +105,34 @@ class NamesOf:
     """Logical names given to a leaf by its path. Made by `names`."""
 
     names: tuple[str | None, ...]
+    and_more: bool = False
+    """Whether dims behind these go as they would without the rule."""
 
     def __repr__(self) -> str:
-        return f"names({', '.join(map(repr, self.names))})"
+        return f"names({', '.join([*map(repr, self.names), *['...'] * self.and_more])})"
 
 
-def names(*dims: str | None) -> NamesOf:
+def names(*dims: Any) -> NamesOf:
     """Give a leaf logical names by its path, for a model that carries none.
 
-    `Rules(paths={r".*/up/kernel": names("embed", "mlp")})` lets every strategy treat the leaf as annotated.
+    `Rules(paths={r".*/up/kernel": names("embed", "mlp")})` lets every strategy treat the leaf as annotated. With `...`
+    as the last, dims that are left keep the leaf's own names; without any, the strategy splits the largest of them, as
+    in leaves without names: `Rules(paths={r"blocks/.*": names("layers", ...)})` says of a whole stack of layers, with
+    arrays of any rank, which dim is the layers'.
+
+    Raises:
+      ValueError: what is no name.
     """
-    if not all(name is None or isinstance(name, str) for name in dims):
+    and_more = dims[-1:] == (...,)
+    given = dims[:-1] if and_more else dims
+    if not all(name is None or isinstance(name, str) for name in given):
         raise problem(
             f"names({', '.join(map(repr, dims))})",
             "give these names to dims",
             "a logical name is a string, or None for a dim that has none",
-            'write one for each dim: names("embed", None)',
+            'write one for each dim, names("embed", None), or `...` for all that are left, names("layers", ...)',
         )
-    return NamesOf(dims)
+    return NamesOf(given, and_more)
 
 
 DimRule: TypeAlias = str | tuple[str, ...] | First | _Replicated | None
@@ -426,7 +436,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, First):
         return {"first": [_to_plain(one) for one in value.alternatives]}
     if isinstance(value, NamesOf):
-        return {"names": list(value.names)}
+        return {"names": [*value.names, *["..."] * value.and_more]}
     if isinstance(value, tuple | PartitionSpec):
         return [_to_plain(one) for one in value]
     return {"replicated": True} if value is replicated else value
@@ -440,7 +450,9 @@ def _from_plain(value: Any) -> Any:
         if kind == "in_turn":
             lines, choices = zip(*given, strict=True)
             return InTurn(tuple(map(_from_plain, choices)), tuple(lines))
-        return first(*map(_from_plain, given)) if kind == "first" else names(*given)
+        if kind == "first":
+            return first(*map(_from_plain, given))
+        return names(*[... if name == "..." else name for name in given])
     return tuple(map(_from_plain, value)) if isinstance(value, list) else value
 
 
@@ -508,10 +520,10 @@ def check_pattern(pattern: Any) -> None:
 
 def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
     check_pattern(pattern)
-    if value is None or isinstance(value, NamesOf):
-        return value
     if isinstance(value, tuple | list):
-        return names(*value)
+        value = names(*value)
+    if value is None or (isinstance(value, NamesOf) and not value.and_more):
+        return value
     raise problem(
         f"activation rule `{pattern}`",
         f"mean {value!r}",
@@ -577,22 +589,25 @@ def resolve(leaf: Leaf, rules: Rules, mesh: MeshLike) -> Decision:
     rule = rules.path_rule(leaf.path)
     if rule is not None and not isinstance(rule.value, NamesOf):
         return _by_path(leaf, rule, rules, sizes)
+    if rule is None and leaf.names is None:
+        return _unnamed(leaf, rules, sizes)
+    num_named = len(leaf.shape)
     if rule is not None:
+        num_named = len(rule.value.names) if leaf.names is None else num_named
         leaf = dataclasses.replace(leaf, names=_fitting_names(leaf, rule))
-    if leaf.names is not None:
-        return _by_names(leaf, rules, sizes, via=rule)
-    return _unnamed(leaf, rules, sizes)
+    return _by_names(leaf, rules, sizes, via=rule, num_named=num_named)
 
 
 def _fitting_names(leaf: Leaf, rule: _Rule) -> tuple[str | None, ...]:
     given = rule.value.names
-    if len(given) == len(leaf.shape):
-        return given
+    num_left = len(leaf.shape) - len(given)
+    if num_left == 0 or (num_left > 0 and rule.value.and_more):
+        return (*given, *(leaf.names or (None,) * len(leaf.shape))[len(given) :])
     raise problem(
         f"`{leaf.path}` of shape {leaf.shape}",
         f"carry {rule.value!r} by the path rule `{rule.key}`",
-        f"it has {len(leaf.shape)} dims, not {len(given)}",
-        "give one name or None to each dim, or narrow the pattern",
+        f"it has {len(leaf.shape)} dims, {'fewer than' if rule.value.and_more else 'not'} {len(given)}",
+        "narrow the pattern, or give one name or None to each dim, `...` behind the first to leave others as they are",
     )
 
 
@@ -611,7 +626,7 @@ def _by_path(leaf: Leaf, rule: _Rule, rules: Rules, sizes: dict[str, int]) -> De
     return _decision(leaf, str(rule), entries, sizes, meant=meant, used=[rule])
 
 
-def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], via: _Rule | None) -> Decision:
+def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], *, via: _Rule | None, num_named: int) -> Decision:
     assert leaf.names is not None
     wanted: list[DimRule] = []
     labels: list[str] = []
@@ -624,6 +639,9 @@ def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], via: _Rule | None
             used.append(rule)
     entries, meant = _fit(leaf, wanted, labels, rules, sizes)
     said = [label for label, value in zip(labels, wanted, strict=True) if label and value is not None]
+    if num_named < len(wanted):
+        label, more = _split_largest(leaf, rules, sizes, entries, num_named)
+        said, used = [*said, *[label] * bool(more)], [*used, *more]
     if rules.everything and num_shards(entries, sizes) == 1:
         said, meant = said or [f"{rules.everything}: replicated"], True
     label = "; ".join(said) or "named, not split"
@@ -660,23 +678,35 @@ def _finer(own: DimRule, coarser: DimRule) -> DimRule:
 
 
 def _unnamed(leaf: Leaf, rules: Rules, sizes: dict[str, int]) -> Decision:
-    largest = rules.largest
     whole: list[Any] = [None] * len(leaf.shape)
-    if largest is None or leaf.nbytes < largest.min_bytes:
-        origin = largest.origin if largest else rules.everything
-        label = f"{origin}: {'small, ' if largest else ''}replicated" if origin else "no names, no rule"
+    if rules.largest is None or leaf.nbytes < rules.largest.min_bytes:
+        origin = rules.largest.origin if rules.largest else rules.everything
+        label = f"{origin}: {'small, ' if rules.largest else ''}replicated" if origin else "no names, no rule"
         return _decision(leaf, label, whole, sizes, meant=bool(rules.everything), used=[])
+    label, used = _split_largest(leaf, rules, sizes, whole)
+    return _decision(leaf, label, whole, sizes, meant=False, used=used)
+
+
+def _split_largest(
+    leaf: Leaf, rules: Rules, sizes: dict[str, int], entries: list[Any], first: int = 0
+) -> tuple[str, list[_Rule]]:
+    """Split the largest dim, from a first one on, by the preset's rule for leaves without names, where it can.
+
+    Returns: what is to be told, and the rule, where it did something: where that is so of no leaf, the preset is idle.
+    """
+    largest = rules.largest
+    if largest is None or leaf.nbytes < largest.min_bytes:
+        return "", []
     for axis in largest.axes:
         _size_of(axis, leaf, 0, f"{largest.origin}: largest dim", sizes)
     count = math.prod(sizes[axis] for axis in largest.axes)
-    fits = [dim for dim, size in enumerate(leaf.shape) if size and size % count == 0]
-    rule = _Rule(LARGEST_DIM, largest.axes, largest.origin)
-    if not fits:  # the rule did nothing: where that is so of every leaf, the preset is idle
-        return _decision(leaf, f"{largest.origin}: no dim divides by {count}", whole, sizes, meant=False, used=[])
+    is_free = not any(axis in spec_axes(entry) for axis in largest.axes for entry in entries)
+    fits = [dim for dim, size in enumerate(leaf.shape) if dim >= first and size and size % count == 0 and is_free]
+    if not fits:
+        return f"{largest.origin}: no dim divides by {count}", []
     dim = max(fits, key=lambda d: (leaf.shape[d], -d))
-    whole[dim] = largest.axes[0] if len(largest.axes) == 1 else largest.axes
-    label = f"{largest.origin}: largest dim that divides ({dim})"
-    return _decision(leaf, label, whole, sizes, meant=False, used=[rule])
+    entries[dim] = largest.axes[0] if len(largest.axes) == 1 else largest.axes
+    return f"{largest.origin}: largest dim that divides ({dim})", [_Rule(LARGEST_DIM, largest.axes, largest.origin)]
 
 
 def _fit(

@@ -28,7 +28,7 @@ import types
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import PyTree, check_count, path_str, problem
+from meshpar.training.ema import averages_of
 from meshpar.training.state import Setup, TrainState
 
 FORMAT = 2
@@ -124,7 +125,11 @@ class Checkpoints:
 
     @apart()
     def restore(
-        self, target: Setup | TrainState, step: int | None = None, *, weights_only: bool = False
+        self,
+        target: Setup | TrainState,
+        step: int | None = None,
+        *,
+        weights_only: bool | Literal["averaged"] = False,
     ) -> Restored | None:
         """Read a checkpoint into the shards of another state, whatever mesh, strategy or device count wrote it.
 
@@ -132,7 +137,8 @@ class Checkpoints:
           target: a state, abstract or not, or its setup: says which arrays there are, and how they lie.
           step: which; by default the newest that is sound. Newer ones that are damaged are reported as a warning.
           weights_only: read parameters and what the model keeps beside them, no optimizer: that of the target begins
-            anew, whatever the run was trained with.
+            anew, whatever the run was trained with. "averaged": parameters are the averages of `mp.ema`, where the
+            run kept some.
 
         Returns:
           None when there is no checkpoint at all.
@@ -286,7 +292,7 @@ class Checkpoints:
             fix = "bring the files back from a copy"
             raise problem(f"checkpoints in {self.folder}", "look at one", f"it is damaged ({error})", fix) from error
 
-    def _read(self, step: int, setup: Setup, weights_only: bool = False) -> Restored:
+    def _read(self, step: int, setup: Setup, weights_only: bool | Literal["averaged"]) -> Restored:
         """One checkpoint; `_DamagedError` when it is not what was written."""
         run = _index(self.folder, step)
         where = f"checkpoint {self.folder / str(step)}"
@@ -299,6 +305,9 @@ class Checkpoints:
             )
         _check_fits(there, like, where)
         _check_alpha(run.get("lora_alpha"), setup, where)
+        dtypes = [x.dtype for x in like.values()]
+        if weights_only == "averaged" and run.get("averages"):
+            like = _of_averages(like, run)
         stored = _agreed(lambda: self._read_arrays(step, like, setup, format_=run["format"]))
         values = _flat(stored["leaves"], like)
         written = [run["leaves"][path].get("fingerprint") for path in like]
@@ -308,7 +317,8 @@ class Checkpoints:
         if wrong:
             raise _DamagedError(f"contents of {_some(wrong)} are not what was written")
         if weights_only:
-            whole = setup.begin(*_weights(setup, values), 0)
+            narrow = (x.astype(dtype) for x, dtype in zip(values.values(), dtypes, strict=True))
+            whole = setup.begin(*_weights(setup, dict(zip(values, narrow, strict=True))), 0)
             return Restored(state=whole, data_state=None, step=step)
         state = jax.tree.unflatten(jax.tree.structure(setup.abstract), values.values())
         if int(state.step) != step:  # format 1 binds no run to its arrays
@@ -506,6 +516,24 @@ def _weights(setup: Setup, values: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
     return params, extra
 
 
+def _of_averages(like: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """What is read where averages are to be the parameters, in their order, laid out alike; frozen ones have none."""
+    found = {}
+    for path, x in like.items():
+        average = f"{run['averages']}/{path.removeprefix('params/')}"
+        is_kept = path.startswith("params/") and average in run["leaves"]
+        dtype = run["leaves"][average]["dtype"] if is_kept else x.dtype
+        found[average if is_kept else path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return found
+
+
+def _path_of_averages(state: TrainState) -> str | None:
+    found = averages_of(state.opt_state)
+    return (
+        None if found is None else "/".join(["opt_state", *(_escaped(path_str((key,))) for key in found[0]), "average"])
+    )
+
+
 def _escaped(key: str) -> str:
     # orbax joins keys with ".", so that {"a.b": x} and {"a": {"b": y}} would be written over each other.
     return key.replace("%", "%25").replace(".", "%2E").replace("/", "%2F")
@@ -541,6 +569,7 @@ def _document(
         "mesh": state.table.mesh,
         "strategy": state.table.strategy,
         "lora_alpha": None if state.setup.model.lora is None else state.setup.model.lora.alpha,
+        "averages": _path_of_averages(state),
         "leaves": {
             path: {"shape": list(x.shape), "dtype": x.dtype.name, "fingerprint": fingerprint}
             for (path, x), fingerprint in zip(leaves.items(), _fingerprints(leaves, state.setup), strict=True)

@@ -63,6 +63,12 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def averages_of(opt_state: PyTree) -> tuple[Any, EmaState] | None:
+    """(its key path, what `mp.ema` keeps) in an optimizer's state; None where it keeps nothing."""
+    found = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, EmaState))
+    return next((one for one in found if isinstance(one[1], EmaState)), None)
+
+
 def _wide(x: Any) -> Any:
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     # Steps of 1 - decay are lost on 8 bits.
@@ -79,19 +85,14 @@ def averaged(state: TrainState) -> TrainState:
       ValueError: an optimizer without `mp.ema`.
     """
     setup = state.setup
-
-    def is_ema(x: Any) -> bool:
-        return isinstance(x, EmaState)
-
-    def kept(opt_state: PyTree) -> list[PyTree]:
-        return [x.average for x in jax.tree.leaves(opt_state, is_leaf=is_ema) if is_ema(x)]
-
-    if not kept(state.opt_state):
+    if averages_of(state.opt_state) is None:
         fix = "give init_state the optimizer mp.ema(tx, 0.999)"
         raise problem("averaged", "find averages of the parameters", "the optimizer keeps none", fix)
 
     def cast(opt_state: PyTree, params: PyTree) -> PyTree:
-        average = kept(setup.for_update((), opt_state)[1])[0]
+        found = averages_of(setup.for_update((), opt_state)[1])
+        assert found is not None
+        average = found[1].average
         trained = jax.tree.map(lambda a, p: a.astype(p.dtype), average, setup.trained(params))
         # Copies: the state goes on, and what a step is given is gone behind it.
         return jax.tree.map(jnp.copy, setup.with_frozen(trained, params))

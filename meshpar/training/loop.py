@@ -482,12 +482,20 @@ class Validator(Hook):
       step: from `eval_step`.
       batches: a list, or what can be iterated again and again and gives the same batches each time.
       every: steps between two validations; None validates after the last step only.
+      of: from the state to the one that is evaluated, as `mp.averaged`; None: itself.
 
     Raises:
       ValueError: an iterator, which would be empty the second time.
     """
 
-    def __init__(self, step: Any, batches: Iterable[PyTree], *, every: int | None) -> None:
+    def __init__(
+        self,
+        step: Any,
+        batches: Iterable[PyTree],
+        *,
+        every: int | None,
+        of: Callable[[TrainState], TrainState] | None = None,
+    ) -> None:
         if iter(batches) is batches:
             raise problem(
                 "Validator(batches=...)",
@@ -496,13 +504,14 @@ class Validator(Hook):
                 "give a list, or an object whose __iter__ starts anew",
             )
         self._step, self._batches, self._every = step, batches, _positive("Validator", every)
+        self._of = of
 
     def on_dispatched(self, run: Run) -> None:
         if run.step == run.steps or (self._every is not None and run.step % self._every == 0):
             run.drain()
             began = time.perf_counter()
             with run.within("validate"):
-                metrics = self._means(run.state)
+                metrics = self._means(run.state if self._of is None else self._of(run.state))
             run.publish(Validation(step=run.step, metrics=metrics, seconds=time.perf_counter() - began))
 
     def _means(self, state: TrainState) -> dict[str, float]:

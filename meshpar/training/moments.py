@@ -116,9 +116,9 @@ def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTr
     """The optimizer, with what it keeps of every parameter in `dtype`; an update is computed as wide as it was.
 
     Counters and other scalars stay as they are, and so do weights that the optimizer keeps: what it begins as the
-    parameters (`optax.contrib.schedule_free`). Both round up or down at random: a moving average `b m + (1 - b) x` moves
-    by steps of `1 - b`, and to nearest they would be rounded away where they are less than a number's last bit, as with
-    Adam's b2 of 0.999 in bfloat16.
+    parameters (`optax.contrib.schedule_free`). Both round up or down at random: a moving average `b m + (1 - b) x`
+    moves by steps of `1 - b`, and to nearest they would be rounded away where they are less than a number's last bit,
+    as with Adam's b2 of 0.999 in bfloat16.
 
     In int8 a number is a byte, and every row of the last dim has a scale in float32: `sign(k) (|k| / 127)⁴ · scale`, a
     range of 2.6e8 with steps of 3 % at its upper end. Where the last dim is sharded, its largest number is that of all

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -214,6 +215,15 @@ def test_an_optimizers_numbers_are_numbers(make, field):
     for wrong in ("x", None, True):
         with pytest.raises(mp.MeshparError, match=rf"{make.__name__}.{field}: .*but it is a number"):
             make(**{field: wrong})
+
+
+@pytest.mark.parametrize("make", [mp.AdamW, mp.Muon])
+def test_an_optimizer_averages_what_it_makes(make):
+    tx = make(ema=0.5, offload=True, moments="int8").build(steps=10, names={})
+    assert jax.eval_shape(tx.init, {"w": jnp.ones((2, 2))}).average["w"].shape == (2, 2)
+    for wrong, says in ((1.0, "from 0 up to 1"), (True, "it is a number"), (float("nan"), "finite")):
+        with pytest.raises(mp.MeshparError, match=rf"{make.__name__}.ema: .*{says}"):
+            make(ema=wrong)
 
 
 def test_a_mesh_of_explicit_axes_is_kept_by_overrides():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import re
@@ -148,7 +149,11 @@ def test_state_of_haiku_is_carried_from_step_to_step():
 
 
 def test_gpt2_sends_and_holds_no_more_than_the_annotated_decoder(pod):
-    """GPT-2 small without names under `mp.fsdp()`, 64 rows of 512 tokens in bfloat16 on eight H100s."""
+    """GPT-2 small without names under `mp.fsdp()`, 64 rows of 512 tokens in bfloat16 on eight H100s.
+
+    Its twin is the decoder whose attention holds all scores, as GPT-2's does: what is compared is how arrays lie. The
+    decoder's own attention goes block by block and holds less. So does GPT-2 whose layers are made again backward.
+    """
     needs("transformers")
     import transformers
 
@@ -161,21 +166,29 @@ def test_gpt2_sends_and_holds_no_more_than_the_annotated_decoder(pod):
         logits = model(ids, jnp.ones_like(ids), jnp.broadcast_to(jnp.arange(512), ids.shape)).logits
         return zoo.cross_entropy(logits.astype(jnp.float32), batch["targets"]), {}
 
-    # As many parameters in a layer: three matrices of 2,048 in its MLP instead of two of 3,072. Attention holds all
-    # scores, as GPT-2's does: what is compared is how arrays lie.
-    annotated = TransformerConfig(
-        vocab_size=50_256, num_layers=12, embed_dim=768, num_heads=12, num_kv_heads=12, head_dim=64, mlp_dim=2048,
-        tied_embeddings=True, attention="xla",
-    ).build()  # fmt: skip
-    found = []
-    for model, loss_fn in ((mp.from_linen(module, ids, ids, ids), loss), (annotated, next_token_loss)):
+    def found(model, loss_fn, rules) -> np.ndarray:
+        """Bytes a device sends, bytes it holds, seconds of a step."""
         mesh = mp.MeshSpec(fsdp=8).abstract(devices=8)
-        state = abstract_state(model, optax.adamw(1e-3), mesh=mesh, strategy=mp.fsdp())
+        state = abstract_state(model, optax.adamw(1e-3), mesh=mesh, strategy=mp.fsdp() | rules)
         step = mp.train_step(loss_fn, precision=mp.Precision(compute="bfloat16"))
         report = mp.explain(step, state, {"inputs": ids, "targets": ids}, "h100:1x8", pod=pod, advise=False)
         assert report.is_as_promised, str(report)
         assert not report.promise.missing, str(report)
         sent = sum(one.collective.bytes_sent_per_step for one in report.collectives)
-        found.append((sent, report.memory.peak_bytes, report.timeline.step_s))
-    for mine, theirs in zip(*found, strict=True):
-        assert mine <= 1.1 * theirs
+        return np.array((sent, report.memory.peak_bytes, report.timeline.step_s))
+
+    # As many parameters in a layer: three matrices of 2,048 in its MLP instead of two of 3,072.
+    annotated = TransformerConfig(
+        vocab_size=50_256, num_layers=12, embed_dim=768, num_heads=12, num_kv_heads=12, head_dim=64, mlp_dim=2048,
+        tied_embeddings=True,
+    )  # fmt: skip
+    remade = mp.Rules(remat={r"transformer/h/\d+": "full"})
+    gpt2 = mp.from_linen(module, ids, ids, ids)
+    twin, blockwise = (
+        found(dataclasses.replace(annotated, attention=attention).build(), next_token_loss, mp.Rules())
+        for attention in ("xla", annotated.attention)
+    )
+    plain, recomputed = (found(gpt2, loss, rules) for rules in (mp.Rules(), remade))
+    print("over the twin", plain / twin, "over the blockwise decoder", plain / blockwise, recomputed / blockwise)
+    assert (plain <= 1.1 * twin).all()
+    assert (recomputed[:2] <= 1.1 * blockwise[:2]).all()

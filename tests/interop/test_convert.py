@@ -174,6 +174,13 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path):
     assert config == again
     for path, x in tree_leaves_with_paths(before.params):  # a rate of next to nothing moves none of them
         np.testing.assert_array_equal(x, dict(tree_leaves_with_paths(after.params))[path], err_msg=path)
+    recipe = recipe.override("name=averages", "steps=2", "optimizer.lr=0.1", "optimizer.ema=0.9999999")
+    averages = train(recipe, from_hf=source, **given)
+    run("convert", "to-hf", str(averages.folder), str(tmp_path / "averages home"), "--devices", "2")
+    _, after = from_hf(tmp_path / "averages home", mesh=mesh, strategy=mp.ddp())
+    for path, x in tree_leaves_with_paths(before.params):  # averages that next to nothing moves
+        np.testing.assert_allclose(x, dict(tree_leaves_with_paths(after.params))[path], atol=1e-6, err_msg=path)
+    assert averages.summary["validation"]["loss"] == pytest.approx(outcome.summary["validation"]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,8 @@ def compared(sizes: dict[str, int], rounds: int) -> str:
         ratios.append(taken[ours] / taken[theirs])
     low, median, high = quartiles(ratios)
     nbytes = [sent(program, sizes) / 1e6 for program in (our_program, their_program)]
-    return f"{median:.3f} ({low:.3f} to {high:.3f}) of scalax's time, {nbytes[0]:.2f} MB sent, scalax {nbytes[1]:.2f} MB"
+    taken_by = f"{median:.3f} ({low:.3f} to {high:.3f}) of scalax's time"
+    return f"{taken_by}, {nbytes[0]:.2f} MB sent, scalax {nbytes[1]:.2f} MB"
 
 
 def main() -> None:

@@ -108,6 +108,8 @@ def test_two_firsts_do_not_meet():
         (mp.replicated, P(None, None)),
         (mp.names("embed", "mlp"), P("fsdp", "tensor")),
         (mp.names("mlp", None), P("tensor", None)),
+        (mp.names("mlp", ...), P("tensor", None)),
+        (mp.names("embed", "mlp", ...), P("fsdp", "tensor")),
     ],
 )
 def test_a_path_rule_gives_a_layout(layout, expected):
@@ -134,6 +136,14 @@ def test_names_by_path_replace_the_leafs_own():
     assert decision.spec == P("tensor", "fsdp")
     assert decision.leaf.names == ("mlp", "embed")
     assert decision.rule == "'.*/kernel': names('mlp', 'embed') → mlp='tensor'; embed='fsdp'"
+
+
+def test_names_for_the_first_dims_leave_the_others_their_own():
+    rules = mp.Rules(layers="data", embed="fsdp", mlp="tensor", paths={r".*": mp.names("layers", ...)})
+    assert spec(rules, leaf(2, 8, 16, names=("blocks", "embed", "mlp"))) == P("data", "fsdp", "tensor")
+    assert spec(rules, leaf(2, names=("blocks",))) == P("data")
+    with pytest.raises(mp.MeshparError, match="it has 0 dims, fewer than 1"):
+        spec(rules, leaf())
 
 
 def test_replicated_is_meant_and_none_is_not():
@@ -182,6 +192,25 @@ def test_named_leaves_are_not_split_by_size():
     assert spec(largest("fsdp"), leaf(8, 16, names=("embed", "mlp"))) == P(None, None)
 
 
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((64, 8, 16), P("data", None, "fsdp")),  # the largest is the layers'
+        ((4, 16, 8, 4), P("data", "fsdp", None, None)),
+        ((4, 7), P("data", None)),
+        ((4,), P("data")),
+    ],
+)
+def test_behind_the_first_names_the_largest_dim_is_split(shape, expected):
+    rules = mp.Rules(layers="data", paths={r".*": mp.names("layers", ...)})
+    assert spec(largest("fsdp") | rules, leaf(*shape)) == expected
+    small = largest("fsdp", min_bytes=10**6) | rules
+    assert spec(small, leaf(*shape)) == P("data", *[None] * (len(shape) - 1))
+    # An axis splits one dim alone.
+    assert spec(largest("data") | rules, leaf(*shape)) == P("data", *[None] * (len(shape) - 1))
+    assert spec(rules, leaf(*shape)) == P("data", *[None] * (len(shape) - 1))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A value that joins
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,6 +219,7 @@ RULES = [
     mp.Rules(),
     mp.Rules(embed="fsdp", mlp=("data", "tensor"), heads=None, kv_heads=mp.first("tensor", None), vocab=mp.replicated),
     mp.Rules(paths={r".*/scale": mp.replicated, r".*/up": ("fsdp", None), r".*/down": mp.names("mlp", None)}),
+    mp.Rules(paths={r".*/layers": mp.names("layers", ...)}),
     mp.fsdp().params,
     (mp.zero1() | mp.tensor_parallel(sequence=True)).activations,
 ]

@@ -67,6 +67,30 @@ def test_nothing_is_sent_for_averages():
     assert sent[0] == sent[1] > 0
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("wrapped", "trainable"),
+    [
+        (lambda tx: mp.ema(tx, DECAY), None),
+        (lambda tx: mp.offloaded(mp.ema(tx, DECAY)), None),
+        (lambda tx: optax.chain(optax.clip(1.0), mp.ema(tx, DECAY)), "w|v"),
+        (lambda tx: tx, None),
+    ],
+)
+def test_a_checkpoints_averages_are_read_as_parameters(wrapped, trainable, tmp_path):
+    tx = wrapped(optax.adam(1e-2))
+    _, state, _ = trained(tx, mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), trainable=trainable)
+    to = mp.init_state(MODEL, optax.identity(), mesh=mesh_of(mp.MeshSpec(data=2)), strategy=mp.ddp(), key=1)
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, wait=True)
+        found = {kind: checkpoints.restore(to.setup, weights_only=kind).state.params for kind in (True, "averaged")}
+    keeps = any("average" in one.path for one in state.table.optimizer)
+    wanted = {True: state, "averaged": mp.averaged(state) if keeps else state}
+    for kind, params in found.items():
+        for path, x in params.items():
+            np.testing.assert_array_equal(x, wanted[kind].params[path], err_msg=path)
+
+
 def test_averages_are_wider_than_narrow_parameters():
     params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
     tx = mp.ema(optax.sgd(1.0), 0.999)

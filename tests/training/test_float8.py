@@ -313,8 +313,7 @@ def test_delayed_scaling_of_flax_is_that_of_flax_on_one_device(case):
         state, _ = step(state, scaled)
         grads, scales = [], plain.params
         for rows in micro_steps(jax.device_get(scaled), micro, state.setup.sizes["fsdp"]):
-            loss = lambda params, rows=rows: squares(lambda x: plain.apply_fn(params, x), rows, None)[0]  # noqa: E731
-            grads.append(jax.grad(loss)(scales))
+            grads.append(jax.grad(lambda p, rows=rows: squares(lambda x: Delayed().apply(p, x), rows, None)[0])(scales))
             scales = {**scales, OVERWRITTEN: grads[-1][OVERWRITTEN]}
         mean = jax.tree.map(lambda *x: sum(x) / micro, *grads)
         plain = plain.apply_gradients(grads={**mean, OVERWRITTEN: scales[OVERWRITTEN]})

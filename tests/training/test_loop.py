@@ -291,6 +291,15 @@ def lines(path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
+def test_what_of_the_state_is_validated():
+    found = []
+    validator = Validator(
+        lambda step, batch: {"loss": found.append(step) or 0.0}, [1], every=2, of=lambda one: one.step
+    )
+    run(3, hooks=[validator])
+    assert found == [2, 3]
+
+
 def test_a_line_a_step_and_a_line_a_validation(tmp_path):
     validator = Validator(lambda state, batch: {"loss": batch, "accuracy": 0.5}, [1.0, 2.0], every=2)
     log = Log()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,8 +48,9 @@ def test_moments_are_kept_in_bfloat16_and_computed_with_as_before():
         updates, state = small.update(grads, state, params)
         wanted, expected = tx.update(grads, expected, params)
         jax.tree.map(np.testing.assert_array_equal, updates, wanted)
-        one_bit = float(jnp.finfo("bfloat16").eps)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(np.float64(x), y, rtol=one_bit), state, expected)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=2**-7), jax.tree.map(np.float64, state), expected
+        )
         expected = jax.tree.map(lambda x: x.astype("float32") if x.dtype == "bfloat16" else x, state)
     assert [x.dtype.name for x in jax.tree.leaves(state) if x.ndim] == ["bfloat16"] * 2
 

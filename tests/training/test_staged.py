@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import meshpar as mp
@@ -430,6 +431,86 @@ def test_layers_that_give_something_else(change):
     with pytest.raises(mp.MeshparError, match="a layer: asked to give its result"):
         mp.pipeline.scan_layers(lambda x, w: change(x * w), jnp.ones((2, 4)), jnp.ones((3, 4)))
     assert mp.pipeline.scan_layers(lambda x, w: x + w, 0, jnp.ones(3)) == 3
+
+
+class Block(nnx.Module):
+    """Without names, of arrays of every rank."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.attention = nnx.LayerNorm(16, rngs=rngs), nnx.MultiHeadAttention(4, 16, rngs=rngs, decode=False)
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.norm(x)
+        return x + self.attention(y) + self.down(jax.nn.gelu(self.up(y)))
+
+
+class Stack(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, num_layers: int) -> None:
+        self.embed, self.head = nnx.Embed(VOCAB, 16, rngs=rngs), nnx.Linear(16, VOCAB, rngs=rngs)
+        self.blocks = nnx.vmap(Block)(rngs.split(num_layers))
+
+    def __call__(self, ids):
+        graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
+
+        def run(x, params, rest):
+            return nnx.merge(graph, params, rest)(x)
+
+        return self.head(mp.scan_layers(run, self.embed(ids), params, extra=rest, at="blocks"))
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.LayerNorm()(x)
+        return x + nn.MultiHeadDotProductAttention(4)(y) + nn.Dense(16)(nn.gelu(nn.Dense(32)(y))), None
+
+
+class LinenStack(nn.Module):
+    num_layers: int
+
+    @nn.compact
+    def __call__(self, ids):
+        x = nn.Embed(VOCAB, 16)(ids)
+        if self.is_initializing():
+            stacked = nn.scan(
+                LinenBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.num_layers
+            )
+            x, _ = stacked(name="blocks")(x, None)
+        else:
+
+            def run(x, params):
+                return LinenBlock(parent=None).apply({"params": params}, x)[0]
+
+            x = mp.scan_layers(run, x, self.variables["params"]["blocks"], at="blocks")
+        return nn.Dense(VOCAB)(x)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("num_layers", [4, 5])
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_one_rule_names_the_layers_of_a_stack_without_names(framework, num_layers):
+    def loss(model, batch, key):
+        logits = model(batch["inputs"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean(), {}
+
+    batches = token_batches(16, SEQ, STEPS)
+    if framework == "nnx":
+        model = mp.from_nnx(lambda rngs: Stack(rngs, num_layers))
+    else:
+        model = mp.from_linen(LinenStack(num_layers), jax.ShapeDtypeStruct((16, SEQ), np.int32))
+    # Not Adam: biases of keys have no gradient but rounding noise.
+    trained = functools.partial(train, model, batches, loss=loss, tx=optax.sgd(0.1))
+    wanted = trained(mp.MeshSpec(), mp.ddp())
+    staged = mp.pipeline_parallel(stages=2, microbatches=2) | mp.Rules(paths={r"blocks/.*": mp.names("layers", ...)})
+    for spec, strategy in (
+        (mp.MeshSpec(stage=2), staged),
+        (mp.MeshSpec(stage=2, fsdp=4), staged | mp.fsdp(min_bytes=0)),
+    ):
+        found = trained(spec, strategy, start=wanted.start)
+        assert_same(found.params, wanted.params, atol=1e-6)  # float32, sums over devices in another order
+    table = mp.shardings(model, mesh_of(spec), strategy)
+    assert all(one.shards == 8 for one in table.params if one.path.startswith("blocks/") and num_layers == 4)
 
 
 def test_layers_that_use_outer_parameters_are_refused():

@@ -150,7 +150,8 @@ class _Cut:
                 where,
                 f"give layers to {schedule.stages} stages",
                 f"there are stacks of {sorted(counts)} layers" if counts else "no parameter has a dim named `layers`",
-                "stack the layers' parameters along a first dim named `layers` and run them by meshpar.scan_layers",
+                "stack the layers' parameters along a first dim named `layers`, by metadata or a path rule "
+                'mp.names("layers", ...), and run them by meshpar.scan_layers',
             )
         return _Cut(
             structure=jax.tree.structure(setup.layout.variables.params),
