@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from meshpar.data.source import DataSource
