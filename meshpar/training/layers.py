@@ -484,6 +484,9 @@ def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_
 _LAYOUT_ONLY = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy"})
 """What costs no arithmetic: a weight in another form must not be kept in its place."""
 
+_ELEMENTWISE = frozenset({"add", "erf", "integer_pow", "logistic", "max", "mul", "sub", "tanh"})
+"""What activations and rotations make of matmuls in one pass over them: whoever keeps all keeps what they were made of."""
+
 
 def _regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
     """The policy, or with None to keep everything, but for gathered weights; second shards are kept.
@@ -497,7 +500,7 @@ def _regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
         if any(getattr(operand, "dtype", None) == jnp.uint8 for operand in operands):
             return False
         if policy is None:
-            return primitive.name not in _LAYOUT_ONLY
+            return primitive.name not in _LAYOUT_ONLY | _ELEMENTWISE
         return policy(primitive, *operands, **params)
 
     return keeps
