@@ -83,12 +83,10 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     """The memory of one device under a layout."""
     work, facts = placed.workload, placed.facts(layout)
     rows = work.rows // (placed.batch_ways * layout.microbatches)
-    # Without remat a layer whose weights are gathered ahead is under a policy of its own, by which all that is computed
-    # inside is kept, and of an MLP what it would make again.
-    is_all = facts.is_prefetched and layout.remat is None
-    held = [both for both in _held(placed, "stages" if is_all else layout.remat) if both[1].layers]
-    kept = int(rows * sum(each for each, one in held if not is_all or one.itemsize == work.compute_itemsize))
-    inside = [(each / one.layers, one) for each, one in _held(placed, None) if one.layers]
+    kept = int(rows * sum(each for each, one in _held(placed, layout.remat) if one.layers))
+    # Without remat a layer whose weights are gathered ahead makes again what its MLP would, before its backward pass.
+    of_layer = "stages" if facts.is_prefetched and layout.remat is None else None
+    inside = [(each / one.layers, one) for each, one in _held(placed, of_layer) if one.layers]
     again = int(rows * sum(each for each, one in inside if not one.is_routed))
     # Whether rows are exchanged follows from the tokens of a micro-step.
     key = layout.accumulate > 1, facts.is_prefetched, facts.exchanges_rows

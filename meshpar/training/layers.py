@@ -485,7 +485,7 @@ _LAYOUT_ONLY = frozenset({"convert_element_type", "transpose", "reshape", "squee
 """What costs no arithmetic: a weight in another form must not be kept in its place."""
 
 _ELEMENTWISE = frozenset({"add", "erf", "integer_pow", "logistic", "max", "mul", "sub", "tanh"})
-"""What activations and rotations make of matmuls in one pass over them: whoever keeps all keeps what they were made of."""
+"""What activations and rotations make of matmuls in one pass: whoever keeps all keeps what they were made of."""
 
 
 def _regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
