@@ -9,11 +9,11 @@ which 37e9 are active; the module that predicts a second token is left out. Stat
 parameter, experts over all GPUs, the rest over 32. One step is 67,108,864 tokens.
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
-`explain` finds less than 60 GB of 80 in use. In a step of four micro-steps each GPU sends 0.38 TB of tokens between the
-nodes (data), and on inside them over NVLink (expert), and weights and gradients over fsdp. Layers run on two slices of
-the rows, so that what one sends goes on behind the other's matmuls, and sum their gradients before they are sent: about
-46 s a step, a third of the communication hidden; with one round of latencies, as `explain --save-latencies` takes
-several of, about 39 s and half of it.
+`explain` finds 65 GB of 80 in use. In a step of two micro-steps each GPU sends 0.38 TB of tokens between the nodes
+(data), and on inside them over NVLink (expert), and 0.40 TB of weights and gradients over fsdp; with --check it passes.
+Layers run on two slices of the rows, so that what one sends goes on behind the other's matmuls, and sum their gradients
+before they are sent: 40 s a step at best, a quarter of the communication hidden. Where 65 GB are too much,
+accumulate=4 takes less than 60, sends those weights twice as often and takes 46 s.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def recipe(devices: int = 2048) -> mp.Recipe:
         optimizer=optimizer,
         steps=220_000,
         batch_size=8 * devices,
-        accumulate=4,
+        accumulate=2,
         interleave=2,
         precision=mp.Precision(compute="bfloat16"),
         remat="full",
