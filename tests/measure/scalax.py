@@ -3,9 +3,9 @@
     python -m tests.measure.scalax --rounds 40        # on 8 host devices; scalax is in the extra `notebooks`
 
 Both have 4 layers of width 256 with the same parameters by path and shape, float32, Adam, and keep what their matmuls
-with weights gave. scalax's is `meshpar.bench.plain`: parameters by its rules, activations held to the batch's rows where
-each block begins. meshpar's step also looks whether loss and gradients are finite. Steps run in turn; each figure is the
-median over the rounds of meshpar's processor seconds over scalax's, with its quartiles.
+with weights gave. scalax's is `meshpar.bench.plain`: parameters by its rules, activations held to the batch's rows
+where each block begins. meshpar's step also looks whether loss and gradients are finite. Steps run in turn; each figure
+is the median over the rounds of meshpar's processor seconds over scalax's, with its quartiles.
 """
 
 from __future__ import annotations
