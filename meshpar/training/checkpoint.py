@@ -48,6 +48,9 @@ SET_ASIDE = "set_aside"
 
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"
 """What orbax puts behind a step's name while it is written."""
+_SPREAD_FROM = 1 << 20
+"""Bytes of a replica's part from which processes share the writing of a replicated array; slicing smaller ones costs more
+than it saves, and training waits for it."""
 _WAIT_S = 0.25
 _MOST_WAITS = 40
 
@@ -222,7 +225,7 @@ class Checkpoints:
             self._clear_failed()
         with self._explained(f"save step {step}"):
             self._opened().save(
-                step, args=args.Composite(state=args.StandardSave(stored), run=args.JsonSave(run)), force=True
+                step, args=args.Composite(state=args.PyTreeSave(stored), run=args.JsonSave(run)), force=True
             )
 
     def _clear_failed(self) -> None:
@@ -258,7 +261,15 @@ class Checkpoints:
             remove = functools.partial(self._remove_old, max(self.keep - 1, 1))
             late = ocp.options.AsyncOptions(post_finalization_callback=remove)
             options = ocp.CheckpointManagerOptions(create=True, cleanup_tmp_directories=True, async_options=late)
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
+            arrays = ocp.type_handlers.ArrayHandler(
+                use_replica_parallel=True, min_slice_bytes_for_replica_parallel=_SPREAD_FROM
+            )
+            known = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+            handlers = {
+                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=known),
+                "run": ocp.JsonCheckpointHandler(),
+            }
+            self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
         return self._manager
 
     def _remove_old(self, most: int) -> None:

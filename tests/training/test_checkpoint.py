@@ -276,6 +276,22 @@ def test_every_dtype_comes_back(tmp_path):
             assert_same(checkpoints.restore(setup).state, values)
 
 
+def test_large_replicated_arrays_are_written_in_parts_that_processes_share(tmp_path):
+    import tensorstore as ts
+
+    large, small = (2, checkpoint._SPREAD_FROM // 4), (2, checkpoint._SPREAD_FROM // 4 - 1)
+    init = lambda key: {"large": jnp.ones(large), "small": jnp.ones(small)}  # noqa: E731
+    setup = make(2, data=2, model=mp.from_functions(init, lambda p, x: x), tx=optax.identity(), strategy=mp.ddp())
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(setup.init(0))
+    parts = {}
+    for name in ("large", "small"):
+        store = {"driver": "ocdbt", "base": f"file://{tmp_path / '0' / 'state'}", "path": f"leaves.params.{name}"}
+        read = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
+        parts[name] = read.chunk_layout.write_chunk.shape
+    assert parts == {"large": (1, large[1]), "small": small}
+
+
 def test_keys_that_orbax_would_write_over_each_other(tmp_path):
     def init(key):
         return {"a.b": jnp.zeros(8), "a": {"b": jnp.ones(8), "c/d": jnp.full(8, 2.0), "c": {"d": jnp.full(8, 3.0)}}}
