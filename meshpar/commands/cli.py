@@ -72,13 +72,11 @@ def _start(*, with_devices: bool) -> None:
     """Import jax, and have it find its devices, without what its CUDA plugin says where there is no driver.
 
     jax 0.10's plugin writes that to standard error as it is loaded, whatever the log level and the platform chosen.
-    Everything else passes. With flags of the user's own nothing is caught: XLA ends the process at one that it does not
-    know, and what it says of that would be lost.
+    Everything else passes.
     """
-    from meshpar.compiled.messages import Caught, catch_stderr
+    from meshpar.compiled.messages import catch_stderr
 
-    names = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
-    with catch_stderr() if names <= {_COUNT_FLAG, *_PATIENCE} else contextlib.nullcontext(Caught()) as caught:
+    with catch_stderr() as caught:
         import jax
 
         if with_devices:

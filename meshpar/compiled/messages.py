@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ _REMATERIALIZATION = re.compile(
     r"(?:efficiently|without).*?for HLO operation:? (?P<operation>.*)",
     re.IGNORECASE,
 )
+_TOLD_AT_ITS_END = 'read -r ended || { cat "$0"; rm -f "$0"; }'
+"""Of a shell whose input is a pipe from the process: a line when it goes on, nothing when it has ended."""
 _OP_NAME = re.compile(r"op_name=\"([^\"]*)\"")
 
 
@@ -49,12 +52,18 @@ class Caught:
 def catch_stderr() -> Iterator[Caught]:
     """Takes over the process's standard error, C++ included, and keeps what is written to it.
 
-    If the block raises, what was caught is written out after all: it may hold the reason.
+    If the block raises, what was caught is written out after all: it may hold the reason. So it is where the process
+    itself ends within the block, as XLA ends it at an internal error; then a shell that waits for its end does it.
     """
     caught = Caught()
     sys.stderr.flush()
     saved = os.dup(2)
-    with tempfile.TemporaryFile() as file:
+    with (
+        tempfile.NamedTemporaryFile() as file,
+        subprocess.Popen(
+            ["sh", "-c", _TOLD_AT_ITS_END, file.name], stdin=subprocess.PIPE, stdout=2, process_group=0
+        ) as heir,
+    ):
         os.dup2(file.fileno(), 2)
         try:
             yield caught
@@ -62,7 +71,11 @@ def catch_stderr() -> Iterator[Caught]:
             _restore(saved, file, caught)
             os.write(2, caught.text.encode())
             raise
-        _restore(saved, file, caught)
+        else:
+            _restore(saved, file, caught)
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                heir.communicate(b"\n")
 
 
 def _restore(saved: int, file: IO[bytes], caught: Caught) -> None:

@@ -49,8 +49,8 @@ SET_ASIDE = "set_aside"
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"
 """What orbax puts behind a step's name while it is written."""
 _SPREAD_FROM = 1 << 20
-"""Bytes of a replica's part from which processes share the writing of a replicated array; slicing smaller ones costs more
-than it saves, and training waits for it."""
+"""Bytes of a replica's part from which processes share writing a replicated array. Training waits for the slices, and
+small ones cost more than they save."""
 _WAIT_S = 0.25
 _MOST_WAITS = 40
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshpar.sharding.types import problem
 from meshpar.training.loop import Hook, Run
@@ -48,6 +51,8 @@ def check_steps(first: int, last: int, *, done: int, steps: int) -> None:
 class Profile(Hook):
     """Traces steps by `jax.profiler`, on every process; each begins and ends with devices at rest.
 
+    Several processes write one profile, with a trace each: `<host>_process_3.xplane.pb`.
+
     Host threads have `meshpar:step` around each dispatch and `meshpar:data`, `:compile`, `:save`, `:validate` around
     what else the loop does. On devices an operation has its scope: `gradients` (with `transpose(...)` in the backward
     pass) and `update`, the optimizer.
@@ -83,15 +88,35 @@ class Profile(Hook):
         run.drain()
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every call of Python would be in it, and slow what is measured
-        self._is_on = self._tried(lambda: jax.profiler.start_trace(str(self._folder), profiler_options=options))
+        if jax.process_count() > 1:
+            options.session_id = self._session = _now_of_process_0()
+        self._is_on = self._tried(lambda: jax.profiler.start_trace(str(self._own), profiler_options=options))
         self._from = run.step + 1
 
     def _end(self, run: Run) -> None:
         self._is_on = False
         run.drain()
-        if self._tried(jax.profiler.stop_trace) and jax.process_index() == 0:
+        if not self._tried(jax.profiler.stop_trace):
+            return
+        if self._own != self._folder:
+            self._tried(self._bring_together)
+        if jax.process_index() == 0:
             about = {**self._about, "first_step": self._from, "last_step": run.step}
             self._tried(lambda: (self._folder / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8"))
+
+    @property
+    def _own(self) -> Path:
+        """Where this process writes: jax calls a trace by its host, and processes of one host would overwrite it."""
+        return self._folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else self._folder
+
+    def _bring_together(self) -> None:
+        """Put this process's files beside the others', where XProf sees them as hosts of one profile."""
+        within = Path("plugins", "profile", self._session)
+        (self._folder / within).mkdir(parents=True, exist_ok=True)
+        for file in (self._own / within).iterdir():
+            host, dot, kind = file.name.partition(".")
+            file.replace(self._folder / within / f"{host}_{self._own.name}{dot}{kind}")
+        shutil.rmtree(self._own)
 
     def _tried(self, call: Any) -> bool:
         try:
@@ -100,3 +125,11 @@ class Profile(Hook):
         except (RuntimeError, OSError) as error:  # another profiler is at work, or the disk is full
             warnings.warn(f"no profile was written: {error}; the run goes on", stacklevel=3)
             return False
+
+
+def _now_of_process_0() -> str:
+    """The time as jax names a profile by it, the same on every process."""
+    from jax.experimental import multihost_utils
+
+    now = multihost_utils.broadcast_one_to_all(np.int32(time.time()))
+    return time.strftime("%Y_%m_%d_%H_%M_%S", time.localtime(int(now)))

@@ -17,6 +17,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.commands import cli, launch, processes, together
+from meshpar.compiled import trace
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 
@@ -225,6 +226,20 @@ def test_a_pod_that_was_killed_goes_on_with_the_losses_of_one_that_was_not(pair:
     assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0)
     assert "resuming at step" in pair.log(0)
     assert losses(pair.folder) == losses(whole.folder)
+
+
+@pytest.mark.matrix
+def test_processes_of_one_host_write_one_profile(pair: Pair) -> None:
+    pair.start("--profile", "2:3")
+    assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0) + pair.log(1)
+    folder = pair.folder / "runs" / "pod" / "profile"
+    (session,) = (folder / "plugins" / "profile").iterdir()
+    assert [file.name.partition("_")[2] for file in sorted(session.glob("*.xplane.pb"))] == [
+        "process_0.xplane.pb",
+        "process_1.xplane.pb",
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == ["about.json", "plugins"]
+    assert trace.read(trace.find(pair.folder / "runs" / "pod")).steps == 2
 
 
 def test_local_processes_share_the_host_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -103,3 +106,13 @@ def test_what_was_caught_is_shown_when_the_block_fails(capfd):
     with pytest.raises(RuntimeError, match="no"):
         fail()
     assert capfd.readouterr().err == "the reason\n"
+
+
+def test_what_was_caught_is_shown_when_the_process_ends_within_the_block():
+    ends = """import os
+from meshpar.compiled.messages import catch_stderr
+with catch_stderr():
+    os.write(2, b"why")
+    os.abort()"""
+    done = subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (-signal.SIGABRT, "why")
