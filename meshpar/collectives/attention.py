@@ -64,7 +64,9 @@ def ring_attention(
     causal: bool = True,
     order: Literal["zigzag", "contiguous"] = "zigzag",
     scale: float | None = None,
+    window: int | None = None,
     cap: float | None = None,
+    segments: Int[Array, "B t"] | None = None,
     tile: int | None = None,
     kernel: TileKernel | None = None,
 ) -> Float[Array, "B t H D"]:
@@ -90,30 +92,40 @@ def ring_attention(
         "contiguous" rank i has the i-th of N parts; under a causal mask early ranks then wait for late ones. Without
         the mask the two are the same.
       scale: of the scores before softmax; None: `D ** -0.5`.
-      cap: scores s become `cap tanh(s / cap)`; None: they stay. Not with a `kernel`.
+      window: under a causal mask a position sees itself and the `window - 1` before it; None: all before it. Tiles of
+        other ranks that are out of sight are passed over.
+      cap: scores s become `cap tanh(s / cap)`; None: they stay.
+      segments: whole numbers; positions see those of the same number only. Sequences packed into one row, say. Every
+        rank is sent those of all, `4 (N-1) B t` bytes, and passes over tiles whose numbers cannot meet.
       tile: positions in a tile: the divisor of a rank's t (of t/2 in zigzag order) that is nearest to this; None: 512,
         with a `kernel` as many as can be.
       kernel: what attends within a tile, as `meshpar.collectives.cudnn.TILES`; None: plain matmuls. Its results are
         added up in float32, each rounded to the dtype of q before; scores of a tile are then the kernel's to hold or
-        not.
+        not. Not with a window, a cap or segments.
 
     Raises:
-      ValueError: no such axis here, shapes that do not go together, an odd t in zigzag order, a cap and a kernel.
+      ValueError: no such axis here, shapes that do not go together, an odd t in zigzag order, what a kernel cannot do.
 
     Sources: Liu et al. 2023, "Ring Attention"; Brandon et al. 2023, "Striped Attention", for the balance.
     """
     num_ranks = ranks_of("ring_attention", axis)
     _check("ring_attention", q, k, v)
-    _check_ring(q.shape[1], order=order, causal=causal, scale=scale, cap=cap, tile=tile, kernel=kernel)
+    _check_limits("ring_attention", q, window, cap, segments)
+    _check_ring(q.shape[1], order=order, causal=causal, scale=scale, tile=tile)
+    _check_together(causal, kernel, window=window, cap=cap, segments=segments)
     length = q.shape[1] // 2 if order == "zigzag" else q.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ring = _Ring(axis, num_ranks, causal, order, scale, cap=cap, kernel=kernel)
+    ring = _Ring(axis, num_ranks, causal, order, scale, window, cap, kernel)
     tile = tile or (TILE if kernel is None else length)
     q, k, v = varying_alike(axis, q, k, v)
     with jax.named_scope("ring_attention"):
         cut = functools.partial(_cut, size=_nearest_divisor(length, tile))
         q_nBKGsD = cut(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
-        o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1), None)
+        numbers = None
+        if segments is not None:
+            mine_nBs = cut(segments[..., None])[..., 0]
+            numbers = _Segments(mine_nBs, lax.all_gather(mine_nBs, axis) if num_ranks > 1 else mine_nBs[None])
+        o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1), numbers)
         return jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape)
 
 
@@ -159,8 +171,11 @@ def blockwise_attention(
     ring = _Ring((), 1, True, "contiguous", q.shape[-1] ** -0.5 if scale is None else scale, window, cap)
     with jax.named_scope("blockwise_attention"):
         q_nBKGsD = cut(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
-        segments_nBs = None if segments is None else cut(segments[..., None])[..., 0]
-        o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1), segments_nBs)
+        numbers = None
+        if segments is not None:
+            mine_nBs = cut(segments[..., None])[..., 0]
+            numbers = _Segments(mine_nBs, mine_nBs[None])
+        o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1), numbers)
         o = jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape[0], -1, *q.shape[2:])
         return o[:, : q.shape[1]]
 
@@ -194,6 +209,42 @@ class _Ring(NamedTuple):
         """Of the rank before: after s steps the block here is that of rank i - s."""
         return pass_on(x, self.axis, 1, self.num_ranks)
 
+    def starts(self, rank: Any, n: int, size: int) -> Int[Array, " n"]:
+        """Where in the whole sequence each of a rank's n tiles begins."""
+        at = jnp.arange(n)
+        if self.order == "contiguous":
+            return (rank * n + at) * size
+        half = n // 2
+        return jnp.where(at < half, rank * half + at, (2 * self.num_ranks - 1 - rank) * half + at - half) * size
+
+
+class _Segments(NamedTuple):
+    """To which sequence of a row positions belong."""
+
+    mine_nBs: Int[Array, "n B s"]
+    all_NnBs: Int[Array, "N n B s"]
+
+
+class _Sight(NamedTuple):
+    """What limits who sees whom, of a rank's queries and the keys at hand, beside the causal mask."""
+
+    starts: tuple[Array, Array] | None
+    """Where tiles of queries and of keys begin; None: as among a rank's own, or not asked for."""
+    segments: tuple[Array, Array] | None
+    """Of queries and keys `[n, B, s]`."""
+
+
+def _sight(ring: _Ring, q: Array, segments: _Segments | None, s: Any) -> _Sight:
+    """Of the keys of the rank s before this one."""
+    if ring.num_ranks == 1:
+        return _Sight(None, None if segments is None else (segments.mine_nBs,) * 2)
+    rank = lax.axis_index(ring.axis)
+    whose = (rank - s) % ring.num_ranks
+    starts = None
+    if ring.window is not None:
+        starts = (ring.starts(rank, len(q), q.shape[-2]), ring.starts(whose, len(q), q.shape[-2]))
+    return _Sight(starts, None if segments is None else (segments.mine_nBs, take(segments.all_NnBs, whose)))
+
 
 # ---- Forward and backward: one walk round the ring each. kv is [n, 2, B, K, s, D]: one message for both. -------------
 
@@ -217,17 +268,18 @@ class _Gradients(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring: _Ring, q: Array, kv: Array, segments: Array | None) -> Array:
+def _attention(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> Array:
     return _forward(ring, q, kv, segments)[0]
 
 
-def _forward(ring: _Ring, q: Array, kv: Array, segments: Array | None) -> tuple[Array, tuple[Any, ...]]:
+def _forward(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> tuple[Array, tuple[Any, ...]]:
     N, wide = ring.num_ranks, _at_least_float32(q.dtype)
+    sight = functools.partial(_sight, ring, q, segments)
 
     def step(s: Any, held: tuple[Array, _Softmax], *, is_last: bool = False) -> tuple[Array, _Softmax]:
         kv, softmax = held
         coming = kv if is_last else ring.next(kv)
-        return coming, _in_step(ring, s, len(q), functools.partial(_tile_forward, ring, q, kv, None, False), softmax)
+        return coming, _in_step(ring, s, q, sight(s), functools.partial(_tile_forward, ring, q, kv), softmax)
 
     coming = ring.next(kv) if N > 1 else kv
     softmax = _Softmax(
@@ -235,7 +287,7 @@ def _forward(ring: _Ring, q: Array, kv: Array, segments: Array | None) -> tuple[
         _full_like(q, q.shape[:-1], -np.inf, wide),
         _full_like(q, q.shape[:-1], 0, wide),
     )
-    softmax = _own(ring, q, functools.partial(_tile_forward, ring, q, kv, segments), softmax)
+    softmax = _own(ring, q, functools.partial(_tile_forward, ring, q, kv, sight(0)), softmax)
     if N > 1:
         held = _loop(1, N - 1, step, (coming, softmax))
         _, softmax = step(N - 1, held, is_last=True)
@@ -251,11 +303,10 @@ def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Ar
     N, wide = ring.num_ranks, _at_least_float32(q.dtype)
     rows = (q, do, lse, jnp.sum(do.astype(wide) * o.astype(wide), axis=-1) if ring.kernel is None else o)
     none = _full_like(kv, kv.shape, 0, wide)
+    sight = functools.partial(_sight, ring, q, segments)
 
     def visit(s: Any, kv: Array, gradients: _Gradients, part: _Part) -> _Gradients:
-        return _in_step(
-            ring, s, len(q), functools.partial(_tile_backward, ring, rows, kv, None, False), gradients, part
-        )
+        return _in_step(ring, s, q, sight(s), functools.partial(_tile_backward, ring, rows, kv), gradients, part)
 
     def step(s: Any, held: tuple[Array, Array, Array], *, is_last: bool = False) -> tuple[Array, Array, Array]:
         # Gradients arrive during the first half of the work and the next block during the second: XLA has one permute
@@ -269,7 +320,7 @@ def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Ar
         return coming, *visit(s, kv, _Gradients(dq, dkv), "second")
 
     # The rank's own tiles in two parts: one while the first block arrives, one while the last gradients come home.
-    own = functools.partial(_tile_backward, ring, rows, kv, segments)
+    own = functools.partial(_tile_backward, ring, rows, kv, sight(0))
     coming = ring.next(kv) if N > 1 else kv
     dq, mine = _own(ring, q, own, _Gradients(_full_like(q, q.shape, 0, wide), none), "first")
     home = none
@@ -314,9 +365,17 @@ def _own(ring: _Ring, q: Array, tile: Callable[..., Carry], carry: Carry, part: 
 
 
 def _in_step(
-    ring: _Ring, s: Any, n: int, tile: Callable[[Carry, Array], Carry], carry: Carry, part: _Part = "all"
+    ring: _Ring, s: Any, q: Array, sight: _Sight, work: Callable[..., Carry], carry: Carry, part: _Part = "all"
 ) -> Carry:
-    """Work on the tiles of a rank's queries and the keys of the rank s before it. No mask runs through any of them."""
+    """Work on the tiles of a rank's queries and the keys of the rank s before it. No causal mask runs through them."""
+    n, size = len(q), q.shape[-2]
+
+    def tile(carry: Carry, at: Array) -> Carry:
+        seen = functools.partial(work, sight, False)
+        if sight == (None, None):
+            return seen(carry, at)
+        return lax.cond(_may_see(ring, size, sight, at), seen, lambda carry, at: carry, carry, at)
+
     everything = _part(_pairs(itertools.product(range(n), range(n))), part)
     if not ring.causal:
         return _each(everything, tile, carry)
@@ -350,14 +409,14 @@ def _each(tiles: Tiles, tile: Callable[[Carry, Array], Carry], carry: Carry) -> 
 
 
 def _tile_forward(
-    ring: _Ring, q: Array, kv: Array, segments: Array | None, mask: bool, softmax: _Softmax, at: Array
+    ring: _Ring, q: Array, kv: Array, sight: _Sight, mask: bool, softmax: _Softmax, at: Array
 ) -> _Softmax:
     i, j = at
     k, v = take(kv, j)
     before = _Softmax(*(take(x, i) for x in softmax))
     if ring.kernel is None:
         # Where a tile shows a query nothing, its weights are those of a top that the next one lowers to nothing.
-        scores, _ = _scores(ring, take(q, i), k, _seen(ring, q.shape[-2], segments, at, mask))
+        scores, _ = _scores(ring, take(q, i), k, _seen(ring, q.shape[-2], sight, at, mask))
         top = jnp.maximum(before.top_nBKGs, scores.max(-1))
         weights = jnp.exp(scores - top[..., None])
         total, values = weights.sum(-1), _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v, top.dtype)
@@ -376,7 +435,7 @@ def _tile_backward(
     ring: _Ring,
     rows: tuple[Array, ...],
     kv: Array,
-    segments: Array | None,
+    sight: _Sight,
     mask: bool,
     gradients: _Gradients,
     at: Array,
@@ -385,7 +444,7 @@ def _tile_backward(
     q, do, lse, o = (take(x, i) for x in rows)
     k, v = take(kv, j)
     if ring.kernel is None:
-        dq, dk, dv = _plain_backward(ring, q, k, v, o, lse, do, _seen(ring, q.shape[-2], segments, at, mask))
+        dq, dk, dv = _plain_backward(ring, q, k, v, o, lse, do, _seen(ring, q.shape[-2], sight, at, mask))
     else:
         given = (_heads(q), k, v, _heads(o), _heads(lse), _heads(do))
         dq, dk, dv = ring.kernel.backward(*given, scale=ring.scale, causal=mask)
@@ -429,19 +488,37 @@ def capped(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
     return cap * bent, 1 - bent**2
 
 
-def _seen(ring: _Ring, size: int, segments: Array | None, at: Array, mask: bool) -> Array | None:
-    """Which keys of a tile its queries see, where a mask runs through it."""
-    if not mask:
-        return None
-    i, j = at
-    ahead = (i - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)
-    seen = ahead >= 0
-    if ring.window is not None:
-        seen &= ahead < ring.window
-    if segments is None:
+def _seen(ring: _Ring, size: int, sight: _Sight, at: Array, mask: bool) -> Array | None:
+    """Which keys of a tile its queries see; None: all. `mask`: the causal one runs through the tile."""
+    seen = None
+    if mask or sight.starts is not None:
+        ahead = _first_ahead(sight, size, at) + jnp.arange(size)[:, None] - jnp.arange(size)
+        seen = ahead >= 0 if ring.window is None else (ahead >= 0) & (ahead < ring.window)
+    if sight.segments is None:
         return seen
-    same_Bss = take(segments, i)[:, :, None] == take(segments, j)[:, None]
-    return seen & same_Bss[:, None, None]
+    queries_Bs, keys_Bs = (take(x, tile) for x, tile in zip(sight.segments, at, strict=True))
+    same_B11ss = (queries_Bs[:, :, None] == keys_Bs[:, None])[:, None, None]
+    return same_B11ss if seen is None else seen & same_B11ss
+
+
+def _may_see(ring: _Ring, size: int, sight: _Sight, at: Array) -> Array:
+    """Whether any query of a tile may see any key, by the window and by the lowest and highest numbers of segments."""
+    may = jnp.array(True)
+    if sight.starts is not None:
+        assert ring.window is not None
+        may &= _first_ahead(sight, size, at) - (size - 1) < ring.window
+    if sight.segments is not None:
+        queries_Bs, keys_Bs = (take(x, tile) for x, tile in zip(sight.segments, at, strict=True))
+        may &= ((queries_Bs.min(1) <= keys_Bs.max(1)) & (keys_Bs.min(1) <= queries_Bs.max(1))).any()
+    return may
+
+
+def _first_ahead(sight: _Sight, size: int, at: Array) -> Array:
+    """By how much the first query of a tile is behind the first key in the sequence."""
+    i, j = at
+    if sight.starts is None:
+        return (i - j) * size
+    return take(sight.starts[0], i) - take(sight.starts[1], j)
 
 
 def _einsum(formula: str, a: Array, b: Array, wide: jnp.dtype) -> Array:
@@ -475,7 +552,7 @@ def _full_like(x: Array, shape: tuple[int, ...], value: float, dtype: jnp.dtype)
     return varying(jnp.full(shape, value, dtype), tuple(sorted(jax.typeof(x).manual_axis_type.varying)))
 
 
-def _check_ring(length: int, *, order: str, causal: Any, scale: Any, cap: Any, tile: Any, kernel: Any) -> None:
+def _check_ring(length: int, *, order: str, causal: Any, scale: Any, tile: Any) -> None:
     check_choice("ring_attention", "order", order, ORDERS)
     if tile is not None:
         checked_count("ring_attention", "tile", tile)
@@ -484,11 +561,20 @@ def _check_ring(length: int, *, order: str, causal: Any, scale: Any, cap: Any, t
     if scale is not None and not isinstance(scale, int | float):
         exists = "it is a number that is known while tracing"
         raise problem("ring_attention", f"use scale={scale!r}", exists, "give one, or scale the queries")
-    if cap is not None and kernel is not None:
-        exists = "a kernel for tiles takes none"
-        raise problem("ring_attention", f"bend scores by cap={cap!r}", exists, "leave out one of them")
     if order == "zigzag":
         check_two_chunks("ring_attention", length, 1)
+
+
+def _check_together(causal: bool, kernel: Any, *, window: Any, cap: Any, segments: Any) -> None:
+    asked = [name for name, value in (("window", window), ("cap", cap), ("segments", segments)) if value is not None]
+    if kernel is not None and asked:
+        exists = "a kernel for tiles takes none"
+        raise problem(
+            "ring_attention(kernel=...)", f"attend with {' and '.join(asked)}", exists, "leave out the kernel"
+        )
+    if window is not None and not causal:
+        exists = "a window is of positions before a query, as a causal mask leaves them"
+        raise problem(f"ring_attention(window={window!r})", "use causal=False", exists, "leave out one of them")
 
 
 def _check(where: str, q: Array, k: Array, v: Array) -> None:

@@ -123,7 +123,9 @@ def ring_attention(
     causal: bool = True,
     order: str = "zigzag",
     scale: float | None = None,
+    window: int | None = None,
     cap: float | None = None,
+    segments: Int[Array, "N B t"] | None = None,
 ) -> Float[Array, "N B t H D"]:
     """Softmax attention over the whole sequence, the rows put one behind the other in the order of its positions.
 
@@ -133,7 +135,10 @@ def ring_attention(
     q, k, v = (_joined(x, 1, tiled=True) for x in (q, k, v))
     if order == "zigzag":
         q, k, v = (unzigzag(x, num_ranks) for x in (q, k, v))
-    o = _attention(q, k, v, jnp.tri(q.shape[1], dtype=bool) | (not causal), scale, cap)
+    if segments is not None:
+        segments = _joined(segments, 1, tiled=True)
+        segments = unzigzag(segments, num_ranks) if order == "zigzag" else segments
+    o = _attention(q, k, v, _seen(q.shape[1], causal, window, segments), scale, cap)
     return jnp.stack(jnp.split(zigzag(o, num_ranks) if order == "zigzag" else o, num_ranks, axis=1))
 
 
@@ -148,11 +153,13 @@ def blockwise_attention(
     segments: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H D"]:
     """Causal softmax attention with one mask for all of it."""
-    ahead = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
-    seen = (ahead >= 0) & (ahead < (len(ahead) if window is None else window))
-    if segments is not None:
-        seen = seen & (segments[:, None, :, None] == segments[:, None, None])
-    return _attention(q, k, v, seen, scale, cap)
+    return _attention(q, k, v, _seen(q.shape[1], True, window, segments), scale, cap)
+
+
+def _seen(length: int, causal: bool, window: int | None, segments: Array | None) -> Array:
+    ahead = jnp.arange(length)[:, None] - jnp.arange(length)
+    seen = ((ahead >= 0) | (not causal)) & (ahead < (length if window is None else window))
+    return seen if segments is None else seen & (segments[:, None, :, None] == segments[:, None, None])
 
 
 def _attention(q: Array, k: Array, v: Array, seen: Array, scale: float | None, cap: float | None) -> Array:

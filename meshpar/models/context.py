@@ -47,23 +47,36 @@ def sequence_axes(x: Array, name: str = "attn_seq") -> tuple[str, ...]:
 
 
 def entered(
-    tokens_BT: Integer[Array, "B T"], positions_BT: Int[Array, "B T"] | None
-) -> tuple[Integer[Array, "B T"], Int[Array, "B T"] | None]:
-    """Tokens and their positions in the order in which the layers take a whole sequence.
+    tokens_BT: Integer[Array, "B T"], positions_BT: Int[Array, "B T"] | None, segments_BT: Int[Array, "B T"] | None
+) -> tuple[Integer[Array, "B T"], Int[Array, "B T"] | None, Int[Array, "B T"] | None]:
+    """Tokens, their positions and segments in the order in which the layers take a whole sequence.
+
+    Positions that are not given begin anew in every segment.
 
     Raises:
       ValueError: T is not a multiple of two chunks for every rank of the axes that split it.
     """
+    if positions_BT is None and segments_BT is not None:
+        positions_BT = positions_in(segments_BT)
     axes = sequence_axes(tokens_BT)
     if not axes:
-        return tokens_BT, positions_BT
+        return tokens_BT, positions_BT, segments_BT
     num_ranks = _check_length(tokens_BT, axes)
     if positions_BT is None:
         positions_1T = jnp.arange(tokens_BT.shape[1])[None]
         positions_BT = constrain(zigzag(positions_1T, num_ranks), None, "seq")
     else:
         positions_BT = constrain(zigzag(positions_BT, num_ranks), "batch", "seq")
-    return constrain(zigzag(tokens_BT, num_ranks), "batch", "seq"), positions_BT
+    if segments_BT is not None:
+        segments_BT = constrain(zigzag(segments_BT, num_ranks), "batch", "seq")
+    return constrain(zigzag(tokens_BT, num_ranks), "batch", "seq"), positions_BT, segments_BT
+
+
+def positions_in(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Positions that begin anew wherever the number of the segment changes along a row."""
+    at_T = jnp.arange(segments_BT.shape[1])
+    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
+    return at_T - jax.lax.cummax(jnp.where(is_first_BT, at_T, 0), axis=1)
 
 
 def left(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -79,8 +92,10 @@ def ring(
     q_BTHD: Float[Array, "B T H D"],
     k_BTKD: Float[Array, "B T K D"],
     v_BTKD: Float[Array, "B T K D"],
+    segments_BT: Int[Array, "B T"] | None = None,
     *,
     scale: float | None = None,
+    window: int | None = None,
     cap: float | None = None,
     kernel: TileKernel | None = None,
 ) -> Float[Array, "B T H D"]:
@@ -89,14 +104,19 @@ def ring(
     Per device where rows and heads are split too: both are apart from each other, so nothing is left to the compiler.
     Where rules split query heads and not key heads, heads stay the compiler's, unless the tiles are a library's kernel.
     """
-    attention = functools.partial(ring_attention, axis=sequence_axes(q_BTHD), scale=scale, cap=cap, kernel=kernel)
+    axes, more = sequence_axes(q_BTHD), () if segments_BT is None else (segments_BT,)
+
+    def attention(q: Array, k: Array, v: Array, segments: Array | None = None) -> Array:
+        return ring_attention(q, k, v, axis=axes, scale=scale, window=window, cap=cap, segments=segments, kernel=kernel)
+
     if kernel is not None:
         return by_device(attention, q_BTHD, k_BTKD, kv_heads="attn_kv_heads")(q_BTHD, k_BTKD, v_BTKD)
     q = spec_of(q_BTHD, "batch", "attn_seq", "attn_heads", None)
     kv = spec_of(k_BTKD, "batch", "attn_seq", "attn_kv_heads", None)
     if q[2] != kv[2]:
         q = kv = PartitionSpec(*q[:2])
-    return per_device(attention, (q, kv, kv), q)(q_BTHD, k_BTKD, v_BTKD)
+    rows = [PartitionSpec(*q[:2])] * len(more)
+    return per_device(attention, (q, kv, kv, *rows), q)(q_BTHD, k_BTKD, v_BTKD, *more)
 
 
 def by_device(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -210,13 +210,6 @@ def rope(positions_BT: Int[Array, "B T"], frequencies_F: Float[np.ndarray, " F"]
     return Rope(jnp.cos(angles_BTF), jnp.sin(angles_BTF))
 
 
-def positions_in(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Positions that begin anew wherever the number of the segment changes along a row."""
-    at_T = jnp.arange(segments_BT.shape[1])
-    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
-    return at_T - jax.lax.cummax(jnp.where(is_first_BT, at_T, 0), axis=1)
-
-
 def rotate(x_BTHD: Float[Array, "B T H D"], angles: Rope) -> Float[Array, "B T H D"]:
     """Turn the pairs (i, i + D/2) of every head by the angles of its position; the dtype stays."""
     cos_BT1F, sin_BT1F = angles.cos_BTF[:, :, None], angles.sin_BTF[:, :, None]
@@ -272,7 +265,7 @@ def _refuse(where: str, wanted: str, **given: object) -> None:
             f"TransformerConfig({where})",
             f"attend with {' and '.join(asked)}",
             f"no attention that can {wanted} does that here",
-            'use attention="blockwise", on sequences that no axis splits inside attention',
+            'use attention="blockwise"',
         )
 
 
@@ -442,10 +435,15 @@ def whole_attention(
         # Kernels mark what they give themselves, with what else their backward pass needs: marked twice, it is kept so.
         o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if implementation == "xla" else o_BTHW
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
-    kernel = cudnn.TILES if implementation == "cudnn" else None
-    bent = cap if implementation == "cudnn" else None
-    _refuse(f"attention={implementation!r}", "go round a ring", segments=segments_BT, window=window, cap=bent)
-    return _in_one_width(functools.partial(context.ring, cap=cap, kernel=kernel), q_BTHD, k_BTKD, v_BTKW)
+    kernel = None
+    if implementation == "cudnn":
+        _refuse('attention="cudnn"', "go round a ring as cuDNN's tiles", segments=segments_BT, window=window, cap=cap)
+        kernel = cudnn.TILES
+
+    def ring(q: Array, k: Array, v: Array, **options: Any) -> Array:
+        return context.ring(q, k, v, segments_BT, window=window, cap=cap, kernel=kernel, **options)
+
+    return _in_one_width(ring, q_BTHD, k_BTKD, v_BTKW)
 
 
 def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T H D"]:

@@ -194,7 +194,7 @@ class Transformer(nnx.Module):
         table_VE = self.embed.embedding[...]
         with jax.named_scope("embed"):
             if cache is None:
-                tokens, positions = context.entered(tokens, positions)
+                tokens, positions, segments = context.entered(tokens, positions, segments)
             x_BTE = layers.embed(table_VE, tokens, is_tied=self.cfg.tied_embeddings)
         angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
@@ -286,8 +286,6 @@ def rope_of(
             "a cache holds one sequence a row",
             "give each a row of its own",
         )
-    if positions_BT is None and segments_BT is not None:
-        positions_BT = layers.positions_in(segments_BT)
     if positions_BT is None:
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]

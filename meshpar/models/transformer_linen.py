@@ -150,7 +150,7 @@ class LinenTransformer(nn.Module):
         ).embedding
         with jax.named_scope("embed"):
             if cache is None:
-                tokens, positions = context.entered(tokens, positions)
+                tokens, positions, segments = context.entered(tokens, positions, segments)
             x_BTE = layers.embed(table_VE, tokens, is_tied=cfg.tied_embeddings)
         angles = rope_of(cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, kv, aux = self._layers(x_BTE, cache, angles)

@@ -35,6 +35,12 @@ CASES = {
     "contiguous, by a kernel": {"kernel": STAND_IN, "order": "contiguous", "tile": 2},
     "all to all, by a kernel": {"kernel": STAND_IN, "causal": False},
     "all to all, small tiles": {"causal": False, "order": "contiguous", "tile": 3},
+    "zigzag, a window": {"window": 4, "tile": 1},
+    "zigzag, a window of a rank and more": {"window": 8, "cap": 0.5},
+    "contiguous, a window": {"order": "contiguous", "window": 5, "tile": 2},
+    "zigzag, packed": {"packed": True, "tile": 1},
+    "contiguous, packed": {"packed": True, "order": "contiguous", "tile": 2, "window": 9},
+    "all to all, packed": {"packed": True, "causal": False, "order": "contiguous", "tile": 3},
 }
 
 
@@ -46,13 +52,32 @@ def arrays(count, *, B=2, t=6, H=4, K=2, D=3, dtype="float64"):
     return tuple(qkv), weights
 
 
-def kernel(axis="x", **options):
-    return lambda qkv: mc.ring_attention(*qkv, axis=axis, **options)
+def segments_of(count, t, order):
+    """Of the positions of every rank `[count, 2, t]`: rows are packed differently, a segment lies on several ranks."""
+    at_1T = jnp.arange(count * t)[None]
+    at_T = (at_1T if order == "contiguous" else mc.zigzag(at_1T, count))[0]
+    rows = jnp.stack([at_T // 5, 7 - at_T // (t + 1)])
+    return rows.reshape(2, count, t).swapaxes(0, 1).astype("int32")
 
 
-def plain(**options):
+def kernel(axis="x", *, packed=False, **options):
+    def attend(qkv):
+        order = options.get("order", "zigzag")
+        numbers = segments_of(lax.axis_size(axis), qkv[0].shape[1], order)[lax.axis_index(axis)] if packed else None
+        return mc.ring_attention(*qkv, axis=axis, segments=numbers, **options)
+
+    return attend
+
+
+def plain(*, packed=False, **options):
     what = {name: value for name, value in options.items() if name not in ("tile", "kernel")}
-    return lambda qkv: reference.ring_attention(*qkv, **what)
+
+    def attend(qkv):
+        count, _, t = qkv[0].shape[:3]
+        numbers = segments_of(count, t, what.get("order", "zigzag")) if packed else None
+        return reference.ring_attention(*qkv, segments=numbers, **what)
+
+    return attend
 
 
 def with_gradients(f, qkv, weights):
@@ -77,7 +102,15 @@ def close(found, expected, tolerance):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_values_and_gradients_are_those_of_attention_over_the_whole_sequence(ranks, count):
-    cases = CASES if count == 5 else ["zigzag, small tiles", "zigzag, by a kernel", "contiguous", "all to all"]
+    few = [
+        "zigzag, small tiles",
+        "zigzag, by a kernel",
+        "contiguous",
+        "all to all",
+        "zigzag, a window",
+        "zigzag, packed",
+    ]
+    cases = CASES if count == 5 else few
     with jax.enable_x64(True):
         close(*both(ranks(count), cases, "float64"), 1e-12)
 
@@ -271,7 +304,10 @@ Q, KV = (2, 4, 4, 3), (2, 4, 2, 3)
         ((Q, KV, KV), {"axis": "y"}, "mesh axis `y`"),
         ((Q, KV, KV), {"causal": "no"}, "causal='no'"),
         ((Q, KV, KV), {"scale": "a"}, "scale='a'"),
-        ((Q, KV, KV), {"cap": 3.0, "kernel": STAND_IN}, "cap=3.0.*a kernel for tiles takes none"),
+        ((Q, KV, KV), {"cap": 3.0, "kernel": STAND_IN}, "attend with cap.*a kernel for tiles takes none"),
+        ((Q, KV, KV), {"window": 2, "causal": False}, "window=2.*use causal=False.*leave out one"),
+        ((Q, KV, KV), {"window": 0}, "window=0"),
+        ((Q, KV, KV), {"segments": jnp.zeros((2, 5), "int32")}, r"take int32\[2, 5\].*whole numbers, \[2, 4\]"),
     ],
 )
 def test_what_does_not_fit_is_told(ranks, shapes, options, message):

@@ -27,10 +27,11 @@ MESHES = {
     "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel() | STAGES, {}),
     "once": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(),
              {"accumulate": 2, "accumulate_mode": "once"}),
+    "ring": (mp.MeshSpec(fsdp=2, context=2, tensor=2),
+             mp.fsdp() | mp.context_parallel() | mp.tensor_parallel(), {}),
     "by heads": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(kind="all-to-all"), {}),
     "remat": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(), {"remat": "all_dots"}),
 }  # fmt: skip
-RING = (mp.MeshSpec(context=2), mp.ddp() | mp.context_parallel(), {})
 
 
 def config(**changes):
@@ -71,20 +72,13 @@ def test_a_step_is_the_plain_form_s_on_one_device(form, case):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("form", ["xla", "blockwise"])
-def test_a_cap_goes_round_the_ring(form):
-    tokens = {name: packed()[name] for name in ("inputs", "targets")}
-    cfg = config(attention=form, attention_window=None)
-    assert_equal(after_a_step(cfg, RING, tokens), after_a_step(cfg, MESHES["one"], tokens))
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize("latent", [None, LATENT])
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_both_frameworks_and_latent_heads(framework, latent):
+@pytest.mark.parametrize("case", ["fsdp|tensor", "ring"])
+def test_both_frameworks_and_latent_heads(framework, latent, case):
     changes = {} if latent is None else {"latent": latent, "num_kv_heads": 4, "head_dim": 8}
     expected = after_a_step(config(**changes), MESHES["one"], packed(), framework)
-    found = after_a_step(config(attention="blockwise", **changes), MESHES["fsdp|tensor"], packed(), framework)
+    found = after_a_step(config(attention="blockwise", **changes), MESHES[case], packed(), framework)
     assert_equal(found, expected)
 
 
@@ -104,9 +98,12 @@ def test_packed_sequences_have_the_logits_they_have_alone():
 @pytest.mark.parametrize(
     ("changes", "case", "batch", "told"),
     [
-        ({}, RING, {}, "attention_window.*go round a ring.* does that here"),
-        ({"attention": "cudnn", "attention_window": None}, RING, {}, "attention_cap.*go round a ring"),
-        ({"attention_window": None, "attention_cap": None}, RING, packed(), "rows of several sequences"),
+        (
+            {"attention": "cudnn"},
+            MESHES["ring"],
+            packed(),
+            "several sequences and attention_window and attention_cap.*go round a ring as cuDNN's tiles does",
+        ),
         ({"attention": "cudnn"}, MESHES["one"], {}, "attend with attention_cap.*cuDNN.*blockwise"),
     ],
 )
