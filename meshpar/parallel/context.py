@@ -143,8 +143,9 @@ def context_parallel(*, axis: str = "context", kind: Kind = "ring") -> Strategy:
     Only attention looks across positions. The shipped decoders run it in one of two ways:
 
     - `kind="ring"`: keys and values travel from rank to rank (`meshpar.collectives.ring_attention`; Liu et al. 2023,
-      "Ring Attention"), in tiles that are cuDNN's kernel where the model's attention is. Any number of heads; the
-      sequence is a multiple of two chunks a rank.
+      "Ring Attention"), in tiles that are cuDNN's kernel where the model's attention is; windows, caps and packed rows
+      in tiles of plain matmuls (`attention="blockwise"`). Any number of heads; the sequence is a multiple of two chunks
+      a rank.
     - `kind="all-to-all"`: heads are scattered and the sequence is gathered before attention, and the other way round
       behind it (Jacobs et al. 2023, "DeepSpeed Ulysses"): four all-to-alls a layer forward and four backward. Each rank
       attends to whole sequences with some of the heads, so any attention serves, cuDNN's too. Query heads are a
