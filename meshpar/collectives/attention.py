@@ -81,27 +81,21 @@ def ring_attention(
     positions in a tile), of `4 B H D t² N` without the mask; 2.5 times that backward.
     Beyond its arguments, result and two blocks of keys and values on their way, a rank holds the result in float32 and
     the scores of one tile, `B H s²` of them; backward, gradients in float32 and the scores of one tile twice. It keeps
-    arguments, result and `B H t` log-sum-exps for the backward pass. There is no forward-mode derivative
-    and no second one.
+    arguments, result and `B H t` log-sum-exps for the backward pass. It has no forward-mode or second derivative.
 
     Args:
       q, k, v: H is a multiple of K; query heads `[i G, (i+1) G)`, G = H/K, share key/value head i.
       axis: mesh axis, or several as one.
       causal: a position sees itself and those before it.
       order: which positions a rank has. "zigzag": chunks i and 2N-1-i of 2N (`zigzag` brings a sequence there). With
-        "contiguous" rank i has the i-th of N parts; under a causal mask early ranks then wait for late ones. Without
-        the mask the two are the same.
+        "contiguous" rank i has the i-th of N parts; under a causal mask early ranks then wait for late ones.
       scale: of the scores before softmax; None: `D ** -0.5`.
-      window: under a causal mask a position sees itself and the `window - 1` before it; None: all before it. Tiles of
-        other ranks that are out of sight are passed over.
-      cap: scores s become `cap tanh(s / cap)`; None: they stay.
-      segments: whole numbers; positions see those of the same number only. Sequences packed into one row, say. Every
-        rank is sent those of all, `4 (N-1) B t` bytes, and passes over tiles whose numbers cannot meet.
+      window, cap, segments: as for `blockwise_attention`, a window under a causal mask only. Every rank is sent the
+        segments of all, `4 (N-1) B t` bytes. Tiles of other ranks that these hide are passed over.
       tile: positions in a tile: the divisor of a rank's t (of t/2 in zigzag order) that is nearest to this; None: 512,
         with a `kernel` as many as can be.
       kernel: what attends within a tile, as `meshpar.collectives.cudnn.TILES`; None: plain matmuls. Its results are
-        added up in float32, each rounded to the dtype of q before; scores of a tile are then the kernel's to hold or
-        not. Not with a window, a cap or segments.
+        added up in float32, each rounded to the dtype of q before. Not with a window, a cap or segments.
 
     Raises:
       ValueError: no such axis here, shapes that do not go together, an odd t in zigzag order, what a kernel cannot do.
@@ -119,14 +113,7 @@ def ring_attention(
     tile = tile or (TILE if kernel is None else length)
     q, k, v = varying_alike(axis, q, k, v)
     with jax.named_scope("ring_attention"):
-        cut = functools.partial(_cut, size=_nearest_divisor(length, tile))
-        q_nBKGsD = cut(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
-        numbers = None
-        if segments is not None:
-            mine_nBs = cut(segments[..., None])[..., 0]
-            numbers = _Segments(mine_nBs, lax.all_gather(mine_nBs, axis) if num_ranks > 1 else mine_nBs[None])
-        o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1), numbers)
-        return jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape)
+        return _by_tiles(ring, q, k, v, segments, _nearest_divisor(length, tile))
 
 
 def blockwise_attention(
@@ -162,22 +149,26 @@ def blockwise_attention(
     _check("blockwise_attention", q, k, v)
     _check_limits("blockwise_attention", q, window, cap, segments)
     size = min(checked_count("blockwise_attention", "tile", tile), q.shape[1])
+    ring = _Ring((), 1, True, "contiguous", q.shape[-1] ** -0.5 if scale is None else scale, window, cap)
+    with jax.named_scope("blockwise_attention"):
+        return _by_tiles(ring, q, k, v, segments, size)
+
+
+def _by_tiles(ring: _Ring, q: Array, k: Array, v: Array, segments: Array | None, size: int) -> Array:
     beyond = -q.shape[1] % size
 
     def cut(x: Array) -> Array:
         # What fills up stands behind all positions, so none sees it.
-        return _cut(jnp.pad(x, [(0, 0), (0, beyond)] + [(0, 0)] * (x.ndim - 2)), size)
+        return _cut(jnp.pad(x, [(0, 0), (0, beyond)] + [(0, 0)] * (x.ndim - 2)) if beyond else x, size)
 
-    ring = _Ring((), 1, True, "contiguous", q.shape[-1] ** -0.5 if scale is None else scale, window, cap)
-    with jax.named_scope("blockwise_attention"):
-        q_nBKGsD = cut(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
-        numbers = None
-        if segments is not None:
-            mine_nBs = cut(segments[..., None])[..., 0]
-            numbers = _Segments(mine_nBs, mine_nBs[None])
-        o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1), numbers)
-        o = jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape[0], -1, *q.shape[2:])
-        return o[:, : q.shape[1]]
+    q_nBKGsD = cut(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
+    numbers = None
+    if segments is not None:
+        mine_nBs = cut(segments[..., None])[..., 0]
+        numbers = _Segments(mine_nBs, lax.all_gather(mine_nBs, ring.axis) if ring.num_ranks > 1 else mine_nBs[None])
+    o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([cut(k), cut(v)], axis=1), numbers)
+    o = jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape[0], -1, *q.shape[2:])
+    return o[:, : q.shape[1]] if beyond else o
 
 
 def _check_limits(where: str, q: Array, window: int | None, cap: float | None, segments: Array | None) -> None:

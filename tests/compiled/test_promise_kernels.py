@@ -184,7 +184,7 @@ def test_too_few_heads_of_keys_travel_as_often_as_they_are_repeated(planted, mon
 # Mistakes ------------------------------------------------------------------------------------------------------------
 
 
-def gathered_by_xla(q, k, v, **_):
+def gathered_by_xla(q, k, v, segments, **_):
     """Attention that asks for whole keys and values."""
     k, v = (mp.constrain(x, "batch", None, "act_kv_heads", None) for x in (k, v))
     return jax.nn.dot_product_attention(q, k, v, is_causal=False)
