@@ -198,10 +198,12 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
     kept = scattered & set(split_axes(facts, weight.grads)) if keeps_sums else scattered
     if keeps_sums:
         counts |= dict.fromkeys(partial - kept, (stack, uses * runs))
-    # With one reduction behind all micro-steps, the axes that split the sequence still reduce in each of them.
+    # With one reduction behind all micro-steps, the axes that split the sequence still reduce in each of them. What stands
+    # behind the layers XLA may add up before it sends.
     if facts.is_once and not facts.by_stages:
         each = stack * facts.accumulate
-        counts |= dict.fromkeys(partial & {*facts.sequence_axes, *facts.context_axes}, (each, uses * each))
+        least = each if leaf.is_stacked else stack
+        counts |= dict.fromkeys(partial & {*facts.sequence_axes, *facts.context_axes}, (least, uses * each))
         if is_looked_up(decision):  # see `_rows_gathered`
             counts |= dict.fromkeys(partial & set(facts.context_axes), (0, uses * each))
     return Promised(
