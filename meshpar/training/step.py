@@ -143,6 +143,7 @@ class TrainStep(_Program):
 
     def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         _check_params_dtype(setup, self.options.precision)
+        _check_slopes(setup)
         _check_prefetch(setup, self.options)
         _check_explicit(setup, self.options)
         _check_overwritten(setup, self.options)
@@ -410,6 +411,18 @@ def _check_params_dtype(setup: Setup, precision: Precision) -> None:
                 f"keep `{decision.path}` in {precision.params}",
                 f"the state holds it in {decision.leaf.dtype.name}",
                 "give the same precision to init_state",
+            )
+
+
+def _check_slopes(setup: Setup) -> None:
+    for leaf in (decision.leaf for decision in setup.table.params):
+        if leaf.is_trained and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise problem(
+                f"train_step, parameter `{leaf.path}`",
+                "take its gradient",
+                f"it is {leaf.dtype.name}: whole numbers have none",
+                "freeze it by init_state(trainable=...), or keep it as what is no parameter (an nnx.Variable, a Linen "
+                "collection, from_functions(keeps_state=True))",
             )
 
 

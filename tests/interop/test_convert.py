@@ -184,8 +184,8 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
     capsys.readouterr()
     texts = []
     for folder in (source, averages.folder):
-        run("generate", str(folder), "--prompt", "def f", "--tokens", "16", "--temperature", "0", "--tokenizer", "bytes",
-            "--devices", "2", "--json")  # fmt: skip
+        args = ("--prompt", "def f", "--tokens", "16", "--temperature", "0", "--tokenizer", "bytes", "--devices", "2")
+        run("generate", str(folder), *args, "--json")
         texts.append(json.loads(capsys.readouterr().out))
     assert texts[0] == texts[1], "continued by the averages"
 

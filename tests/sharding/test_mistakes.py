@@ -176,6 +176,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "a module instead of a model": lay_out(mp.ddp(), LINEAR),
     "a Linen module instead of a model": lay_out(mp.ddp(), nn.Dense(2)),
     "an NNX module that exists already": lambda: mp.from_nnx(LINEAR),
+    "a function that takes no random streams": lambda: mp.from_nnx(lambda: LINEAR),
+    "a function that makes no module": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: None)),
     "an NNX module for Linen": lambda: mp.from_linen(LINEAR, np.zeros((1, 2))),
     "names for a path that does not exist": lay_out(TP, model({"up/kernle": ("embed", "mlp")}, **MLP)),
     "one string of names": lambda: model({"up/kernel": "embed"}, **MLP),
