@@ -27,6 +27,7 @@ from meshpar.sharding.types import (
     Leaf,
     Names,
     PyTree,
+    check_takes,
     leaf_of,
     near,
     near_or,
@@ -147,7 +148,7 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
             "give a function that makes it: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))",
         )
 
-    _check_takes_one(build)
+    check_takes("from_nnx", build, ("an nnx.Rngs",), "mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))")
     module = _Nnx(build)
     return Model(
         kind="nnx",
@@ -159,17 +160,6 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         after_update=module.after_update,
         build=build,
     )
-
-
-def _check_takes_one(build: Any) -> None:
-    try:
-        inspect.signature(build).bind(None)
-    except ValueError:  # a function of C: nothing says what it takes
-        return
-    except TypeError as error:
-        asked = f"call {getattr(build, '__name__', build)} with an nnx.Rngs"
-        fix = "give a function of one argument: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))"
-        raise problem("from_nnx", asked, f"that does not go: {error}", fix) from None
 
 
 class _Nnx:

@@ -177,6 +177,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "a Linen module instead of a model": lay_out(mp.ddp(), nn.Dense(2)),
     "an NNX module that exists already": lambda: mp.from_nnx(LINEAR),
     "a function that takes no random streams": lambda: mp.from_nnx(lambda: LINEAR),
+    "a loss that takes no key": lambda: mp.train_step(lambda model, batch: (0.0, {})),
     "a function that makes no module": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: None)),
     "an NNX module for Linen": lambda: mp.from_linen(LINEAR, np.zeros((1, 2))),
     "names for a path that does not exist": lay_out(TP, model({"up/kernle": ("embed", "mlp")}, **MLP)),

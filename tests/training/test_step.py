@@ -494,3 +494,5 @@ def test_what_cannot_be_frozen_is_an_error():
         step = mp.train_step(lambda model, x, key: (model.args[0]["w"].sum(), {}))
         with pytest.raises(mp.MeshparError, match=told) if told else contextlib.nullcontext():
             step.trace(state, np.ones((8, 2), np.float32))
+    with pytest.raises(mp.MeshparError, match="its loss: asked to differentiate it, but it is int32"):
+        mp.train_step(lambda model, x, key: (jnp.int32(1), {})).trace(state, np.ones((8, 2), np.float32))
