@@ -56,7 +56,8 @@ def token_batches(rows: int, seq: int, steps: int, vocab: int = VOCAB) -> list[d
 
 def train(
     model: mp.Model, batches: list[dict[str, Any]], spec: mp.MeshSpec, strategy: Any,
-    *, start: TrainState | None = None, params: Any = None, loss: Any = next_token_loss, tx: Any = None, **options: Any,
+    *, start: TrainState | None = None, params: Any = None, loss: Any = next_token_loss, tx: Any = None,
+    trainable: Any = None, **options: Any,
 ) -> Trained:  # fmt: skip
     """A step of Adam, or `tx`, for each batch.
 
@@ -64,7 +65,7 @@ def train(
     """
     # A tenth of Adam's usual epsilon would let it divide rounding noise by rounding noise where a gradient is zero.
     tx = tx or optax.adam(1e-2, eps=1e-6)
-    setup = make_setup(model, tx, mesh=mesh_of(spec), strategy=strategy)
+    setup = make_setup(model, tx, mesh=mesh_of(spec), strategy=strategy, trainable=trainable)
     state = setup.init(0) if start is None else jax.device_put(start.replace(setup=setup), setup.shardings)
     state = state if params is None else mp.load_params(state, params)
     start, step, metrics = jax.device_get(state), mp.train_step(loss, **options), []

@@ -16,7 +16,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.models import TransformerConfig, generate
 from meshpar.sharding.lay import lay
+from tests.equal import model_of
 
 OWN = mp.MeshSpec(fsdp=-1).build()
 PLAIN = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
@@ -133,6 +135,63 @@ def test_what_a_step_gives_has_the_types_of_the_mesh_as_given():
         assert jax.typeof(up * 2).sharding.spec == jax.typeof(up).sharding.spec
         assert (metrics["loss"] + up.sum()).sharding.mesh == PLAIN
     assert not np.isnan(state.bound()(jnp.asarray(ROWS))).any(), "and without a context, on Auto axes"
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_users_own_calls_go_on_in_every_context(kind, name):
+    """Of a bound model, and of a step, as they are and inside of a `jax.jit`."""
+    mesh = PLAIN if name == "make_mesh" else OWN
+    state = mp.init_state(MODELS[kind](), optax.sgd(0.0), mesh=mesh, strategy=FSDP, key=0)
+    step = mp.train_step(_loss)
+
+    def given(x):
+        return jnp.tanh(state.bound()(x))
+
+    with mp.use(mesh, FSDP):
+        expected = np.asarray(given(ROWS))
+    loss = float(mp.eval_step(_loss)(state, ROWS)["loss"])
+    # jax itself compiles nothing in a context without devices.
+    ways = [given] if name.startswith("use_abstract_mesh") else [given, jax.jit(given)]
+    with CONTEXTS[name]():
+        laid, found = mp.shard_batch(ROWS, mesh, FSDP), []
+        for x in (ROWS, laid):
+            with mp.use(mesh, FSDP):
+                found += [f(x) for f in ways]
+            if kind == "nnx":  # it calls mp.constrain, outside of a step inside of mp.use alone
+                continue
+            found.append(np.tanh(np.asarray(state.bound()(x))))
+            if name == "make_mesh":  # what else the user computes is typed
+                found += [f(x) for f in ways]
+                assert jax.typeof(found[-1]).sharding.spec == P(("data", "fsdp"), None)
+        for y in found:
+            np.testing.assert_allclose(y, expected, rtol=1e-5)
+        if len(ways) > 1:
+            assert float(jax.jit(lambda x: step(state, x)[1]["loss"])(laid)) == pytest.approx(loss)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_text_is_continued_in_every_context(kind):
+    config = TransformerConfig(
+        vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
+    )
+    model, found = model_of(kind, config, 8, 4), []
+    for name in ("none", "set_mesh(own)", "set_mesh(foreign)", "make_mesh"):
+        mesh = PLAIN if name == "make_mesh" else OWN
+
+        def continued(state, prompt, key, mesh=mesh):
+            with mp.use(mesh, FSDP):
+                return generate(state.bound(), prompt, config=config, num_tokens=4, key=key)
+
+        with CONTEXTS[name]():
+            state = mp.init_state(model, optax.identity(), mesh=mesh, strategy=FSDP, key=0)
+            prompt = mp.shard_batch(np.arange(32, dtype=np.int32).reshape(8, 4), mesh, FSDP)
+            found.append(np.asarray(jax.jit(continued)(state, prompt, jax.random.key(0))))
+    for tokens in found:
+        np.testing.assert_array_equal(tokens, found[0])
 
 
 def _typed() -> mp.Model:

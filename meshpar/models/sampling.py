@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Integer
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache
 from meshpar.sharding.context import ambient, constrain, use
+from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.rules import Rules, first, resolve
 from meshpar.sharding.types import Leaf, problem
 
@@ -61,6 +62,7 @@ def generate(
       >>> tokens = jax.jit(sample)(state, prompt, key)
     """
     _check(prompt, config, num_tokens, temperature, top_k, top_p)
+    prompt, key = with_auto_types((prompt, key))
     draw = functools.partial(sample_token, temperature=temperature, top_k=top_k, top_p=top_p)
 
     def run(*args: Any, **kwargs: Any) -> Any:

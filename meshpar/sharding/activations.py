@@ -108,16 +108,17 @@ def _changed(field: str, change: Callable[[Any], Any]) -> Iterator[None]:
 
 def check_seen(boundaries: Boundaries, here: Ambient) -> None:
     """Raises `ValueError` for a rule that named no module of the model."""
-    for kind, asked, rules in (
-        ("activation", "lay out what the modules it matches give", here.rules.by_module),
-        ("remat", "make again what is in the modules it matches", here.rules.remat),
+    inner = boundaries.seen - {""}  # the model itself is not made again: that would keep no less
+    for kind, asked, rules, seen in (
+        ("activation", "lay out what the modules it matches give", here.rules.by_module, boundaries.seen),
+        ("remat", "make again what is in the modules it matches", here.rules.remat, inner),
     ):
-        for rule in (rule for rule in rules if not any(map(rule.fires, boundaries.seen))):
+        for rule in (rule for rule in rules if not any(map(rule.fires, seen))):
             raise problem(
                 f"{kind} rule `{rule.key}`",
                 asked,
-                f"it matches none of the {len(boundaries.seen)} modules that the loss function called",
-                near_or(rule.key, boundaries.seen, "write a pattern that matches a module's whole path"),
+                f"it matches none of the {len(seen)} modules that the loss function called",
+                near_or(rule.key, seen, "write a pattern that matches a module's whole path"),
             )
 
 
@@ -151,7 +152,7 @@ def recomputing(path: str) -> tuple[Any, contextlib.AbstractContextManager[None]
     """
     boundaries, here = current().boundaries, ambient()
     if boundaries is None or boundaries.policy is None or here is None or path in boundaries.recomputed | {""}:
-        return None  # nor is the model itself made again: that would keep no less
+        return None
     rule = next((rule for rule in reversed(here.rules.remat) if rule.fires(path)), None)
     if rule is None or rule.value is None:
         return None

@@ -27,6 +27,7 @@ from meshpar.sharding.types import (
     Leaf,
     Names,
     PyTree,
+    check_takes,
     leaf_of,
     near,
     near_or,
@@ -147,6 +148,7 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
             "give a function that makes it: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))",
         )
 
+    check_takes("from_nnx", build, ("an nnx.Rngs",), "mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))")
     module = _Nnx(build)
     return Model(
         kind="nnx",
@@ -171,7 +173,10 @@ class _Nnx:
 
         # NNX would place annotated arrays on the mesh of the context; here the mesh is not known yet.
         with nnx.use_eager_sharding(False):
-            return self._build(nnx.Rngs(rngs))
+            made = self._build(nnx.Rngs(rngs))
+        if made is None:
+            raise problem("from_nnx", "train what the function makes", "it gives None", "return the module from it")
+        return made
 
     @functools.cached_property
     def _structure(self) -> Any:
@@ -287,8 +292,40 @@ def _holding(cls: Any, path: str) -> Any:
 
         return held
 
-    methods = {name: holding(getattr(cls, name)) for name in _handing_on(cls)}
+    return _with_methods(cls, {name: holding(getattr(cls, name)) for name in _handing_on(cls)})
+
+
+def _with_methods(cls: Any, methods: Mapping[str, Any]) -> Any:
+    """A class of the same name, some of its methods others."""
     return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods})
+
+
+def calling(bound: Any, through: Callable[..., Any]) -> Any:
+    """What `Model.bind` gave, fresh, called by `through(call, *args, **kwargs)`: an NNX module by each of its methods,
+    and so are the modules in it."""
+    if isinstance(bound, functools.partial):
+        return functools.partial(through, bound)
+    parts = [bound]
+    if not isinstance(bound, BoundLinen | _WithState):
+        from flax import nnx
+
+        parts = [part for _, part in nnx.iter_modules(bound)]
+    for part in parts:
+        object.__setattr__(part, "__class__", _calling(part.__class__, through))
+    return bound
+
+
+@functools.lru_cache(maxsize=256)
+def _calling(cls: Any, through: Callable[..., Any]) -> Any:
+    def around(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return through(functools.partial(method, self), *args, **kwargs)
+
+        return called
+
+    names = ["__call__"] if issubclass(cls, BoundLinen | _WithState) else _handing_on(cls)
+    return _with_methods(cls, {name: around(getattr(cls, name)) for name in names})
 
 
 def _split(module: Any) -> Variables:

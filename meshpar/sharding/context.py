@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshpar.sharding.lay import abstract_of, lay
 from meshpar.sharding.mesh import with_auto_axes
@@ -73,7 +73,7 @@ def use(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
     if not isinstance(rules, Rules):
         raise problem("use(mesh, rules)", f"put {rules!r} in force", "it is no Strategy and no Rules", "use mp.fsdp()")
     ambient = Ambient(with_auto_axes("use(mesh, rules)", mesh), rules, params)
-    with within(ambient=ambient):
+    with within(ambient=ambient), in_place_of_others(ambient.mesh):
         yield ambient
 
 
@@ -89,17 +89,29 @@ def apart() -> Iterator[None]:
     """Put aside the mesh of jax's own context (`jax.set_mesh`, `jax.sharding.use_abstract_mesh`).
 
     A mesh is an argument here, so every public function does the same in any context. Around a model `tracing` enters
-    the argument. A trace of the user's own around a function of ours keeps its context.
+    the argument.
     """
     if jax.sharding.get_abstract_mesh().empty:
         yield
         return
+    aside: contextlib.AbstractContextManager[Any]
     try:
         aside = jax.set_mesh(None)  # type: ignore[arg-type]
-    except ValueError:  # jax lets nothing be set while it traces
-        yield
-        return
+    except ValueError:  # jax sets no devices while it traces
+        aside = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with aside:
+        yield
+
+
+@contextlib.contextmanager
+def in_place_of_others(mesh: AnyMesh) -> Iterator[None]:
+    """Where jax's own context holds another mesh, or this one's axes of another type: put this one in its place.
+
+    Not inside a `shard_map`, whose axes are in that context.
+    """
+    here, own = jax.sharding.get_abstract_mesh(), abstract_of(mesh)
+    is_other = not (here.empty or here.manual_axes or here == own)
+    with jax.sharding.use_abstract_mesh(own) if is_other else contextlib.nullcontext():
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import numbers
 from collections.abc import Iterable
@@ -55,3 +56,14 @@ def near_or(word: str, options: Iterable[str], otherwise: str) -> str:
     """What to do about a string that is not among the options: the near ones first, or else another way out."""
     hint = near(word, options)
     return f"{hint} If not, {otherwise}" if hint.endswith("?") else f"{otherwise} ({hint})"
+
+
+def check_takes(where: str, f: Any, arguments: tuple[str, ...], fix: str) -> None:
+    """Raises `ValueError` for a function that does not take so many arguments, as its signature says."""
+    try:
+        inspect.signature(f).bind(*arguments)
+    except ValueError:  # a function of C has none
+        return
+    except TypeError as error:
+        asked = f"call {getattr(f, '__name__', f)} with {', '.join(arguments)}"
+        raise problem(where, asked, f"that does not go: {error}", f"write {fix}") from None

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.sharding.errors import MeshparError as MeshparError
 from meshpar.sharding.errors import check_count as check_count
+from meshpar.sharding.errors import check_takes as check_takes
 from meshpar.sharding.errors import is_whole as is_whole
 from meshpar.sharding.errors import near as near
 from meshpar.sharding.errors import near_or as near_or

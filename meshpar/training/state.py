@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.sharding.adapters import OVERWRITTEN, Model, key_data_like
-from meshpar.sharding.context import apart, tracing
-from meshpar.sharding.lay import with_auto_types, without_types
+from meshpar.sharding.adapters import OVERWRITTEN, Model, calling, key_data_like
+from meshpar.sharding.context import apart, in_place_of_others, tracing
+from meshpar.sharding.lay import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
@@ -167,6 +168,22 @@ class Setup:
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, self.shardings
         )
 
+    def called(self, f: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
+        """What a bound model gives, in any context of jax's."""
+        is_typed_here = is_typed(self.given_mesh) and jax.sharding.get_abstract_mesh() == abstract_of(self.given_mesh)
+        with in_place_of_others(self.mesh):
+            args, kwargs = with_auto_types((args, kwargs))
+            out = f(*args, **kwargs)
+        count = math.prod(self.sizes[axis] for axis in self.batch_axes)
+
+        def typed(x: Any) -> Any:
+            if not isinstance(x, jax.Array):
+                return x
+            rows = self.batch_axes if x.ndim and x.shape[0] % count == 0 else None
+            return jax.sharding.reshard(x, NamedSharding(self.given_mesh, PartitionSpec(*[rows] * (x.ndim > 0))))
+
+        return jax.tree.map(typed, out) if is_typed_here else out
+
     @apart()
     def init(self, key: jax.Array | int) -> TrainState:
         """Make the state; every array is born in its shards."""
@@ -246,8 +263,13 @@ class TrainState:
         return self.table.totals.num_params
 
     def bound(self) -> Any:
-        """The model with these parameters, as a loss function is given it."""
-        return self.setup.model.bind(*with_auto_types((self.params, self.extra)))
+        """The model with these parameters, as a loss function is given it.
+
+        Where jax's own context holds a mesh, it is called on Auto axes of the state's. What it gives has the types of
+        the mesh as given, if that is the context's and has any, and lies as the batch where its rows divide.
+        """
+        bound = self.setup.model.bind(*with_auto_types((self.params, self.extra)))
+        return bound if jax.sharding.get_abstract_mesh().empty else calling(bound, self.setup.called)
 
 
 def make_setup(
@@ -306,15 +328,15 @@ def init_state(
     Raises:
       ValueError: as in `shardings`; or an abstract mesh.
     """
-    if not isinstance(mesh, Mesh):
-        raise problem(
-            "init_state",
-            "make arrays",
-            "the mesh is abstract: it has no devices",
-            "use MeshSpec.build(), or abstract_state",
-        )
+    _check_devices("init_state", mesh)
     setup = make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision, trainable=trainable)
     return setup.init(key)
+
+
+def _check_devices(where: str, mesh: AnyMesh) -> None:
+    if not isinstance(mesh, Mesh):
+        exists, fix = "the mesh is abstract: it has no devices", "use MeshSpec.build(), or abstract_state"
+        raise problem(where, "make arrays", exists, fix)
 
 
 @apart()
@@ -328,7 +350,7 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
 
     Raises:
       ValueError: a parameter that is missing or unknown, has another shape, is no number where the state's is one, is
-        infinite or not a number, or larger than the state's dtype holds.
+        infinite or not a number, or larger than the state's dtype holds; a state without arrays.
 
     Example:
       >>> state = load_params(state, {**state.params, "head": new_head})  # the others as they are
@@ -337,6 +359,7 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
         exists = f"its first argument is a {type(state).__name__}"
         raise problem("load_params", "put weights in", exists, "give it the state of mp.init_state(...)")
     setup = state.setup
+    _check_devices("load_params", setup.given_mesh)
     params = params.to_pure_dict() if hasattr(params, "to_pure_dict") else params
     given = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: x is None)}
     known = {decision.path: decision for decision in setup.table.params}

@@ -33,6 +33,7 @@ from meshpar.sharding.types import (
     MeshparError,
     PyTree,
     axes_of_spec,
+    check_takes,
     is_spec,
     near_or,
     problem,
@@ -143,6 +144,7 @@ class TrainStep(_Program):
 
     def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         _check_params_dtype(setup, self.options.precision)
+        _check_slopes(setup)
         _check_prefetch(setup, self.options)
         _check_explicit(setup, self.options)
         _check_overwritten(setup, self.options)
@@ -225,6 +227,7 @@ def train_step(
     Raises:
       ValueError: an option that does not exist; when called, a batch that does not divide.
     """
+    _check_loss("train_step", loss_fn)
     options = StepOptions(
         accumulate=accumulate,
         accumulate_mode=accumulate_mode,
@@ -270,6 +273,7 @@ def eval_step(loss_fn: LossFn, *, precision: Precision | None = None, xla: Optio
       loss_fn: as for `train_step`. What the forward pass changes in the model is thrown away.
       precision, xla: as for `train_step`.
     """
+    _check_loss("eval_step", loss_fn)
     options: Options = {} if xla is None else xla
     check_kind(options)
     return EvalStep(loss_fn, precision or Precision(), options)
@@ -413,6 +417,23 @@ def _check_params_dtype(setup: Setup, precision: Precision) -> None:
             )
 
 
+def _check_loss(where: str, loss_fn: Any) -> None:
+    fix = f"mp.{where}(lambda model, batch, key: (loss, metrics)), metrics a dict"
+    check_takes(where, loss_fn, ("model", "batch", "key"), fix)
+
+
+def _check_slopes(setup: Setup) -> None:
+    for leaf in (decision.leaf for decision in setup.table.params):
+        if leaf.is_trained and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise problem(
+                f"train_step, parameter `{leaf.path}`",
+                "take its gradient",
+                f"it is {leaf.dtype.name}: whole numbers have none",
+                "freeze it by init_state(trainable=...), or keep it as what is no parameter (an nnx.Variable, a Linen "
+                "collection, from_functions(keeps_state=True))",
+            )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
 # ---------------------------------------------------------------------------------------------------------------------
@@ -439,6 +460,9 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
             )
         value, metrics = out
         check_numbers({"loss": value, **metrics})
+        if trains and not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            exists = f"it is {jnp.result_type(value).name}, which has no gradient"
+            raise problem("loss function, its loss", "differentiate it", exists, "give a mean, in a floating dtype")
         if trains and reports.loss is not None:
             value = value + reports.loss.astype(value.dtype)
         after = setup.model.collect(model)
@@ -571,6 +595,12 @@ def _check_extra(before: PyTree, after: PyTree) -> None:
             f"it is there only {'after' if path in paths[1] else 'before'} the forward pass",
             "return it from the loss function as a metric, or make it with the model (NNX's `sow` makes it on the way)",
         )
+    for (path, old), new in zip(tree_leaves_with_paths(before), jax.tree.leaves(after), strict=True):
+        shapes, dtypes = [jnp.shape(x) for x in (old, new)], [jnp.result_type(x) for x in (old, new)]
+        if shapes[0] != shapes[1] or (dtypes[0] != dtypes[1] and jnp.promote_types(*dtypes) != dtypes[0]):
+            was, now = (f"{dtype.name}{list(shape)}" for dtype, shape in zip(dtypes, shapes, strict=True))
+            exists, fix = f"it is {was} before the forward pass and {now} after it", "give it back as it came in"
+            raise problem(f"`{path}` of the model", "be carried from step to step", exists, fix)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

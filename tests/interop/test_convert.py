@@ -144,7 +144,7 @@ def small_folder(path: Path) -> Path:
 
 
 @pytest.mark.matrix
-def test_training_begins_with_the_folder_and_goes_home(tmp_path):
+def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
     source = small_folder(tmp_path / "source")
     recipe = load_recipe(RECIPE, devices=2).override(
         "steps=1", "data.seq_len=16", "data.max_bytes=60000", "data.valid_fraction=0.2", "data.valid_batches=1",
@@ -181,6 +181,13 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path):
     for path, x in tree_leaves_with_paths(before.params):  # averages that next to nothing moves
         np.testing.assert_allclose(x, dict(tree_leaves_with_paths(after.params))[path], atol=1e-6, err_msg=path)
     assert averages.summary["validation"]["loss"] == pytest.approx(outcome.summary["validation"]["loss"], rel=1e-5)
+    capsys.readouterr()
+    texts = []
+    for folder in (source, averages.folder):
+        args = ("--prompt", "def f", "--tokens", "16", "--temperature", "0", "--tokenizer", "bytes", "--devices", "2")
+        run("generate", str(folder), *args, "--json")
+        texts.append(json.loads(capsys.readouterr().out))
+    assert texts[0] == texts[1], "continued by the averages"
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,9 @@ def _state(model, strategy=FSDP, mesh=None):
     return mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
 
 
-def _abstract(model, strategy):
-    return mp.abstract_state(model, optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=-1).build(), strategy=strategy)
+def _abstract(model, strategy=FSDP, mesh=None):
+    mesh = mp.MeshSpec(fsdp=-1).build() if mesh is None else mesh
+    return mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy)
 
 
 def _specs(state, loss=_loss, **options) -> list[P]:
@@ -149,8 +150,7 @@ def test_rules_lay_out_what_named_modules_give(kind):
     strategy = FSDP | mp.custom(
         params=mp.Rules(), grads=mp.Rules(), optimizer=mp.Rules(), activations=mp.Rules(act_mlp="tensor")
     )
-    state = _state(MODELS[kind](), strategy | rules, mesh)
-    specs = _specs(state)
+    specs = _specs(_abstract(MODELS[kind](), strategy | rules, mesh))
     rows = ("data", "fsdp", "expert")
     assert specs.count(P(rows, None, "tensor")) == 2 * 2, "two modules, forward and backward"
     assert specs.count(P(rows, None, None)) >= 2 * 4 - 1
@@ -173,7 +173,7 @@ def test_a_model_that_names_parameters_alone_has_its_activations_held_too():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        specs = _specs(_state(mp.from_nnx(Named), mp.fsdp()))
+        specs = _specs(_abstract(mp.from_nnx(Named), mp.fsdp()))
     assert len(specs) >= 3, "of two modules and three methods"
     assert set(specs) == {P(("data", "fsdp", "expert"), None, None)}
 
@@ -184,7 +184,7 @@ def test_an_activation_rule_that_fits_nothing_is_an_error():
         ({"block0/up": ("batch", None)}, "`block0/up` at module.*arrays of 3 dims.*narrow"),
         ({"out": ("batch", "seqq", None)}, "`seqq`"),
     ):
-        state = _state(MODELS["nnx"](), FSDP | mp.Rules(activations=given))
+        state = _abstract(MODELS["nnx"](), FSDP | mp.Rules(activations=given))
         with pytest.raises(mp.MeshparError, match=match):
             mp.train_step(_loss).trace(state, X)
     for given, match in (({"out": "batch"}, "one name or None for each dim"), ({"(": None}, "no regular expression"),
@@ -204,11 +204,11 @@ def test_a_model_of_functions_without_names_is_told():
         return mp.constrain(jnp.tanh(x @ params["up"]), "batch", None, "act_mlp") @ params["up"].T
 
     with pytest.warns(UserWarning, match=r"1 parameters .`up`, .* split over `fsdp`.*mp.constrain"):
-        mp.train_step(_loss).trace(_state(mp.from_functions(init, free)), X)
-    mp.train_step(_loss).trace(_state(mp.from_functions(init, held)), X)
+        mp.train_step(_loss).trace(_abstract(mp.from_functions(init, free)), X)
+    mp.train_step(_loss).trace(_abstract(mp.from_functions(init, held)), X)
     once = mp.train_step(_loss, accumulate=2, accumulate_mode="once")
-    once.trace(_state(mp.from_functions(init, free)), X)
-    mp.train_step(_loss).trace(_state(mp.from_functions(init, free), mp.ddp(), mp.MeshSpec(data=-1).build()), X)
+    once.trace(_abstract(mp.from_functions(init, free)), X)
+    mp.train_step(_loss).trace(_abstract(mp.from_functions(init, free), mp.ddp(), mp.MeshSpec(data=-1).build()), X)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_logical_constraints_of_flax_are_honoured(names, rules, spec):
     mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
     model = mp.from_linen(Says(names), jax.ShapeDtypeStruct(X.shape, X.dtype))
     with contextlib.nullcontext() if rules is None else nn.logical_axis_rules(rules):
-        state = _state(model, mp.fsdp() | mp.tensor_parallel(), mesh)
+        state = _abstract(model, mp.fsdp() | mp.tensor_parallel(), mesh)
         if isinstance(spec, str):
             with pytest.raises(mp.MeshparError, match=spec):
                 _specs(state)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import jax
@@ -494,6 +495,11 @@ def test_functions_that_keep_state(mesh):
     assert int(state.extra["calls"]) == 6
     with pytest.raises(mp.MeshparError, match=r"`init`.*give \(params, state\).*dict"):
         mp.from_functions(lambda key: {"w": key}, apply, keeps_state=True).abstract()
+    for calls, told in ((np.zeros(3, np.int32), r"int32\[\] before.*int32\[3\] after"), (0.5, "float32")):
+        wrong = dataclasses.replace(model, collect=lambda bound, calls=calls: {"calls": jnp.asarray(calls)})
+        state = mp.abstract_state(wrong, optax.sgd(0.1), mesh=mesh, strategy=mp.ddp())
+        with pytest.raises(mp.MeshparError, match=f"`calls` of the model.*{told}.*as it came in"):
+            mp.train_step(_square).trace(state, np.ones((16, 4), np.float32))
 
 
 def test_another_default_implementation_of_random_keys(mesh):

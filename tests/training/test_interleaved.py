@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import meshpar as mp
 from meshpar.models import TransformerConfig
 from meshpar.parallel import parse_strategy
 from meshpar.sharding.activations import held_between_modules
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.types import MeshparError, tree_leaves_with_paths
 from meshpar.training.interleaved import joined, slices
 from meshpar.training.precision import Precision, numerics
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, train
@@ -29,6 +30,7 @@ CASES = {
     "ahead": (mp.MeshSpec(fsdp=4, tensor=2), parse_strategy(AHEAD), {"remat": "full"}),
     "once": (mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp(), {"accumulate": 2, "accumulate_mode": "once"}),
     "ring": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), {}),
+    "explicit": (mp.MeshSpec(fsdp=4, tensor=2, axis_types="explicit"), parse_strategy(AHEAD), {"remat": "full"}),
 }
 
 
@@ -42,6 +44,26 @@ def test_five_steps_are_those_of_whole_rows(framework, case):
         found = dense.five_steps(framework, "float64", spec, strategy, {**options, "interleave": 2}, expected.start)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
     assert_same(found.params, expected.params, atol=1e-9)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("case", ["ahead", "once", "explicit"])
+def test_frozen_leaves_stay_and_the_others_go_as_with_whole_rows(framework, case):
+    spec, strategy, options = CASES[case]
+    frozen = {"trainable": r"layers/(attention|mlp/down)/.*"}
+    with jax.enable_x64(True):
+        expected = dense.five_steps(framework, "float64", mp.MeshSpec(), mp.ddp(), frozen)
+        options = {**options, **frozen, "interleave": 2}
+        found = dense.five_steps(framework, "float64", spec, strategy, options, expected.start)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
+    np.testing.assert_allclose(
+        [one["grad_norm"] for one in found.metrics], [one["grad_norm"] for one in expected.metrics], rtol=1e-9
+    )
+    assert_same(found.params, expected.params, atol=1e-9)
+    start = dict(tree_leaves_with_paths(found.start.params))
+    changed = {path for path, x in found.params.items() if (x != start[path]).any()}
+    assert changed == {path for path in start if re.fullmatch(frozen["trainable"], path)} != set()
 
 
 @pytest.mark.matrix

@@ -108,12 +108,41 @@ def test_stages_make_modules_again_by_path(framework):
     assert held[1] < held[0], "what a stage keeps of a microbatch, from its F to its B"
 
 
+ODD = (
+    {".*": "full"},
+    {"layers": "full"},
+    {".*norm": "full"},
+    {"layers/mlp/.*": "dots"},
+    {".*": "full", "layers/.*": None},
+    {"layers/attention": "dots", "layers/mlp": "save:gate"},
+)
+"""The model and all in it; the stack itself; modules in stages and behind them; one that makes again only what others
+leave; two policies."""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_stages_make_again_by_patterns_that_reach_beyond_a_stage(framework):
+    expected = steps(None, framework)
+    model = config().build()
+    if framework == "linen":
+        model = mp.from_linen(LinenTransformer(config()), jax.ShapeDtypeStruct((16, 8), np.int32))
+    for by_path in ODD:
+        mesh, strategy = staged(mp.Rules(remat=by_path))
+        found = train(model, token_batches(16, 8, 2), mesh, strategy, start=expected.start)
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5, err_msg=str(by_path))
+        assert_same(found.params, expected.params, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("by_path", "remat", "told"),
     [
         ({}, "offload:attention", "keep a microbatch's activations on the host"),
         ({"layers/mlp": "offload:gate"}, None, "`layers/mlp` under .*activations on the host"),
         ({"layers/mpl": "full"}, None, "`layers/mpl`.*none of the .* modules.*`layers/mlp`"),
+        pytest.param({"": "full"}, None, "remat rule ``.*none of the .* modules", marks=pytest.mark.matrix),
+        pytest.param({"layers/0/mlp": "full"}, None, "`layers/0/mlp`.*`layers/mlp`", marks=pytest.mark.matrix),
+        pytest.param({"layers/mlp": "save:nothing"}, None, "`nothing`.*`gate`, `up`", marks=pytest.mark.matrix),
     ],
 )
 def test_what_stages_cannot_make_again_is_told(by_path, remat, told):

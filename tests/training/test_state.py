@@ -157,6 +157,8 @@ def test_an_abstract_mesh_can_be_planned_on_but_not_filled():
     strategy = mp.fsdp() | mp.tensor_parallel()
     state = mp.abstract_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=strategy)
     assert state.params["up"].sharding.shard_shape(state.params["up"].shape) == (LAYERS, EMBED // 64, MLP // 8)
+    with pytest.raises(mp.MeshparError, match="load_params: asked to make arrays, but the mesh is abstract"):
+        mp.load_params(state, {})
     with pytest.raises(mp.MeshparError, match="abstract"):
         mp.init_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=strategy, key=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -487,3 +488,11 @@ def test_what_cannot_be_frozen_is_an_error():
                              (lambda path: "yes", "of `base` it says 'yes', no truth.*return True")):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):
             mp.init_state(_adapted(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), key=0, trainable=trainable)
+    counts = mp.from_functions(lambda key: {"w": jnp.ones((16, 8)), "n": jnp.ones((16, 8), jnp.int8)}, jnp.add)
+    for trainable, told in ((None, "parameter `n`.*it is int8.*freeze it by"), ("w", None)):
+        state = mp.abstract_state(counts, optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), trainable=trainable)
+        step = mp.train_step(lambda model, x, key: (model.args[0]["w"].sum(), {}))
+        with pytest.raises(mp.MeshparError, match=told) if told else contextlib.nullcontext():
+            step.trace(state, np.ones((8, 2), np.float32))
+    with pytest.raises(mp.MeshparError, match="its loss: asked to differentiate it, but it is int32"):
+        mp.train_step(lambda model, x, key: (jnp.int32(1), {})).trace(state, np.ones((8, 2), np.float32))
