@@ -50,7 +50,7 @@ _HALF_WRITTEN = ".orbax-checkpoint-tmp"
 """What orbax puts behind a step's name while it is written."""
 _SPREAD_FROM = 1 << 20
 """Bytes of a replica's part from which processes share writing a replicated array. Training waits for the slices, and
-small ones cost more than they save."""
+small ones cost more than they save. An array of which no dim divides by the replicas is written by one process."""
 _WAIT_S = 0.25
 _MOST_WAITS = 40
 
