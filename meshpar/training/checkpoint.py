@@ -232,7 +232,7 @@ class Checkpoints:
             manager.save(step, args=args.Composite(state=args.PyTreeSave(stored), run=args.JsonSave(run)), force=True)
 
     def _check_room(self, step: int) -> None:
-        """In every process alike: where a write fails in one of a pod, the others wait for its part, and all end."""
+        """In every process alike: where a write fails in one of a pod, the others wait ten minutes for its part."""
         steps = _as_process_0_sees(self.steps())
         if not steps or "://" in str(self.folder):
             return  # nobody knows how much the first takes
