@@ -292,6 +292,8 @@ def train(
         result = loop.fit(mp.train_step(loss), state, batches, steps=steps, hooks=hooks, tokens_per_step=8)
     found = {"step": result.step, "reason": result.reason}
     Path(f"{folder}/result-{jax.process_index()}.json").write_text(json.dumps(found))
+    if pod is not None:  # as jax does when a process ends; without it the last to leave aborts
+        jax.distributed.shutdown()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,10 @@ def checkpoint() -> None:
 @output_options
 def ls(run: str, as_json: bool) -> None:
     """The complete checkpoints of a run, oldest first, with their bytes on disk."""
+    from meshpar.training.checkpoint import bytes_of
+
     folder, steps = _found(run)
-    rows = tuple({"step": step, "bytes": f"{_bytes(folder / str(step)):,}"} for step in steps)
+    rows = tuple({"step": step, "bytes": f"{bytes_of(folder / str(step)):,}"} for step in steps)
     print_report(Table(title=str(folder), rows=rows), as_json=as_json)
 
 
@@ -165,7 +166,3 @@ def _chosen(run: str, step: int | None) -> tuple[Path, int]:
     if step is not None and step not in steps:
         raise problem(f"run {run}", f"look at step {step}", f"there are steps {steps}", "ask for one of them")
     return folder, steps[-1] if step is None else step
-
-
-def _bytes(folder: Path) -> int:
-    return sum(os.lstat(os.path.join(root, name)).st_size for root, _, names in os.walk(folder) for name in names)

@@ -548,12 +548,22 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Exits 0, 2 for a mistake of the user's, 128 and the signal's number (130 for Ctrl-C) when it was interrupted.
     """
+    _open_what_is_closed()
     watch = interrupts.Watch(command=True) if threading.current_thread() is threading.main_thread() else None
     try:
         _run(sys.argv[1:] if args is None else list(args))
     finally:
         if watch is not None and args is not None:  # else the process ends here, and is watched to its end
             watch.close()
+
+
+def _open_what_is_closed() -> None:
+    """Standard streams that who started the command has closed lead nowhere; any other file would take their number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115 - for as long as the process
 
 
 def _run(args: Sequence[str]) -> None:

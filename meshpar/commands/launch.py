@@ -282,10 +282,18 @@ def _read(launcher: _Launcher, env: Env) -> Launch:
 def _local_place(launcher: _Launcher, env: Env) -> tuple[int | None, int | None]:
     """This process's number on its node and how many the node has, each None when unknown."""
     rank = _integer(env, launcher.local_rank) if _value(env, launcher.local_rank) else None
+    size = _integer(env, launcher.local_size) if _value(env, launcher.local_size) else None
     if launcher.source == "slurm":
         node = _integer(env, "SLURM_NODEID") if _value(env, "SLURM_NODEID") else 0
-        return rank, _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), node)
-    return rank, _integer(env, launcher.local_size) if _value(env, launcher.local_size) else None
+        size = _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), node)
+    if rank is not None and (rank < 0 or (size is not None and rank >= size)):
+        raise LaunchError(
+            f"the environment ({launcher.source})",
+            f"be process {rank} of this node ({launcher.local_rank})",
+            "they are numbered from 0" + ("" if size is None else f", and this node has {size}"),
+            f"set it from the same launcher as the others, or unset {launcher.local_rank}",
+        )
+    return rank, size
 
 
 def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | None:
@@ -302,7 +310,7 @@ def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | N
     if launcher.source == "slurm":
         # Not left to jax, which then takes the GPU numbered like the task even where one task has the node to itself.
         job = sum(_integer(env, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if _value(env, name))
-        return f"{_first_host(env['SLURM_STEP_NODELIST'])}:{_port_of(job)}"
+        return _with_port(_first_host(env["SLURM_STEP_NODELIST"]), str(_port_of(job)))
     if on_one_node:
         return f"127.0.0.1:{_port_of(zlib.crc32(_value(env, 'PMIX_NAMESPACE', 'OMPI_MCA_ess_base_jobid').encode()))}"
     return None
@@ -322,6 +330,9 @@ def _with_port(address: str, port: str) -> str:
     if not (number.isascii() and number.isdigit() and len(number) < 6 and 0 < int(number) < 65536):
         fix = "give one from 1 to 65535, as HOST:8476"
         raise LaunchError("the environment", f"reach process 0 at {full}", f"{number!r} is no port", fix)
+    if not re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s/\[\]:]+", full.rpartition(":")[0]):
+        fix = "give its name or its number, as HOST:8476"
+        raise LaunchError("the environment", f"reach process 0 at {full}", "that names no host", fix)
     return full
 
 
@@ -343,10 +354,12 @@ def _tasks_on_node(tasks_per_node: str, node: int) -> int | None:
 def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> tuple[int, ...] | None:
     """The GPUs of the node that are this process's own, counted among those it sees; None for all of them."""
     if chosen := _value(env, "JAX_LOCAL_DEVICE_IDS"):
-        if not re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", chosen):
+        are_numbers = re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", chosen)
+        ids = tuple(int(i) for i in chosen.split(",")) if are_numbers else ()
+        if not ids or len(set(ids)) < len(ids):
             fix = "write it like JAX_LOCAL_DEVICE_IDS=0,1"
             raise LaunchError("the environment", "read JAX_LOCAL_DEVICE_IDS as numbers", f"it is {chosen!r}", fix)
-        return tuple(int(i) for i in chosen.split(","))
+        return ids
     if local_rank is None or local_size == 1:
         return None
     visible = _visible_gpus(env)
@@ -371,7 +384,7 @@ def _visible_gpus(env: Env) -> int | None:
         if name in env:
             return len([i for i in env[name].split(",") if i.strip() not in ("", "-1")])
     on_node = _value(env, "SLURM_GPUS_ON_NODE")
-    return int(on_node) if on_node.isdigit() else None
+    return int(on_node) if on_node.isdecimal() else None
 
 
 def _detection_method(launch: Launch, env: Env) -> str | None:

@@ -53,7 +53,7 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
         code = here.most(here.another("end"), code)  # all end as one does
     except Exception as error:
         _end(watch, error)
-    watch.done()
+    watch.done(code)
     if code:
         sys.exit(code)
 

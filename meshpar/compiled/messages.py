@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import IO
+from typing import Any
 
 from meshpar.compiled import scopes
+from meshpar.training import interrupts
 
 _WARNING = re.compile(
     r"^[WE][0-9]{4} [0-9:.]+ +[0-9]+ ([\w.\-/]+:[0-9]+)\] (.*)$|^[0-9\- :.]+: [WE] (\S+:[0-9]+)\] (.*)$"
@@ -22,7 +23,7 @@ _REMATERIALIZATION = re.compile(
     r"(?:efficiently|without).*?for HLO operation:? (?P<operation>.*)",
     re.IGNORECASE,
 )
-_TOLD_AT_ITS_END = 'read -r ended || { cat "$0"; rm -f "$0"; }'
+_TOLD_AT_ITS_END = "read -r ended || cat <&2"
 """Of a shell whose input is a pipe from the process: a line when it goes on, nothing when it has ended."""
 _OP_NAME = re.compile(r"op_name=\"([^\"]*)\"")
 
@@ -58,32 +59,57 @@ def catch_stderr() -> Iterator[Caught]:
     caught = Caught()
     sys.stderr.flush()
     saved = os.dup(2)
-    with (
-        tempfile.NamedTemporaryFile() as file,
-        subprocess.Popen(
-            ["sh", "-c", _TOLD_AT_ITS_END, file.name], stdin=subprocess.PIPE, stdout=2, process_group=0
-        ) as heir,
-    ):
-        os.dup2(file.fileno(), 2)
-        try:
-            yield caught
-        except BaseException:
-            _restore(saved, file, caught)
-            os.write(2, caught.text.encode())
-            raise
-        else:
-            _restore(saved, file, caught)
-        finally:
+    writing, reading = _unnamed_file()
+    heir = _heir(reading)
+    try:
+        os.dup2(writing, 2)
+        yield caught
+    except BaseException:
+        caught.text = _given_back(saved, reading)
+        os.write(2, caught.text.encode())
+        raise
+    else:
+        caught.text = _given_back(saved, reading)
+    finally:
+        for number in (saved, writing, reading):
+            os.close(number)
+        if heir is not None:
             with contextlib.suppress(BrokenPipeError):
                 heir.communicate(b"\n")
+            interrupts.heirs.discard(heir.kill)
 
 
-def _restore(saved: int, file: IO[bytes], caught: Caught) -> None:
-    sys.stderr.flush()
+def _unnamed_file() -> tuple[int, int]:
+    """A file that ends with who has it open: to write, and to read from its start. In memory where that can be.
+
+    No folder needs to be writable, or to have room.
+    """
+    if hasattr(os, "memfd_create"):
+        writing = os.memfd_create("stderr")
+        return writing, os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC)
+    writing, path = tempfile.mkstemp()
+    reading = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    os.unlink(path)
+    return writing, reading
+
+
+def _heir(reading: int) -> subprocess.Popen[bytes] | None:
+    """The shell; None where there is none, or no process may be started: then what is caught ends with this one."""
+    try:
+        # In a group of its own: a terminal's Ctrl-C is not for it.
+        how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": 2, "stderr": reading, "process_group": 0}
+        heir = subprocess.Popen(["sh", "-c", _TOLD_AT_ITS_END], **how)
+    except OSError:
+        return None
+    interrupts.heirs.add(heir.kill)
+    return heir
+
+
+def _given_back(saved: int, reading: int) -> str:
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     os.dup2(saved, 2)
-    os.close(saved)
-    file.seek(0)
-    caught.text = file.read().decode(errors="replace")
+    return os.pread(reading, os.fstat(reading).st_size, 0).decode(errors="replace")
 
 
 def warnings_in(text: str) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 import types
 import warnings
@@ -37,7 +38,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.sharding.context import apart
-from meshpar.sharding.types import PyTree, check_count, path_str, problem
+from meshpar.sharding.types import MeshparError, PyTree, check_count, path_str, problem
 from meshpar.training.ema import averages_of
 from meshpar.training.state import Setup, TrainState
 
@@ -50,7 +51,7 @@ _HALF_WRITTEN = ".orbax-checkpoint-tmp"
 """What orbax puts behind a step's name while it is written."""
 _SPREAD_FROM = 1 << 20
 """Bytes of a replica's part from which processes share writing a replicated array. Training waits for the slices, and
-small ones cost more than they save."""
+small ones cost more than they save. An array of which no dim divides by the replicas is written by one process."""
 _WAIT_S = 0.25
 _MOST_WAITS = 40
 
@@ -113,6 +114,7 @@ class Checkpoints:
           False when this object has just written or restored that very step, so that nothing is left to do.
 
         Raises:
+          NoRoomError: the disk has less room than the newest takes; nothing was begun.
           ValueError: it cannot be written, or the one before it could not be.
         """
         step = int(state.step)
@@ -224,8 +226,26 @@ class Checkpoints:
         if self._failed:
             self._clear_failed()
         with self._explained(f"save step {step}"):
-            self._opened().save(
-                step, args=args.Composite(state=args.PyTreeSave(stored), run=args.JsonSave(run)), force=True
+            manager = self._opened()
+        self._check_room(step)  # now that what was half written is gone
+        with self._explained(f"save step {step}"):
+            manager.save(step, args=args.Composite(state=args.PyTreeSave(stored), run=args.JsonSave(run)), force=True)
+
+    def _check_room(self, step: int) -> None:
+        """In every process alike: where a write fails in one of a pod, the others wait ten minutes for its part."""
+        steps = _as_process_0_sees(self.steps())
+        if not steps or "://" in str(self.folder):
+            return  # nobody knows how much the first takes
+        needed = free = 0
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                needed, free = bytes_of(self.folder / str(steps[-1])), shutil.disk_usage(self.folder).free
+        if _as_process_0_sees([int(needed > free)]) == [1]:
+            raise NoRoomError(
+                f"checkpoints in {self.folder}",
+                f"save step {step}",
+                f"no space left on the disk for one more as large as that of step {steps[-1]}",
+                "make room; what was complete before is untouched",
             )
 
     def _clear_failed(self) -> None:
@@ -376,11 +396,20 @@ class Checkpoints:
             ) from error
 
 
+class NoRoomError(MeshparError):
+    """A checkpoint was not begun, for the disk has no room for it."""
+
+
 class _DamagedError(Exception):
     """A checkpoint is not what was written."""
 
 
 # ---- Without a model -------------------------------------------------------------------------------------------------
+
+
+def bytes_of(folder: Any) -> int:
+    """Bytes of all files below a local folder."""
+    return sum(os.lstat(os.path.join(root, name)).st_size for root, _, names in os.walk(folder) for name in names)
 
 
 def read_index(folder: Any, step: int) -> dict[str, Any]:

@@ -28,6 +28,8 @@ GRACE_S = 0.5
 """Seconds after the first signal in which another counts as the same: schedulers often send two."""
 scratch: set[Path] = set()
 """Folders that are worth nothing before they are whole: removed where a signal ends the process."""
+heirs: set[Callable[[], object]] = set()
+"""Each ends a process that would speak after this one's end: called where a signal ends this one, as was asked."""
 
 
 class Watch:
@@ -114,6 +116,8 @@ class Watch:
         self._say(text)
         for folder in list(scratch):
             shutil.rmtree(folder, ignore_errors=True)
+        for end in list(heirs):
+            end()
         if self.farewell is not None:
             telling = threading.Thread(target=self.farewell, args=(number,), daemon=True)
             telling.start()

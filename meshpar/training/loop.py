@@ -31,7 +31,7 @@ import numpy as np
 from meshpar.sharding.host import check_file
 from meshpar.sharding.types import MeshparError, PyTree, check_count, problem
 from meshpar.training import interrupts, watchdog
-from meshpar.training.checkpoint import Checkpoints
+from meshpar.training.checkpoint import Checkpoints, NoRoomError
 from meshpar.training.coordination import Pod, StopAgreement, this_pod
 from meshpar.training.state import Setup, TrainState
 
@@ -441,7 +441,8 @@ class Checkpointer(Hook):
 
     All numbers up to the step that is saved are handed out first: what a checkpoint knows, metrics.jsonl holds too.
     Where a save on the way fails, for a disk that is full say, a warning tells it, the run goes on, and the last whole
-    checkpoint stays; at the end it is an error, and in a pod always: another process may wait for this one's part.
+    checkpoint stays; at the end it is an error. In a pod that holds where it is seen before the save that there is no
+    room; a write that fails is an error, as another process may wait for this one's part.
 
     Args:
       checkpoints: where to; stays open.
@@ -464,7 +465,7 @@ class Checkpointer(Hook):
             self._checkpoints.save(run.state, data_state=run.data_state())
         except MeshparError as error:  # what went wrong with the save before is told now, too
             whole = self._checkpoints.steps()
-            if jax.process_count() > 1:
+            if jax.process_count() > 1 and not isinstance(error, NoRoomError):
                 raise
             kept = f"step {whole[-1]} is the last whole checkpoint" if whole else "there is no whole checkpoint yet"
             warnings.warn(f"{error} The run goes on; {kept}.", stacklevel=2)

@@ -142,6 +142,7 @@ class Watchdog:
         self._heard_at = time.monotonic()
         self._judge = Judge(pod.num_processes, stall_s=stall_s) if pod.process_id == 0 else None
         self._code = EXIT_CODE
+        self._agreed: int | None = None
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -192,8 +193,9 @@ class Watchdog:
         self._pod.put(f"interrupted/{self._pod.process_id}", number)
         self._see_all_leave()
 
-    def done(self) -> None:
-        """The work is done: beats that stop now mean nothing."""
+    def done(self, code: int = 0) -> None:
+        """The work is done, and all have agreed on the code they end with: beats that stop now mean nothing."""
+        self._agreed = code
         self.set_busy("done")
         with contextlib.suppress(Exception):
             self._beat()
@@ -283,12 +285,16 @@ class Watchdog:
 
     def _dump_and_exit(self, text: str) -> None:
         own = self._failed is not None and self._failed["own"]  # it has said so itself
-        with contextlib.suppress(OSError):
-            if not own:
+        code = MISTAKE_CODE if own else self._code
+        if self._agreed is not None:  # the one that is lost had agreed, too: a signal ended it on its way out
+            code = self._agreed
+        elif not own:
+            with contextlib.suppress(OSError):
                 os.write(self._stderr, f"\nmeshpar: {text}\n".encode())
-                faulthandler.dump_traceback(file=self._stderr, all_threads=True)
+                if code != MISTAKE_CODE:  # which is told, and in none of this process's stacks
+                    faulthandler.dump_traceback(file=self._stderr, all_threads=True)
         sys.stdout.flush()
-        os._exit(MISTAKE_CODE if own else self._code)
+        os._exit(code)
 
 
 def is_own(error: BaseException | None) -> bool:

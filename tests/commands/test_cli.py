@@ -317,3 +317,9 @@ def test_what_xla_says_when_it_ends_the_process_is_shown():
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 1
     assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in done.stderr
+
+
+@pytest.mark.matrix
+def test_a_command_whose_standard_streams_are_closed_works():
+    command = 'exec "$0" -m meshpar.commands.cli doctor <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command, sys.executable], check=False).returncode == 0

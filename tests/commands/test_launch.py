@@ -146,9 +146,10 @@ def test_on_one_node_open_mpi_needs_no_address() -> None:
         ({"CUDA_VISIBLE_DEVICES": ""}, None),
         ({"SLURM_GPUS_ON_NODE": "8"}, (5,)),
         ({"SLURM_GPUS_ON_NODE": "16"}, (10, 11)),
+        ({"SLURM_GPUS_ON_NODE": "²"}, (5,)),
         ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(8))), "SLURM_GPUS_PER_TASK": "8"}, None),
         ({"SLURM_GPUS_ON_NODE": "16", "JAX_LOCAL_DEVICE_IDS": "0"}, (0,)),
-        ({"SLURM_STEP_TASKS_PER_NODE": "15,1", "SLURM_GPUS_ON_NODE": "8"}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "15,1", "SLURM_LOCALID": "0", "SLURM_GPUS_ON_NODE": "8"}, None),
     ],
 )
 def test_gpus_are_shared_among_the_tasks_of_a_node(extra: dict[str, str], local_device_ids: tuple | None) -> None:
@@ -207,6 +208,12 @@ def test_no_pod(env: dict[str, str]) -> None:
         ({**TORCHRUN, "RANK": "16"}, ["process 16 (RANK) of 16 (WORLD_SIZE)", "0 to 15"]),
         ({**TORCHRUN, "RANK": "three"}, ["RANK", "'three'"]),
         ({**EIGHT_A_NODE, "SLURM_GPUS_ON_NODE": "12"}, ["12 GPUs among 8 processes", "JAX_LOCAL_DEVICE_IDS"]),
+        ({**EIGHT_A_NODE, "SLURM_LOCALID": "8"}, ["process 8 of this node (SLURM_LOCALID)", "this node has 8"]),
+        ({**TORCHRUN, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, ["process 0 of this node", "this node has 0"]),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, ["process -1 of this node (LOCAL_RANK)", "numbered from 0"]),
+        ({**TORCHRUN, "MASTER_ADDR": "http://a:80/x"}, ["http://a:80/x", "names no host"]),
+        ({**SLURM, "SLURM_STEP_NODELIST": ",b"}, ["process 0 at :", "names no host"]),
+        ({**TORCHRUN, "JAX_LOCAL_DEVICE_IDS": "0,0"}, ["JAX_LOCAL_DEVICE_IDS", "'0,0'"]),
     ],
 )
 def test_half_set_and_contradictory_environments_are_refused(env: dict[str, str], words: list[str]) -> None:

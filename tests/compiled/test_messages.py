@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar.compiled.messages import catch_stderr, rematerializations, warnings_in
 from meshpar.compiled.program import compile_here
+from meshpar.training import interrupts
 
 LOG = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
@@ -89,10 +91,17 @@ def test_the_compiler_is_heard_where_the_program_was_compiled_before(tmp_path):
         compilation_cache.reset_cache()
 
 
-def test_what_is_written_to_standard_error_is_caught(capfd):
-    with catch_stderr() as caught:
-        os.write(2, b"from below\n")
+@pytest.mark.parametrize("bare", [False, True], ids=["", "no shell, and no folder to write to"])
+def test_what_is_written_to_standard_error_is_caught(capfd, monkeypatch, bare):
+    with monkeypatch.context() as changed:
+        if bare:
+            changed.setenv("PATH", "/nowhere")
+            changed.setattr(tempfile, "tempdir", "/nowhere")
+        with catch_stderr() as caught:
+            assert len(interrupts.heirs) == (0 if bare else 1)
+            os.write(2, b"from below\n")
     assert caught.text == "from below\n"
+    assert not interrupts.heirs
     os.write(2, b"after\n")
     assert capfd.readouterr().err == "after\n"
 
@@ -108,11 +117,22 @@ def test_what_was_caught_is_shown_when_the_block_fails(capfd):
     assert capfd.readouterr().err == "the reason\n"
 
 
-def test_what_was_caught_is_shown_when_the_process_ends_within_the_block():
-    ends = """import os
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("os.abort()", -signal.SIGABRT, "why"),
+        pytest.param(
+            "os.kill(os.getpid(), 15); time.sleep(600)", 143, "\nmeshpar: interrupted\n", marks=pytest.mark.matrix
+        ),
+    ],
+)
+def test_what_was_caught_is_shown_when_the_process_ends_within_the_block_unasked(end, code, said):
+    ends = f"""import os, time
 from meshpar.compiled.messages import catch_stderr
+from meshpar.training import interrupts
+watch = interrupts.Watch(command=True)
 with catch_stderr():
     os.write(2, b"why")
-    os.abort()"""
+    {end}"""
     done = subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stderr) == (-signal.SIGABRT, "why")
+    assert (done.returncode, done.stderr) == (code, said)

@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -655,6 +656,24 @@ def test_a_folder_that_cannot_be_written(tmp_path, setup):
     (tmp_path / "file").write_text("")
     with pytest.raises(mp.MeshparError, match="save step 0, but writing failed"):
         Checkpoints(tmp_path / "file" / "checkpoints").save(setup.init(0))
+
+
+def test_without_room_for_one_more_nothing_is_begun(tmp_path, setup, monkeypatch):
+    """In a pod the others wait for the part of one whose write fails."""
+    state = setup.init(0)
+    states = [state.replace(step=jax.device_put(np.int32(step), state.step.sharding)) for step in (1, 2, 3)]
+    room = types.SimpleNamespace(free=1 << 40)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: room)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(states[0])
+        checkpoints.save(states[1])
+        room.free = 1
+        with pytest.raises(checkpoint.NoRoomError, match="no space left.*as large as that of step 2"):
+            checkpoints.save(states[2])
+        assert checkpoints.steps() == [1, 2]
+        room.free = 1 << 40
+        checkpoints.save(states[2])
+    assert checkpoints.steps() == [1, 2, 3]
 
 
 @pytest.fixture

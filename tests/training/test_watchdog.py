@@ -158,6 +158,24 @@ def test_a_signal_that_ends_one_process_ends_the_others(monkeypatch: pytest.Monk
     assert capfd.readouterr().err == "\nmeshpar: interrupted (SIGTERM in process 1 of 2)\n"
 
 
+@pytest.mark.parametrize(
+    ("agreed", "given", "said"),
+    [(None, watchdog.EXIT_CODE, True), (None, watchdog.MISTAKE_CODE, False), (143, watchdog.EXIT_CODE, None)],
+)
+def test_what_a_verdict_ends_with(monkeypatch: pytest.MonkeyPatch, capfd, agreed, given, said) -> None:
+    """Once all have agreed on a code, one that a signal ends on its way out changes nothing."""
+    codes: list[int] = []
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    (dog, _) = dogs({})
+    dog._code = given
+    if agreed is not None:
+        dog.done(agreed)
+    dog._dump_and_exit("process 1 is lost")
+    assert codes == [given if agreed is None else agreed]
+    err = capfd.readouterr().err
+    assert ("process 1 is lost" in err, "most recent call first" in err) == (said is not None, bool(said))
+
+
 def test_process_0_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
     left: dict[int, str] = {}
