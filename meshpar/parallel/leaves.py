@@ -198,8 +198,8 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
     kept = scattered & set(split_axes(facts, weight.grads)) if keeps_sums else scattered
     if keeps_sums:
         counts |= dict.fromkeys(partial - kept, (stack, uses * runs))
-    # With one reduction behind all micro-steps, the axes that split the sequence still reduce in each of them. What stands
-    # behind the layers XLA may add up before it sends.
+    # With one reduction behind all micro-steps, the axes that split the sequence still reduce in each of them. XLA may
+    # add up what stands behind the layers before it sends.
     if facts.is_once and not facts.by_stages:
         each = stack * facts.accumulate
         least = each if leaf.is_stacked else stack
