@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import meshpar as mp
 from meshpar.commands.recipe import load_recipe
@@ -21,7 +22,7 @@ from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden, header_of, with_header
 from tests.interop.test_convert import RECIPE, run, small_folder
 from tests.interop.test_hf import logits_of
-from tests.interop.test_untrusted import broken, check_parts, mutated
+from tests.interop.test_untrusted import broken, check_parts, edited, mutated
 
 EXPERTS = r"layers/(attention/(query|key|value|out)|mlp/(gate|up|down))"
 CHOSEN = {
@@ -73,6 +74,58 @@ def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
     fresh = load_peft(fresh, config, tmp_path / "adapter", like=source)
     for (path, x), (_, y) in zip(*map(tree_leaves_with_paths, (state.params, fresh.params)), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=path)
+
+
+def stacked(adapter: Path) -> None:
+    """Make adapters of experts those of transformers 5, as PEFT stacks them."""
+    path, of = adapter / "adapter_model.safetensors", {}
+    tensors = load_file(path)
+    for name in sorted(tensors):
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_([AB])\.weight", name):
+            layer, expert, matrix, side = match.groups()
+            of.setdefault(layer.replace("block_sparse_moe", "mlp"), {})[matrix, int(expert), side] = tensors.pop(name)
+    for layer, pairs in of.items():
+        gate, up, down = ("w1", "w3", "w2") if ("w1", 0, "A") in pairs else ("gate_proj", "up_proj", "down_proj")
+        for inside, names in ((".base_layer", (gate, up)), ("", (down,))):
+            firsts, seconds = [], []
+            for expert in range(1 + max(expert for _, expert, _ in pairs)):
+                firsts += [pairs[name, expert, "A"] for name in names]
+                wide, rank = pairs[names[0], expert, "B"].shape
+                second = np.zeros((wide * len(names), rank * len(names)), np.float32)
+                for at, name in enumerate(names):
+                    second[at * wide : (at + 1) * wide, at * rank : (at + 1) * rank] = pairs[name, expert, "B"]
+                seconds.append(second)
+            tensors[f"{layer}{inside}.lora_A.weight"] = np.concatenate(firsts)
+            second = np.stack(seconds, axis=-1)  # [outputs, rank, experts]
+            tensors[f"{layer}{inside}.lora_B.weight"] = second.reshape(len(second), -1)
+    save_file(tensors, path)
+    edited(adapter / "adapter_config.json", lambda said: said.update(target_parameters=PARAMETERS))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "qwen3_moe"])
+def test_stacked_pairs_of_experts_are_read(kind, tmp_path):
+    source, adapter = folder_of(kind, tmp_path / "source"), tmp_path / "adapter"
+    mesh, strategy = mp.MeshSpec(fsdp=2, expert=4).build(), mp.fsdp() | mp.expert_parallel()
+    given = {"mesh": mesh, "strategy": strategy}
+    config, state = from_hf(source, **given, lora=mp.lora(rank=2, alpha=8, modules=CHOSEN[kind]))
+    state = moved(state)
+    to_peft(state, config, adapter, like=source)
+    stacked(adapter)
+    lora = lora_of_peft(adapter, config, like=source)
+    found = load_peft(from_hf(source, **given, lora=lora)[1], config, adapter, like=source)
+    for (path, x), (_, y) in zip(*map(tree_leaves_with_paths, (state.params, found.params)), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=path)
+
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = next(name for name in tensors if name.endswith("experts.base_layer.lora_B.weight"))
+    save_file({**tensors, name: tensors[name] + 1}, adapter / "adapter_model.safetensors")
+    with pytest.raises(mp.MeshparError, match="base_layer.lora_B.*take it apart"):
+        load_peft(found, config, adapter, like=source)
+    for named, match in ((["mlp.gate.up"], "of parameters gate_up_proj and down_proj"), ("experts", "target_param")):
+        edited(adapter / "adapter_config.json", lambda said, to=named: said.update(target_parameters=to))
+        with pytest.raises(mp.MeshparError, match=match):
+            lora_of_peft(adapter, config, like=source)
 
 
 @pytest.mark.matrix
