@@ -153,7 +153,7 @@ def load_peft(
             found = files.entries[name].shape if name in files.entries else None
             if found != shapes.get(name):
                 exists = f"the model's adapters have {shapes.get(name, 'none')} there, and the file {found or 'none'}"
-                fix = f"make the model with lora_of_peft(...). {near(name, shapes)}"
+                fix = "make the model with lora_of_peft(...)" + ("" if name in shapes else f". {near(name, shapes)}")
                 raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
         _check_blocks(files, tensors)
         tell_rounded(f"load_peft, `{folder}`", files, [leaves[one.ours] for one in tensors])
