@@ -153,7 +153,7 @@ def test_pairs_that_fewer_ranks_split_than_their_matrix(sequence):
 
 @pytest.mark.pod
 def test_on_gpus_frozen_experts_are_gathered_again_and_send_no_gradient():
-    config = dataclasses.replace(WIDE, moe=dataclasses.replace(MOE, mlp_dim=512))
+    config = dataclasses.replace(WIDE, moe=dataclasses.replace(MOE, mlp_dim=512, shared_experts=0))
     strategy = mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel()
     mesh = mp.MeshSpec(fsdp=2, expert=2, tensor=2).abstract()
     state = mp.abstract_state(mp.lora(modules=ALL)(config.build()), optax.adam(1e-3), mesh=mesh, strategy=strategy)
