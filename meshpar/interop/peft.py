@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -242,10 +243,9 @@ def _check_patterns(document: Mapping[str, Any], path: Path) -> None:
     ranks, alphas = (one if isinstance(one, dict) else {"": None} for one in given)
     rank, alpha = document.get("r"), document.get("lora_alpha")
     for name in sorted({*ranks, *alphas}):
-        numbers = [ranks.get(name, rank), alpha, alphas.get(name, alpha), rank]
-        if not all(isinstance(x, int | float) and abs(x) < 1e9 for x in numbers) or numbers[0] * alpha != (
-            numbers[2] * rank
-        ):
+        numbers: list[Any] = [ranks.get(name, rank), alpha, alphas.get(name, alpha), rank]
+        is_number = all(isinstance(x, int | float) and abs(x) < 1e9 for x in numbers)
+        if not is_number or not math.isclose(numbers[0] * numbers[1], numbers[2] * numbers[3]):
             exists = "rank and alpha are one pair of numbers here, or as many times both for a matrix that is several"
             where = f"{path}, `{'rank' if name in ranks else 'alpha'}_pattern`"
             raise problem(where, f"be {dict(ranks or alphas)!r}"[:80], exists, "merge it by PEFT first")
