@@ -296,7 +296,9 @@ def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool, from_hf: str | 
             f"model.vocab_size ({known})",
             f"train on the data's tokens, which go up to {needed - 1}",
             f"the model knows {known}",
-            f"--set model.vocab_size={rounded}" if from_hf is None else "put its tokenizer.json into the folder",
+            f"--set model.vocab_size={rounded}"
+            if from_hf is None
+            else "take tokenizer.json and weights of one release",
         )
     return recipe
 

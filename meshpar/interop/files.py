@@ -83,8 +83,9 @@ def read_json(path: Path) -> dict[str, Any]:
       ValueError: no file, one that is too large to be one of these, or something else in it.
     """
     try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise problem(str(path), "read it", f"it has more than {MOST_JSON_BYTES:,} bytes", "take the release's")
+        if path.stat().st_size > MOST_JSON_BYTES or not path.is_file():  # a device or pipe would never end
+            exists = f"it is no file, or has more than {MOST_JSON_BYTES:,} bytes"
+            raise problem(str(path), "read it", exists, "take the release's")
         document = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ValueError) and hasattr(error, "where"):

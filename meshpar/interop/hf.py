@@ -559,7 +559,7 @@ class Made:
             assert self.files is not None
             return self.files.whole(name)
         pieces = self.pieces[name]
-        out = np.empty(pieces[0][0].their_shape, self.dtype_of(name))
+        out = np.zeros(pieces[0][0].their_shape, self.dtype_of(name))  # some pieces are blocks of it
         for number, (one, array, at) in enumerate(pieces, 1):
             self._taken[name] = number  # begun together with the other processes, so not to be begun again
             one.write(_gathered(array, at), out)

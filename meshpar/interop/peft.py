@@ -1,25 +1,34 @@
 """Adapters in PEFT's format, both ways: `adapter_model.safetensors` and `adapter_config.json`, by the family's table.
 
-q_proj.weight: "(H D) E -> L E H D"    ⇒    q_proj.lora_A.weight: "R E -> L E R"
-                                            q_proj.lora_B.weight: "(H D) R -> L R H D"
+q_proj.weight: "(H D) E -> L E H D"    ⇒    q_proj.lora_A.weight: "Z E -> L E Z"
+                                            q_proj.lora_B.weight: "(H D) Z -> L Z H D"
 
-Experts have a pair each, as PEFT has them where each is a module of its own, under the release's names: transformers
-before 5. PEFT's `target_parameters`, for experts that a later one stacks in one tensor, are other tensors: not these.
+Experts have a pair each, as PEFT has them where each is a module of its own, under the release's names: so they are
+written, and PEFT stacks them where transformers 5 does. Its stacked ones (`target_parameters`) are read, too:
+
+experts.base_layer.lora_A.weight: "(X Z) E -> L X E Z"      of `gate_up_proj`; of `down_proj` experts.lora_A.weight
+experts.base_layer.lora_B.weight: "F (Z X) -> L X Z F"      rows of gate, then of up
+
+Where a matrix of the release is n of ours, their pairs are blocks of one of rank n r (`rank_pattern`); of one of rank r
+all of ours take the same first.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshpar.interop.files import Folder, read_json, whole_folder, write, write_json
 from meshpar.interop.hf import Made, born, check_dtype, describe, family_of, tell_rounded
-from meshpar.interop.table import Tensor
+from meshpar.interop.table import Tensor, run
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import PAIR, matrix_of, near, problem, tree_leaves_with_paths
@@ -30,11 +39,13 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROOT = "base_model.model."
 """Stands before the names of the model's own tensors."""
 PLAIN = {
-    "bias": "none", "fan_in_fan_out": False, "layers_to_transform": None, "modules_to_save": None, "rank_pattern": {},
-    "alpha_pattern": {}, "use_dora": False, "use_rslora": False, "lora_bias": False, "layer_replication": None,
-    "trainable_token_indices": None, "target_parameters": None,
+    "bias": "none", "fan_in_fan_out": False, "layers_to_transform": None, "modules_to_save": None, "use_dora": False,
+    "use_rslora": False, "lora_bias": False, "layer_replication": None, "trainable_token_indices": None,
 }  # fmt: skip
 """Fields of adapter_config.json by which adapters do more than ours, and what they are where they do not."""
+
+STACKED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+"""The parameter of transformers 5 that each matrix of experts is in."""
 
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
 """Values of `init_lora_weights` with which PEFT takes what the pair begins with out of the matrix."""
@@ -63,23 +74,24 @@ def to_peft(
       the folder.
 
     Raises:
-      ValueError: a model without adapters; the folder is there already; adapters of a matrix that the family keeps in
-        one with others, which PEFT cannot say.
+      ValueError: a model without adapters; the folder is there already; adapters of a matrix that the family has not.
     """
     lora = _lora_of(state, "to_peft")
     if dtype is not None:
         check_dtype("to_peft(dtype=...)", dtype)
-    family = family_of(config) if like is None else describe(Path(like)).family
+    rows = _rows(config, like, {})
     pairs = {path: x for path, x in tree_leaves_with_paths(state.params) if of_pair(path)}
-    tensors = _tensors(family.tensors(config), pairs, lora.rank)
+    tensors = _tensors(rows, pairs, lora.rank)
     made = Made(tensors, pairs, {}, None, dtype)
     sizes = {name: made.nbytes(name) for name in made.pieces}
     with whole_folder(folder) as fresh:
         write(fresh, dict.fromkeys(sizes, WEIGHTS), made, sum(sizes.values()), index=False)
-        names = _targets(sizes, family.tensors(config))
+        wide = {name: one.full("Z") for one in tensors for name, _ in one.names() if "Z" in one.parts}
+        wide = {_module_of(name).removeprefix(ROOT): rank for name, rank in wide.items()}
         document = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-            "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": names, **PLAIN,
+            "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "rank_pattern": wide,
+            "alpha_pattern": {name: lora.scale * rank for name, rank in wide.items()}, **_targets(sizes, rows), **PLAIN,
         }  # fmt: skip
         write_json(fresh / CONFIG, document)
     return Path(folder)
@@ -111,7 +123,8 @@ def lora_of_peft(folder: str | Path, config: TransformerConfig, *, like: str | P
         raise problem(f"{path}, `init_lora_weights`", f"be {start!r}"[:80], exists, "merge it by PEFT first")
     rank, alpha = document.get("r"), document.get("lora_alpha")
     with Folder(folder, single=WEIGHTS) as files:
-        modules = _modules(files, config, like)
+        modules = _modules(files, _rows(config, like, document, path))
+    _check_patterns(document, path)
     try:
         return Lora(rank=rank, alpha=alpha, modules="|".join(map(re.escape, modules)))  # type: ignore[arg-type]
     except ValueError as error:
@@ -131,18 +144,19 @@ def load_peft(
     Raises:
       ValueError: tensors that are missing, surplus or of another shape.
     """
-    lora = _lora_of(state, "load_peft")
-    family = family_of(config) if like is None else describe(Path(like)).family
+    lora, path = _lora_of(state, "load_peft"), Path(folder) / CONFIG
     leaves = dict(tree_leaves_with_paths(state.setup.abstract.params))
-    tensors = _tensors(family.tensors(config), {path: leaves[path] for path in leaves if of_pair(path)}, lora.rank)
+    rows = _rows(config, like, read_json(path), path)
     with Folder(folder, single=WEIGHTS) as files:
+        tensors = _tensors(rows, {path: leaves[path] for path in leaves if of_pair(path)}, lora.rank, files)
         shapes = {name: one.their_shape for one in tensors for name, _ in one.names()}
         for name in sorted(shapes.keys() | files.entries.keys()):
             found = files.entries[name].shape if name in files.entries else None
             if found != shapes.get(name):
                 exists = f"the model's adapters have {shapes.get(name, 'none')} there, and the file {found or 'none'}"
-                fix = f"make the model with lora_of_peft(...). {near(name, shapes)}"
+                fix = "make the model with lora_of_peft(...)" + ("" if name in shapes else f". {near(name, shapes)}")
                 raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
+        _check_blocks(files, tensors)
         tell_rounded(f"load_peft, `{folder}`", files, [leaves[one.ours] for one in tensors])
         read = {one.ours: born(files, one, leaves[one.ours]) for one in tensors}
     params = [read.get(path, x) for path, x in tree_leaves_with_paths(state.params)]
@@ -157,57 +171,143 @@ def _lora_of(state: TrainState, where: str) -> Lora:
     return lora
 
 
-def _tensors(table: list[Tensor], pairs: Mapping[str, Any], rank: int) -> list[Tensor]:
-    """The table of adapters: for each of ours, PEFT's tensors."""
+def _rows(
+    config: TransformerConfig, like: str | Path | None, document: Mapping[str, Any], path: Path = Path(CONFIG)
+) -> list[Tensor]:
+    """The family's matrices that may have a pair; of stacked experts in the tensors that the document says.
+
+    Raises:
+      ValueError: it says other parameters than those of experts.
+    """
+    family = family_of(config) if like is None else describe(Path(like)).family
+    given = document.get("target_parameters") or []
+    stacked = {str(name).rpartition(".")[2] for name in given} if isinstance(given, list) else {"?"}
+    stacked -= {"weight"}  # of a linear layer, whose pair is the layer's
+    if stacked - {*STACKED.values()}:
+        exists = f"of parameters {' and '.join(dict.fromkeys(STACKED.values()))} of experts have adapters here"
+        raise problem(f"{path}, `target_parameters`", f"be {given!r}"[:80], exists, "merge it by PEFT first")
+    rows = []
+    for one in family.tensors(config):
+        name = one.ours.rpartition("/")[2]
+        if len(one.groups) != 2 or name in ("embedding", "router"):
+            continue
+        if "{X}" in one.theirs and STACKED[name] in stacked:
+            inner = ".base_layer" if len(stacked) == 2 and name != "down" else ""
+            module = one.theirs.partition(".experts.")[0].replace("block_sparse_moe", "mlp")
+            wide, at = one.sizes["F"], name == "up"
+            parts = {} if name == "down" else {"F": run(at * wide, (at + 1) * wide, 2 * wide)}
+            one = dataclasses.replace(one, theirs=f"{module}.experts{inner}.weight", parts=parts)
+        rows.append(one)
+    return rows
+
+
+def _tensors(table: list[Tensor], pairs: Mapping[str, Any], rank: int, files: Folder | None = None) -> list[Tensor]:
+    """The table of adapters: for each of ours, PEFT's tensors, as they are in files or are to be written."""
+    of = {row.ours: row for row in table}
+    chosen = [of.get(matrix_of(path.rpartition("/")[0])) for path in sorted(pairs)]
     found = []
-    for path in sorted(pairs):
-        module, _, name = path.rpartition("/")
-        one = next((row for row in table if row.ours == matrix_of(module)), None)
-        parts = [] if one is None else [len(part.order) < part.size for part in one.parts.values()]
-        shared = one is not None and sum((row.theirs, row.first) == (one.theirs, one.first) for row in table) > 1
-        shared = shared or any(parts)
-        if one is None or shared:
-            exists = "PEFT has one pair a matrix of the release, and there this one is a part of another, or is not"
+    for path, one in zip(sorted(pairs), chosen, strict=True):
+        if one is None:
+            exists = "PEFT has one pair a matrix of the release, and there this one is none"
             raise problem(f"adapters, `{path}`", "name it as PEFT does", exists, "merge the adapters, and use to_hf")
-        found.append(_pair_of(one, path, is_inward=name == PAIR[0], rank=rank))
+        together = [row.ours for row in table if row in chosen and (row.theirs, row.first) == (one.theirs, one.first)]
+        pair = _pair_of(one, path, is_inward=path.endswith(PAIR[0]), rank=rank)
+        at, width = together.index(one.ours), len(together) * rank
+        if len(together) > 1 and not _is_shared(files, pair):
+            pair = dataclasses.replace(pair, parts={**pair.parts, "Z": run(at * rank, at * rank + rank, width)})
+        found.append(pair)
     return found
 
 
+def _is_shared(files: Folder | None, pair: Tensor) -> bool:
+    """Whether files have one pair of the adapters' own rank for a matrix that is several of ours."""
+    entry = None if files is None else files.entries.get(next(name for name, _ in pair.names()))
+    return entry is not None and entry.shape == pair.their_shape
+
+
 def _pair_of(one: Tensor, path: str, *, is_inward: bool, rank: int) -> Tensor:
-    ours = one.dims.partition("->")[2]
     out, into = (f"({' '.join(group)})" if len(group) > 1 else group for group in one.groups)
     outputs, inputs = one.groups
-    lead = [letter for letter in ours.split() if letter not in outputs + inputs]
-    dims = [*lead, *inputs, "R"] if is_inward else [*lead, "R", *outputs]
-    side = f"R {into}" if is_inward else f"{out} R"
+    lead = [letter for letter in one.letters if letter not in outputs + inputs]
+    dims = [*lead, *inputs, "Z"] if is_inward else [*lead, "Z", *outputs]
+    inward, outward = ("Z", "Z") if "X" not in lead or "{X}" in one.theirs else ("(X Z)", "(Z X)")
+    side = f"{inward} {into}" if is_inward else f"{out} {outward}"
     name = ROOT + one.theirs.removesuffix("weight") + ("lora_A.weight" if is_inward else "lora_B.weight")
-    sizes = {**one.sizes, "R": rank}
+    sizes = {**one.sizes, "Z": rank}
     return dataclasses.replace(one, theirs=name, ours=path, dims=f"{side} -> {' '.join(dims)}", sizes=sizes)
 
 
-def _targets(pairs: Iterable[str], table: list[Tensor]) -> list[str]:
-    """What to name as `target_modules`: ends of names, or whole ones where an end stands for other modules, too."""
-    chosen = {name.removeprefix(ROOT).rpartition(".lora_")[0] for name in pairs}
-    ends = {name.rpartition(".")[2] for name in chosen}
-    known = {name.removesuffix(".weight") for one in table for name, _ in one.names()}
-    return sorted(chosen if any(name.rpartition(".")[2] in ends for name in known - chosen) else ends)
+def _check_patterns(document: Mapping[str, Any], path: Path) -> None:
+    """Raises `ValueError` for modules whose pairs count more or less often than the others."""
+    given = [document.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+    ranks, alphas = (one if isinstance(one, dict) else {"": None} for one in given)
+    rank, alpha = document.get("r"), document.get("lora_alpha")
+    for name in sorted({*ranks, *alphas}):
+        numbers: list[Any] = [ranks.get(name, rank), alpha, alphas.get(name, alpha), rank]
+        is_number = all(isinstance(x, int | float) and abs(x) < 1e9 for x in numbers)
+        if not is_number or not math.isclose(numbers[0] * numbers[1], numbers[2] * numbers[3]):
+            exists = "rank and alpha are one pair of numbers here, or as many times both for a matrix that is several"
+            where = f"{path}, `{'rank' if name in ranks else 'alpha'}_pattern`"
+            raise problem(where, f"be {dict(ranks or alphas)!r}"[:80], exists, "merge it by PEFT first")
 
 
-def _modules(files: Folder, config: TransformerConfig, like: str | Path | None) -> list[str]:
+def _check_blocks(files: Folder, tensors: list[Tensor]) -> None:
+    """Raises `ValueError` where a pair of a matrix that is several of ours has numbers that are none of theirs."""
+    of_name: dict[str, list[Tensor]] = {}
+    for one in tensors:
+        if one.ours.endswith(PAIR[1]) and one.parts:
+            for name in dict.fromkeys(name for name, _ in one.names()):
+                of_name.setdefault(name, []).append(one)
+    for name, several in of_name.items():
+        rest = np.array(files.whole(name))
+        for one in several:
+            shape = [one.sizes[letter] for letter in one.letters if letter in "".join(one.groups)]
+            one.write(np.zeros(shape, rest.dtype), rest)
+        if rest.any():
+            exists = "the release's matrix is several of ours, and these are not the pairs of each, side by side"
+            raise problem(f"{files.path}, `{name[:100]}`", "take it apart", exists, "merge it by PEFT first")
+
+
+def _module_of(name: str) -> str:
+    """Of a tensor's name, what stands before that of the pair."""
+    return name.rpartition(".lora_")[0]
+
+
+def _targets(pairs: Iterable[str], rows: list[Tensor]) -> dict[str, Any]:
+    """What to name as `target_modules`, and as `target_parameters` the rest.
+
+    With transformers 5 PEFT takes any module whose name ends as an expert's for one that it stacks with the others:
+    what is none is named as a parameter.
+    """
+    chosen = {_module_of(name).removeprefix(ROOT) for name in pairs}
+    known = {name.removesuffix(".weight") for one in rows for name, _ in one.names()}
+    ends = {one.theirs.split(".")[-2] for one in rows if "{X}" in one.theirs}
+    beside = {name for name in chosen if name.rpartition(".")[2] in ends and ".experts." not in name}
+    parameters = [f"{name}.weight" for name in _ends(beside, known)]
+    return {"target_modules": _ends(chosen - beside, known), "target_parameters": parameters or None}
+
+
+def _ends(chosen: set[str], known: set[str]) -> list[str]:
+    """Ends of names, as short as they stand for no other module."""
+    for depth in itertools.count(1):
+        ends, others = ({".".join(name.split(".")[-depth:]) for name in names} for names in (chosen, known - chosen))
+        if not ends & others:
+            return sorted(ends)
+    raise AssertionError
+
+
+def _modules(files: Folder, rows: list[Tensor]) -> list[str]:
     """Paths of our layers whose adapters a folder of PEFT's has."""
-    family = family_of(config) if like is None else describe(Path(like)).family
-    of_name: dict[str, str] = {}
-    for one in family.tensors(config):
-        if one.ours.endswith("/kernel") or "{X}" in one.theirs:
-            path = one.ours.removesuffix("/kernel")
-            of_name |= {f"{ROOT}{name.removesuffix('.weight')}": path for name, _ in one.names()}
-    found = set()
+    of_name: dict[str, set[str]] = {}
+    for one in rows:
+        for name in dict.fromkeys(name for name, _ in one.names()):
+            of_name.setdefault(ROOT + name.removesuffix(".weight"), set()).add(one.ours.removesuffix("/kernel"))
+    found: set[str] = set()
     for name in files.entries:
-        module, known = re.fullmatch(r"(.*)\.lora_[AB]\.weight", name), None
-        known = None if module is None else of_name.get(module[1])
+        known = of_name.get(_module_of(name)) if re.fullmatch(r".*\.lora_[AB]\.weight", name) else None
         if known is None:
-            exists = f"`{family.model_type}` has no linear layer of that name, or it is no adapter"
-            fix = "merge it by PEFT first: shared experts, tables and other tensors have no adapters here"
+            exists = "the family has no linear layer of that name, or it is no adapter"
+            fix = "merge it by PEFT first: routers, tables and other tensors have no adapters here"
             raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
-        found.add(known)
+        found |= known
     return sorted(found)

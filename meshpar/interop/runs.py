@@ -139,6 +139,8 @@ def restored_run(
     path: Path, *, mesh: Mesh, strategy: Strategy | Rules, step: int | None = None
 ) -> tuple[TransformerConfig, TrainState]:
     """The model of a run as it trained it, with adapters where it has them; arguments and errors as `opened`."""
+    if not (path / CHECKPOINTS).is_dir():
+        raise problem(f"run `{path}`", "open its model", f"it has no {CHECKPOINTS}/", "name runs/<name>")
     with Checkpoints(path / CHECKPOINTS) as checkpoints:
         table = checkpoints.stored(step).get("params/embed/embedding")
         if table is None:

@@ -247,16 +247,19 @@ def _keeps(primitive: Any, *operands: Any, **params: Any) -> bool:
     return not gathers and not names <= _FORMS
 
 
-def shared_experts(
-    x: Float[Array, "B T d"], gate: Float[Array, "d f"], up: Float[Array, "d f"], down: Float[Array, "f d"]
-) -> Float[Array, "B T d"]:
-    """SwiGLU of the shared experts, for every token: plain matmuls, left to XLA."""
-    inward, outward = (((2,), (0,)), ((), ())), (((2,), (0,)), ((), ()))
+def shared_experts(x: Float[Array, "B T d"], product: Callable[[jax.Array, str], jax.Array]) -> Float[Array, "B T d"]:
+    """SwiGLU of the shared experts, for every token; `product` is of rows and a matrix by its name in `SHARED`."""
+    gate, up, down = SHARED
     with jax.named_scope("shared_experts"):
-        hidden = jax.nn.silu(dot_general(x, gate, inward)) * dot_general(x, up, inward)
+        hidden = jax.nn.silu(product(x, gate)) * product(x, up)
         if ambient() is not None:
             hidden = constrain(hidden, "batch", "seq", "act_mlp")
-        return dot_general(hidden, down, outward)
+        return product(hidden, down)
+
+
+def of_rows(x: Float[Array, "B T d"], weight: Float[Array, "d f"]) -> Float[Array, "B T f"]:
+    """Rows times a matrix: a plain matmul, left to XLA."""
+    return dot_general(x, weight, (((2,), (0,)), ((), ())))
 
 
 Init: TypeAlias = Callable[..., jax.Array]

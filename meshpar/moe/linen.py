@@ -11,7 +11,17 @@ from jaxtyping import Array, Float
 
 from meshpar.moe.balance import update_bias
 from meshpar.moe.config import MoEConfig
-from meshpar.moe.layer import EXPERTS, SHARED, RouterStats, Weights, check_layer, moe_layer, parameters, shared_experts
+from meshpar.moe.layer import (
+    EXPERTS,
+    SHARED,
+    RouterStats,
+    Weights,
+    check_layer,
+    moe_layer,
+    of_rows,
+    parameters,
+    shared_experts,
+)
 from meshpar.sharding.types import PyTree
 
 BALANCE = "balance"
@@ -29,7 +39,7 @@ class LinenMoE(nn.Module):
     config: MoEConfig
     param_dtype: str = "float32"
     down_init: Any = None
-    adapted: ClassVar[tuple[str, ...]] = EXPERTS
+    adapted: ClassVar[tuple[str, ...]] = (*EXPERTS, *SHARED)
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], RouterStats]:
@@ -53,7 +63,7 @@ class LinenMoE(nn.Module):
         weights = Weights(*(self.weight(name, made[name]) for name in Weights._fields))
         y, stats = moe_layer(x, weights, config, bias=None if bias is None else bias.value, drops=drops)
         if config.shared_experts:
-            y = y + shared_experts(x, *(made[name] for name in SHARED))
+            y = y + shared_experts(x, lambda rows, name: self.product(rows, name, made[name]))
         if load is not None and self.is_mutable_collection(BALANCE) and not self.is_initializing():
             load.value = load.value + stats.load
         return y, stats
@@ -61,6 +71,10 @@ class LinenMoE(nn.Module):
     def weight(self, name: str, weight: Array) -> Array:
         """What the layer computes with in place of a weight: `mp.lora` puts pairs beside experts' here."""
         return weight
+
+    def product(self, x: Float[Array, "B T d"], name: str, weight: Float[Array, "d f"]) -> Float[Array, "B T f"]:
+        """Rows times a matrix of the shared experts: `mp.lora` adds what pairs make here."""
+        return of_rows(x, weight)
 
     @nn.nowrap
     def after_update(self, extra: PyTree) -> PyTree:

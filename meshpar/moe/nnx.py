@@ -8,7 +8,17 @@ from jaxtyping import Array, Float
 
 from meshpar.moe.balance import update_bias
 from meshpar.moe.config import MoEConfig
-from meshpar.moe.layer import EXPERTS, SHARED, RouterStats, Weights, check_layer, moe_layer, parameters, shared_experts
+from meshpar.moe.layer import (
+    EXPERTS,
+    SHARED,
+    RouterStats,
+    Weights,
+    check_layer,
+    moe_layer,
+    of_rows,
+    parameters,
+    shared_experts,
+)
 
 Initializer = nnx.initializers.Initializer
 
@@ -39,7 +49,7 @@ class MoE(nnx.Module):
       ValueError: a width that is none; something else than a config, or than a floating dtype.
     """
 
-    adapted = EXPERTS
+    adapted = (*EXPERTS, *SHARED)
 
     def __init__(
         self,
@@ -71,7 +81,7 @@ class MoE(nnx.Module):
         weights = Weights(*(self.weight(name) for name in Weights._fields))
         y, stats = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
         if config.shared_experts:
-            y = y + shared_experts(x, *(getattr(self, name)[...] for name in SHARED))
+            y = y + shared_experts(x, self.product)
         if config.is_biased:
             self.load[...] = self.load[...] + stats.load
         return y, stats
@@ -79,6 +89,10 @@ class MoE(nnx.Module):
     def weight(self, name: str) -> Array:
         """What the layer computes with in place of a weight: `mp.lora` puts pairs beside experts' here."""
         return getattr(self, name)[...]
+
+    def product(self, x: Float[Array, "B T d"], name: str) -> Float[Array, "B T f"]:
+        """Rows times a matrix of the shared experts: `mp.lora` adds what pairs make here."""
+        return of_rows(x, getattr(self, name)[...])
 
     def after_update(self) -> None:
         """Move the bias by what was counted since the last time; a training step does it once, behind its update."""

@@ -28,6 +28,7 @@ from meshpar.parallel.promise import (
     Promised,
     Weight,
     has_vocabulary,
+    is_expert,
     is_looked_up,
     is_router,
     layer_elements,
@@ -223,10 +224,14 @@ def reduced(facts: Facts, weight: Weight) -> Promised | None:
 
 
 def outputs_of_pair(facts: Facts, decision: Decision) -> set[str]:
-    """Of the first of a low-rank pair, the axes that split what the pair makes, as a column-parallel matrix does."""
+    """Of the first of a low-rank pair, the axes that split what the pair makes, as a column-parallel matrix does.
+
+    Of the second of an expert's those that split what the first takes in: between the two are partial sums there.
+    """
     module, _, name = decision.path.rpartition("/")
-    other = next((one.decision for one in facts.weights if one.decision.path == f"{module}/{PAIR[1]}"), None)
-    return set() if name != PAIR[0] or other is None else set(split_axes(facts, other.spec)) & set(facts.tensor_axes)
+    beside = {PAIR[0]: PAIR[1], **({PAIR[1]: PAIR[0]} if is_expert(decision) else {})}.get(name)
+    other = next((one.decision for one in facts.weights if one.decision.path == f"{module}/{beside}"), None)
+    return set() if beside is None or other is None else set(split_axes(facts, other.spec)) & set(facts.tensor_axes)
 
 
 def _rows_gathered(facts: Facts, weight: Weight) -> Iterator[Promised]:

@@ -9,7 +9,7 @@ from typing import Literal
 from meshpar.parallel.part import Part, RuleSets, Trial, activations, axes_of, split
 from meshpar.parallel.promise import Facts, Promised, has_vocabulary, is_expert, parent
 from meshpar.parallel.strategy import Strategy, preset
-from meshpar.sharding.types import PAIR, Decision, axes_of_spec, spec_axes
+from meshpar.sharding.types import BESIDE, PAIR, Decision, axes_of_spec, spec_axes
 
 VOCABULARY = "loss over a split vocabulary"
 """A role of what is promised."""
@@ -191,8 +191,9 @@ def _of_block(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
 def _num_shares(facts: Facts, columns: Sequence[Decision]) -> int:
     """Products whose gradients of the input are partial sums: of columns, and of low-rank pairs beside them."""
     paths = {one.decision.path for one in facts.weights}
-    pairs = [f"{one.path.rpartition('/')[0]}/{PAIR[0]}" for one in columns]
-    return len(columns) + (0 if facts.by_stages or facts.is_by_device else len(paths & set(pairs)))
+    beside = [module for one in columns for module in (one.path.rpartition("/")[0], one.path + BESIDE)]
+    pairs = 0 if facts.by_stages or facts.is_by_device else len(paths & {f"{module}/{PAIR[0]}" for module in beside})
+    return len(columns) + pairs
 
 
 def _of_narrow(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:

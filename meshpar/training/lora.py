@@ -3,7 +3,8 @@
     y = x W + (alpha / rank) (x A) B        A: [inputs, rank]    B: [rank, outputs], zeros at first
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Experts, `[E, d, f]`, have a pair each,
-`[E, d, rank]` and `[E, rank, f]`, which the MoE layer multiplies in groups as it does the matrices (`Adapted`).
+`[E, d, rank]` and `[E, rank, f]`, which the MoE layer multiplies in groups as it does the matrices (`Adapted`). Shared
+experts have one as a linear layer has.
 
 Flax's own `nnx.LoRA` wraps one `nnx.Linear`, and knows neither several dims in or out nor Linen. qwix 0.1.8 was tried:
 its adapters and bases in int8 and nf4 work in models of plain layers, under our rules, as
@@ -143,9 +144,7 @@ class Lora:
             if len(shape) < 2 or {path, module} & set(layers):
                 continue
             if pattern.fullmatch(path) or pattern.fullmatch(module):
-                exists = (
-                    f"`{path}` {list(shape)} is no linear layer's matrix: shared experts, routers and tables have none"
-                )
+                exists = f"`{path}` {list(shape)} is no linear layer's matrix: routers and tables have none"
                 raise problem(where, "give it adapters", exists, "write a pattern that leaves it out")
         found = [path for path in sorted(layers) if pattern.fullmatch(path)]
         if not found:
@@ -165,7 +164,7 @@ def lora(*, rank: int = 8, alpha: float = 16.0, modules: str = ATTENTION, dtype:
       rank: width between the pair.
       alpha: the pair's product counts `alpha / rank` times.
       modules: pattern for the whole paths of linear layers (Flax's `Linear`, `LinearGeneral`, `Dense`, `DenseGeneral`,
-        also within stacked layers) and of experts' stacked matrices, which get a pair an expert:
+        also within stacked layers), of experts' stacked matrices, which get a pair an expert, and of shared experts:
         `r".*/(query|value)"`. Default: the projections of the decoders' attention.
       dtype: of the pairs.
 
@@ -239,7 +238,7 @@ class _Layer(NamedTuple):
     num_out: int
     names: Names | None = None
     of_experts: bool = False
-    """Whether it is that of experts, stacked, which is no layer of its own."""
+    """Whether it is a matrix of an MoE layer's, and no layer of its own."""
 
     def held(self, path: str) -> str:
         """Where the pair of a layer of this path stands."""
@@ -411,6 +410,14 @@ class _NnxAdapters:
             y = cls.__call__(self, inputs, *args, **kwargs)
             return _added(lora, path, layer, y, inputs, getattr(self, INWARD)[...], getattr(self, OUTWARD)[...])
 
+        def product(self: Any, inputs: jax.Array, name: str) -> jax.Array:
+            y = cls.product(self, inputs, name)
+            if name != path.rpartition("/")[2]:
+                return y
+            used.add(path)
+            pair = getattr(self, name + BESIDE)
+            return _added(lora, path, layer, y, inputs, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...])
+
         def weight(self: Any, name: str) -> Any:
             found = cls.weight(self, name)
             if name != path.rpartition("/")[2]:
@@ -420,7 +427,7 @@ class _NnxAdapters:
             return Adapted(found, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], lora.scale)
 
         if (cls, path) not in self._classes:
-            changed = {"weight": weight} if layer.of_experts else {"__call__": call}
+            changed = {"weight": weight, "product": product} if layer.of_experts else {"__call__": call}
             about = {**changed, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
             self._classes[cls, path] = type(cls)(cls.__name__, (cls,), about)
         return self._classes[cls, path]
@@ -447,6 +454,8 @@ def _nnx_layers(module: Any) -> Iterator[tuple[str, tuple[Any, _Layer]]]:
             num_in = num_out = 1
         else:
             for name in getattr(part, "adapted", ()):
+                if not hasattr(part, name):
+                    continue
                 shape, names = _of_param(getattr(part, name))
                 yield f"{path}/{name}".removeprefix("/"), (part, _Layer(shape, 1, 1, names, of_experts=True))
             continue
@@ -528,12 +537,14 @@ class _BoundWithPairs(BoundLinen):
             if context.method_name == "weight" and hasattr(module, "adapted"):
                 pair = module.variables.get("params", {}).get(inputs[0] + BESIDE)
                 return y if pair is None else Adapted(y, pair[INWARD], pair[OUTWARD], self._lora.scale)
-            if context.method_name != "__call__" or _linen_dims(module) is None:
+            pair, path = module.variables.get("params", {}), "/".join(module.path)
+            if context.method_name == "product" and hasattr(module, "adapted"):
+                pair, path = pair.get(inputs[1] + BESIDE, {}), _below(path, inputs[1])
+            elif context.method_name != "__call__" or _linen_dims(module) is None:
                 return y
-            pair = module.variables.get("params", {})
             if INWARD not in pair:
                 return y
-            x, path = inputs[0] if inputs else more["inputs"], "/".join(module.path)
+            x = inputs[0] if inputs else more["inputs"]
             # Within stacked layers a module knows the end of its path only; such ends make the same kind of thing.
             layer = next(layer for whole, layer in self._layers.items() if f"/{whole}".endswith(f"/{path}"))
             return _added(self._lora, path, layer, y, x, pair[INWARD], pair[OUTWARD])

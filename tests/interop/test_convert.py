@@ -196,6 +196,7 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
         (("convert", "from-hf", "nowhere", "out"), "there is no such folder"),
         (("convert", "to-hf", "nowhere", "out"), "there is no such folder"),
         (("convert", "to-hf", ".", "out"), "it has neither checkpoints/ nor config.json"),
+        (("convert", "to-peft", "recipes", "out"), "it has no checkpoints/"),
         (("convert", "from-hf", "recipes", "file/out"), "one that can be made"),
         (("convert", "from-hf", "recipes", "o" * 300), "File name too long"),
         (("convert", "to-hf", "recipes", "file"), "something is there already"),

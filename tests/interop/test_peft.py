@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import meshpar as mp
 from meshpar.commands.recipe import load_recipe
@@ -20,15 +21,18 @@ from meshpar.sharding.types import tree_leaves_with_paths
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden, header_of, with_header
 from tests.interop.test_convert import RECIPE, run, small_folder
-from tests.interop.test_untrusted import broken, check_parts, mutated
+from tests.interop.test_hf import logits_of
+from tests.interop.test_untrusted import broken, check_parts, edited, mutated
 
 EXPERTS = r"layers/(attention/(query|key|value|out)|mlp/(gate|up|down))"
 CHOSEN = {
-    "deepseek_v3": r"layers/(attention/(query_down|query_up|out)|mlp/(gate|up|down))",
+    "deepseek_v3": r"(dense_)?layers/(attention/(?!.*norm).*|mlp/(gate|up|down|shared_.*))",
     "mixtral": EXPERTS,
     "qwen3_moe": EXPERTS,
 }
-"""Beside attention, experts; but where a matrix of ours is a part of one of the release's."""
+"""Beside attention, experts; of DeepSeek all that may have any."""
+MODULES = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def moved(state):
@@ -52,7 +56,10 @@ def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (2, 8, "some/model")
     named = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in written}
-    assert set(said["target_modules"]) in (named, {name.rpartition(".")[2] for name in named})
+    targets = said["target_modules"] + [name.removesuffix(".weight") for name in said["target_parameters"] or ()]
+    modules = {name.removesuffix(".weight") for name in golden(kind)[1]}
+    chosen = {name for name in modules for end in targets if f".{name}".endswith(f".{end}")}
+    assert {name for name in chosen if kind != "deepseek_v3" or ".layers.2." not in name} == named  # which PEFT has not
 
     # As PEFT has it: W + alpha / r · B A, with B [out, r] and A [r, in].
     to_hf(state, config, tmp_path / "merged", like=source, dtype="float32")
@@ -69,6 +76,58 @@ def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
         np.testing.assert_array_equal(x, y, err_msg=path)
 
 
+def stacked(adapter: Path) -> None:
+    """Make adapters of experts those of transformers 5, as PEFT stacks them."""
+    path, of = adapter / "adapter_model.safetensors", {}
+    tensors = load_file(path)
+    for name in sorted(tensors):
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_([AB])\.weight", name):
+            layer, expert, matrix, side = match.groups()
+            of.setdefault(layer.replace("block_sparse_moe", "mlp"), {})[matrix, int(expert), side] = tensors.pop(name)
+    for layer, pairs in of.items():
+        gate, up, down = ("w1", "w3", "w2") if ("w1", 0, "A") in pairs else ("gate_proj", "up_proj", "down_proj")
+        for inside, names in ((".base_layer", (gate, up)), ("", (down,))):
+            firsts, seconds = [], []
+            for expert in range(1 + max(expert for _, expert, _ in pairs)):
+                firsts += [pairs[name, expert, "A"] for name in names]
+                wide, rank = pairs[names[0], expert, "B"].shape
+                second = np.zeros((wide * len(names), rank * len(names)), np.float32)
+                for at, name in enumerate(names):
+                    second[at * wide : (at + 1) * wide, at * rank : (at + 1) * rank] = pairs[name, expert, "B"]
+                seconds.append(second)
+            tensors[f"{layer}{inside}.lora_A.weight"] = np.concatenate(firsts)
+            second = np.stack(seconds, axis=-1)  # [outputs, rank, experts]
+            tensors[f"{layer}{inside}.lora_B.weight"] = second.reshape(len(second), -1)
+    save_file(tensors, path)
+    edited(adapter / "adapter_config.json", lambda said: said.update(target_parameters=PARAMETERS))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "qwen3_moe"])
+def test_stacked_pairs_of_experts_are_read(kind, tmp_path):
+    source, adapter = folder_of(kind, tmp_path / "source"), tmp_path / "adapter"
+    mesh, strategy = mp.MeshSpec(fsdp=2, expert=4).build(), mp.fsdp() | mp.expert_parallel()
+    given = {"mesh": mesh, "strategy": strategy}
+    config, state = from_hf(source, **given, lora=mp.lora(rank=2, alpha=8, modules=CHOSEN[kind]))
+    state = moved(state)
+    to_peft(state, config, adapter, like=source)
+    stacked(adapter)
+    lora = lora_of_peft(adapter, config, like=source)
+    found = load_peft(from_hf(source, **given, lora=lora)[1], config, adapter, like=source)
+    for (path, x), (_, y) in zip(*map(tree_leaves_with_paths, (state.params, found.params)), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=path)
+
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = next(name for name in tensors if name.endswith("experts.base_layer.lora_B.weight"))
+    save_file({**tensors, name: tensors[name] + 1}, adapter / "adapter_model.safetensors")
+    with pytest.raises(mp.MeshparError, match="base_layer.lora_B.*take it apart"):
+        load_peft(found, config, adapter, like=source)
+    for named, match in ((["mlp.gate.up"], "of parameters gate_up_proj and down_proj"), ("experts", "target_param")):
+        edited(adapter / "adapter_config.json", lambda said, to=named: said.update(target_parameters=to))
+        with pytest.raises(mp.MeshparError, match=match):
+            lora_of_peft(adapter, config, like=source)
+
+
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")  # of packages that the tests do not install, about each other
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "deepseek_v3", "mixtral", "qwen3_moe"])
@@ -82,15 +141,8 @@ def test_live_against_peft(kind, tmp_path):
     state = moved(state)
     to_peft(state, config, tmp_path / "adapter", like=source)
     to_hf(state, config, tmp_path / "merged", like=source, dtype="float32")
-    _, _, tokens, _ = golden(kind)
-    rows = np.resize(tokens, (8, tokens.shape[1]))
-
-    @jax.jit
-    def logits(state, rows):
-        with mp.use(mesh, state.setup.strategy):
-            return state.bound()(rows)
-
-    ours = np.asarray(logits(state, rows.astype(np.int32)))
+    rows = np.resize(golden(kind)[2], (8, golden(kind)[2].shape[1]))
+    ours = logits_of(state, rows)
     base = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     with torch.no_grad():
@@ -98,15 +150,39 @@ def test_live_against_peft(kind, tmp_path):
             theirs = model.eval()(torch.from_numpy(rows.astype(np.int64))).logits.numpy()
             np.testing.assert_allclose(ours, theirs, atol=1e-4)  # float32, sums in another order
 
+    # And what PEFT made; experts that transformers 5 stacks are parameters.
+    base, names, stacked = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), MODULES, None
+    if kind in CHOSEN and transformers.__version__ >= "5":
+        names, stacked = [one for one in MODULES if one.startswith(("q_", "kv_", "o_"))], PARAMETERS
+    elif kind in CHOSEN:
+        names = [*MODULES, "w1", "gate_proj"]
+    given = peft.LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, target_modules=names, target_parameters=stacked)
+    made = peft.get_peft_model(base, given).eval()
+    made.save_pretrained(tmp_path / "theirs")
+    lora = lora_of_peft(tmp_path / "theirs", config, like=source)
+    _, state = from_hf(source, mesh=mesh, strategy=mp.fsdp() | mp.tensor_parallel(), dtype="float32", lora=lora)
+    state = load_peft(state, config, tmp_path / "theirs", like=source)
+    with torch.no_grad():
+        theirs = made(torch.from_numpy(rows.astype(np.int64))).logits.numpy()
+    np.testing.assert_allclose(logits_of(state, rows), theirs, atol=1e-4)
+
 
 @pytest.mark.matrix
-def test_whole_names_are_written_where_ends_stand_for_experts_too(tmp_path):
+@pytest.mark.parametrize(
+    ("modules", "named"),
+    [
+        ("dense_layers/mlp/(up|down)", ([], ["mlp.down_proj.weight", "mlp.up_proj.weight"])),
+        ("layers/mlp/up", ([f"{expert}.up_proj" for expert in range(8)], None)),
+        ("layers/(attention/out|mlp/shared_up)", (["1.self_attn.o_proj"], ["shared_experts.up_proj.weight"])),
+    ],
+)
+def test_ends_of_names_stand_for_no_other_module(modules, named, tmp_path):
     source = folder_of("deepseek_v3", tmp_path / "source")
-    adapters = mp.lora(rank=2, modules="dense_layers/mlp/(up|down)")
+    adapters = mp.lora(rank=2, modules=modules)
     config, state = from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), lora=adapters)
     to_peft(state, config, tmp_path / "adapter")
-    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
-    assert named == ["model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"]
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (said["target_modules"], said["target_parameters"]) == named
 
 
 def test_what_is_no_adapter_of_ours_is_an_error(tmp_path):

@@ -130,16 +130,22 @@ def test_it_lies_on_a_pod(name, devices):
 
 
 @pytest.mark.pod
-@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_235b", "kimi_k2"])
-def test_explain_finds_nothing_unexpected(name):
-    """Two layers of it, or three with a dense one, on 64 GPUs."""
-    shallow = dataclasses.replace(
-        described(PUBLISHED[name]).config, num_layers=2 + (name == "kimi_k2"), vocab_size=16_384
-    )
-    spec, strategy = layout_of(shallow, 64)
-    state = mp.abstract_state(shallow.build(), optax.adamw(1e-4), mesh=spec.abstract(), strategy=strategy)
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    cases(
+        ("qwen3_8b", 64), ("qwen3_235b", 64), ("deepseek_v3", 2048),
+        grid=[(name, devices) for name in PUBLISHED for devices in (64, 2048)],
+    ),
+)  # fmt: skip
+def test_explain_finds_nothing_unexpected(name, devices):
+    """Two layers of each kind it has, as wide as published: layers are a loop, so more send the same more often."""
+    cfg = described(PUBLISHED[name]).config
+    dense = min(cfg.num_dense_layers, 2)
+    cfg = dataclasses.replace(cfg, num_layers=2 + dense, num_dense_layers=dense)
+    spec, strategy = layout_of(cfg, devices)
+    state = mp.abstract_state(cfg.build(), optax.adamw(1e-4), mesh=spec.abstract(), strategy=strategy)
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
-    batch = {key: jax.ShapeDtypeStruct((64, 1024), np.int32) for key in ("inputs", "targets")}
-    report = mp.explain(step, state, batch, "h100:8x8")
+    batch = {key: jax.ShapeDtypeStruct((devices, 1024), np.int32) for key in ("inputs", "targets")}
+    report = mp.explain(step, state, batch, f"h100:{devices // 8}x8")
     assert report.is_as_promised, str(report)
     assert not report.promise.missing

@@ -23,7 +23,7 @@ from tests.grid import cases
 CONFIG = TransformerConfig(
     vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
 )
-ALL = r".*/(query|key|value|out|gate|up|down)"
+ALL = r".*/(query|key|value|out|(shared_)?(gate|up|down))"
 ROWS = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
 BATCH = {"inputs": ROWS[:, :-1], "targets": ROWS[:, 1:]}
 
@@ -43,7 +43,7 @@ def moved(state):
     return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), list(params.values())))
 
 
-MOE = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=16, auxiliary_weight=0.0)
+MOE = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=16, auxiliary_weight=0.0, shared_experts=1)
 EXACT = {"weights": None, "gradients": None, "secondary": "fsdp"}
 """By the kernels of strategies that quantize, and nothing rounded."""
 
@@ -235,7 +235,7 @@ def test_what_has_no_adapters_is_an_error():
             lambda: mp.lora(modules="layers/attention/querry")(CONFIG.build()).abstract(),
             "did you mean `layers/attention",
         ),
-        (lambda: mp.lora(modules=".*/router")(experts.build()).abstract(), "experts, routers and tables have none"),
+        (lambda: mp.lora(modules=".*/router")(experts.build()).abstract(), "matrix: routers and tables have none"),
         (lambda: mp.lora(modules=".*router")(decoder("linen", experts)).abstract(), "routers and tables have none"),
     ):
         with pytest.raises(mp.MeshparError, match=match), mp.use(mesh, mp.fsdp()):
