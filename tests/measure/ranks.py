@@ -192,8 +192,9 @@ def ranked(chosen: Sequence[tuple[str, str, str | None, int]] = LAYOUTS, *, repe
         detail = f"told {1e3 * estimate:.0f} ms, wall {wall_ms:.0f} ms"
         ms = {"value": 1e3 * middle, "low": 1e3 * low, "high": 1e3 * high}
         rows.append(Measure(name=layout.label, unit="processor ms", detail=detail, **ms))
+    cuts = CUTS if repeats > 1 else CUTS[:1]
     for at, clock in enumerate(("wall", "processor")):
-        whole, *halves = ([float(np.median([one[at] for one in each[cut]])) for each in times] for cut in CUTS)
+        whole, *halves = ([float(np.median([one[at] for one in each[cut]])) for each in times] for cut in cuts)
         agree.append(f"{clock} {kendall(estimates, whole):.2f}")
         if repeats > 1:
             agree[-1] += f" of at most {kendall(*halves):.2f}"
