@@ -337,10 +337,11 @@ def _nearest(search: Search) -> str:
     if search.smallest is None:
         return "use a batch whose rows the GPUs divide, or another number of GPUs"
     cluster, held = search.cluster, search.smallest.memory
-    spare = search.limit_bytes - (held.peak_bytes - held.state_bytes)
+    shared = held.state_bytes + held.gradients_bytes + held.copies_bytes  # among all GPUs, where parameters are split
+    spare = search.limit_bytes - (held.peak_bytes - shared)
     if spare <= 0:
         return "train shorter rows, or fewer of them in a microbatch"
-    nodes = -(-held.state_bytes * cluster.nodes // spare)
+    nodes = -(-shared * cluster.nodes // spare)
     return f"take about {nodes} nodes, --cluster {cluster.gpu.name}:{nodes}x{cluster.gpus_per_node}, or a larger GPU"
 
 

@@ -45,6 +45,13 @@ from meshpar.sharding.types import Decision
 
 PASSES = 3
 """How often what the backward pass would keep of a layer is moved: written, read back, and its gradient."""
+STATE_PASSES = 2
+"""How often the update moves the state."""
+SHARED_PASSES, SHARED_STATE_PASSES, SHARED_KEPT, SHARED_SENT = 6, 4, 4, 2
+"""As these two where devices share a machine's cores, and how often it moves what a policy keeps besides, into the
+stack of the layers and out of it, and what is sent: for CPUs XLA fuses less. As in programs of the layouts of
+`tests/measure/ranks.py` compiled for CPUs (jax 0.10.2); of the update's eight passes, which run through whole arrays,
+two take as long as one of the others."""
 COPIES = 2.5
 """How often a tick of a pipeline moves what its stage holds: buffers pass through the branches of its cells."""
 HIDDEN: Mapping[str, float] = {
@@ -188,6 +195,7 @@ class Clock:
         network: dict[str, float] = defaultdict(float)
         hidden: dict[str, float] = defaultdict(float)
         sent: dict[str, float] = defaultdict(float)
+        buffers = 0.0
         # XLA combines the gradients of a layer into one message, and with prefetch its weights.
         stacked = sum(one.decision.leaf.num_layers > 1 and one.decision.leaf.layer_ndim > 1 for one in placed.weights)
         key = layout.microbatches, layout.interleave, facts.is_remat, "sent"
@@ -197,6 +205,7 @@ class Clock:
                 together = stacked if one.role == GRADIENTS or facts.is_prefetched else 1
                 time_s = share * count * price.time_s(nbytes, together=together if one.stack > 1 else 1)
                 sent[label] += share * count * nbytes * price.sent
+                buffers += share * count * nbytes
                 network[label] += time_s
                 hidden[label] += time_s * _hidden(facts, one)
         self._add_update(update, facts.sizes, sent, network)
@@ -210,7 +219,8 @@ class Clock:
             price = self._price("collective-permute", (pipelined.axis,), facts.sizes)
             sent[pipelined.axis] += beat.hops * nbytes
             network[pipelined.axis] += beat.hops * price.time_s(nbytes)
-        memory_s = (self._moved_bytes(placed, layout, memory) + copied) / self.cluster.gpu.memory_bytes_per_s
+        moved = self._moved_bytes(placed, layout, memory) + copied + SHARED_SENT * buffers * self.cluster.is_shared
+        memory_s = moved / self.cluster.gpu.memory_bytes_per_s
         # What is hidden is hidden behind compute, of which there may be less.
         cover_s = (COVER_AHEAD if facts.is_prefetched else COVER) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
@@ -245,7 +255,11 @@ class Clock:
         kept = rows * sum(placed.held_row_bytes["stages"]) / stages
         if work.vocab_chunk is not None:  # float32 logits are made twice
             kept += rows * 2 * 4 * placed.logits_per_row()
-        moved = PASSES * kept + 2 * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)
+        passes, of_state = PASSES, STATE_PASSES
+        if self.cluster.is_shared:
+            passes, of_state = SHARED_PASSES, SHARED_STATE_PASSES
+        moved = passes * kept + of_state * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)
+        moved += SHARED_KEPT * rows * sum(placed.held_row_bytes[layout.remat]) / stages * self.cluster.is_shared
         moved += NARROW_BYTES * work.narrowed * work.rows / self.cluster.num_devices
         return moved + layout.microbatches * self._of_experts(placed, layout) / stages
 

@@ -3,7 +3,7 @@
 Wants an idle machine: the devices share its cores, and layouts differ by less than other work on them. So steps are
 timed in processor seconds, too, which other work moves less: on cores that all devices keep busy a step takes these
 over their number. The planner goes by a profile measured just before: links along a mesh axis (`meshpar bench
-collectives`), products by size (`meshpar bench gpu`), of which eight devices on one machine have an eighth each. Prints
+collectives`), products by size, and kernels that transpose an activation, all devices at once. Prints
 told and measured step times and Kendall's τ of the two orders, by both clocks, beside that of the orders that every
 other round has: more than these agree with each other no estimate can agree with them.
 """
@@ -29,12 +29,14 @@ import jax
 import numpy as np
 import optax
 import rich
+from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.bench import gpu, kernels
 from meshpar.bench.report import Figures, Measure, load, quartiles, seconds_of
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import parse_strategy
+from meshpar.planner import cost
 from meshpar.planner.hardware import Cluster, cluster_of, gpu_by_name
 from meshpar.planner.layout import Layout
 from meshpar.planner.search import Search
@@ -58,6 +60,8 @@ LAYOUTS: tuple[tuple[str, str, str | None, int], ...] = (
 )
 """Mesh, strategy, recomputation, micro-steps."""
 FLOAT32 = mp.Precision()
+FLOAT32_BYTES = 4
+WHAT = "products and activations measured on all host devices at once"
 OF_LINKS: dict[str, Any] = {"min_bytes": 4e4, "max_bytes": 4e6, "repeats": 3}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """As glibc's malloc.h numbers them."""
@@ -75,19 +79,39 @@ def shared_s(run: Callable[[], object]) -> float:
     return (time.process_time() - before) / CORES
 
 
+def turn_s(turn: Callable[[jax.Array, jax.Array], jax.Array], n: int, *, repeats: int = 5) -> float:
+    """What a turn of n × n matrices takes, each of what the one before made, where all devices take theirs at once."""
+    mesh, rows = mp.MeshSpec(data=DEVICES).build(jax.devices()[:DEVICES]), P("data")
+
+    def turns(x: jax.Array, times: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, times, lambda _, y: turn(y, x), x)
+
+    program = jax.jit(jax.shard_map(turns, mesh=mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False))
+    values = np.random.default_rng(0).normal(size=(DEVICES * n, n)).astype(np.float32) / n**0.5
+    x = jax.device_put(values, jax.NamedSharding(mesh, rows))
+
+    def took_s(times: int) -> float:
+        return shared_s(lambda: jax.block_until_ready(program(x, times)))
+
+    took_s(1)
+    times = max(1, round(gpu.TARGET_S / max(took_s(4) / 4, 1e-7)))
+    return float(np.median([took_s(times) for _ in range(repeats)])) / times
+
+
 def profile() -> Cluster:
-    """The host devices as a cluster: what was measured of links and products."""
-    with mock.patch.object(kernels, "seconds_of", shared_s), mock.patch.object(gpu, "seconds_of", shared_s):
+    """The host devices as a cluster: what was measured of links, products and other kernels."""
+    with mock.patch.object(kernels, "seconds_of", shared_s):
         links = kernels.collectives("data=8", names=("all_reduce", "all_gather"), algorithms=("ring",), **OF_LINKS)
-        made = gpu.products(dtype="float32", repeats=3)
     fit = links.fit("data", "axes")
-    each = {n: rate / DEVICES for n, rate in made.flops_per_s.items()}
+    each = {n: cost.matmul_flops(n, n, n) / turn_s(jax.numpy.matmul, n) for n in gpu.SMALL}
+    # Between products kernels transpose what they make: two arrays read, one written.
+    moved = 3 * FLOAT32_BYTES * gpu.SMALL[-1] ** 2 / turn_s(lambda y, x: (jax.nn.silu(y) * x).T, gpu.SMALL[-1])
     usual = cluster_of(gpu_by_name("h100"), nodes=1, gpus_per_node=DEVICES)
     device = dataclasses.replace(
-        usual.gpu, fp32_flops_per_s=max(each.values()), memory_bytes_per_s=made.bytes_per_s / DEVICES, memory_bytes=1e12
+        usual.gpu, fp32_flops_per_s=max(each.values()), memory_bytes_per_s=moved, memory_bytes=1e12
     )
     link = fit.link if fit is not None and fit.link is not None else usual.inside
-    return dataclasses.replace(usual, gpu=device, inside=link, products=each, source=made.source, is_shared=True)
+    return dataclasses.replace(usual, gpu=device, inside=link, products=each, source=WHAT, is_shared=True)
 
 
 def keep_memory() -> None:
@@ -168,8 +192,9 @@ def ranked(chosen: Sequence[tuple[str, str, str | None, int]] = LAYOUTS, *, repe
         detail = f"told {1e3 * estimate:.0f} ms, wall {wall_ms:.0f} ms"
         ms = {"value": 1e3 * middle, "low": 1e3 * low, "high": 1e3 * high}
         rows.append(Measure(name=layout.label, unit="processor ms", detail=detail, **ms))
+    cuts = CUTS if repeats > 1 else CUTS[:1]
     for at, clock in enumerate(("wall", "processor")):
-        whole, *halves = ([float(np.median([one[at] for one in each[cut]])) for each in times] for cut in CUTS)
+        whole, *halves = ([float(np.median([one[at] for one in each[cut]])) for each in times] for cut in cuts)
         agree.append(f"{clock} {kendall(estimates, whole):.2f}")
         if repeats > 1:
             agree[-1] += f" of at most {kendall(*halves):.2f}"

@@ -30,7 +30,7 @@ from meshpar.planner import memory
 from meshpar.planner.advice import advice
 from meshpar.planner.hardware import parse_cluster
 from meshpar.planner.layout import Layout, Placer
-from meshpar.planner.plan import Compiled, _verified, load_plans
+from meshpar.planner.plan import Compiled, _nearest, _verified, load_plans
 from meshpar.planner.search import Search
 from meshpar.planner.steptime import Clock
 from meshpar.planner.workload import POLICIES, describe
@@ -365,6 +365,14 @@ def test_devices_that_share_cores_hide_nothing_and_fill_each_others_bubbles(smal
         time = Search(small, cluster).estimate(layout).time
         assert time.exposed_s == time.network_s
         assert time.bubble_s == 0 < sum(time.network_s.values())
+    # What XLA for CPUs moves besides is less where layers are computed again.
+    pod, layout = parse_cluster("h100:1x8"), Layout(mesh=mp.MeshSpec(data=8), strategy=mp.ddp())
+    more = []
+    for remat in (None, "full"):
+        here, there = (Search(small, one).estimate(dataclasses.replace(layout, remat=remat)) for one in (cluster, pod))
+        more.append((here.time.memory_s - there.time.memory_s) * pod.gpu.memory_bytes_per_s)
+    kept = [2 * sum(one.row_bytes for one in small.held[remat]) for remat in (None, "full")]
+    assert more[0] - more[1] == pytest.approx(4 * (kept[0] - kept[1]))
 
 
 # ---- The search ------------------------------------------------------------------------------------------------------
@@ -551,6 +559,16 @@ def test_mistakes_say_what_is_short_and_what_would_fit():
         mp.plan(CONFIG, tokens(16, 64), "h100:1x8", top=0)
 
 
+def test_the_nearest_change_counts_all_that_more_gpus_share(small):
+    """Of 10 GB, 1 GB is a layer's: 9 GB by 2 GB a GPU are so many times the node."""
+    search, nothing = Search(small, with_memory("h100:1x8", 3e9), fill=1.0), {"head_bytes": 0, "batch_bytes": 0}
+    one = search.estimate(Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp()))
+    parts = {"state_bytes": 6, "gradients_bytes": 2, "copies_bytes": 1, "kept_bytes": 0, "layer_bytes": 1}
+    held = memory.MemoryEstimate(**nothing, **{part: size * 10**9 for part, size in parts.items()})
+    search.smallest = dataclasses.replace(one, memory=held)
+    assert "take about 5 nodes" in _nearest(search)
+
+
 GUIDE = {
     # of all that DDP holds, the share that fits a GPU; of which cluster; what begins and what is added
     "ddp()": (1.0, "h100:2x8", {}),
@@ -609,6 +627,18 @@ def test_a_plan_is_what_the_compiler_says(plans):
     told = next(one.compiled for one in found.plans if one.compiled is not None)
     assert told.fits
     assert told.peak_bytes > 0
+
+
+TIGHT = (("h100:2x8", 40e6), ("h100:4x2", 60e6))
+"""A cluster, and what one of its GPUs holds: less than DDP takes."""
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize(("name", "memory_bytes"), cases(TIGHT[0], grid=TIGHT))
+def test_every_plan_resolves_compiles_and_fits(name, memory_bytes):
+    found = mp.plan(CONFIG, tokens(64, 64), with_memory(name, memory_bytes), top=3, verify=2)
+    assert sum(one.compiled is not None and one.compiled.fits for one in found.plans) == 2
+    assert not found.left_out
 
 
 def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
