@@ -13,7 +13,7 @@ from typing import Any
 
 from meshpar.sharding.host import unexpected
 from meshpar.sharding.types import MeshparError
-from meshpar.training import interrupts, watchdog
+from meshpar.training import checkpoint, interrupts, watchdog
 from meshpar.training.coordination import this_pod
 
 PACKAGES = ("meshpar", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain")
@@ -41,6 +41,12 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
     if (signals := interrupts.current()) is not None:
         signals.farewell = watch.interrupted
     code = 0
+
+    def failed(error: MeshparError) -> None:
+        watch.say(str(error))
+        watch.failed(error)
+
+    checkpoint.told_of_failed_writes.append(failed)
     try:
         facts = {**environment(os.environ), "command": dict(command)}
         here.agree("environment", facts, fix="install and set the same on every host, and give the same options")

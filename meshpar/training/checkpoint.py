@@ -24,11 +24,12 @@ import logging
 import math
 import os
 import shutil
+import threading
 import time
 import types
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import jax
@@ -388,12 +389,7 @@ class Checkpoints:
             yield
         except Exception as error:
             self._current, self._failed = None, True
-            raise problem(
-                f"checkpoints in {self.folder}",
-                asked,
-                f"writing failed ({_reason(error)})",
-                "see that the folder can be written and has room; what was complete before is untouched",
-            ) from error
+            raise _problem_of(asked, error, f"checkpoints in {self.folder}") from error
 
 
 class NoRoomError(MeshparError):
@@ -776,6 +772,23 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
+def write_failed(problem: MeshparError) -> None:
+    """Called in a thread of orbax's where it fails to write; for a pod, whose other processes wait for this one's part.
+
+    orbax keeps the error until somebody asks, and then has all processes meet before it raises it.
+    """
+    for tell in told_of_failed_writes:
+        tell(problem)
+
+
+told_of_failed_writes: list[Callable[[MeshparError], None]] = []
+
+
+def _problem_of(asked: str, error: Exception, where: str = "checkpoints") -> MeshparError:
+    fix = "see that the folder can be written and has room; what was complete before is untouched"
+    return problem(where, asked, f"writing failed ({_reason(error)})", fix)
+
+
 def _reason(error: BaseException, most: int = 200) -> str:
     """An error in one short line."""
     text = " ".join(str(error).split("[tensorstore_spec")[0].split())
@@ -819,6 +832,10 @@ def _patient_orbax() -> None:
         before = asyncio.all_tasks()
         try:
             return await work
+        except Exception as error:
+            if threading.current_thread() is not threading.main_thread():  # where what is restored is read
+                write_failed(_problem_of("write a checkpoint in the background", error))
+            raise
         finally:
             while others := asyncio.all_tasks() - before:
                 await asyncio.wait(others)

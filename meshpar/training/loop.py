@@ -442,7 +442,7 @@ class Checkpointer(Hook):
     All numbers up to the step that is saved are handed out first: what a checkpoint knows, metrics.jsonl holds too.
     Where a save on the way fails, for a disk that is full say, a warning tells it, the run goes on, and the last whole
     checkpoint stays; at the end it is an error. In a pod that holds where it is seen before the save that there is no
-    room; a write that fails is an error, as another process may wait for this one's part.
+    room; a write that fails ends all, for the others wait for this one's part.
 
     Args:
       checkpoints: where to; stays open.

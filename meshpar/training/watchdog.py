@@ -184,6 +184,10 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._beat()
 
+    def say(self, text: str) -> None:
+        """On the standard error that the process began with."""
+        os.write(self._stderr, f"\nmeshpar: {text}\n".encode())
+
     def wait_to_leave(self) -> None:
         """After `failed`: wait for the verdict, with which this process ends; returns when none comes."""
         self._ended.wait(self.stall_s + 3 * _GRACE_S)
@@ -261,7 +265,7 @@ class Watchdog:
         if int(who) == self._pod.process_id or self._place[1] == "done":
             return
         name = f"process {who} of {self._pod.num_processes}"
-        os.write(self._stderr, f"\nmeshpar: interrupted ({signal.Signals(number).name} in {name})\n".encode())
+        self.say(f"interrupted ({signal.Signals(number).name} in {name})")
         self._see_all_leave()
         self._ended.set()
         os._exit(128 + number)
@@ -290,7 +294,7 @@ class Watchdog:
             code = self._agreed
         elif not own:
             with contextlib.suppress(OSError):
-                os.write(self._stderr, f"\nmeshpar: {text}\n".encode())
+                self.say(text)
                 if code != MISTAKE_CODE:  # which is told, and in none of this process's stacks
                     faulthandler.dump_traceback(file=self._stderr, all_threads=True)
         sys.stdout.flush()

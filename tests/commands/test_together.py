@@ -41,6 +41,9 @@ RECIPE = textwrap.dedent("""
         return jnp.mean((model(batch["x"]) - 1.0) ** 2) * float(os.environ.get("SCALE", "1")), {}
 
     def recipe():
+        if "QUOTA" in os.environ:
+            import resource
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["QUOTA"]),) * 2)
         return mp.Recipe(
             name="pod", mesh=mp.MeshSpec(fsdp=2), strategy=mp.fsdp(min_bytes=0),
             model=mp.from_functions(init, lambda p, x: x @ p["w"]), loss=loss, data=ArrayData(arrays=arrays),
@@ -186,6 +189,17 @@ def test_a_process_that_stops_or_dies_is_named_and_the_other_ends(pair: Pair, nu
     else:
         assert f"meshpar: process {victim} of 2" in log
     assert "most recent call first" in log  # the stacks of all threads
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("steps", [3, 6])
+def test_where_one_cannot_write_its_part_of_a_checkpoint_all_end(pair: Pair, steps: int, monkeypatch) -> None:
+    monkeypatch.setenv("WIDTH", "50000")
+    pair.start("--set", f"steps={steps}", odd={"QUOTA": "200000"})
+    assert [pair.exit_of(number) for number in (0, 1)] == [2, 2], pair.log(0) + pair.log(1)
+    for number in (0, 1):
+        assert "writing failed (" in pair.log(number)
+        assert "Traceback" not in pair.log(number)
 
 
 @pytest.mark.matrix
