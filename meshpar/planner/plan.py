@@ -446,7 +446,7 @@ def load_plans(path: str | Path) -> Plans:
     except MeshparError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise problem(where, "read them", f"{type(error).__name__}: {error}", fix) from None
+        raise problem(where, "read them", f"it holds something else ({error})", fix) from None
 
 
 def _plan(data: Mapping[str, Any], where: str) -> Plan:
