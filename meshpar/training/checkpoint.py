@@ -283,7 +283,9 @@ class Checkpoints:
             late = ocp.options.AsyncOptions(post_finalization_callback=remove)
             options = ocp.CheckpointManagerOptions(create=True, cleanup_tmp_directories=True, async_options=late)
             arrays = ocp.type_handlers.ArrayHandler(
-                use_replica_parallel=True, min_slice_bytes_for_replica_parallel=_SPREAD_FROM
+                use_replica_parallel=True,
+                min_slice_bytes_for_replica_parallel=_SPREAD_FROM,
+                enable_write_sharding_file=False,  # what is restored lies as its target says
             )
             known = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
             handlers = {
