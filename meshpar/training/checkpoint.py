@@ -774,13 +774,13 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def write_failed(problem: MeshparError) -> None:
+def write_failed(error: MeshparError) -> None:
     """Called in a thread of orbax's where it fails to write; for a pod, whose other processes wait for this one's part.
 
     orbax keeps the error until somebody asks, and then has all processes meet before it raises it.
     """
     for tell in told_of_failed_writes:
-        tell(problem)
+        tell(error)
 
 
 told_of_failed_writes: list[Callable[[MeshparError], None]] = []

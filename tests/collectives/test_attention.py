@@ -115,6 +115,16 @@ def test_values_and_gradients_are_those_of_attention_over_the_whole_sequence(ran
         close(*both(ranks(count), cases, "float64"), 1e-12)
 
 
+@pytest.mark.parametrize("options", [{"window": 4}, {"packed": True}])
+def test_tiles_that_are_hidden_are_passed_over(ranks, options):
+    """What is no number in their values would make all that they are added to none."""
+    row, ((q, k, v), _) = ranks(3), arrays(3, dtype="float32")
+    attend = row.view(kernel(row.axis, order="contiguous", tile=2, **options))
+    o = jax.jit(attend)((q, k, v.at[0].set(np.nan)))
+    assert not np.isfinite(o[0]).any()
+    assert np.isfinite(o[2]).all()
+
+
 def test_axes_out_of_the_order_of_the_mesh(out_of_order):
     close(*both(out_of_order, ["zigzag"], "float32", B=1, t=2), 1e-5)
 

@@ -48,10 +48,14 @@ def staged(rules):
     return mp.MeshSpec(stage=2, fsdp=2, tensor=2), inside | pipeline | rules
 
 
-def steps(remat, framework="nnx", start=None, stages=False, **options):
-    model = config().build()
+def built(framework):
     if framework == "linen":
-        model = mp.from_linen(LinenTransformer(config()), jax.ShapeDtypeStruct((16, 8), np.int32))
+        return mp.from_linen(LinenTransformer(config()), jax.ShapeDtypeStruct((16, 8), np.int32))
+    return config().build()
+
+
+def steps(remat, framework="nnx", start=None, stages=False, **options):
+    model = built(framework)
     spec, strategy = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True)
     if stages:
         spec, pipeline = mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.pipeline_parallel(stages=2, microbatches=4)
@@ -92,9 +96,7 @@ def test_stages_keep_by_name_too():
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_stages_make_modules_again_by_path(framework):
     expected = steps(None, framework)
-    model = config().build()
-    if framework == "linen":
-        model = mp.from_linen(LinenTransformer(config()), jax.ShapeDtypeStruct((16, 8), np.int32))
+    model = built(framework)
     batches, held = token_batches(16, 8, 2), []
     for rules in (mp.Rules(), BY_PATH):
         mesh, strategy = staged(rules)
@@ -124,9 +126,7 @@ leave; two policies."""
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_stages_make_again_by_patterns_that_reach_beyond_a_stage(framework):
     expected = steps(None, framework)
-    model = config().build()
-    if framework == "linen":
-        model = mp.from_linen(LinenTransformer(config()), jax.ShapeDtypeStruct((16, 8), np.int32))
+    model = built(framework)
     for by_path in ODD:
         mesh, strategy = staged(mp.Rules(remat=by_path))
         found = train(model, token_batches(16, 8, 2), mesh, strategy, start=expected.start)
