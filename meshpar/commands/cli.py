@@ -114,12 +114,8 @@ def _devices(count: int | None) -> Sequence[Any]:
     if count is None or count == len(found) or jax.process_count() > 1:
         return found
     if count > len(found):
-        raise problem(
-            f"--devices {count}",
-            f"run on {count} host devices",
-            f"jax was started with {len(found)} before",
-            f"set XLA_FLAGS={_COUNT_FLAG}={count} before anything uses jax",
-        )
+        where, fix = f"--devices {count}", f"set XLA_FLAGS={_COUNT_FLAG}={count} before anything uses jax"
+        raise problem(where, f"run on {count} host devices", f"jax was started with {len(found)} before", fix)
     return found[:count]
 
 
@@ -425,12 +421,8 @@ def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
     from meshpar.data import TextData
 
     if not isinstance(data, TextData):
-        raise problem(
-            "--text" if text else "--tokenizer",
-            "train on your own text",
-            f"the recipe's data is {type(data).__name__}",
-            "use a recipe whose data is TextData, as recipes/gpt_stdlib.py",
-        )
+        asked, fix = "train on your own text", "use a recipe whose data is TextData, as recipes/gpt_stdlib.py"
+        raise problem("--text" if text else "--tokenizer", asked, f"the recipe's data is {type(data).__name__}", fix)
     return dataclasses.replace(data, files=tuple(text) or data.files, tokenizer=tokenizer or data.tokenizer)
 
 
@@ -461,12 +453,9 @@ def shard(
     given = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
     found = with_model(load_recipe(recipe, devices=devices).override(*given, *assignments), from_hf, assignments)
     if devices is None and -1 in found.mesh.values():
-        raise problem(
-            f"mesh {', '.join(f'{axis}={size}' for axis, size in found.mesh.items() if size != 1)}",
-            "plan without devices",
-            "one axis is -1, which takes what is left of a number of devices",
-            "say how many: --devices 4096",
-        )
+        where = f"mesh {', '.join(f'{axis}={size}' for axis, size in found.mesh.items() if size != 1)}"
+        exists = "one axis is -1, which takes what is left of a number of devices"
+        raise problem(where, "plan without devices", exists, "say how many: --devices 4096")
     check_options(found.xla)  # changes no sharding, but whoever looks here trains with it next
     over = found.mesh.abstract(devices)
     model = build_model(found)

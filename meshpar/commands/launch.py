@@ -368,12 +368,9 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
     if visible < local_size or _value(env, "SLURM_GPUS_PER_TASK") == str(visible):
         return None  # the launcher hid the others' GPUs already
     if visible % local_size:
-        raise LaunchError(
-            "this node",
-            f"share {visible} GPUs among {local_size} processes",
-            f"{visible} is not a multiple of {local_size}",
-            "start one process per GPU or one per node, or say JAX_LOCAL_DEVICE_IDS=0,1 (for each process its own)",
-        )
+        asked = f"share {visible} GPUs among {local_size} processes"
+        fix = "start one process per GPU or one per node, or say JAX_LOCAL_DEVICE_IDS=0,1 (for each process its own)"
+        raise LaunchError("this node", asked, f"{visible} is not a multiple of {local_size}", fix)
     share = visible // local_size
     return tuple(range(local_rank * share, (local_rank + 1) * share))
 
@@ -398,12 +395,9 @@ def _detection_method(launch: Launch, env: Env) -> str | None:
     package = "kubernetes" if launch.source == "kubernetes" else "mpi4py"
     if importlib.util.find_spec(package) is None:
         size = "" if launch.num_processes else " and JAX_NUM_PROCESSES=N"
-        raise LaunchError(
-            f"the environment ({launch.source})",
-            f"join as process {launch.process_id}",
-            f"it does not say where process 0 is, and jax needs the package `{package}` to find out",
-            f"set JAX_COORDINATOR_ADDRESS=HOST:PORT{size} for every process, or `pip install {package}`",
-        )
+        exists = f"it does not say where process 0 is, and jax needs the package `{package}` to find out"
+        fix = f"set JAX_COORDINATOR_ADDRESS=HOST:PORT{size} for every process, or `pip install {package}`"
+        raise LaunchError(f"the environment ({launch.source})", f"join as process {launch.process_id}", exists, fix)
     return None if package == "kubernetes" else package
 
 
@@ -427,9 +421,6 @@ def _integer(env: Env, name: str) -> int:
 def _half_set(launcher: _Launcher, missing: list[str], env: Env) -> LaunchError:
     names = (launcher.process_id, *launcher.num_processes, *launcher.coordinator)
     there = ", ".join(f"{name}={env[name]}" for name in names if _value(env, name))
-    return LaunchError(
-        f"the environment ({launcher.source})",
-        f"join a pod with {there}",
-        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
-        f"set {' and '.join(missing)} for every process, or unset {there.split('=')[0]} to run alone",
-    )
+    exists = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+    fix = f"set {' and '.join(missing)} for every process, or unset {there.split('=')[0]} to run alone"
+    return LaunchError(f"the environment ({launcher.source})", f"join a pod with {there}", exists, fix)

@@ -90,9 +90,5 @@ def _taken(folder: Path, path: Path) -> Exception:
         who = f"process {said['pid']} on {said['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         who = "another process"
-    return problem(
-        f"run {folder}",
-        "write to it",
-        f"{who} is training in this folder",
-        "wait for it or stop it; or use --name for a run beside it",
-    )
+    fix = "wait for it or stop it; or use --name for a run beside it"
+    return problem(f"run {folder}", "write to it", f"{who} is training in this folder", fix)

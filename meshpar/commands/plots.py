@@ -328,12 +328,8 @@ def sharding(
 
 def _entries(spec: PartitionSpec, shape: Sequence[int]) -> list[tuple[str, ...]]:
     if len(spec) > len(shape):
-        raise problem(
-            f"plots.sharding of shape {tuple(shape)}",
-            f"draw it as {spec}",
-            f"it has {len(shape)} dims and the spec {len(spec)} entries",
-            f"give at most {len(shape)} entries",
-        )
+        where, fix = f"plots.sharding of shape {tuple(shape)}", f"give at most {len(shape)} entries"
+        raise problem(where, f"draw it as {spec}", f"it has {len(shape)} dims and the spec {len(spec)} entries", fix)
     return [*map(spec_axes, spec), *[()] * (len(shape) - len(spec))]
 
 
@@ -342,12 +338,9 @@ def _cuts(axes_of: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Mesh |
     cuts = [math.prod(sizes[axis] for axis in axes) for axes in axes_of]
     for dim, (size, count) in enumerate(zip(shape, cuts, strict=True)):
         if size % count:
-            raise problem(
-                f"plots.sharding of shape {tuple(shape)}, dim {dim}",
-                f"cut it into {count} parts over {' × '.join(axes_of[dim])}",
-                f"{size} is not a multiple of {count}",
-                f"draw {-(-size // count) * count}",
-            )
+            where = f"plots.sharding of shape {tuple(shape)}, dim {dim}"
+            asked = f"cut it into {count} parts over {' × '.join(axes_of[dim])}"
+            raise problem(where, asked, f"{size} is not a multiple of {count}", f"draw {-(-size // count) * count}")
     return cuts
 
 

@@ -97,12 +97,9 @@ class Budget(Plain):
         theirs = {"recipe": name, "target": target, "mesh": human_mesh(mesh)}
         for what, saved in mine.items():
             if saved != theirs[what]:
-                raise problem(
-                    f"budget {where}",
-                    f"hold {what} `{theirs[what]}` to it",
-                    f"it was saved for {what} `{saved}`",
-                    "name that budget's own, or save a new one with --save-budget",
-                )
+                asked = f"hold {what} `{theirs[what]}` to it"
+                fix = "name that budget's own, or save a new one with --save-budget"
+                raise problem(f"budget {where}", asked, f"it was saved for {what} `{saved}`", fix)
 
     def differences(self, report: Report) -> tuple[Difference, ...]:
         """What a report says otherwise than the budget, the broken limits first; empty when nothing differs."""

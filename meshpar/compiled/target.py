@@ -158,12 +158,9 @@ def stablehlo_of(traced: jax.stages.Traced | jax.stages.Lowered, cluster: Cluste
     operation = module.operation
     devices = int(operation.attributes["mhlo.num_partitions"])
     if devices != cluster.num_devices:
-        raise problem(
-            f"cluster `{cluster.name}`",
-            f"compile for its {cluster.num_devices} GPUs",
-            f"the step's mesh has {devices} devices",
-            f"build the state on `MeshSpec(...).abstract(devices={cluster.num_devices})`",
-        )
+        asked = f"compile for its {cluster.num_devices} GPUs"
+        fix = f"build the state on `MeshSpec(...).abstract(devices={cluster.num_devices})`"
+        raise problem(f"cluster `{cluster.name}`", asked, f"the step's mesh has {devices} devices", fix)
     buffer = io.BytesIO()
     operation.write_bytecode(buffer)
     return buffer.getvalue()

@@ -134,9 +134,5 @@ def _check_alike(train: dict[str, np.ndarray], valid: dict[str, np.ndarray]) -> 
         {name: (array.shape[1:], str(array.dtype)) for name, array in arrays.items()} for arrays in (train, valid)
     )
     if train_kind != valid_kind:
-        raise problem(
-            "`ArrayData.valid`",
-            f"hold out examples of {valid_kind}",
-            f"the training examples are {train_kind}",
-            "give both the same names, shapes and dtypes",
-        )
+        asked, exists = f"hold out examples of {valid_kind}", f"the training examples are {train_kind}"
+        raise problem("`ArrayData.valid`", asked, exists, "give both the same names, shapes and dtypes")

@@ -67,12 +67,8 @@ def library() -> Any:
     try:
         import safetensors.numpy
     except ImportError as error:
-        raise problem(
-            "meshpar.interop",
-            "read and write safetensors files",
-            "the library is not installed",
-            "pip install 'meshpar[hf]'",
-        ) from error
+        asked = "read and write safetensors files"
+        raise problem("meshpar.interop", asked, "the library is not installed", "pip install 'meshpar[hf]'") from error
     return safetensors
 
 
@@ -183,12 +179,8 @@ class Folder:
         for file in sorted({*files.values()} or {self._single}):
             for name, entry in self._held(file):
                 if name in entries:
-                    raise problem(
-                        f"{self.path / file}, `{name}`",
-                        "read it",
-                        f"{entries[name].file} has a tensor of that name, too",
-                        "take the files of one release",
-                    )
+                    exists = f"{entries[name].file} has a tensor of that name, too"
+                    raise problem(f"{self.path / file}, `{name}`", "read it", exists, "take the files of one release")
                 entries[name] = entry
         for name, file in files.items():
             if name not in entries or entries[name].file != file:
@@ -216,12 +208,9 @@ class Folder:
         for name, file in listed.items():
             is_plain = isinstance(file, str) and file == os.path.basename(file) and "\\" not in file
             if not is_plain or not file.endswith(".safetensors") or "\0" in file:
-                raise problem(
-                    f"{index}, `{name[:100]}`",
-                    f"read it from {str(file)[:100]!r}",
-                    "an index names safetensors files of its own folder only",
-                    "take the index of the release",
-                )
+                where = f"{index}, `{name[:100]}`"
+                asked, fix = f"read it from {str(file)[:100]!r}", "take the index of the release"
+                raise problem(where, asked, "an index names safetensors files of its own folder only", fix)
         return listed
 
     def _held(self, file: str) -> Iterator[tuple[str, Entry]]:
@@ -244,12 +233,9 @@ class Folder:
                 yield name, Entry(file, tuple(shape), STANDS_FOR)
                 continue
             if dtype not in DTYPES:
-                raise problem(
-                    f"{path}, `{name[:100]}`",
-                    f"read {dtype}",
-                    f"weights are {', '.join(DTYPES)} here, or {FLOAT8} by `quantization_config`",
-                    "take the release in bfloat16, or convert it to that first",
-                )
+                exists = f"weights are {', '.join(DTYPES)} here, or {FLOAT8} by `quantization_config`"
+                fix = "take the release in bfloat16, or convert it to that first"
+                raise problem(f"{path}, `{name[:100]}`", f"read {dtype}", exists, fix)
             yield name, Entry(file, tuple(shape), DTYPES[dtype])
 
     def _unreadable(self, path: Path, error: Exception) -> Exception:

@@ -214,12 +214,9 @@ def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     again, asked = (dict(tree_leaves_with_paths(_meaning(one))) for one in (described(document).config, config))
     for name in sorted(asked.keys() | again.keys()):  # a field that is None has no leaf
         if again.get(name) != asked.get(name):
-            raise problem(
-                f"TransformerConfig.{name.replace('/', '.')} ({asked.get(name)!r})",
-                f"write it as `{family.model_type}`",
-                f"that family has {again.get(name)!r}",
-                "write it as another family, or change the field",
-            )
+            where = f"TransformerConfig.{name.replace('/', '.')} ({asked.get(name)!r})"
+            fix = "write it as another family, or change the field"
+            raise problem(where, f"write it as `{family.model_type}`", f"that family has {again.get(name)!r}", fix)
     return document
 
 
@@ -306,12 +303,8 @@ def _shapes(tensors: Iterable[Tensor], most: int, path: Path) -> dict[str, tuple
     for one in tensors:
         if one.num_names > most:
             exists = f"by config.json there are {one.num_names:,} such"
-            raise problem(
-                f"{path}, `{one.theirs}`",
-                f"find it among {most} tensors",
-                exists,
-                "take the config.json of these files",
-            )
+            fix = "take the config.json of these files"
+            raise problem(f"{path}, `{one.theirs}`", f"find it among {most} tensors", exists, fix)
         shapes |= {name: one.their_shape for name, _ in one.names()}
     return shapes
 

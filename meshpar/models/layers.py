@@ -261,12 +261,8 @@ def _refuse(where: str, wanted: str, **given: object) -> None:
     named = {"segments": "rows of several sequences", "cap": "attention_cap", "window": "attention_window"}
     asked = [named[name] for name, value in given.items() if value is not None]
     if asked:
-        raise problem(
-            f"TransformerConfig({where})",
-            f"attend with {' and '.join(asked)}",
-            f"no attention that can {wanted} does that here",
-            'use attention="blockwise"',
-        )
+        exists, fix = f"no attention that can {wanted} does that here", 'use attention="blockwise"'
+        raise problem(f"TransformerConfig({where})", f"attend with {' and '.join(asked)}", exists, fix)
 
 
 def cached_attention(

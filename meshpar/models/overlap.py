@@ -109,12 +109,9 @@ def _check_split(shape: tuple[int, ...], name: str, axis: str) -> None:
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     found = spec_of(x, None, "seq", name, *[None] * (len(shape) - 3))[2]
     if spec_axes(found) != (axis,):
-        raise problem(
-            f"`{name}` (size {shape[2]})",
-            f"overlap its matmul with messages over `{axis}`",
-            f"the rules in force split it over {' × '.join(f'`{one}`' for one in spec_axes(found)) or 'nothing'}",
-            f'map it to "{axis}", with no more ranks than it divides by, or use tensor_matmul="xla"',
-        )
+        exists = f"the rules in force split it over {' × '.join(f'`{one}`' for one in spec_axes(found)) or 'nothing'}"
+        fix = f'map it to "{axis}", with no more ranks than it divides by, or use tensor_matmul="xla"'
+        raise problem(f"`{name}` (size {shape[2]})", f"overlap its matmul with messages over `{axis}`", exists, fix)
 
 
 def _one_dtype(*arrays: Array) -> list[Array]:

@@ -238,12 +238,9 @@ class Strategy:
             return
         for need in self.needs:
             if sizes.get(need.axis, 1) == 1:
-                raise problem(
-                    f"strategy {need.strategy}",
-                    f"use mesh axis `{need.axis}`",
-                    f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items() if v > 1) or 'no axis above 1'}",
-                    f"{need.why}; or give the axis a size: MeshSpec({need.axis}=2, ...)",
-                )
+                exists = f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items() if v > 1) or 'no axis above 1'}"
+                fix = f"{need.why}; or give the axis a size: MeshSpec({need.axis}=2, ...)"
+                raise problem(f"strategy {need.strategy}", f"use mesh axis `{need.axis}`", exists, fix)
 
 
 # ---- Rules by hand ---------------------------------------------------------------------------------------------------
@@ -342,12 +339,8 @@ def as_strategy(rules: Strategy | Rules) -> Strategy:
     if isinstance(rules, Strategy):
         return rules
     if not isinstance(rules, Rules):
-        raise problem(
-            "strategy",
-            f"be {getattr(rules, '__name__', repr(rules))}",
-            f"a strategy is a Strategy or a Rules, and this is a {type(rules).__name__}",
-            _advice(rules),
-        )
+        exists = f"a strategy is a Strategy or a Rules, and this is a {type(rules).__name__}"
+        raise problem("strategy", f"be {getattr(rules, '__name__', repr(rules))}", exists, _advice(rules))
     return Strategy((Bare(rules),))
 
 

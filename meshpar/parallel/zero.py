@@ -49,12 +49,8 @@ class Zero(Part):
     def __post_init__(self) -> None:
         axes_of(self.stage, self.axis)
         if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
-            raise problem(
-                f"{self.stage}(min_bytes={self.min_bytes!r})",
-                "leave smaller leaves whole",
-                "it is not a number of bytes",
-                "write one, say min_bytes=2**16",
-            )
+            where, asked = f"{self.stage}(min_bytes={self.min_bytes!r})", "leave smaller leaves whole"
+            raise problem(where, asked, "it is not a number of bytes", "write one, say min_bytes=2**16")
         if type(self.prefetch) is not int or self.prefetch not in (0, 1):
             where, exists = f"{self.stage}(prefetch={self.prefetch!r})", "it is 0, where a layer needs them, or 1"
             raise problem(where, "gather weights so many layers ahead", exists, "write prefetch=1, or leave it out")

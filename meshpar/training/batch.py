@@ -215,12 +215,9 @@ def _is_put_in(x: Any) -> bool:
 def _check_number(path: str, x: Any) -> None:
     dtype = getattr(x, "dtype", None)
     if dtype is not None and not _is_number(dtype):
-        raise problem(
-            f"batch leaf `{path}` of dtype {dtype}",
-            "be laid on devices",
-            "they hold numbers, and this holds none",
-            "leave it out of the batch, or turn it into numbers first (text: into tokens)",
-        )
+        where = f"batch leaf `{path}` of dtype {dtype}"
+        fix = "leave it out of the batch, or turn it into numbers first (text: into tokens)"
+        raise problem(where, "be laid on devices", "they hold numbers, and this holds none", fix)
 
 
 def _is_number(dtype: Any) -> bool:

@@ -160,12 +160,8 @@ class Pod:
 
     def _absent(self, about: str, missing: Sequence[int]) -> MeshparError:
         who = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-        return problem(
-            f"process {who} of {self.num_processes}",
-            f"compare its {about} with the others'",
-            "it did not come in time",
-            "look at its own log, and start all processes again",
-        )
+        asked, fix = f"compare its {about} with the others'", "look at its own log, and start all processes again"
+        return problem(f"process {who} of {self.num_processes}", asked, "it did not come in time", fix)
 
 
 class StopAgreement:

@@ -218,12 +218,9 @@ def _scan(layer: Callable[..., Any], x: Any, rows: tuple[PyTree, PyTree, PyTree]
         with jax.named_scope(at):
             return _one_by_one(body, x, rows, at)
     if caches is not None:
-        raise problem(
-            "scan_layers(caches=...) under mp.pipeline_parallel",
-            "decode by stages",
-            "stages run whole sequences, and keep nothing of them",
-            "decode with a strategy without stages; checkpoints move to it",
-        )
+        exists = "stages run whole sequences, and keep nothing of them"
+        fix = "decode with a strategy without stages; checkpoints move to it"
+        raise problem("scan_layers(caches=...) under mp.pipeline_parallel", "decode by stages", exists, fix)
     return run.run(body, x, rows)
 
 
@@ -290,12 +287,8 @@ def check_alike(name: str, x: PyTree, y: PyTree) -> None:
                 f"each takes {_types(x)}: the rule names what makes the first one's input, too",
                 "narrow it to modules in the layers, say r'layers/.*'",
             )
-        raise problem(
-            name,
-            f"give its result, {_types(y)}{of_y}, to the next",
-            f"each takes {_types(x)}{of_x}",
-            "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them",
-        )
+        fix = "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them"
+        raise problem(name, f"give its result, {_types(y)}{of_y}, to the next", f"each takes {_types(x)}{of_x}", fix)
 
 
 def _types(tree: PyTree) -> str:
@@ -308,19 +301,11 @@ def with_aux(given: Any) -> tuple[Any, Aux | None]:
         return given, None
     x, aux = given
     if jnp.shape(aux.loss) != ():
-        raise problem(
-            "the Aux of a layer",
-            "add its loss to the loss",
-            f"it has shape {jnp.shape(aux.loss)}",
-            "take its mean in the layer; what is to be seen of every row or expert belongs into Aux.metrics",
-        )
+        fix = "take its mean in the layer; what is to be seen of every row or expert belongs into Aux.metrics"
+        raise problem("the Aux of a layer", "add its loss to the loss", f"it has shape {jnp.shape(aux.loss)}", fix)
     if not isinstance(aux.metrics, Mapping):
-        raise problem(
-            "the Aux of a layer",
-            f"take metrics from a {type(aux.metrics).__name__}",
-            "they are a dict of arrays by name",
-            "write Aux(loss, {})",
-        )
+        asked = f"take metrics from a {type(aux.metrics).__name__}"
+        raise problem("the Aux of a layer", asked, "they are a dict of arrays by name", "write Aux(loss, {})")
     metrics = {name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in aux.metrics.items()}
     return x, Aux(jnp.asarray(aux.loss), metrics)
 
