@@ -14,17 +14,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.types import (
-    Decision,
-    Leaf,
-    MeshLike,
-    axis_sizes,
-    near,
-    near_or,
-    num_shards,
-    problem,
-    spec_axes,
-)
+from meshpar.sharding.types import Decision, Leaf, MeshLike, axis_sizes, near, near_or, num_shards, problem, spec_axes
 
 PARAMETER_NAMES = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert", "layers")
 ACTIVATION_NAMES = (

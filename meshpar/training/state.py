@@ -21,17 +21,7 @@ from meshpar.sharding.lay import abstract_of, is_typed, with_auto_types, without
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
-from meshpar.sharding.types import (
-    AnyMesh,
-    Leaf,
-    PyTree,
-    axes_of_spec,
-    axis_sizes,
-    is_spec,
-    near_or,
-    path_str,
-    problem,
-)
+from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
 from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.muon import Updating
 from meshpar.training.precision import Precision, cast_floating
