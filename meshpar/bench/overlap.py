@@ -136,12 +136,6 @@ def rows(
 ) -> Iterator[OverlapRow]:
     """One row for each set of options; the step is traced once.
 
-    Args:
-      recipe: its name.
-      step, state, batch, cluster: as for `explain`.
-      sets: XLA flags without their dashes, by the name of the set.
-      progress: is called with a line that says what is being compiled.
-
     Raises:
       ValueError, PodError: as `explain` does.
     """

@@ -218,12 +218,7 @@ class Optax:
 
 
 def decayed(params: PyTree, names: Mapping[str, Names]) -> PyTree:
-    """Which leaves weight decay is for: those with two dims or more beside `layers`, unless called `scale` or `bias`.
-
-    Args:
-      params: the parameters.
-      names: their logical names by path; a leaf that is missing has no stacked dims.
-    """
+    """Which leaves decay: those with two dims or more beside `layers`, unless called `scale` or `bias`."""
 
     def wanted(key_path: Any, leaf: Any) -> bool:
         path = path_str(key_path)
@@ -721,12 +716,6 @@ class _Unreadable(Exception):
 
 def read(text: str, hint: Any, path: tuple[str, ...], *, now: Any = None) -> Any:
     """A value of the type `hint` from text.
-
-    Args:
-      text: as written on a command line.
-      hint: a type annotation.
-      path: the field, for the error.
-      now: what it is before, for the error.
 
     Raises:
       ValueError: the text is not of that type.

@@ -273,12 +273,6 @@ def _tokens(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -
 class Template:
     """A chat template, as Hugging Face's tokenizers have them.
 
-    Args:
-      source: the template.
-      named: what it is given beside messages, as `bos_token`.
-      where: what to call it in errors.
-      date: which day `strftime_now` tells it.
-
     Raises:
       ValueError: jinja2 is not installed; no template of jinja's.
     """

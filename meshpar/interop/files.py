@@ -270,15 +270,7 @@ def in_order(files: Mapping[str, str]) -> list[str]:
 def write(
     folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int, *, index: bool = True
 ) -> None:
-    """Write tensors to their files, one file in memory at a time, and the index where there are several.
-
-    Args:
-      folder: where to; it is there.
-      files: the file of each tensor.
-      make: a tensor by its name.
-      total_bytes: of all, for the index.
-      index: whether there is one.
-    """
+    """Write tensors to their files, one file in memory at a time, and the index where there are several."""
     save_file = library().numpy.save_file
     for file in dict.fromkeys(files.values()):
         held = {name: np.ascontiguousarray(make(name)) for name, of in files.items() if of == file}

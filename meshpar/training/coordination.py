@@ -45,13 +45,7 @@ class Client(Protocol):
 
 
 class Pod:
-    """This process among those of a pod, and the store they share.
-
-    Args:
-      client: of the coordination service.
-      process_id: of this process.
-      num_processes: of the pod.
-    """
+    """This process among those of a pod, and the store they share."""
 
     def __init__(self, client: Client, *, process_id: int, num_processes: int) -> None:
         self._client = client

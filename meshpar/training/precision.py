@@ -217,11 +217,7 @@ def matmul_here() -> str | None:
 
 
 def check_wide(where: str, what: str, fix: str) -> None:
-    """Raise where a kernel's own matmuls are to be computed in 8 bits, which it cannot.
-
-    Args:
-      where, what, fix: of the error, as in `problem`.
-    """
+    """Raise where a kernel's own matmuls are to be computed in 8 bits, which it cannot."""
     if (word := matmul_here()) is not None:
         asked = f"compute {what} in 8 bits, as Precision(matmul={word!r}) asks"
         raise problem(where, asked, "its kernel has no such products", fix)

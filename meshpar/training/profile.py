@@ -56,11 +56,6 @@ class Profile(Hook):
     Host threads have `meshpar:step` around each dispatch and `meshpar:data`, `:compile`, `:save`, `:validate` around
     what else the loop does. On devices an operation has its scope: `gradients` (with `transpose(...)` in the backward
     pass) and `update`, the optimizer.
-
-    Args:
-      folder: where to; XProf and TensorBoard read it.
-      first, last: steps, counted from 1.
-      about: what is to be known of the run, for who reads the trace.
     """
 
     order = 3  # a save before the first step is not in it, one behind the last is

@@ -104,12 +104,7 @@ def why_not_timed(target: str, cluster: Cluster | None) -> str:
 
 
 def overlap(timeline: Timeline | None, reason: str = "") -> Overlap:
-    """What of the communication is hidden.
-
-    Args:
-      timeline: of the program, or None when it has none.
-      reason: why it has none.
-    """
+    """What of the communication is hidden."""
     if timeline is None:
         return Overlap(hidden_fraction=None, per_axis={}, exposed=(), reason=reason)
     network_s = sum(timeline.network_s.values())

@@ -125,11 +125,7 @@ def _quantized(
 def _by_device(
     local: Callable[..., Sums], setup: Setup, axes: tuple[str, ...], params: PyTree, grads: PyTree
 ) -> Callable[..., Sums]:
-    """A function of (params, extra, rows, keys...) run by every device along the axes that split the batch.
-
-    Args:
-      params, grads: specs of what enters and what leaves.
-    """
+    """A function of (params, extra, rows, keys...) run by every device along the axes that split the batch."""
     whole = PartitionSpec()
 
     def run(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> Sums:
