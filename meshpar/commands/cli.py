@@ -149,12 +149,10 @@ COMMANDS: dict[str, Lazy] = {
         "Continue prompts by the model of a run, or of a folder of Hugging Face's.",
     ),
     "bench": Lazy(
-        "meshpar.commands.bench:bench",
-        "Measure: a training step against bare jax.jit, collectives against XLA's own.",
+        "meshpar.commands.bench:bench", "Measure: a training step against bare jax.jit, collectives against XLA's own."
     ),
     "checkpoint": Lazy(
-        "meshpar.commands.checkpoint:checkpoint",
-        "List, inspect, verify, export a run's checkpoints; needs no recipe.",
+        "meshpar.commands.checkpoint:checkpoint", "List, inspect, verify, export a run's checkpoints; needs no recipe."
     ),
     "trace": Lazy("meshpar.commands.trace:trace", "A profile of training steps, beside what explain predicts."),
     "verify": Lazy(

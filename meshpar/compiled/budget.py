@@ -128,10 +128,7 @@ class Budget(Plain):
 
     def _made_by(self, report: Report) -> Iterator[Difference]:
         version = importlib.metadata.version("jax")
-        for what, old, new in (
-            ("strategy", self.strategy, report.strategy),
-            ("jax", self.jax_version, version),
-        ):
+        for what, old, new in (("strategy", self.strategy, report.strategy), ("jax", self.jax_version, version)):
             if old != new:
                 yield Difference(text=f"{what} was {old} and is {new}", is_over=False)
 

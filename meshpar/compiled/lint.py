@@ -75,11 +75,7 @@ class Finding(Plain):
 
 
 def lint(
-    program: Program,
-    collectives: Sequence[Collective],
-    setup: Setup,
-    options: StepOptions,
-    cluster: Cluster | None,
+    program: Program, collectives: Sequence[Collective], setup: Setup, options: StepOptions, cluster: Cluster | None
 ) -> tuple[Finding, ...]:
     """What is costly in a compiled training step and need not be, the costliest first."""
     look = _Look(program, tuple(collectives), setup, options, cluster)

@@ -302,11 +302,7 @@ class _Change:
 
 
 def remedies(
-    step: TrainStep,
-    setup: Setup,
-    batch: PyTree,
-    compile: Callable[[jax.stages.Traced], Program],
-    limit_bytes: int,
+    step: TrainStep, setup: Setup, batch: PyTree, compile: Callable[[jax.stages.Traced], Program], limit_bytes: int
 ) -> tuple[Remedy, ...]:
     """What would make a step fit that does not: each change is really made, compiled, and its peak taken.
 

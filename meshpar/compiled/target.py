@@ -40,9 +40,7 @@ def topology(cluster: str | Cluster) -> list[jax.Device]:
     require_aot(cluster.name)
     _put_ptxas_on_path()
     described = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=target_config(cluster.gpu),
-        topology=f"1x{cluster.nodes}x{cluster.gpus_per_node}",
+        platform="cuda", target_config=target_config(cluster.gpu), topology=f"1x{cluster.nodes}x{cluster.gpus_per_node}"
     )
     return list(described.devices)
 

@@ -76,12 +76,7 @@ class ArraySource(RowSource):
         self, data: ArrayData, train: ArrayRows, valid: ArrayRows, *, how: str, batch_size: int, seed: int
     ) -> None:
         super().__init__(
-            train,
-            valid,
-            batch_size=batch_size,
-            seed=seed,
-            valid_batches=data.valid_batches,
-            prefetch=data.prefetch,
+            train, valid, batch_size=batch_size, seed=seed, valid_batches=data.valid_batches, prefetch=data.prefetch
         )
         self.data = data
         self._how = how

@@ -94,12 +94,7 @@ def _logits_dtype(run: Callable[..., Any], prompt: Array, config: TransformerCon
 
 
 def sample_token(
-    logits_BV: Float[Array, "B V"],
-    key: jax.Array,
-    *,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None = None,
+    logits_BV: Float[Array, "B V"], key: jax.Array, *, temperature: float, top_k: int | None, top_p: float | None = None
 ) -> Int[Array, " B"]:
     """One token for each row of logits.
 

@@ -132,12 +132,7 @@ def _path(
 
 
 def _pipelined(
-    path: Path,
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    expert_fn: ExpertFn,
-    parts: list[slice],
+    path: Path, x: jax.Array, experts: jax.Array, weights: jax.Array, expert_fn: ExpertFn, parts: list[slice]
 ) -> tuple[list[jax.Array], list[Dispatched]]:
     """Chunk by chunk: while the experts of one compute, the one before travels back and the one after travels there.
 

@@ -568,12 +568,7 @@ def _varies_beside(weight: jax.Array | Adapted, rows: jax.Array) -> tuple[str, .
 
 
 def _travelling(
-    rows: jax.Array,
-    routed: Routed,
-    experts: Experts,
-    config: MoEConfig,
-    cut: _SplitAxes,
-    room: int | None,
+    rows: jax.Array, routed: Routed, experts: Experts, config: MoEConfig, cut: _SplitAxes, room: int | None
 ) -> tuple[jax.Array, Dispatched]:
     """Rows to the ranks of their experts, and back."""
     typical = len(rows) // config.chunks * routed.experts.shape[1] if room is None else None
@@ -614,12 +609,7 @@ def _tell_one_level(implementation: str, axis: str) -> None:
 
 
 def _staying(
-    rows: jax.Array,
-    routed: Routed,
-    experts: Experts,
-    config: MoEConfig,
-    cut: _SplitAxes,
-    room: int | None,
+    rows: jax.Array, routed: Routed, experts: Experts, config: MoEConfig, cut: _SplitAxes, room: int | None
 ) -> tuple[jax.Array, Dispatched]:
     """Rows through the experts that are here; those of other ranks are theirs to compute."""
     own = experts[0].shape[0]

@@ -251,11 +251,7 @@ class Rules:
 
     @classmethod
     def from_logical_axis_rules(
-        cls,
-        rules: Iterable[Any],
-        *,
-        axes: Mapping[str, str | None] | None = None,
-        batch: str | None = None,
+        cls, rules: Iterable[Any], *, axes: Mapping[str, str | None] | None = None, batch: str | None = None
     ) -> Rules:
         """Rules as Flax (`nn.logical_axis_rules`), T5X and MaxText (`logical_axis_rules` of its YAML) write them.
 

@@ -130,9 +130,7 @@ def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules =
 def as_given(rows: PyTree) -> PyTree:
     """The same as the user's function takes it, scalars again."""
     return jax.tree.map(
-        lambda x: x.each[0] if isinstance(x, ForAllRows) else x.each if is_whole(x) else x,
-        rows,
-        is_leaf=_is_put_in,
+        lambda x: x.each[0] if isinstance(x, ForAllRows) else x.each if is_whole(x) else x, rows, is_leaf=_is_put_in
     )
 
 
