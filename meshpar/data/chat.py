@@ -31,6 +31,7 @@ from meshpar.data.split import check_fraction, split_rows
 from meshpar.data.streams import mapped, spooled, zeros
 from meshpar.data.text import find, records
 from meshpar.data.tokens import Tokenizer, load_tokenizer, token_dtype
+from meshpar.sharding.host import read_json
 from meshpar.sharding.types import problem
 
 OPEN_ROWS = 64
@@ -568,11 +569,8 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_bytes()) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        fix = "take the file of the release"
-        raise problem(str(file), "read it as JSON", f"that fails ({_told(error)})", fix) from error
+    fix = "take the file of the release"
+    found = read_json(file, str(file), fix, asked="read it as JSON") if file.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 

@@ -31,13 +31,12 @@ from meshpar.interop.blocks import (
     scale_shape,
     scale_slices,
 )
+from meshpar.sharding import host
 from meshpar.sharding.types import problem
 from meshpar.training.interrupts import scratch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MOST_JSON_BYTES = 2**28
-"""No index is larger: DeepSeek-V3's has 9 MB."""
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
 }  # fmt: skip
@@ -78,19 +77,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: no file, one that is too large to be one of these, or something else in it.
     """
-    try:
-        if path.stat().st_size > MOST_JSON_BYTES or not path.is_file():  # a device or pipe would never end
-            exists = f"it is no file, or has more than {MOST_JSON_BYTES:,} bytes"
-            raise problem(str(path), "read it", exists, "take the release's")
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ValueError) and hasattr(error, "where"):
-            raise
-        reason = " ".join(str(error).split())[:120]
-        raise problem(str(path), "read it as JSON", f"that fails ({reason})", "take the file of the release") from error
+    fix = "take the file of the release"
+    document = host.read_json(path, str(path), fix, asked="read it as JSON")
     if not isinstance(document, dict):
-        exists = f"it holds a {type(document).__name__}"
-        raise problem(str(path), "read an object", exists, "take the file of the release")
+        raise problem(str(path), "read an object", f"it holds a {type(document).__name__}", fix)
     return document
 
 

@@ -310,9 +310,7 @@ def with_aux(given: Any) -> tuple[Any, Aux | None]:
     return x, Aux(jnp.asarray(aux.loss), metrics)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the backward pass keeps of a layer
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What the backward pass keeps of a layer -------------------------------------------------------------------------
 
 MATMUL = "matmul"
 """Name, for `jax.checkpoint`, of the result of a matmul with a weight that policies cannot see for what it is."""
