@@ -113,11 +113,7 @@ def _cells(row: OverlapRow) -> tuple[str, ...]:
 
 
 def sets_of(names: Sequence[str]) -> dict[str, Options]:
-    """The named sets; all without a name.
-
-    Raises:
-      ValueError: no such set.
-    """
+    """The named sets; all without a name. Raises `ValueError`: no such set."""
     for name in names:
         if name not in SETS:
             raise problem("bench overlap", f"compile with `{name}`", "there is no such set", near(name, SETS))
@@ -134,11 +130,7 @@ def rows(
     sets: Mapping[str, Options] = SETS,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Iterator[OverlapRow]:
-    """One row for each set of options; the step is traced once.
-
-    Raises:
-      ValueError, PodError: as `explain` does.
-    """
+    """One row for each set of options; the step is traced once. Errors are those of `explain`."""
     of = on_cluster(cluster, state).setup
     with traced_for(cluster):
         lowered = step.trace(on_cluster(cluster, state), batch).lower(lowering_platforms=("cuda",))

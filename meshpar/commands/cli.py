@@ -493,11 +493,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_file(path: str, suffixes: tuple[str, ...]) -> None:
-    """See that a file to write has a name that says what it is, and a folder.
-
-    Raises:
-      ValueError: it has not.
-    """
+    """See that a file to write has a name that says what it is, and a folder. Raises `ValueError`: it has not."""
     if Path(path).suffix not in suffixes:
         exists = f"its name ends in neither of {', '.join(suffixes)}" if len(suffixes) > 1 else "a profile is a .json"
         raise problem(path, "write to it", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")

@@ -715,11 +715,7 @@ class _Unreadable(Exception):
 
 
 def read(text: str, hint: Any, path: tuple[str, ...], *, now: Any = None) -> Any:
-    """A value of the type `hint` from text.
-
-    Raises:
-      ValueError: the text is not of that type.
-    """
+    """A value of the type `hint` from text. Raises `ValueError`: the text is not of that type."""
     try:
         return _read(text, hint)
     except _Unreadable as error:

@@ -71,11 +71,7 @@ class Budget(Plain):
 
     @staticmethod
     def load(path: str | Path) -> Budget:
-        """Reads it from a JSON file.
-
-        Raises:
-          ValueError: no such file, or one that holds something else.
-        """
+        """Reads it from a JSON file. Raises `ValueError`: no such file, or one that holds something else."""
         found = read_json(path, f"budget {path}", "write one with --save-budget")
         fields = {field.name for field in dataclasses.fields(Budget)}
         missing = (fields - {"tolerance"}) - set(found) if isinstance(found, dict) else fields

@@ -295,11 +295,7 @@ class Template:
 
     @staticmethod
     def of(tokenizer: str, template: str | None, *, date: str = DATE) -> Template:
-        """That of a file, or of the folder that a tokenizer lies in.
-
-        Raises:
-          ValueError: there is none.
-        """
+        """That of a file, or of the folder that a tokenizer lies in. Raises `ValueError`: there is none."""
         at = Path(tokenizer).expanduser()
         folder = at if at.is_dir() else at.parent
         config = {} if tokenizer == "bytes" else _config(folder / "tokenizer_config.json")

@@ -58,11 +58,7 @@ class Entry:
 
 
 def library() -> Any:
-    """The safetensors library.
-
-    Raises:
-      ValueError: it is not installed.
-    """
+    """The safetensors library. Raises `ValueError`: it is not installed."""
     try:
         import safetensors.numpy
     except ImportError as error:

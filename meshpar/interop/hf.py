@@ -155,11 +155,7 @@ def describe(folder: Path) -> Described:
 
 
 def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
-    """A config.json as it was read, in our terms.
-
-    Raises:
-      ValueError: as `config_of`.
-    """
+    """A config.json as it was read, in our terms. Raises `ValueError`: as `config_of`."""
     document = _older(where, document)
     kind = document.get("model_type")
     family = BY_TYPE.get(kind) if isinstance(kind, str) else None
@@ -197,11 +193,7 @@ def _older(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """A config of ours as the config.json of a family.
-
-    Raises:
-      ValueError: it has what the family has not.
-    """
+    """A config of ours as the config.json of a family. Raises `ValueError`: it has what the family has not."""
     document = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

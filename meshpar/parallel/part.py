@@ -157,11 +157,7 @@ def replicated_all(origin: str) -> Rules:
 
 
 def axes_of(origin: str, axis: Axes) -> tuple[str, ...]:
-    """One mesh axis or several as a tuple.
-
-    Raises:
-      ValueError: no axis, or the same one twice.
-    """
+    """One mesh axis or several as a tuple. Raises `ValueError`: no axis, or the same one twice."""
     axes = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
     if not axes or not all(isinstance(name, str) and name for name in axes) or len(set(axes)) != len(axes):
         where = f"{origin}(axis={axis!r})"

@@ -417,11 +417,7 @@ Gather: TypeAlias = Callable[[str, PyTree], PyTree]
 
 
 def check_remat(remat: str | None, where: str = "") -> None:
-    """See that a remat policy exists, which stands at `where` in the error.
-
-    Raises:
-      ValueError: it does not.
-    """
+    """See that a remat policy exists, which stands at `where` in the error. Raises `ValueError`: it does not."""
     if remat is not None:
         _remat_parts(str(remat), where)
 

@@ -22,11 +22,7 @@ ABOUT = "about.json"
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """`10:15` as the first and the last step.
-
-    Raises:
-      ValueError: something else, or no step between them.
-    """
+    """`10:15` as the first and the last step. Raises `ValueError`: something else, or no step between them."""
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last:
