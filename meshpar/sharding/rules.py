@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
@@ -197,20 +197,13 @@ class Rules:
         inputs: Mapping[str, Any] | None = None,
         **by_name: DimRule,
     ) -> None:
-        _check_mapping("paths", paths, "{r'.*/scale': mp.replicated}")
-        _check_mapping("activations", activations, "{r'.*/mlp': ('batch', None, None)}")
-        _check_mapping("precision", precision, "{r'.*/router': 'float32'}")
-        _check_mapping("remat", remat, "{r'.*/mlp': 'full'}")
-        _check_mapping("inputs", inputs, "{r'graph/.*': 'batch'}")
+        given = {"paths": paths, "activations": activations, "inputs": inputs, "precision": precision, "remat": remat}
+        made: dict[str, tuple[_Rule, ...]] = {}
+        for field, (argument, checked, example) in _PATTERNS.items():
+            _check_mapping(argument, given[argument], example)
+            made[field] = tuple(_Rule(key, checked(key, x), is_path=True) for key, x in (given[argument] or {}).items())
         vars(self).update(
-            _by_name={key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()},
-            _by_path=tuple(_Rule(key, _checked_path_rule(key, x), is_path=True) for key, x in (paths or {}).items()),
-            by_module=tuple(
-                _Rule(key, _checked_module_rule(key, x), is_path=True) for key, x in (activations or {}).items()
-            ),
-            precision=tuple(_Rule(key, _checked_dtype(key, x), is_path=True) for key, x in (precision or {}).items()),
-            remat=tuple(_Rule(key, _checked_remat(key, x), is_path=True) for key, x in (remat or {}).items()),
-            inputs=tuple(_Rule(key, _checked_input(key, x), is_path=True) for key, x in (inputs or {}).items()),
+            _by_name={key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()}, **made
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -303,11 +296,7 @@ class Rules:
             return NotImplemented
         return self._with(
             _by_name={**self._by_name, **other._by_name},
-            _by_path=_behind(self._by_path, other._by_path),
-            by_module=_behind(self.by_module, other.by_module),
-            precision=_behind(self.precision, other.precision),
-            remat=_behind(self.remat, other.remat),
-            inputs=_behind(self.inputs, other.inputs),
+            **{field: _behind(getattr(self, field), getattr(other, field)) for field in _PATTERNS},
             known=self.known | other.known,
             everything=other.everything or self.everything,
             largest=other.largest or self.largest,
@@ -316,31 +305,25 @@ class Rules:
 
     def __repr__(self) -> str:
         parts = [f"{rule.key}={rule.value!r}" for rule in self._by_name.values()]
-        by_path = {"paths": self._by_path, "activations": self.by_module, "inputs": self.inputs}
-        for name, rules in {**by_path, "precision": self.precision, "remat": self.remat}.items():
-            if rules:
-                parts.append(f"{name}={{" + ", ".join(f"{r.key!r}: {r.value!r}" for r in rules) + "}")
+        for field, (argument, *_) in _PATTERNS.items():
+            if rules := getattr(self, field):
+                parts.append(f"{argument}={{" + ", ".join(f"{r.key!r}: {r.value!r}" for r in rules) + "}")
         return f"Rules({', '.join(parts)})"
 
     def to_json(self) -> dict[str, Any]:
         """Names and paths as plain data, which `from_json` reads as rules of a user's."""
         by_name = {rule.key: _to_plain(rule.value) for rule in self._by_name.values()}
-        by_module = {rule.key: _to_plain(rule.value) for rule in self.by_module}
-        paths = {rule.key: _to_plain(rule.value) for rule in self._by_path}
-        precision, remat = ({rule.key: rule.value for rule in rules} for rules in (self.precision, self.remat))
-        inputs = {rule.key: _to_plain(rule.value) for rule in self.inputs}
-        more = {"activations": by_module, "precision": precision, "remat": remat, "inputs": inputs}
-        return {"by_name": by_name, "paths": paths} | {name: said for name, said in more.items() if said}
+        patterns = {
+            name: {r.key: _to_plain(r.value) for r in getattr(self, of)} for of, (name, *_) in _PATTERNS.items()
+        }
+        return {"by_name": by_name} | {name: said for name, said in patterns.items() if said or name == "paths"}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Rules:
         """The rules that `to_json` gave."""
-        by_name, paths, by_module, inputs = (
-            {key: _from_plain(x) for key, x in data.get(of, {}).items()}
-            for of in ("by_name", "paths", "activations", "inputs")
-        )
-        more = {field: data.get(field) for field in ("precision", "remat")}
-        return Rules(paths=paths, activations=by_module, inputs=inputs, **more, **by_name)
+        arguments = ("by_name", *(argument for argument, *_ in _PATTERNS.values()))
+        said: dict[str, Any] = {of: {key: _from_plain(x) for key, x in data.get(of, {}).items()} for of in arguments}
+        return Rules(**said.pop("by_name"), **said)
 
     @property
     def dtypes(self) -> frozenset[str]:
@@ -533,6 +516,16 @@ def _checked_path_rule(pattern: str, value: Any) -> PathRule:
         if isinstance(value, str)
         else 'write mp.replicated to replicate it, or split a dim: ("fsdp", None)',
     )
+
+
+_PATTERNS: Mapping[str, tuple[str, Callable[[str, Any], Any], str]] = {
+    "_by_path": ("paths", _checked_path_rule, "{r'.*/scale': mp.replicated}"),
+    "by_module": ("activations", _checked_module_rule, "{r'.*/mlp': ('batch', None, None)}"),
+    "inputs": ("inputs", _checked_input, "{r'graph/.*': 'batch'}"),
+    "precision": ("precision", _checked_dtype, "{r'.*/router': 'float32'}"),
+    "remat": ("remat", _checked_remat, "{r'.*/mlp': 'full'}"),
+}
+"""Fields of rules by patterns: the argument of each, what looks at its values, and an example."""
 
 
 # ---- From a leaf and rules to a decision -----------------------------------------------------------------------------
