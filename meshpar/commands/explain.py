@@ -480,12 +480,10 @@ def _crashes_explained(recipe: str, against: str | None) -> Iterator[None]:
 
         file, line = raised_at(error, tuple(files.values()))
         said = "; ".join(filter(None, str(error).strip().split("\n")[:1])) or "no message"
-        raise problem(
-            f"recipe `{next((path for path, own in files.items() if own == file), recipe)}`",
-            "explain its training step",
-            f"it raised {type(error).__name__} ({said}) at {os.path.basename(file)}:{line}",
-            "correct that line; --traceback shows how it got there",
-        ) from error
+        where = f"recipe `{next((path for path, own in files.items() if own == file), recipe)}`"
+        exists = f"it raised {type(error).__name__} ({said}) at {os.path.basename(file)}:{line}"
+        fix = "correct that line; --traceback shows how it got there"
+        raise problem(where, "explain its training step", exists, fix) from error
 
 
 def _pictures(found: Explained) -> dict[str, str]:

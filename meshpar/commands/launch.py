@@ -263,12 +263,10 @@ def _read(launcher: _Launcher, env: Env) -> Launch:
     size_name = next((name for name in launcher.num_processes if _value(env, name)), None)
     num_processes = None if size_name is None else _integer(env, size_name)
     if num_processes is not None and not 0 <= process_id < num_processes:
-        raise LaunchError(
-            f"the environment ({launcher.source})",
-            f"be process {process_id} ({launcher.process_id}) of {num_processes} ({size_name})",
-            f"processes are numbered 0 to {num_processes - 1}",
-            "set both from the same launcher, or unset what an outer one left behind",
-        )
+        where = f"the environment ({launcher.source})"
+        asked = f"be process {process_id} ({launcher.process_id}) of {num_processes} ({size_name})"
+        fix = "set both from the same launcher, or unset what an outer one left behind"
+        raise LaunchError(where, asked, f"processes are numbered 0 to {num_processes - 1}", fix)
     local_rank, local_size = _local_place(launcher, env)
     return Launch(
         source=launcher.source,
@@ -287,12 +285,10 @@ def _local_place(launcher: _Launcher, env: Env) -> tuple[int | None, int | None]
         node = _integer(env, "SLURM_NODEID") if _value(env, "SLURM_NODEID") else 0
         size = _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), node)
     if rank is not None and (rank < 0 or (size is not None and rank >= size)):
-        raise LaunchError(
-            f"the environment ({launcher.source})",
-            f"be process {rank} of this node ({launcher.local_rank})",
-            "they are numbered from 0" + ("" if size is None else f", and this node has {size}"),
-            f"set it from the same launcher as the others, or unset {launcher.local_rank}",
-        )
+        asked = f"be process {rank} of this node ({launcher.local_rank})"
+        exists = "they are numbered from 0" + ("" if size is None else f", and this node has {size}")
+        fix = f"set it from the same launcher as the others, or unset {launcher.local_rank}"
+        raise LaunchError(f"the environment ({launcher.source})", asked, exists, fix)
     return rank, size
 
 

@@ -250,12 +250,10 @@ class TransformerConfig:
             exists = f"there are {self.num_layers} layers, and one of experts at least"
             raise problem(where, "have so many dense layers", exists, "use fewer, or leave out `moe`")
         if not count and self.mlp_dim != self.moe.mlp_dim:
-            raise problem(
-                f"TransformerConfig(mlp_dim={self.mlp_dim}, moe=...)",
-                "be the width of the dense layers",
-                "there are none: every layer has experts, whose width is moe.mlp_dim",
-                f"use mlp_dim={self.moe.mlp_dim}, or some num_dense_layers",
-            )
+            asked = "be the width of the dense layers"
+            exists = "there are none: every layer has experts, whose width is moe.mlp_dim"
+            fix = f"use mlp_dim={self.moe.mlp_dim}, or some num_dense_layers"
+            raise problem(f"TransformerConfig(mlp_dim={self.mlp_dim}, moe=...)", asked, exists, fix)
 
     @property
     def attention_limits(self) -> dict[str, Any]:

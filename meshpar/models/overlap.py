@@ -96,12 +96,10 @@ def _axis(x_BTE: Array | jax.ShapeDtypeStruct) -> str:
             'use tensor_matmul="xla", or leave out context_parallel()',
         )
     if len(between) != 1:
-        raise problem(
-            'TransformerConfig(tensor_matmul="overlapped")',
-            "gather and scatter the sequence around the matmuls",
-            f"the rules in force split `norm_seq` over {' × '.join(f'`{axis}`' for axis in between) or 'nothing'}",
-            'use mp.tensor_parallel(sequence=True), or tensor_matmul="xla"',
-        )
+        where = 'TransformerConfig(tensor_matmul="overlapped")'
+        asked = "gather and scatter the sequence around the matmuls"
+        exists = f"the rules in force split `norm_seq` over {' × '.join(f'`{axis}`' for axis in between) or 'nothing'}"
+        raise problem(where, asked, exists, 'use mp.tensor_parallel(sequence=True), or tensor_matmul="xla"')
     return between[0]
 
 

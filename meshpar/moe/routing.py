@@ -95,12 +95,10 @@ class Routing:
 
     def _check_groups(self) -> None:
         if self.num_experts % self.groups or self.top_groups > self.groups:
-            raise problem(
-                "Routing(groups=..., top_groups=...)",
-                f"cut {self.num_experts} experts into {self.groups} groups and visit {self.top_groups}",
-                "groups are equal, and there are no more to visit than there are",
-                f"use a divisor of {self.num_experts}, and top_groups up to it",
-            )
+            asked = f"cut {self.num_experts} experts into {self.groups} groups and visit {self.top_groups}"
+            exists = "groups are equal, and there are no more to visit than there are"
+            fix = f"use a divisor of {self.num_experts}, and top_groups up to it"
+            raise problem("Routing(groups=..., top_groups=...)", asked, exists, fix)
 
     def _check_expert_choice(self) -> None:
         if self.causal and not self.force:

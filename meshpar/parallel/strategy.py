@@ -214,12 +214,10 @@ class Strategy:
         for field in RuleSets._fields[:3]:
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine.largest and theirs.everything and not theirs.largest:
-                raise problem(
-                    f"strategy {self.label} | {other.label}",
-                    f"keep {field} whole by {theirs.everything} after splitting them by {mine.largest.origin}",
-                    "strategies are joined rule by rule, and a rule that is missing takes nothing away",
-                    f"write {other.label} alone, or to keep some leaves whole mp.Rules(embed=None)",
-                )
+                asked = f"keep {field} whole by {theirs.everything} after splitting them by {mine.largest.origin}"
+                exists = "strategies are joined rule by rule, and a rule that is missing takes nothing away"
+                fix = f"write {other.label} alone, or to keep some leaves whole mp.Rules(embed=None)"
+                raise problem(f"strategy {self.label} | {other.label}", asked, exists, fix)
         again = {origin for origin, _ in other.activations.sources} - {USER}
         said = {key for _, key in other.activations.sources}
         for origin, key in self.activations.sources:

@@ -557,12 +557,10 @@ def _fitting_names(leaf: Leaf, rule: _Rule) -> tuple[str | None, ...]:
     num_left = len(leaf.shape) - len(given)
     if num_left == 0 or (num_left > 0 and rule.value.and_more):
         return (*given, *(leaf.names or (None,) * len(leaf.shape))[len(given) :])
-    raise problem(
-        f"`{leaf.path}` of shape {leaf.shape}",
-        f"carry {rule.value!r} by the path rule `{rule.key}`",
-        f"it has {len(leaf.shape)} dims, {'fewer than' if rule.value.and_more else 'not'} {len(given)}",
-        "narrow the pattern, or give one name or None to each dim, `...` behind the first to leave others as they are",
-    )
+    where = f"`{leaf.path}` of shape {leaf.shape}"
+    exists = f"it has {len(leaf.shape)} dims, {'fewer than' if rule.value.and_more else 'not'} {len(given)}"
+    fix = "narrow the pattern, or give one name or None to each dim, `...` behind the first to leave others as they are"
+    raise problem(where, f"carry {rule.value!r} by the path rule `{rule.key}`", exists, fix)
 
 
 def _by_path(leaf: Leaf, rule: _Rule, rules: Rules, sizes: dict[str, int]) -> Decision:

@@ -494,12 +494,10 @@ def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, me
     why = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"the rule was: {decision.rule}"
     dims = " × ".join(map(str, leaf.shape))
     axes = ", ".join(f"`{name}` ({size})" for name, size in axis_sizes(mesh).items() if size > 1)
-    raise problem(
-        f"`{leaf.path}` ({dims} {leaf.dtype.name}, {human_bytes(leaf.nbytes)}, names {leaf.names})",
-        f"lie on a mesh with axes {axes}",
-        f"it would be replicated on every device, and nothing says that is meant ({why})",
-        f"{_advice(leaf)}, or allow bigger ones: strategy.replace(big_leaf_bytes={leaf.nbytes + 1})",
-    )
+    where = f"`{leaf.path}` ({dims} {leaf.dtype.name}, {human_bytes(leaf.nbytes)}, names {leaf.names})"
+    exists = f"it would be replicated on every device, and nothing says that is meant ({why})"
+    fix = f"{_advice(leaf)}, or allow bigger ones: strategy.replace(big_leaf_bytes={leaf.nbytes + 1})"
+    raise problem(where, f"lie on a mesh with axes {axes}", exists, fix)
 
 
 def _advice(leaf: Leaf) -> str:

@@ -197,12 +197,10 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
     if rows == 0 or rows % unit:
         axes = " × ".join(f"`{axis}`" for axis in over) or "one device"
         fewer = fewer_devices(rows // count if rows % count == 0 else 1, over)
-        raise problem(
-            f"batch leaf `{leaves[0][0]}` of shape {shapes[leaves[0][0]]} dim 0 (`batch`)",
-            f"split over {axes} ({shards})" + (f" in {count} {what}" if count > 1 else ""),
-            f"{rows} rows are not a positive multiple of {unit}",
-            ", or ".join(filter(None, (f"use a batch of {max(1, -(-rows // unit)) * unit}", fewer))),
-        )
+        where = f"batch leaf `{leaves[0][0]}` of shape {shapes[leaves[0][0]]} dim 0 (`batch`)"
+        asked = f"split over {axes} ({shards})" + (f" in {count} {what}" if count > 1 else "")
+        fix = ", or ".join(filter(None, (f"use a batch of {max(1, -(-rows // unit)) * unit}", fewer)))
+        raise problem(where, asked, f"{rows} rows are not a positive multiple of {unit}", fix)
 
 
 def _is_put_in(x: Any) -> bool:

@@ -281,12 +281,10 @@ def check_alike(name: str, x: PyTree, y: PyTree) -> None:
         wider = [f"`{rule.key}`" for rule in here.rules.precision] if (here := ambient()) is not None else []
         shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (x, y)]
         if wider and shapes[0] == shapes[1]:
-            raise problem(
-                f"{name}, under precision rule {', '.join(wider)}",
-                f"give its result, {_types(y)}, to the next",
-                f"each takes {_types(x)}: the rule names what makes the first one's input, too",
-                "narrow it to modules in the layers, say r'layers/.*'",
-            )
+            where = f"{name}, under precision rule {', '.join(wider)}"
+            exists = f"each takes {_types(x)}: the rule names what makes the first one's input, too"
+            fix = "narrow it to modules in the layers, say r'layers/.*'"
+            raise problem(where, f"give its result, {_types(y)}, to the next", exists, fix)
         fix = "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them"
         raise problem(name, f"give its result, {_types(y)}{of_y}, to the next", f"each takes {_types(x)}{of_x}", fix)
 

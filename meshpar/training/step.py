@@ -357,12 +357,10 @@ def _check_whole(setup: Setup, options: StepOptions, batch: PyTree) -> None:
     """What is whole of the batch is so where the compiler sees all rows."""
     engine = engine_of(setup, options).__name__.rpartition(".")[2]
     if (engine != "plain" or setup.model.is_explicit) and not isinstance(batch, NamedSharding):
-        raise problem(
-            f"inputs rules with replicated, and {setup.strategy.label}" + ONCE * options.is_once,
-            "give every device a leaf of the batch whole",
-            "stages, kernels that quantize, one reduction behind all micro-steps and mp.explicit take rows alone",
-            'use accumulate_mode="each" and a strategy without stages and quantize, or repeat it for every row',
-        )
+        where = f"inputs rules with replicated, and {setup.strategy.label}" + ONCE * options.is_once
+        exists = "stages, kernels that quantize, one reduction behind all micro-steps and mp.explicit take rows alone"
+        fix = 'use accumulate_mode="each" and a strategy without stages and quantize, or repeat it for every row'
+        raise problem(where, "give every device a leaf of the batch whole", exists, fix)
 
 
 def _check_wider(setup: Setup, precision: Precision) -> None:
@@ -481,12 +479,10 @@ def _without_others(loss: Loss, setup: Setup) -> Loss:
         except Exception as error:
             if type(error).__name__ != "ForbiddenCollectiveError":
                 raise
-            raise problem(
-                f"mp.explicit(model) and {setup.strategy.label}",
-                f"send nothing over {', '.join(f'`{axis}`' for axis in sorted(others))}, which no rule of it names",
-                " ".join(str(error).split()),
-                "leave arrays as they lie over that axis, or join a strategy that splits over it",
-            ) from error
+            where = f"mp.explicit(model) and {setup.strategy.label}"
+            asked = f"send nothing over {', '.join(f'`{axis}`' for axis in sorted(others))}, which no rule of it names"
+            fix = "leave arrays as they lie over that axis, or join a strategy that splits over it"
+            raise problem(where, asked, " ".join(str(error).split()), fix) from error
 
     return refused
 
