@@ -15,7 +15,7 @@ from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.program import Program
 from meshpar.compiled.target import traced_for
 from meshpar.planner.hardware import Cluster
-from meshpar.sharding.printing import Printed, table
+from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import PyTree, axis_sizes, near, problem
 from meshpar.training.engines.prefetch import bytes_of_a_layer
 from meshpar.training.state import TrainState
@@ -85,15 +85,11 @@ class OverlapRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Overlaps(Printed):
+class Overlaps(Printed, Plain):
     """The rows of `meshpar bench overlap`. Prints as a table."""
 
     cluster: str
     rows: tuple[OverlapRow, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return dataclasses.asdict(self)
 
     def __rich__(self) -> Any:
         columns = ("recipe", "options", "temporaries GB", "forward gathers", "backward gathers", "scatters", "hidden",
