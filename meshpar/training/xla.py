@@ -46,6 +46,11 @@ def pipelined(kind: str) -> dict[str, Value]:
 def options_for(mesh: AnyMesh, given: Options, strategys: Options = MappingProxyType({})) -> dict[str, Value]:
     """The options for the devices of a mesh: on CPUs those given, which on GPUs join and override GPUs' own.
 
+    Args:
+      mesh: of the step.
+      given: the user's.
+      strategys: for GPUs, what the strategy needs.
+
     A mesh without devices stands for a pod's.
     """
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "gpu"
@@ -118,6 +123,11 @@ def check_latencies(where: str, path: str) -> None:
 
 
 def save_latencies(path: str | Path, latencies: Mapping[str, float]) -> None:
-    """Writes what kernels and collectives take, for `LATENCIES`: a text of XLA's `ProfiledInstructionsProto`."""
+    """Writes what kernels and collectives take, for `LATENCIES`: a text of XLA's `ProfiledInstructionsProto`.
+
+    Args:
+      path: of the file.
+      latencies: seconds by instruction, as `Timeline.latencies`.
+    """
     lines = (f'costs {{ name: "{name}" cost_us: {seconds * 1e6:.3f} }}' for name, seconds in latencies.items())
     Path(path).write_text("\n".join([*lines, ""]), encoding="utf-8")
