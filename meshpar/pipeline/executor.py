@@ -112,19 +112,6 @@ class _Carry:
     """`late` of the stages before and behind this one, as far as it has come."""
 
 
-class _Made(NamedTuple):
-    """What a cell makes for other cells; zeros where it makes none."""
-
-    up: PyTree
-    """F's output."""
-    down: PyTree
-    """B's."""
-    left: Buffers
-    """By F, for B and W."""
-    handed: Buffers
-    """By B, for W in another cell."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """A schedule's table with its buffer slots, as arrays that a scan over ticks reads."""
@@ -314,7 +301,8 @@ class _Trace:
         branches = [self._cell(cell) for cell in self.plan.cells]
         with jax.named_scope(CELL):
             held = (carry.stash, carry.backlog, carry.turn)
-            totals, (stash, backlog, turn), up, down = lax.switch(at["branch"], branches, carry.totals, held, carry.inbox, at)
+            totals, held, up, down = lax.switch(at["branch"], branches, carry.totals, held, carry.inbox, at)
+        stash, backlog, turn = held
         inbox = self._messages(carry.inbox, (up, down), at, moves)
         below, above = carry.below, carry.above
         if late.size:
@@ -381,6 +369,7 @@ class _Trace:
                     sums = sums.replace(grads=sums.grads._replace(parts=parts))
             if has_f:
                 up, left, aux_loss, more = self._forward(whole(F), inbox, at)
+                # Every F has a B to keep something for; only the last part's hands its result to the loss.
                 stash, turn = put(stash, at["stash"][F], left), write(turn, at["turn"][F], up)
                 sums = sums.replace(loss=sums.loss + aux_loss.astype(sums.loss.dtype))
                 aux = {k: x.at[at["chunk"][F]].add(more[k].astype(x.dtype)) for k, x in aux.items()}
