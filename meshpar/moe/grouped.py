@@ -70,7 +70,8 @@ def grouped_matmul(
     Where the step asks for it (`Precision.matmul`) the blocked form's operands are 8-bit floats: rows e4m3 and their
     cotangents e5m2 over one scale a row, weights e4m3 over one scale a group, each by its largest number here: a rank
     that holds a part of the width takes that of its part. The weights' gradients, which sum over rows, stay as wide as
-    they are: so nothing depends on how rows lie.
+    they are: so nothing depends on how rows lie. "fp8-rowwise" gives each column of a weight a scale, and cotangents
+    e4m3, as `meshpar.training.products.float8_rows_dot` does.
 
     Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (section 5). Of
     8 bits: pytorch/ao, torchao/float8, recipe "rowwise_with_gw_hp", 2025.
@@ -93,15 +94,16 @@ def grouped_matmul(
 
 
 def _multiplied(
-    rows: jax.Array, weights: jax.Array, *, sizes: Any, how: tuple[str, bool], block: int | None, typical: int | None
-) -> jax.Array:
-    """`grouped_matmul` by an implementation, and whether in 8 bits."""
+    rows: jax.Array, weights: jax.Array, *, sizes: Any, how: tuple[str, str | None], block: int | None,
+    typical: int | None,
+) -> jax.Array:  # fmt: skip
+    """`grouped_matmul` by an implementation, and how in 8 bits."""
     num_rows, num_groups = rows.shape[0], weights.shape[0]
     implementation, narrow = how
     if num_rows == 0:
         return jnp.zeros((0, weights.shape[2]), rows.dtype)
     with jax.named_scope(KERNEL):
-        if _is_even(sizes, num_rows) and not narrow:
+        if _is_even(sizes, num_rows) and narrow is None:
             return _batched(rows, weights)
         rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(sizes, jnp.int32))
         if implementation == "tokamax":
@@ -147,15 +149,13 @@ def grouped_swiglu(
         exists = "their products are multiplied, number by number"
         raise problem(SWIGLU, f"use gate {gate.shape} with up {up.shape}", exists, "give both the same shape")
     how, narrow = _checked_how(implementation, block, typical_rows, rows)
-    is_apart = how == "tokamax" or rows.shape[0] == 0 or (_is_even(group_sizes, rows.shape[0]) and not narrow)
+    is_apart = how == "tokamax" or rows.shape[0] == 0 or (_is_even(group_sizes, rows.shape[0]) and narrow is None)
     if is_apart or any(isinstance(one, Adapted) for one in (gate, up, down)):
 
         def matmul(rows: jax.Array, one: jax.Array | Adapted) -> jax.Array:
             plain, of_pair = (
-                functools.partial(
-                    _multiplied, sizes=group_sizes, how=(how, is_narrow), block=block, typical=typical_rows
-                )
-                for is_narrow in (narrow, False)
+                functools.partial(_multiplied, sizes=group_sizes, how=(how, word), block=block, typical=typical_rows)
+                for word in (narrow, None)
             )
             if not isinstance(one, Adapted):
                 return plain(rows, one)
@@ -169,8 +169,10 @@ def grouped_swiglu(
         return _blocked_swiglu(plan, rows, (gate, up, down), sizes)
 
 
-def _checked_how(implementation: str, block: int | None, typical_rows: int | None, rows: jax.Array) -> tuple[str, bool]:
-    """`blocked` or `tokamax`; and whether in 8 bits."""
+def _checked_how(
+    implementation: str, block: int | None, typical_rows: int | None, rows: jax.Array
+) -> tuple[str, str | None]:
+    """`blocked` or `tokamax`; and how in 8 bits: a word of `Precision.matmul`."""
     check_choice(KERNEL, "implementation", implementation, IMPLEMENTATIONS)
     if block is not None:
         checked_count(KERNEL, "block", block)
@@ -185,11 +187,11 @@ def _checked_how(implementation: str, block: int | None, typical_rows: int | Non
         )
     if implementation == "tokamax":
         check_wide(KERNEL, "matmuls of experts", "take implementation='blocked'")
-    if matmul_here() is not None:
-        check_narrow(rows.dtype)
-        return "blocked", True
+    if (word := matmul_here()) is not None:
+        check_narrow(word, rows.dtype)
+        return "blocked", word
     how = choose_grouped_matmul(dtype=rows.dtype).implementation if implementation == "auto" else implementation
-    return how, False
+    return how, None
 
 
 def _is_even(group_sizes: Any, num_rows: int) -> bool:
@@ -259,11 +261,11 @@ class _Plan(NamedTuple):
     """Blocks that are run in a loop of known length."""
     kept: int
     """Blocks of which a backward pass is left what it needs."""
-    narrow: bool
-    """Whether products with weights are of 8-bit floats."""
+    narrow: str | None
+    """How products with weights are of 8-bit floats: a word of `Precision.matmul`."""
 
     @staticmethod
-    def of(num_rows: int, num_groups: int, block: int | None, typical_rows: int | None, narrow: bool) -> _Plan:
+    def of(num_rows: int, num_groups: int, block: int | None, typical_rows: int | None, narrow: str | None) -> _Plan:
         typical = min(typical_rows or num_rows, num_rows)
         size = min(block or cost.grouped_block(typical, num_groups), num_rows)
         most, taken = (cost.grouped_rows(rows, num_groups, size) // size for rows in (num_rows, typical))
@@ -272,7 +274,9 @@ class _Plan(NamedTuple):
 
     def rounded(self, *weights: jax.Array) -> _Weights:
         """The weights as products take them."""
-        return tuple(scaled(one, FORWARD, dims=(1, 2)) for one in weights) if self.narrow else weights
+        if self.narrow is None:
+            return weights
+        return tuple(scaled(one, FORWARD, dims=(1,) if self.narrow == "fp8-rowwise" else (1, 2)) for one in weights)
 
 
 class _Block(NamedTuple):
@@ -330,7 +334,10 @@ def _dot(x: jax.Array, y: jax.Array | Scaled, over: tuple[int, int]) -> jax.Arra
     if not isinstance(y, Scaled):
         return lax.dot_general(x, y, numbers, preferred_element_type=wide)
     # With a weight as it lies rows are multiplied, with its transpose their cotangents.
-    rows = scaled(x, GRADIENT if over[1] else FORWARD, dims=(over[0],))
+    is_by_column, is_backward = y.scale.shape[1] > 1, bool(over[1])
+    if is_by_column and is_backward:
+        x, y = x.astype(jnp.float32) * y.scale, Scaled(y.values, jnp.ones_like(y.scale[:, :1]))
+    rows = scaled(x, GRADIENT if is_backward and not is_by_column else FORWARD, dims=(over[0],))
     product = lax.dot_general(rows.values, y.values, numbers, preferred_element_type=wide)
     return product * (rows.scale * y.scale)
 

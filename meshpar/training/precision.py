@@ -18,7 +18,7 @@ from jax.extend import source_info_util
 from meshpar.sharding.context import current, within
 from meshpar.sharding.rules import check_pattern
 from meshpar.sharding.types import PyTree, near, problem
-from meshpar.training.products import float8_dot, wide_gradient_dot
+from meshpar.training.products import float8_dot, float8_rows_dot, wide_gradient_dot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Precision:
 
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
-MATMULS = ("fp8",)
+MATMULS = ("fp8", "fp8-rowwise")
 
 
 def _check_word(field: str, word: str | None, known: tuple[str, ...], exists: str) -> None:
@@ -227,11 +227,11 @@ def check_wide(where: str, what: str, fix: str) -> None:
         raise problem(where, asked, "its kernel has no such products", fix)
 
 
-def check_narrow(dtype: Any) -> None:
+def check_narrow(word: str, dtype: Any) -> None:
     """Raise where what stands around 8-bit matmuls cannot hold their sums."""
     if dtype == jnp.float16:
         exists = "sums of products of 8-bit floats exceed what float16 holds"
-        raise problem('Precision(matmul="fp8")', "compute in float16 around it", exists, 'use compute="bfloat16"')
+        raise problem(f"Precision(matmul={word!r})", "compute in float16 around it", exists, 'use compute="bfloat16"')
 
 
 def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
@@ -241,6 +241,9 @@ def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
     """
     context = current().numerics
     return None if context is None else context.precision.reduce_dtype(dtype)
+
+
+_NARROW = {"fp8": float8_dot, "fp8-rowwise": float8_rows_dot}
 
 
 def dot_general(
@@ -257,10 +260,10 @@ def dot_general(
     """
     context = current().numerics
     contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)
-    if context is not None and narrow and matmul_here() is not None:
-        check_narrow(rhs.dtype)
+    if context is not None and narrow and (word := matmul_here()) is not None:
+        check_narrow(word, rhs.dtype)
         reduce = context.precision.reduce_dtype(rhs.dtype)
-        return float8_dot(contracting, batch, reduce, lhs.astype(rhs.dtype), rhs)
+        return _NARROW[word](contracting, batch, reduce, lhs.astype(rhs.dtype), rhs)
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)

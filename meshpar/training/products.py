@@ -1,6 +1,7 @@
 """Matmuls of activations and a weight whose operands, or gradients, are in dtypes of their own.
 
 `float8_dot`: x ─► scale = max|x| / largest of the format ─► x / scale, rounded ─► product ─► times both scales
+`float8_rows_dot`: the same, with a scale for each row of x and each column of the weight
 """
 
 from __future__ import annotations
@@ -99,6 +100,66 @@ def _backward(contracting: Any, batch: Any, reduce: Any, saved: Any, g: Array) -
 
 
 float8_dot.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def float8_rows_dot(
+    contracting: Any, batch: Any, reduce: Any, lhs: Float[Array, ...], rhs: Float[Array, ...]
+) -> Float[Array, ...]:
+    """`float8_dot` with one scale for each row of the activations and one for each column of the weight.
+
+        out[t, n] = a_t b_n sum_k x[t, k] w[k, n]          x, w: e4m3; a_t = max_k|.| / 448, b_n likewise
+        dx[t, k] = c_t sum_n g[t, n] w[k, n]               g: e4m3, of b_n dy[t, n]; c_t = max_n|.| / 448
+        dw[k, n] = sum_t x[t, k] dy[t, n]                  as wide as they came
+
+    So no number of a row costs another row bits, every scale stands outside of its sum, and the weight is rounded once
+    for both passes: its scales go over to the output's gradient before that is rounded, which is of e4m3, too, for one
+    row needs no wider range. The weight's gradient sums over rows; in 8 bits it would want scales over all tokens of
+    all devices, and is what suffers first: it stays wide. Where the contracted dim is split XLA reduces the largest of
+    every row, or column, over its axes (`meshpar.parallel.scales`).
+
+    Source: pytorch/ao, torchao/float8, recipe "rowwise_with_gw_hp", 2025 (its backward has one scale a weight).
+    """
+    return _rows_forward(contracting, batch, reduce, lhs, rhs)[0]
+
+
+def _rows_forward(contracting: Any, batch: Any, reduce: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
+    x, w = scaled(lhs, FORWARD, dims=contracting[0]), scaled(rhs, FORWARD, dims=contracting[1])
+    product = lax.dot_general(x.values, w.values, (contracting, batch), preferred_element_type=rhs.dtype)
+    x_free, w_free = _free(lhs, contracting[0], batch[0]), _free(rhs, contracting[1], batch[1])
+    rows = jnp.transpose(x.scale, [*batch[0], *x_free, *contracting[0]])
+    rows = rows.reshape(*rows.shape[: len(batch[0]) + len(x_free)], *(1 for _ in w_free))
+    return (product * (rows * _columns(w.scale, lhs, contracting, batch))).astype(rhs.dtype), (lhs, rhs, w.scale)
+
+
+def _columns(scale: Array, lhs: Array, contracting: Any, batch: Any) -> Array:
+    """Scales of a weight's columns, laid as the output's dims: (batch, free of lhs, free of rhs)."""
+    free, num_batch = _free(scale, contracting[1], batch[1]), len(batch[1])
+    scale = jnp.transpose(scale, [*batch[1], *contracting[1], *free])
+    ones = (1,) * len(_free(lhs, contracting[0], batch[0]))
+    return scale.reshape(*scale.shape[:num_batch], *ones, *scale.shape[num_batch + len(contracting[1]) :])
+
+
+def _rows_backward(contracting: Any, batch: Any, reduce: Any, saved: Any, g: Array) -> tuple[Array, Array]:
+    lhs, rhs, w_scale = saved
+    dims = lhs, rhs, contracting, batch
+    num_rows = lhs.ndim - len(contracting[0])  # dims of the output before the weight's own
+    columns = _columns(w_scale, lhs, contracting, batch)
+    dy = scaled(g.astype(jnp.float32) * columns, FORWARD, dims=tuple(range(num_rows, g.ndim)))
+    w = scaled(rhs, FORWARD, w_scale)
+
+    def narrow(numbers: Any) -> Array:
+        product = lax.dot_general(dy.values, w.values, numbers, preferred_element_type=lhs.dtype)
+        rows = dy.scale.reshape(*dy.scale.shape[:num_rows], *(1 for _ in contracting[0]))
+        return (product * rows).astype(lhs.dtype)
+
+    def wide(numbers: Any) -> Array:
+        return lax.dot_general(lhs, g, numbers, preferred_element_type=reduce)
+
+    return _input_gradient(narrow, *dims), _weight_gradient(wide, *dims).astype(rhs.dtype)
+
+
+float8_rows_dot.defvjp(_rows_forward, _rows_backward)
 
 
 def _times(lhs: Scaled, rhs: Scaled, numbers: Any, dtype: Any) -> Array:

@@ -29,7 +29,7 @@ from tests.grid import cases
 from tests.parallel.test_equality import CASES, EXPERTS, five_steps
 from tests.training.test_precision import PRODUCTS
 
-FP8 = mp.Precision(matmul="fp8")
+FP8, BY_ROW = mp.Precision(matmul="fp8"), mp.Precision(matmul="fp8-rowwise")
 CONFIG = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=512
 )
@@ -39,35 +39,79 @@ MATRICES = 7
 """With weights in a layer."""
 
 
-def rounded(x, dtype):
-    """As 8-bit floats over one scale, by NumPy."""
+def scale_of(x, dtype, dims=None):
+    return np.abs(np.asarray(x)).max(dims, keepdims=True) / np.float32(ml_dtypes.finfo(dtype).max)
+
+
+def rounded(x, dtype, dims=None):
+    """As 8-bit floats over one scale, or one for all that differ in `dims` alone, by NumPy."""
     x = np.asarray(x, np.float32)
-    scale = np.abs(x).max() / np.float32(ml_dtypes.finfo(dtype).max)
+    scale = scale_of(x, dtype, dims)
     return (x / scale).astype(dtype).astype(np.float64) * scale
 
 
-@pytest.mark.parametrize("product", cases("crossed", grid=PRODUCTS))
-def test_values_and_gradients_are_those_of_rounded_operands(product):
-    lhs_shape, rhs_shape, dims = PRODUCTS[product]
-    rng = np.random.default_rng(0)
-    lhs, rhs = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (lhs_shape, rhs_shape))
-    with numerics(FP8, None):
-        out, pull = jax.vjp(lambda a, b: dot_general(a, b, dims), lhs, rhs)
-        g = jnp.asarray(rng.normal(size=out.shape), jnp.float32)
-        found = (out, *pull(g))
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def of_rounded(lhs, rhs, g, dims):
+    """(out, d_lhs, d_rhs) of operands over one scale each."""
+    out, pull = jax.vjp(lambda a, b: jax.lax.dot_general(a, b, dims), rounded(lhs, E4M3), rounded(rhs, E4M3))
+    return (out, *pull(jnp.asarray(rounded(g, E5M2))))
+
+
+def of_rounded_rows(lhs, rhs, g, dims):
+    """The same with a scale a row and a column; the weight's gradient is of what is not rounded."""
+    (of_lhs, of_rhs), (batch, _) = dims
 
     def plain(a, b):
         return jax.lax.dot_general(a, b, dims)
 
+    # Means over what is contracted of each column's scale, laid as the output is.
+    scales = np.broadcast_to(scale_of(rhs, E4M3, of_rhs), rhs.shape)
+    size = np.prod([lhs.shape[dim] for dim in of_lhs])
+    columns = np.asarray(plain(np.ones(lhs.shape), scales.astype(np.float64))) / size
+    of_weight = tuple(range(len(batch) + lhs.ndim - len(of_lhs) - len(batch), g.ndim))
+    narrow = rounded(g * columns.astype(np.float32), E4M3, of_weight) / columns
+    out, pull = jax.vjp(plain, rounded(lhs, E4M3, of_lhs), rounded(rhs, E4M3, of_rhs))
+    wide = jax.vjp(plain, np.asarray(lhs, np.float64), np.asarray(rhs, np.float64))[1]
+    return out, pull(jnp.asarray(narrow))[0], wide(jnp.asarray(g, jnp.float64))[1]
+
+
+EMULATED = {"fp8": of_rounded, "fp8-rowwise": of_rounded_rows}
+
+
+@pytest.mark.parametrize("word", EMULATED)
+@pytest.mark.parametrize("product", cases("crossed", grid=PRODUCTS))
+def test_values_and_gradients_are_those_of_rounded_operands(product, word):
+    lhs_shape, rhs_shape, dims = PRODUCTS[product]
+    rng = np.random.default_rng(0)
+    # Numbers of one column differ from another's by far, which is what scales of columns are for.
+    draws = (rng.normal(size=shape) * 8.0 ** rng.integers(-2, 1, shape[-1]) for shape in (lhs_shape, rhs_shape))
+    lhs, rhs = (jnp.asarray(one, jnp.float32) for one in draws)
+    with numerics(mp.Precision(matmul=word), None):
+        out, pull = jax.vjp(lambda a, b: dot_general(a, b, dims), lhs, rhs)
+        g = jnp.asarray(rng.normal(size=out.shape), jnp.float32)
+        found = (out, *pull(g))
     with jax.enable_x64(True):
-        a, b = rounded(lhs, ml_dtypes.float8_e4m3fn), rounded(rhs, ml_dtypes.float8_e4m3fn)
-        expected, pull = jax.vjp(plain, jnp.asarray(a), jnp.asarray(b))
-        expected = (expected, *pull(jnp.asarray(rounded(g, ml_dtypes.float8_e5m2))))
+        expected = EMULATED[word](lhs, rhs, g, dims)
     for x, y in zip(found, expected, strict=True):
         # Sums of a few products, in float32.
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
     # Three bits of significand are off by a sixteenth at the most, and signs differ: a sixteenth of the norm is ample.
-    assert np.linalg.norm(out - plain(lhs, rhs)) < np.linalg.norm(out) / 16
+    assert np.linalg.norm(out - jax.lax.dot_general(lhs, rhs, dims)) < np.linalg.norm(out) / 16
+
+
+def test_a_scale_a_row_leaves_small_rows_their_bits():
+    """One row 2^20 times the others: over one scale these are zeros, over their own they lose a sixteenth."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 64), (64, 16)))
+    x = x.at[0].multiply(2.0**20)
+    expected, found = np.asarray(x @ w), {}
+    for word in EMULATED:
+        with numerics(mp.Precision(matmul=word), None):
+            found[word] = np.asarray(dot_general(x, w, (((1,), (0,)), ((), ()))))
+    np.testing.assert_array_equal(found["fp8"][1:], 0)
+    assert np.linalg.norm(found["fp8-rowwise"][1:] - expected[1:]) < np.linalg.norm(expected[1:]) / 16
 
 
 @pytest.mark.parametrize("x", [np.zeros((2, 3)), np.full((2, 3), np.nan)], ids=["zeros", "nan"])
