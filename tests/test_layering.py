@@ -38,7 +38,7 @@ HOUSE: dict[str, list[str] | str] = {
     "sharding.adapters": ["sharding.activations"],
     "training.reports": ["sharding.context"],
     "training.products": [],
-    "training.precision": ["sharding.context", "training.products"],
+    "training.precision": ["sharding.context", "sharding.regions", "training.products"],
     "training.interleaved": ["sharding.activations", "training.reports"],
     "training.slice_sums": ["sharding.lay"],
     "training.layers": ["training.precision", "training.interleaved"],

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 
-from meshpar.sharding.context import current, within
+from meshpar.sharding.context import ambient, current, within
+from meshpar.sharding.regions import weight_axes
 from meshpar.sharding.rules import check_pattern
 from meshpar.sharding.types import PyTree, near, problem
-from meshpar.training.products import float8_dot, float8_rows_dot, wide_gradient_dot
+from meshpar.training.products import Split, float8_dot, float8_rows_dot, wide_gradient_dot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,16 +244,22 @@ def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
     return None if context is None else context.precision.reduce_dtype(dtype)
 
 
+def _split_of(weight: jax.Array, names: tuple[str | None, ...]) -> Split | None:
+    axes, here = weight_axes(weight, *names), ambient()
+    return Split(here.mesh, axes) if here is not None and any(axes) else None
+
+
 _NARROW = {"fp8": float8_dot, "fp8-rowwise": float8_rows_dot}
 
 
 def dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, narrow: bool = True, **kwargs: Any
-) -> jax.Array:
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, narrow: bool = True,
+    names: tuple[str | None, ...] = (), **kwargs: Any,
+) -> jax.Array:  # fmt: skip
     """`lax.dot_general` of activations (lhs) and a weight (rhs), whose weight gradient leaves in the reduction dtype.
 
     Where the step asks for it it is computed in fewer bits (`Precision.matmul`), unless `narrow` is False, as in output
-    layers.
+    layers. By logical `names` of the weight's dims that knows which of them tensor parallelism splits.
 
     XLA places the reduction of a weight's gradient right behind the matmul that makes it, in the dtype of that
     matmul. So the sum over devices is as precise as `Precision.reduce` asks only where the layers use this function:
@@ -263,7 +270,7 @@ def dot_general(
     if context is not None and narrow and (word := matmul_here()) is not None:
         check_narrow(word, rhs.dtype)
         reduce = context.precision.reduce_dtype(rhs.dtype)
-        return _NARROW[word](contracting, batch, reduce, lhs.astype(rhs.dtype), rhs)
+        return _NARROW[word](contracting, batch, reduce, _split_of(rhs, names), lhs.astype(rhs.dtype), rhs)
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)
