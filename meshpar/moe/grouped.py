@@ -22,7 +22,7 @@ from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
 from meshpar.sharding.types import problem
 from meshpar.training.layers import Adapted
-from meshpar.training.precision import check_narrow, check_wide, matmul_here
+from meshpar.training.precision import BY_ROW, check_narrow, check_wide, matmul_here
 from meshpar.training.products import FORWARD, GRADIENT, Scaled, scaled
 
 KERNEL = "grouped_matmul"
@@ -276,7 +276,7 @@ class _Plan(NamedTuple):
         """The weights as products take them."""
         if self.narrow is None:
             return weights
-        return tuple(scaled(one, FORWARD, dims=(1,) if self.narrow == "fp8-rowwise" else (1, 2)) for one in weights)
+        return tuple(scaled(one, FORWARD, dims=(1,) if self.narrow == BY_ROW else (1, 2)) for one in weights)
 
 
 class _Block(NamedTuple):

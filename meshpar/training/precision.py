@@ -65,9 +65,12 @@ class Precision:
         found = [one for one in self._matmuls if any(re.fullmatch(one[0], path) for path in paths)]
         return (found[-1][1] if found else None), {pattern for pattern, _ in found}
 
-    def narrow(self, paths: Iterable[str]) -> frozenset[str]:
-        """Of parameters' paths those in modules whose matmuls are in 8 bits."""
-        return frozenset(path for path in paths if self.matmul_in(path.rpartition("/")[0])[0] is not None)
+    def narrow(self, paths: Iterable[str], by: str | None = None) -> frozenset[str]:
+        """Of parameters' paths those in modules whose matmuls are in 8 bits, or by one of `MATMULS`."""
+        if self.matmul is None:
+            return frozenset()
+        words = MATMULS if by is None else (by,)
+        return frozenset(path for path in paths if self.matmul_in(path.rpartition("/")[0])[0] in words)
 
     def unmatched(self, matched: Collection[str]) -> str | None:
         """The first pattern of `matmul` that is not among those that a model's modules matched; None: there is none."""
@@ -79,7 +82,8 @@ class Precision:
 
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
-MATMULS = ("fp8", "fp8-rowwise")
+BY_ROW = "fp8-rowwise"
+MATMULS = ("fp8", BY_ROW)
 
 
 def _check_word(field: str, word: str | None, known: tuple[str, ...], exists: str) -> None:
@@ -249,7 +253,7 @@ def _split_of(weight: jax.Array, names: tuple[str | None, ...]) -> Split | None:
     return Split(here.mesh, axes) if here is not None and any(axes) else None
 
 
-_NARROW = {"fp8": float8_dot, "fp8-rowwise": float8_rows_dot}
+_NARROW = {"fp8": float8_dot, BY_ROW: float8_rows_dot}
 
 
 def dot_general(
