@@ -37,7 +37,7 @@ HOUSE: dict[str, list[str] | str] = {
     "sharding.activations": ["sharding.context"],
     "sharding.adapters": ["sharding.activations"],
     "training.reports": ["sharding.context"],
-    "training.products": [],
+    "training.products": ["sharding.types"],
     "training.precision": ["sharding.context", "sharding.regions", "training.products"],
     "training.interleaved": ["sharding.activations", "training.reports"],
     "training.slice_sums": ["sharding.lay"],

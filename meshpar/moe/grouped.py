@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import backend
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.check import check_choice, checked_count
@@ -20,7 +22,7 @@ from meshpar.moe.check import check_array
 from meshpar.moe.choice import GPUS, KernelChoice
 from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import MeshparError, problem
 from meshpar.training.layers import Adapted
 from meshpar.training.precision import BY_ROW, check_narrow, check_wide, matmul_here
 from meshpar.training.products import FORWARD, GRADIENT, Scaled, scaled
@@ -28,6 +30,8 @@ from meshpar.training.products import FORWARD, GRADIENT, Scaled, scaled
 KERNEL = "grouped_matmul"
 SWIGLU = "grouped_swiglu"
 IMPLEMENTATIONS = ("auto", "blocked", "tokamax")
+HOPPER = 9
+"""Compute capability."""
 
 
 def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> KernelChoice:
@@ -39,6 +43,11 @@ def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLi
         return KernelChoice(implementation="blocked", why=f"tokamax has kernels for GPUs, none for {platform}")
     if jnp.dtype(dtype).itemsize > 2:
         why = f"products of {jnp.dtype(dtype)} are to be as exact as that; tokamax's kernels are made for 16 bits"
+        return KernelChoice(implementation="blocked", why=why)
+    # Of 0.0.17, for the weights' gradient: on Blackwell it has the other two.
+    capability = getattr(backend.get_default_device(), "compute_capability", HOPPER)
+    if int(float(capability)) != HOPPER:
+        why = f"tokamax has a kernel for every gradient on Hopper, not for compute capability {capability}"
         return KernelChoice(implementation="blocked", why=why)
     return KernelChoice(implementation="tokamax", why="tokamax is installed, and its kernels are for GPUs")
 
@@ -478,9 +487,18 @@ def _ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Ar
     import tokamax  # type: ignore[import-not-found,unused-ignore]
 
     # Of these names the package takes the first that can do it; its own fallback to XLA's masked product is not there.
-    try:
+    with _refusals(rows, weights):
         return tokamax.ragged_dot(rows, weights, sizes, implementation=("mosaic", "triton"))
-    except (NotImplementedError, ExceptionGroup, ValueError) as error:  # on this device, or with this release and jax
+
+
+@contextlib.contextmanager
+def _refusals(rows: jax.Array, weights: jax.Array) -> Iterator[None]:
+    """What the package has no kernel for, on this device or with this release and jax, as an error of ours."""
+    try:
+        yield
+    except (NotImplementedError, ExceptionGroup, ValueError) as error:
+        if isinstance(error, MeshparError):
+            raise
         raise problem(
             KERNEL,
             f"multiply {rows.dtype}{list(rows.shape)} and {weights.dtype}{list(weights.shape)} by tokamax's kernels",
@@ -498,7 +516,8 @@ def _tokamax_backward(saved: tuple, grad: jax.Array) -> tuple:
     rows, weights, sizes = saved
     with jax.named_scope(KERNEL):
         _, pull = jax.vjp(lambda r, w: _ragged_dot(r, w, sizes), _only_owned(rows, sizes), weights)
-        d_rows, d_weights = pull(_only_owned(grad, sizes))
+        with _refusals(rows, weights):  # not all GPUs that have a kernel have those of its gradients
+            d_rows, d_weights = pull(_only_owned(grad, sizes))
         # What a kernel does not visit it need not have filled: neither unassigned rows nor weights of empty groups.
         d_weights = jnp.where((sizes > 0)[:, None, None], d_weights, jnp.zeros_like(d_weights))
         return _only_owned(d_rows, sizes), d_weights, None

@@ -39,10 +39,11 @@ class Precision:
 
     matmul: str | Mapping[str, str | None] | None = None
     """Matmuls with weights inside of layers: "fp8" rounds both operands to 8-bit floats, forward and backward, each by
-    a scale of its own (`meshpar.training.products.float8_dot`; experts: `meshpar.moe.grouped`). Attention, router,
-    output layer and everything else stay in the compute dtype. None: as they are. A mapping says it by path: pattern of
-    a module's whole path to one of these, for it and all that it holds; a pattern that stands later wins, and what none
-    matches stays as it is. `{r"layers/.*": "fp8", r"layers/attention/out": None}`"""
+    a scale of its own (`meshpar.training.products.float8_dot`; experts: `meshpar.moe.grouped`); "fp8-rowwise" has one
+    for each row of activations and column of a weight, and weights' gradients stay wide (`float8_rows_dot`).
+    Attention, router, output layer and everything else stay in the compute dtype. None: as they are. A mapping says it
+    by path: pattern of a module's whole path to one of these, for it and all that it holds; a pattern that stands later
+    wins, and what none matches stays as it is. `{r"layers/.*": "fp8", r"layers/attention/out": None}`"""
 
     def __post_init__(self) -> None:
         if isinstance(self.matmul, Mapping):
@@ -51,7 +52,7 @@ class Precision:
             _check_word(field, getattr(self, field), FLOATS, "it is no floating dtype")
         for pattern, word in self._matmuls:
             check_pattern(pattern)
-            _check_word("matmul", word, MATMULS, f"there is {', '.join(MATMULS)}")
+            _check_word("matmul", word, MATMULS, _BY_BLOCK.get(str(word), f"there is {', '.join(MATMULS)}"))
 
     @property
     def _matmuls(self) -> tuple[tuple[str, str | None], ...]:
@@ -84,11 +85,19 @@ class Precision:
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 BY_ROW = "fp8-rowwise"
 MATMULS = ("fp8", BY_ROW)
+_BY_BLOCK = {
+    "fp8-blockwise": "XLA has no kernel for it: it multiplies in 16 bits, or keeps each block's product in memory",
+    "mxfp8": "of jax.nn.scaled_dot_general XLA makes products in 16 bits, compiled for H100 and B200 alike, and "
+    "jax.lax.scaled_dot compiles for one device alone",
+    "nvfp4": "jax.nn.scaled_dot_general has it for inference: its gradients are in 16 bits",
+}
+"""Recipes of other frameworks, and why they are not here (tried with jax 0.10.2 and 0.12.0)."""
 
 
 def _check_word(field: str, word: str | None, known: tuple[str, ...], exists: str) -> None:
     if word is not None and word not in known:
-        raise problem(f"Precision({field}={word!r})", "use that dtype", exists, near(str(word), known))
+        fix = f"use {known[-1]!r}" if word in _BY_BLOCK else near(str(word), known)
+        raise problem(f"Precision({field}={word!r})", "use that dtype", exists, fix)
 
 
 def check_bits(where: str, dtype: str) -> None:

@@ -196,7 +196,9 @@ def _times(lhs: Array, rhs: Array, numbers: Any, scale: Array, dtype: Any, split
     if split is None or over is None:
         return (lax.dot_general(lhs, rhs, numbers, preferred_element_type=dtype) * scale).astype(dtype)
     axes = split.axes[over[1]]
-    operands, contracted, batch = [], [], []
+    operands: list[Array] = []
+    contracted: Any = []
+    batch: Any = []
     for x, dim, dims, along in zip((lhs, rhs), over, *numbers, strict=True):
         ranks = math.prod(axis_sizes(split.mesh)[axis] for axis in axes)
         parts = x.reshape(*x.shape[:dim], ranks, x.shape[dim] // ranks, *x.shape[dim + 1 :])
@@ -205,7 +207,7 @@ def _times(lhs: Array, rhs: Array, numbers: Any, scale: Array, dtype: Any, split
         operands.append(lax.with_sharding_constraint(parts, NamedSharding(split.mesh, PartitionSpec(*spec))))
         contracted.append([d + (d >= dim) for d in dims])
         batch.append([dim, *(d + (d > dim) for d in along)])
-    products = lax.dot_general(*operands, (contracted, batch), preferred_element_type=dtype)
+    products = lax.dot_general(operands[0], operands[1], (contracted, batch), preferred_element_type=dtype)
     products = (products * (scale[None] if scale.ndim else scale)).astype(dtype)
     # lax.reduce, for jnp.sum would send a narrow dtype as float32.
     return lax.reduce(products, jnp.zeros((), dtype), lax.add, (0,))
