@@ -87,7 +87,7 @@ BY_ROW = "fp8-rowwise"
 MATMULS = ("fp8", BY_ROW)
 _BY_BLOCK = {
     "fp8-blockwise": "XLA has no kernel for it: it multiplies in 16 bits, or keeps each block's product in memory",
-    "mxfp8": "of jax.nn.scaled_dot_general XLA makes products in 16 bits, compiled for H100 and B200 alike, and "
+    "mxfp8": "compiled without a GPU, XLA makes products in 16 bits of jax.nn.scaled_dot_general, and "
     "jax.lax.scaled_dot compiles for one device alone",
     "nvfp4": "jax.nn.scaled_dot_general has it for inference: its gradients are in 16 bits",
 }
