@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.compiled import messages
 from meshpar.compiled.program import Program, memory_of
-from meshpar.planner.hardware import Cluster, Gpu, parse_cluster
+from meshpar.planner.hardware import Cluster, Gpu, cluster_of, parse_cluster
 from meshpar.sharding.types import AnyMesh, problem
 from meshpar.training.xla import GPU_OPTIONS
 
@@ -64,24 +64,31 @@ def mesh_on(cluster: Cluster, mesh: AnyMesh, *, offloads: bool = False) -> AnyMe
 
 @contextlib.contextmanager
 def traced_for(cluster: Cluster | None) -> Iterator[None]:
-    """What jax asks of the GPU at hand while it traces cuDNN's attention is answered for the cluster's.
+    """What cuDNN's attention and tokamax's kernels ask of the GPU at hand while they are traced is told of the pod's.
 
-    It looks at the process's own devices, whatever the mesh is made of, and takes wide heads on newer GPUs only.
+    They look at the process's own devices, whatever the mesh is made of: jax takes wide heads on newer GPUs only, and
+    tokamax has kernels for each generation.
     """
     if cluster is None:
         yield
         return
     from jax._src import dispatch
     from jax._src.cudnn import fused_attention_stablehlo as attention
+    from jax.extend import backend
 
     # In a region that is manual over the whole mesh it is lowered without a look at devices, which may be abstract.
     others = {one for one in dispatch.prim_requires_devices_during_lowering if "dot_product_attention" not in one.name}
-    here = cluster.gpu.chip.compute_capability
+    here, one = cluster.gpu.chip.compute_capability, cluster_of(cluster.gpu, nodes=1, gpus_per_node=1)
+
+    def device() -> jax.Device:
+        return topology(one)[0]
 
     def wanted(text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in text.split("."))
 
     with (
+        # Asked by tokamax alone: what only traces, as the planner does, loads no plugin for it.
+        mock.patch.object(backend, "get_default_device", device),
         mock.patch.object(attention, "check_compute_capability", lambda text: here >= wanted(text)),
         mock.patch.object(attention, "is_cuda_compute_capability_equal", lambda text: here == wanted(text)),
         mock.patch.object(dispatch, "prim_requires_devices_during_lowering", others),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshpar.parallel import leaves
+from meshpar.parallel import leaves, scales
 from meshpar.parallel.part import Need, Part, RuleSets, activations, axes_of
 from meshpar.parallel.promise import Facts, Promised, Uses, Weight, has_vocabulary, merged
 from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
@@ -159,7 +159,7 @@ class Strategy:
 
         Those of parameters follow from the rules of all parts together; the others each part tells of its own.
         """
-        return merged([*leaves.promised(facts), *self.promise_of_layers(facts)])
+        return merged([*leaves.promised(facts), *scales.promised(facts), *self.promise_of_layers(facts)])
 
     def promise_of_layers(self, facts: Facts) -> tuple[Promised, ...]:
         """What the work on activations sends; what two parts promise alike counts once."""
