@@ -290,15 +290,8 @@ class Checkpoints:
             remove = functools.partial(self._remove_old, max(self.keep - 1, 1))
             late = ocp.options.AsyncOptions(post_finalization_callback=remove)
             options = ocp.CheckpointManagerOptions(create=True, cleanup_tmp_directories=True, async_options=late)
-            arrays = ocp.type_handlers.ArrayHandler(
-                use_replica_parallel=True,
-                min_slice_bytes_for_replica_parallel=_SPREAD_FROM,
-                enable_write_sharding_file=False,  # what is restored lies as its target says
-            )
-            small = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)  # copies of ours
-            known = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays), (np.ndarray, small))
             handlers = {
-                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=known),
+                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=array_handlers()),
                 "run": ocp.JsonCheckpointHandler(),
             }
             self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
@@ -550,6 +543,19 @@ def _leaves(state: TrainState) -> dict[str, Any]:
             )
         leaves[path] = leaf
     return leaves
+
+
+def array_handlers() -> Any:
+    """How orbax is to write arrays, on devices and on the host."""
+    import orbax.checkpoint as ocp
+
+    split = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=True,
+        min_slice_bytes_for_replica_parallel=_SPREAD_FROM,
+        enable_write_sharding_file=False,  # what is restored lies as its target says
+    )
+    whole = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)  # nobody else has them
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, split), (np.ndarray, whole))
 
 
 def _small_ones_whole(leaves: Mapping[str, Any]) -> dict[str, Any]:
