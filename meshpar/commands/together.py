@@ -56,6 +56,7 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
     except Exception as error:
         _end(watch, error)
     watch.done(code)
+    watch.leave_in_time(code)
     if code:
         sys.exit(code)
 

@@ -178,7 +178,8 @@ class StopAgreement:
         self._lock, self._closed, self._settled = threading.Lock(), threading.Event(), threading.Event()
         self._step, self._asked, self._said = 0, False, False
         self._last: int | None = None
-        threading.Thread(target=self._talk, name="meshpar-agreement", daemon=True).start()
+        self._thread = threading.Thread(target=self._talk, name="meshpar-agreement", daemon=True)
+        self._thread.start()
 
     def is_over(self, step: int) -> bool:
         """Whether the run stops behind this step, which the main thread has just dispatched.
@@ -206,6 +207,7 @@ class StopAgreement:
     def close(self) -> None:
         """The run has ended here: others need not wait."""
         self._closed.set()
+        self._thread.join(_ASK_S)  # Python aborts where it finalizes while a thread is inside the service's client
         with contextlib.suppress(Exception):  # the service may have ended
             if not self._said:
                 self._pod.put(f"{self._key}/{self._pod.process_id}", 0)

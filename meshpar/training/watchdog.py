@@ -41,6 +41,7 @@ _SLOWEST = 5.0  # a step may take so many times the longest before it
 _OF_OTHERS = ("UNKNOWN: ", "UNAVAILABLE: ", "ABORTED: ", "CANCELLED: ", "DEADLINE_EXCEEDED: ")
 """How errors begin that jax raises, as a ValueError some, where a message to another process failed."""
 _GRACE_S = 10.0  # for the others to read the verdict before the service ends with process 0
+_LEAVE_S = 60.0  # for all to go the way on which jax has them wait for each other, once they have agreed to
 
 
 class Judge:
@@ -140,13 +141,16 @@ class Watchdog:
         self._code = EXIT_CODE
         self._agreed: int | None = None
         self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._answers = True
 
     def start(self) -> None:
         """Begin to tell and to watch, in threads of their own."""
         faulthandler.enable(file=self._stderr)  # the service's own client aborts where process 0 is gone
         self._beat()
         for run in (self._talk, *(() if self._judge else (self._guard,))):
-            threading.Thread(target=run, name="meshpar-watchdog", daemon=True).start()
+            self._threads.append(threading.Thread(target=run, name="meshpar-watchdog", daemon=True))
+            self._threads[-1].start()
 
     def entered(self, step: int) -> None:
         """The main thread has dispatched so many steps."""
@@ -190,15 +194,31 @@ class Watchdog:
 
     def interrupted(self, number: int) -> None:
         """Tell the others that a signal of this number ends this process before anything is trained: they end, too."""
+        if self._agreed is not None:  # all are leaving: one that went before the others would have jax abort them
+            time.sleep(_GRACE_S)
+            return
         self._pod.put(f"interrupted/{self._pod.process_id}", number)
         self._see_all_leave()
 
     def done(self, code: int = 0) -> None:
-        """The work is done, and all have agreed on the code they end with: beats that stop now mean nothing."""
+        """The work is done, and all have agreed on the code they end with: beats that stop now mean nothing.
+
+        From here on no thread of this one asks the store: Python ends threads as it finalizes, and where one is inside
+        the service's client that aborts the process.
+        """
         self._agreed = code
         self.set_busy("done")
         with contextlib.suppress(Exception):
             self._beat()
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(_GRACE_S)
+
+    def leave_in_time(self, code: int) -> None:
+        """After `done`: jax has all wait for each other at exit. Where one is lost on its way there, end without it."""
+        late = threading.Timer(_LEAVE_S + (_GRACE_S if self._judge else 0.0), self._exit, (code,))  # process 0 last
+        late.daemon = True
+        late.start()
 
     def _beat(self) -> None:
         self._count += 1
@@ -226,7 +246,7 @@ class Watchdog:
                     return
                 continue  # the guard counts the seconds
             if verdict is not None:
-                self._end(verdict)
+                self._go(verdict)
                 return
 
     def _read_verdict(self) -> str | None:
@@ -249,13 +269,9 @@ class Watchdog:
                 return
             if silent_s > self.stall_s:
                 name = f"process 0 of {self._pod.num_processes}, which coordinates,"
-                # Nothing is told any more: a message to it would not return.
+                self._answers = False  # nothing is told any more: a message to it would not return
                 self._go(f"{name} has not answered for {silent_s:.0f} s: it died, or it was stopped")
                 return
-
-    def _end(self, verdict: str) -> None:
-        self._see_all_leave()
-        self._go(verdict)
 
     def _interrupt(self, who: str, number: int) -> None:
         if int(who) == self._pod.process_id or self._place[1] == "done":
@@ -282,6 +298,7 @@ class Watchdog:
         with contextlib.suppress(Exception):
             while time.monotonic() < deadline and len(self._pod.below("left")) < self._pod.num_processes:
                 time.sleep(BEAT_S / 10)
+        time.sleep(BEAT_S / 10)  # the last has said so, and has yet to leave
 
     def _dump_and_exit(self, text: str) -> None:
         own = self._failed is not None and self._failed["own"]  # it has said so itself
@@ -293,7 +310,13 @@ class Watchdog:
                 self.say(text)
                 if code != MISTAKE_CODE:  # which is told, and in none of this process's stacks
                     faulthandler.dump_traceback(file=self._stderr, all_threads=True)
-        sys.stdout.flush()
+        if self._answers:
+            self._see_all_leave()  # when all is said: the client of one that is still here aborts it without process 0
+        self._exit(code)
+
+    def _exit(self, code: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
         os._exit(code)
 
 

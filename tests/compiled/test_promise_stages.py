@@ -30,6 +30,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.models.lookup import GATHERED
 from meshpar.moe import MoEConfig, Routing
 from meshpar.pipeline import executor
+from meshpar.pipeline.executor import Plan
 from meshpar.pipeline.schedules import make
 from meshpar.pipeline.traffic import traffic
 from meshpar.sharding.types import axis_sizes
@@ -507,3 +508,24 @@ def test_the_clock_has_the_bubble_and_no_flop_twice(across_nodes):
     assert report.stages.waiting_fraction == pytest.approx(times.bubble_s / times.step_s)
     # The schedule's own bubble is that of a step with nothing before and behind its ticks, and of cells of one length.
     assert 0 < times.bubble_s < times.step_s / 2
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("schedule", cases("zb-h1", grid=["1f1b", "zb-h1", "zb-h2"]))
+def test_no_tick_copies_its_buffers(pod, schedule):
+    """What the cells keep stays where it is: a buffer of several slots is written a slot at a time."""
+    case = Case(mp.MeshSpec(stage=4, fsdp=2), schedule, 8, mp.fsdp(), compute="bfloat16", remat="full")
+    step, state, batch = case.step(case.mesh.abstract(devices=8), size=4)
+    program = pod.compile(step.trace(state, batch), "h100:1x8")
+    table = case.strategy.pipeline.table()
+    kept = {(count,) for name, count in Plan.of(table).buffers().items() if name in ("stash", "backlog")} - {(1,)}
+    rows = T * 4 * D * 4  # numbers between layers
+    ticks = [visit for visit in executed(program.module) if visit.loops and visit.loops[0].trip_count == table.ticks]
+    copied = [
+        ins.name
+        for visit in ticks
+        for ins in visit.computation
+        if ins.opcode == "copy" and ins.shape.dims[:1] in kept and ins.shape.size >= ins.shape.dims[0] * rows
+    ]
+    assert ticks
+    assert not copied

@@ -409,6 +409,27 @@ def test_a_file_that_may_not_be_read_is_damage_and_named(setup, two_steps, folde
         assert_same(Checkpoints(folder).restore(setup).state, two_steps[1][1])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "bool"])
+def test_small_arrays_are_written_whole_and_large_ones_shard_by_shard(tmp_path, dtype, monkeypatch):
+    """Of a process on its own: every shard costs, and small arrays have as many as large ones."""
+    import orbax.checkpoint as ocp
+
+    monkeypatch.setattr(checkpoint, "_WHOLE_BELOW", 1000)
+    mesh = mp.MeshSpec(fsdp=8).build()
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+    leaves = {
+        name: jax.device_put((np.arange(rows * 8) % 13).reshape(rows, 8).astype(jnp.dtype(dtype)), split)
+        for name, rows in (("small", 8), ("large", 128))
+    }
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=checkpoint.array_handlers())
+    handler.save(tmp_path / "state", args=ocp.args.PyTreeSave(checkpoint._small_ones_whole(leaves)))
+    handler.finalize(tmp_path / "state")
+    found = handler.metadata(tmp_path / "state").tree
+    rows = {name: one.storage.chunk_shape[0] for name, one in found.items()}
+    assert rows == {"small": 8, "large": 16}
+    assert_same(checkpoint._read_arrays(tmp_path, leaves), [leaves[name] for name in sorted(leaves)])
+
+
 @pytest.mark.matrix
 def test_no_flipped_bit_and_no_cut_goes_unseen(tmp_path):
     # Arrays large enough that they lie in data files of their own, where orbax checks nothing: a fifth of these flips

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -85,10 +86,10 @@ def test_every_process_names_the_one_that_differs_and_the_first_field(odd: dict,
 
 
 def test_a_process_that_does_not_come_is_named() -> None:
-    errors = together([RECIPE, None, RECIPE], timeout_s=0.05)
+    errors = together([RECIPE, None, RECIPE], timeout_s=1.0)
     for number in (0, 2):
         assert "process 1 of 3: asked to compare its recipe with the others', but it did not come" in errors[number]
-    errors = together([None, RECIPE], timeout_s=0.05)
+    errors = together([None, RECIPE], timeout_s=1.0)
     assert "process 0 of 2" in errors[1]
 
 
@@ -147,3 +148,14 @@ def test_a_process_that_has_ended_is_not_waited_for():
     assert not second.is_over(3)
     assert second.is_over(4)
     second.close()
+
+
+def test_when_it_is_closed_no_thread_is_inside_the_client(monkeypatch):
+    """Python would abort the process as it finalizes."""
+    pod = Pod(Store(), process_id=0, num_processes=2)
+    asked, below = threading.Event(), pod.below
+    monkeypatch.setattr(pod, "below", lambda key: (asked.set(), time.sleep(0.2), below(key))[2])
+    agreement = StopAgreement(pod, lambda: None, poll_s=0.001)
+    assert asked.wait(60)
+    agreement.close()
+    assert not agreement._thread.is_alive()

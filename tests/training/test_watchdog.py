@@ -166,6 +166,7 @@ def test_what_a_verdict_ends_with(monkeypatch: pytest.MonkeyPatch, capfd, agreed
     """Once all have agreed on a code, one that a signal ends on its way out changes nothing."""
     codes: list[int] = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.0)  # there is no other
     (dog, _) = dogs({})
     dog._code = given
     if agreed is not None:
@@ -188,6 +189,49 @@ def test_process_0_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     dog.wait_to_leave()
     stopped.set()
     assert "process 0 of 2, which coordinates, has not answered" in left[1]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_when_it_is_done_no_thread_is_inside_the_client(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Python would abort the process as it finalizes."""
+    monkeypatch.setattr(watchdog, "BEAT_S", 1e-4)
+    dog = dogs({})[number]
+    asked, inside, below = threading.Event(), [0], dog._pod.below
+
+    def slow(key: str) -> dict[str, object]:
+        inside[0] += 1
+        asked.set()
+        time.sleep(0.2)
+        inside[0] -= 1
+        return below(key)
+
+    monkeypatch.setattr(dog._pod, "below", slow)
+    dog.start()
+    assert asked.wait(60)
+    dog.done(143)
+    assert inside == [0]
+    assert not any(thread.is_alive() for thread in dog._threads)
+
+
+def test_where_one_is_lost_on_its_way_out_the_others_end_with_the_code_all_agreed_on(monkeypatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    monkeypatch.setattr(watchdog, "_LEAVE_S", 0.01)
+    dog = dogs({})[1]
+    dog.done(143)
+    dog.leave_in_time(143)
+    while not codes:
+        time.sleep(0.01)
+    assert codes == [143]
+
+
+def test_a_signal_once_all_have_agreed_to_end_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that went before the others would have jax abort them."""
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.01)
+    dog = dogs({})[0]
+    dog.done(143)
+    dog.interrupted(signal.SIGTERM)
+    assert dog._pod.below("interrupted") == {}
 
 
 def test_without_a_pod_nothing_is_watched() -> None:
