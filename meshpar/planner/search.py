@@ -39,6 +39,7 @@ from meshpar.planner.steptime import (
     TimeEstimate,
     experts,
     hidden_of_weights,
+    of_expert,
     routed_bytes,
 )
 from meshpar.planner.workload import POLICIES, Remat, Workload
@@ -92,12 +93,8 @@ class Search:
     @property
     def rates(self) -> str:
         """Which figures the times are made of, and how far off they were found to be."""
-        cluster, links = self.cluster, "data-sheet links and NCCL's latencies"
-        if cluster.axes or cluster.permutes:
-            links = f"links measured along {', '.join(dict.fromkeys((*cluster.axes, *cluster.permutes)))}"
-            links += f" ({cluster.source})" * bool(cluster.source)
         return (
-            f"estimates: products at {self.clock.source}, {links}; of most compiled programs they missed the peak "
+            f"estimates: products at {self.clock.source}, {self.cluster.links_from}; of most compiled programs they missed the peak "
             f"memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to {TIME_ERROR:.0%}"
         )
 
@@ -218,7 +215,7 @@ class Search:
             return 0.0
         ranks, tokens = ways(owned_axes(facts, each[0])), (work.tokens or 0) / ways(facts.batch_axes)
         here = work.num_experts / ranks
-        one_expert = sum(one.leaf.size // work.num_experts for one in each)
+        one_expert = sum(of_expert(facts, one, work.num_experts, ways) for one in each)
         pieces = np.array([1 if one.pipeline is None else one.pipeline.microbatches for _, one in members])
         block_bytes = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES)
         most = ranks * np.minimum(work.choices, here)

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from meshpar.parallel.promise import (
     is_router,
     layer_elements,
     owned_axes,
+    split_axes,
 )
 from meshpar.pipeline.traffic import traffic
 from meshpar.planner import cost
@@ -271,7 +272,7 @@ class Clock:
         if not each or not facts.tokens:
             return 0.0
         ranks = facts.ways(owned_axes(facts, each[0]))
-        here, one_expert = work.num_experts // ranks, sum(one.leaf.size // work.num_experts for one in each)
+        here, one_expert = work.num_experts // ranks, sum(of_expert(facts, one, work.num_experts) for one in each)
         routed = facts.tokens * work.choices
         blocks = cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
         room = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
@@ -304,6 +305,20 @@ class Clock:
 def experts(placed: Placed) -> list[Decision]:
     """Decisions about weights of experts."""
     return [one.decision for one in placed.weights if is_expert(one.decision) and not is_router(one.decision)]
+
+
+def of_expert(facts: Facts, decision: Decision, num_experts: int, ways: Callable[..., Any] | None = None) -> Any:
+    """Elements of one expert's weight, in all layers, on a rank that multiplies with it: gathered, but for what tensor
+    ranks share.
+
+    Args:
+      facts, decision: of the weight as it lies.
+      num_experts: of a layer.
+      ways: ranks along some axes, where those of `facts` are not meant.
+    """
+    own = set(owned_axes(facts, decision))
+    shared = facts.ordered(set(split_axes(facts, decision.spec)) & set(facts.tensor_axes) - own)
+    return decision.leaf.size / num_experts / (ways or facts.ways)(shared)
 
 
 def routed_bytes(placed: Placed, room: Any) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -24,12 +26,13 @@ from meshpar.compiled.clock.work import causal_share
 from meshpar.compiled.program import compile_here
 from meshpar.models import next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing
-from meshpar.parallel.part import Part
+from meshpar.parallel.promise import Promised
 from meshpar.parallel.tensor import Tensor
+from meshpar.parallel.tried import _strategy, kinds
 from meshpar.planner import memory
 from meshpar.planner.advice import advice
 from meshpar.planner.hardware import parse_cluster
-from meshpar.planner.layout import Layout, Placer
+from meshpar.planner.layout import Layout, Placer, look
 from meshpar.planner.plan import Compiled, _nearest, _verified, load_plans
 from meshpar.planner.search import Search
 from meshpar.planner.steptime import Clock
@@ -458,8 +461,21 @@ def test_as_many_heads_of_a_group_as_groups_are_not_split_twice():
     assert search.estimate(layout).memory.kept_bytes > 0
 
 
-def test_a_part_takes_part_by_its_answers(small, monkeypatch):
-    """A new parallelism on an axis of its own, of which no line of the planner knows."""
+@pytest.fixture
+def forgotten():
+    """Parts are found by being defined: those of a test are forgotten with it, that no other test's search has them."""
+    known = {*kinds(splits_state=True), *kinds(splits_state=False)}
+    yield
+    for cached in (look, _strategy):
+        cached.cache_clear()
+    gc.collect()
+    assert {*kinds(splits_state=True), *kinds(splits_state=False)} == known
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_part_takes_part_by_its_answers(small):
+    """A new parallelism on an axis of its own, of which no line of the planner knows: it is the plan where it says that
+    it sends nothing, is not where it says that it sends much, and is looked at wherever its rules let it be."""
 
     @dataclasses.dataclass(frozen=True, repr=False)
     class Rows(Tensor):
@@ -467,13 +483,27 @@ def test_a_part_takes_part_by_its_answers(small, monkeypatch):
 
         name = "rows_parallel"
         axes = ("rows",)
+        sent: ClassVar[int] = 0
 
-    kinds = [*Part.__subclasses__(), Rows]
-    monkeypatch.setattr("meshpar.parallel.tried._below", lambda part: kinds)
-    search = Search(small, parse_cluster("h100:1x8"))
-    tried = {str(one) for sizes in search.meshes() if sizes["rows"] == 2 for one in search.strategies(sizes)}
-    assert "ddp() | rows_parallel(sequence=True)" in {one.partition(" | tensor")[0] for one in tried}
-    assert any(one.sizes["rows"] > 1 for one in search.starts())
+        def promise(self, facts):
+            if self.sent:
+                yield Promised(
+                    role="rows", kind="sum", axes=("rows",), elements=self.sent, dtype="f32", count=(1, 1),
+                    tensors=("rows",),
+                )  # fmt: skip
+
+    cluster, found = parse_cluster("h100:1x8"), {}
+    cluster = dataclasses.replace(cluster, inside=dataclasses.replace(cluster.inside, bytes_per_s=1e8))
+    for Rows.sent in (0, 10**12):
+        search = Search(small, cluster)
+        (best,) = search.best(1)
+        found[Rows.sent] = dict(best.layout.mesh).get("rows", 1), "rows_parallel(sequence=True)" in best.layout.label
+        sizes = {one.sizes["rows"] for one in search.starts()}
+        assert sizes == {1, 2, 4, 8}
+    assert found == {0: (8, True), 10**12: (1, False)}
+    layout = Layout(mesh=mp.MeshSpec(rows=8), strategy=mp.ddp() | mp.Strategy((Rows(),)))
+    assert search.estimate(layout).time.sent_bytes["rows"] > 10**12
+    del Rows, search, best, layout
 
 
 # ---- Plans -----------------------------------------------------------------------------------------------------------
