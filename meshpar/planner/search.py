@@ -94,8 +94,8 @@ class Search:
     def rates(self) -> str:
         """Which figures the times are made of, and how far off they were found to be."""
         return (
-            f"estimates: products at {self.clock.source}, {self.cluster.links_from}; of most compiled programs they missed the peak "
-            f"memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to {TIME_ERROR:.0%}"
+            f"estimates: products at {self.clock.source}, {self.cluster.links_from}; of most compiled programs they "
+            f"missed the peak memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to {TIME_ERROR:.0%}"
         )
 
     def best(self, top: int) -> list[Found]:

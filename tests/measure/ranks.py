@@ -89,7 +89,8 @@ SUBJECTS: Mapping[str, Subject] = {
     "wide": Subject(
         _decoder(2, 512, 1536, vocab_size=2048), 16, 128,
         (*LAYOUTS[:4], ("fsdp=8", "fsdp()", None, 2), *LAYOUTS[5:8],
-         ("tensor=8", LAYOUTS[8][1], "full", 2), ("data=4,stage=2", "pipeline_parallel(stages=2, microbatches=4) | ddp()", None, 1)),
+         ("tensor=8", LAYOUTS[8][1], "full", 2),
+         ("data=4,stage=2", "pipeline_parallel(stages=2, microbatches=4) | ddp()", None, 1)),
     ),
     "deep": Subject(_decoder(8, 128, 512), 32, 128, LAYOUTS),
     "experts": Subject(
