@@ -24,6 +24,7 @@ from meshpar.commands.plan import with_plan
 from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
 from meshpar.compiled.clock.work import causal_share
 from meshpar.compiled.program import compile_here
+from meshpar.compiled.target import traced_for
 from meshpar.models import next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing
 from meshpar.parallel.promise import Promised
@@ -35,7 +36,7 @@ from meshpar.planner.hardware import parse_cluster
 from meshpar.planner.layout import Layout, Placer, look
 from meshpar.planner.plan import Compiled, _nearest, _verified, load_plans
 from meshpar.planner.search import Search
-from meshpar.planner.steptime import Clock
+from meshpar.planner.steptime import Clock, experts, of_expert
 from meshpar.planner.workload import POLICIES, describe
 from meshpar.training.muon import exchange, matrices
 from tests.compiled.planted import CONFIG
@@ -378,6 +379,32 @@ def test_devices_that_share_cores_hide_nothing_and_fill_each_others_bubbles(smal
     assert more[0] - more[1] == pytest.approx(4 * (kept[0] - kept[1]))
 
 
+def test_a_layers_backward_pass_holds_what_tensor_ranks_sum_and_parts_of_small_products(small, monkeypatch):
+    """By hand: 16 rows of 64 tokens of width 256 in bfloat16, weights of 256 x 512."""
+    held = {}
+    for parts, sums in ((0, 0), (0, 3), (196_608, 3)):
+        monkeypatch.setattr(memory, "MOST_SPLIT", parts)
+        monkeypatch.setattr(memory, "PARTIAL", sums)
+        monkeypatch.setattr(memory, "GATHERED", 2 * bool(sums))
+        for strategy, mesh in (("fsdp()", "fsdp=8"), ("ddp() | tensor_parallel(sequence=True)", "tensor=8")):
+            layout = Layout(mesh=mp.MeshSpec.parse(mesh), strategy=mp.parallel.parse_strategy(strategy))
+            held[mesh, parts, sums] = Search(small, parse_cluster("h100:1x8")).estimate(layout).memory.layer_bytes
+    assert held["fsdp=8", 0, 3] == held["fsdp=8", 0, 0]
+    assert held["tensor=8", 0, 3] - held["tensor=8", 0, 0] == 5 * 16 * 64 * 256 * 2
+    assert held["fsdp=8", 196_608, 3] - held["fsdp=8", 0, 3] == 2 * 4 * 4 * 256 * CONFIG.mlp_dim
+    assert held["tensor=8", 196_608, 3] - held["tensor=8", 0, 3] == 2 * 4 * 4 * 256 * CONFIG.mlp_dim // 8
+
+
+@pytest.mark.matrix
+def test_tensor_ranks_share_the_weights_of_an_expert():
+    placed = Placer(workload(MOE, 16, 64)).place(
+        dict(mp.MeshSpec(fsdp=2, expert=2, tensor=2)), mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel()
+    )
+    facts = placed.facts(Layout(mesh=mp.MeshSpec(fsdp=2, expert=2, tensor=2), strategy=placed.strategy))
+    layers, width, inner = CONFIG.num_layers, CONFIG.embed_dim, CONFIG.mlp_dim
+    assert {of_expert(facts, one, 4) for one in experts(placed)} == {layers * width * inner / 2}
+
+
 # ---- The search ------------------------------------------------------------------------------------------------------
 
 
@@ -574,7 +601,9 @@ def test_what_a_model_warns_of_under_a_plan_is_told_with_the_plans(recwarn):
     ],
 )
 def test_why_not(plans, asked, answer):
-    assert answer in plans.why_not(**asked)
+    told = plans.why_not(**asked)
+    assert answer in told
+    assert ("data-sheet links and NCCL's latencies" in told) == ("a step" in told)
 
 
 def test_mistakes_say_what_is_short_and_what_would_fit():
@@ -659,16 +688,34 @@ def test_a_plan_is_what_the_compiler_says(plans):
     assert told.peak_bytes > 0
 
 
-TIGHT = (("h100:2x8", 40e6), ("h100:4x2", 60e6))
-"""A cluster, and what one of its GPUs holds: less than DDP takes."""
+FEW_EXPERTS = dataclasses.replace(MOE, num_layers=2)
+TIGHT = (
+    (CONFIG, (64, 64), "h100:2x8", 40e6, 2),
+    (CONFIG, (64, 64), "h100:4x2", 60e6, 2),
+    (CONFIG, (2, 512), "h100:1x8", 60e6, 1),  # rows are cut, by context_parallel() too
+    (FEW_EXPERTS, (64, 64), "h100:1x8", 30e6, 1),
+    (FEW_EXPERTS, (64, 64), "h100:1x8", 70e6, 1),
+)
+"""A model, rows and their length, a cluster, what one of its GPUs holds: less than DDP takes; and how many plans of it
+are compiled."""
 
 
 @pytest.mark.pod
-@pytest.mark.parametrize(("name", "memory_bytes"), cases(TIGHT[0], grid=TIGHT))
-def test_every_plan_resolves_compiles_and_fits(name, memory_bytes):
-    found = mp.plan(CONFIG, tokens(64, 64), with_memory(name, memory_bytes), top=3, verify=2)
-    assert sum(one.compiled is not None and one.compiled.fits for one in found.plans) == 2
+@pytest.mark.parametrize(("config", "batch", "name", "memory_bytes", "verify"), cases(TIGHT[0], grid=TIGHT))
+def test_every_plan_resolves_compiles_and_fits(config, batch, name, memory_bytes, verify):
+    found = mp.plan(config, tokens(*batch), with_memory(name, memory_bytes), top=3, verify=verify)
+    assert sum(one.compiled is not None and one.compiled.fits for one in found.plans) == verify
     assert not found.left_out
+
+
+def test_experts_in_stages_are_traced_for_a_cluster_without_devices():
+    """As `verify` does it: nothing there says on what a mesh stands."""
+    work = workload(FEW_EXPERTS, 8, 64)
+    strategy = mp.parallel.parse_strategy("ddp() | expert_parallel() | pipeline_parallel(stages=2, microbatches=4)")
+    mesh = mp.MeshSpec(stage=2, expert=2).abstract(4)
+    state = mp.abstract_state(work.model, work.tx, mesh=mesh, strategy=strategy, precision=BF16)
+    with traced_for(parse_cluster("h100:1x4")):
+        assert mp.train_step(next_token_loss, precision=BF16).trace(state, work.batch).jaxpr.eqns
 
 
 def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
