@@ -53,7 +53,7 @@ FILL = 0.90
 MEMORY_ERROR, TIME_ERROR = 0.10, 0.20
 """Shares by which estimates are expected to miss the compiled peak and step; more is told."""
 MOST_PLACED = 120
-"""Strategies on meshes that are looked at closely, the most promising first."""
+"""Strategies on meshes that fit and are looked at closely, the most promising first; of any, twice as many."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,12 +108,15 @@ class Search:
         starts = self.starts()
         fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
         # Where no state fits, the smallest is looked at, to tell by how much it does not.
-        for start in fit[:MOST_PLACED] or sorted(starts, key=lambda one: one.state_bytes)[:1]:
-            if len(found) == top and start.about_s > found[-1].time.step_s:
+        fitting = 0
+        for start in fit[: 2 * MOST_PLACED] or sorted(starts, key=lambda one: one.state_bytes)[:1]:
+            if fitting == MOST_PLACED or (len(found) == top and start.about_s > found[-1].time.step_s):
                 break
             try:
                 placed = self.placer.place(start.sizes, start.strategy)
-                better = [one for one in self.of(placed) if len(found) < top or one.time.step_s < found[-1].time.step_s]
+                each = list(self.of(placed))
+                fitting += bool(each)
+                better = [one for one in each if len(found) < top or one.time.step_s < found[-1].time.step_s]
                 if better and self._runs(placed):
                     found = sorted([*found, *better], key=lambda one: one.time.step_s)[:top]
             except MeshparError:
