@@ -187,12 +187,7 @@ _CONVENTION = "model FLOPs: 6 a token and matrix parameter, attention's causal h
 
 
 def size_for(platform: str, memory_bytes: float) -> Size:
-    """The decoder that is measured on a device.
-
-    Args:
-      platform: as jax calls it; on `cpu` it is tiny.
-      memory_bytes: what jax may use.
-    """
+    """The decoder that is measured on a device."""
     if platform == "cpu":
         return Size(config=TINY, rows=2, seq_len=64)
     layers, rows = next((layers, rows) for least, layers, rows in _BY_MEMORY if memory_bytes >= least)
@@ -271,16 +266,7 @@ class _Parts:
 
 
 def timed(name: str, size: Size, took_s: list[float], loss: float, peak: float | None, ceiling: float) -> StepTime:
-    """What times of a step say of the device.
-
-    Args:
-      name: of the way it runs.
-      size: of the step.
-      took_s: seconds of each step.
-      loss: of the last one.
-      peak: FLOP/s of the data sheet, where known.
-      ceiling: of the best product measured.
-    """
+    """What times of a step say of the device."""
     low, median, high = quartiles(took_s)
     rate = size.flops / median
     return StepTime(

@@ -101,12 +101,9 @@ class Collectives(Printed, Plain):
         kept = [(fit.of, fit.axis, fit.link) for fit in self.fits if fit.link is not None and fit.verdict != "none"]
         links = {of: {axis: link for for_, axis, link in kept if for_ == of} for of in FITTED}
         if not any(links.values()):
-            raise problem(
-                "the profile",
-                "hold the links that were measured",
-                f"no α and β explain the times: {self.poor}",
-                "measure on an idle machine, over a wider range of sizes (--max-bytes) and more often (--repeats)",
-            )
+            asked = "hold the links that were measured"
+            fix = "measure on an idle machine, over a wider range of sizes (--max-bytes) and more often (--repeats)"
+            raise problem("the profile", asked, f"no α and β explain the times: {self.poor}", fix)
         gpu = gpu_of_kind(self.devices)
         if gpu is None:
             return Links(devices=self.devices, source=self._source(), axes=links["axes"], permutes=links["permutes"])

@@ -180,22 +180,15 @@ def _check_names(names: Sequence[str], algorithms: Sequence[str]) -> None:
                 raise problem("bench collectives", f"measure {what} `{name}`", "there is none", near(name, there))
     known = dict.fromkeys(one for name in names for one in COLLECTIVES[name].algorithms)
     if "direct" not in known and not known.keys() & set(algorithms):  # "direct" needs no asking
-        raise problem(
-            "bench collectives",
-            f"measure {', '.join(names)} by {', '.join(algorithms)}",
-            "none of these goes that way",
-            f"there are {', '.join(f'`{one}`' for one in known)}",
-        )
+        asked, exists = f"measure {', '.join(names)} by {', '.join(algorithms)}", "none of these goes that way"
+        raise problem("bench collectives", asked, exists, f"there are {', '.join(f'`{one}`' for one in known)}")
 
 
 def _mesh(mesh: str | Mesh | None) -> Mesh:
     if jax.process_count() > 1:
-        raise problem(
-            "bench collectives",
-            f"measure with {jax.process_count()} processes",
-            "it looks at all values, which lie in several of them",
-            "run it in one process, on the devices of one machine",
-        )
+        exists = "it looks at all values, which lie in several of them"
+        fix = "run it in one process, on the devices of one machine"
+        raise problem("bench collectives", f"measure with {jax.process_count()} processes", exists, fix)
     if isinstance(mesh, Mesh):
         return mesh
     spec = MeshSpec.parse(mesh) if mesh else MeshSpec(data=-1)
@@ -216,12 +209,9 @@ def _axes(mesh: Mesh, given: Sequence[str]) -> list[Ranks]:
                 exists = "the mesh has no such axis"
                 raise problem("bench collectives", f"measure along mesh axis `{axis}`", exists, near(axis, sizes))
     if not chosen or any(math.prod(sizes[axis] for axis in ranks) == 1 for ranks in chosen):
-        raise problem(
-            "bench collectives",
-            "measure messages along " + (" and ".join(f"`{'*'.join(ranks)}`" for ranks in chosen) or "a mesh"),
-            "there is one device along it, and no other to send to",
-            "take several devices: --mesh data=8, with --devices 8 where there is no accelerator",
-        )
+        asked = "measure messages along " + (" and ".join(f"`{'*'.join(ranks)}`" for ranks in chosen) or "a mesh")
+        fix = "take several devices: --mesh data=8, with --devices 8 where there is no accelerator"
+        raise problem("bench collectives", asked, "there is one device along it, and no other to send to", fix)
     return chosen
 
 
@@ -234,12 +224,9 @@ def _dtype(name: str) -> np.dtype:
 
 def _sizes(min_bytes: float, max_bytes: float, factor: float) -> list[int]:
     if not 0 < min_bytes <= max_bytes < math.inf or not 1 < factor < math.inf:
-        raise problem(
-            "bench collectives",
-            f"measure from {min_bytes:g} to {max_bytes:g} bytes, each {factor:g} times the one before",
-            "sizes grow from one above 0 by a factor above 1",
-            "write --min-bytes 1kB --max-bytes 1MB --factor 10",
-        )
+        asked = f"measure from {min_bytes:g} to {max_bytes:g} bytes, each {factor:g} times the one before"
+        fix = "write --min-bytes 1kB --max-bytes 1MB --factor 10"
+        raise problem("bench collectives", asked, "sizes grow from one above 0 by a factor above 1", fix)
     steps = math.floor(math.log(max_bytes / min_bytes, factor) + 1e-9)
     return [round(min_bytes * factor**step) for step in range(steps + 1)]
 
@@ -257,12 +244,9 @@ def _check_memory(size_bytes: int, mesh: Mesh) -> None:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None
         needed = _COPIES * size_bytes
     if free is not None and needed > free:
-        raise problem(
-            "bench collectives",
-            f"send {si(size_bytes, 'B')} from each of {mesh.size} devices",
-            f"that takes about {si(needed, 'B')} of memory, and {si(free, 'B')} are free",
-            f"use --max-bytes {si(0.5 * size_bytes * free / needed, 'B', digits=1).replace(' ', '')} or less",
-        )
+        exists = f"that takes about {si(needed, 'B')} of memory, and {si(free, 'B')} are free"
+        fix = f"use --max-bytes {si(0.5 * size_bytes * free / needed, 'B', digits=1).replace(' ', '')} or less"
+        raise problem("bench collectives", f"send {si(size_bytes, 'B')} from each of {mesh.size} devices", exists, fix)
 
 
 # ---- One collective at one size --------------------------------------------------------------------------------------

@@ -102,15 +102,6 @@ def one_hot(
 
     Source: Shazeer et al. 2018, "Mesh-TensorFlow"; Lepikhin et al. 2020, "GShard" (algorithm 2); Fedus et al. 2022,
     "Switch Transformers" (appendix F).
-
-    Args:
-      x: this rank's tokens.
-      experts: whom they go to.
-      weights: of the sum.
-      expert_fn: [E/N, N C, d] -> [E/N, N C, e].
-      axis: of the experts.
-      num_experts: E.
-      room: C.
     """
     chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.int32)
     counted = jnp.cumsum(chosen.reshape(-1, num_experts), axis=0).reshape(chosen.shape)
@@ -326,16 +317,6 @@ def layers(
     progress: Callable[[str], None] = lambda line: None,
 ) -> Layers:
     """Measure a layer of SwiGLU experts in every form, over all devices along one axis.
-
-    Args:
-      forms: of `FORMS`. Ratios are to one-hot einsums, where they are among them.
-      num_experts: how many, one after the other.
-      tokens: of one device.
-      top_k: experts of a token.
-      width: of a token.
-      hidden: of an expert.
-      repeats: rounds, in each of which all forms run once, forward and then forward and backward.
-      progress: is called with a line that says what is being measured.
 
     Raises:
       ValueError: an unknown form; numbers that are none; experts that the devices do not divide.

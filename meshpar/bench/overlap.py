@@ -15,7 +15,7 @@ from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.program import Program
 from meshpar.compiled.target import traced_for
 from meshpar.planner.hardware import Cluster
-from meshpar.sharding.printing import Printed, table
+from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import PyTree, axis_sizes, near, problem
 from meshpar.training.engines.prefetch import bytes_of_a_layer
 from meshpar.training.state import TrainState
@@ -85,15 +85,11 @@ class OverlapRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Overlaps(Printed):
+class Overlaps(Printed, Plain):
     """The rows of `meshpar bench overlap`. Prints as a table."""
 
     cluster: str
     rows: tuple[OverlapRow, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return dataclasses.asdict(self)
 
     def __rich__(self) -> Any:
         columns = ("recipe", "options", "temporaries GB", "forward gathers", "backward gathers", "scatters", "hidden",
@@ -113,11 +109,7 @@ def _cells(row: OverlapRow) -> tuple[str, ...]:
 
 
 def sets_of(names: Sequence[str]) -> dict[str, Options]:
-    """The named sets; all without a name.
-
-    Raises:
-      ValueError: no such set.
-    """
+    """The named sets; all without a name. Raises `ValueError`: no such set."""
     for name in names:
         if name not in SETS:
             raise problem("bench overlap", f"compile with `{name}`", "there is no such set", near(name, SETS))
@@ -134,17 +126,7 @@ def rows(
     sets: Mapping[str, Options] = SETS,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Iterator[OverlapRow]:
-    """One row for each set of options; the step is traced once.
-
-    Args:
-      recipe: its name.
-      step, state, batch, cluster: as for `explain`.
-      sets: XLA flags without their dashes, by the name of the set.
-      progress: is called with a line that says what is being compiled.
-
-    Raises:
-      ValueError, PodError: as `explain` does.
-    """
+    """One row for each set of options; the step is traced once. Errors are those of `explain`."""
     of = on_cluster(cluster, state).setup
     with traced_for(cluster):
         lowered = step.trace(on_cluster(cluster, state), batch).lower(lowering_platforms=("cuda",))

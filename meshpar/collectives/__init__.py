@@ -20,8 +20,6 @@ Per-device view: a kernel takes what one rank holds and gives what it holds afte
 are those of the reference, with the check on or off. Names are imported when they are first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from meshpar.sharding.lazy import lazy

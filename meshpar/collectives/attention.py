@@ -423,13 +423,7 @@ def _tile_forward(
 
 
 def _tile_backward(
-    ring: _Ring,
-    rows: tuple[Array, ...],
-    kv: Array,
-    sight: _Sight,
-    mask: bool,
-    gradients: _Gradients,
-    at: Array,
+    ring: _Ring, rows: tuple[Array, ...], kv: Array, sight: _Sight, mask: bool, gradients: _Gradients, at: Array
 ) -> _Gradients:
     i, j = at
     q, do, lse, o = (take(x, i) for x in rows)

@@ -30,12 +30,9 @@ def picked(
     """
     if algorithm != AUTO:
         if cluster is not None:
-            raise problem(
-                kernel,
-                f"use a cluster with algorithm={algorithm!r}",
-                "that one is named already, and looks at no links",
-                f"leave the cluster out, or take algorithm={AUTO!r}",
-            )
+            exists = "that one is named already, and looks at no links"
+            fix = f"leave the cluster out, or take algorithm={AUTO!r}"
+            raise problem(kernel, f"use a cluster with algorithm={algorithm!r}", exists, fix)
         return algorithm
     if num_ranks == 1:
         return "ring"  # whatever the links, there is nothing to send

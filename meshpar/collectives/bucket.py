@@ -45,12 +45,8 @@ def bucketed_all_reduce(
       ValueError: `bucket_bytes` is not positive, or what `all_reduce` raises.
     """
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int | float) or not bucket_bytes > 0:
-        raise problem(
-            "bucketed_all_reduce",
-            f"fill buckets of {bucket_bytes!r} bytes",
-            "a bucket holds something",
-            "use a positive size, 25e6 say",
-        )
+        asked = f"fill buckets of {bucket_bytes!r} bytes"
+        raise problem("bucketed_all_reduce", asked, "a bucket holds something", "use a positive size, 25e6 say")
     ranks_of("bucketed_all_reduce", axis)
     leaves, structure = jax.tree.flatten(tree)
     leaves = [varying(leaf, axis) for leaf in leaves]

@@ -43,12 +43,8 @@ def ranks_of_levels(kernel: str, inner: Axis, outer: Axis) -> tuple[int, int]:
     sizes = ranks_of(kernel, inner), ranks_of(kernel, outer)
     inside, across = ({axis} if isinstance(axis, str) else set(axis) for axis in (inner, outer))
     if inside & across:
-        raise problem(
-            kernel,
-            f"run over {inner!r} inside and {outer!r} across",
-            "an axis is either inside the nodes or across them",
-            "name two different axes",
-        )
+        exists = "an axis is either inside the nodes or across them"
+        raise problem(kernel, f"run over {inner!r} inside and {outer!r} across", exists, "name two different axes")
     return sizes
 
 
@@ -61,20 +57,12 @@ def _size_of(kernel: str, name: str) -> int:
     manual = tuple(mesh.manual_axes)
     asked = f"run over mesh axis `{name}`"
     if not manual:
-        raise problem(
-            kernel,
-            asked,
-            "it is not inside a `jax.shard_map`, so there are no ranks to speak of",
-            f"call it in a function that `jax.shard_map` runs on a mesh with the axis `{name}`",
-        )
+        fix = f"call it in a function that `jax.shard_map` runs on a mesh with the axis `{name}`"
+        raise problem(kernel, asked, "it is not inside a `jax.shard_map`, so there are no ranks to speak of", fix)
     shown = ", ".join(f"`{one}`" for one in manual)
     if name in mesh.axis_names:
-        raise problem(
-            kernel,
-            asked,
-            f"the `shard_map` around it is manual over {shown} only",
-            f"add `{name}` to its axis_names",
-        )
+        exists = f"the `shard_map` around it is manual over {shown} only"
+        raise problem(kernel, asked, exists, f"add `{name}` to its axis_names")
     raise problem(kernel, asked, f"the `shard_map` around it is manual over {shown}", near(name, manual))
 
 
@@ -90,12 +78,8 @@ def check_choice(kernel: str, what: str, asked: object, options: Iterable[str]) 
 def check_only(kernel: str, algorithm: str, option: str, given: int, having: tuple[str, ...]) -> None:
     """Raises `ValueError` when an option is set for an algorithm that has none of the kind."""
     if given != 1 and algorithm not in having:
-        raise problem(
-            kernel,
-            f"use {option}={given!r} with algorithm={algorithm!r}",
-            f"that one has no {option}",
-            f"leave it out, or take {' or '.join(repr(one) for one in having)}",
-        )
+        fix = f"leave it out, or take {' or '.join(repr(one) for one in having)}"
+        raise problem(kernel, f"use {option}={given!r} with algorithm={algorithm!r}", f"that one has no {option}", fix)
 
 
 def check_op(kernel: str, op: str, dtype: jnp.dtype) -> None:
@@ -105,12 +89,8 @@ def check_op(kernel: str, op: str, dtype: jnp.dtype) -> None:
     if not is_number:
         raise problem(kernel, f"take the {op} of {dtype}", "reductions are of numbers", "cast it, to int32 say")
     if op == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
-        raise problem(
-            kernel,
-            f"take the mean of {dtype}",
-            f"a mean of {dtype} is not {dtype}",
-            'cast to a floating dtype first, or take op="sum" and divide',
-        )
+        fix = 'cast to a floating dtype first, or take op="sum" and divide'
+        raise problem(kernel, f"take the mean of {dtype}", f"a mean of {dtype} is not {dtype}", fix)
     if op in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating):
         exists = "complex numbers have no order"
         raise problem(kernel, f"take the {op} of {dtype}", exists, "reduce their absolute values")
@@ -127,12 +107,8 @@ def checked_count(kernel: str, what: str, asked: int, *, most: int | None = None
     """A count of at least one, and at most `most`; raises `ValueError` otherwise."""
     if not is_whole(asked, 1) or (most is not None and asked > most):
         fix = "give 1 or more" if most is None else f"give 1 to {most}"
-        raise problem(
-            kernel,
-            f"use {what}={asked!r}",
-            "it is a whole number from 1" + ("" if most is None else f" to {most}"),
-            fix,
-        )
+        exists = "it is a whole number from 1" + ("" if most is None else f" to {most}")
+        raise problem(kernel, f"use {what}={asked!r}", exists, fix)
     return asked
 
 
@@ -164,16 +140,9 @@ def check_tiled(kernel: str, tiled: bool) -> None:
 def check_cut(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -> None:
     """Raises `ValueError` when a dim cannot be cut into one equal part for each rank."""
     if tiled and size % num_ranks:
-        raise problem(
-            kernel,
-            f"cut dim {dim} of size {size} into {num_ranks} equal parts",
-            f"{size} is not a multiple of {num_ranks}",
-            f"pad it to {-(-size // num_ranks) * num_ranks}",
-        )
+        exists, fix = f"{size} is not a multiple of {num_ranks}", f"pad it to {-(-size // num_ranks) * num_ranks}"
+        raise problem(kernel, f"cut dim {dim} of size {size} into {num_ranks} equal parts", exists, fix)
     if not tiled and size != num_ranks:
-        raise problem(
-            kernel,
-            f"give one entry of dim {dim} (size {size}) to each of {num_ranks} ranks",
-            "with tiled=False the dim is as long as there are ranks",
-            "use tiled=True, or stack one entry for each rank",
-        )
+        asked = f"give one entry of dim {dim} (size {size}) to each of {num_ranks} ranks"
+        exists = "with tiled=False the dim is as long as there are ranks"
+        raise problem(kernel, asked, exists, "use tiled=True, or stack one entry for each rank")

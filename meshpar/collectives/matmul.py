@@ -354,12 +354,9 @@ def _wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 def _checked_rows(kernel: str, dim: int, num_dims: int) -> int:
     if not is_whole(dim, -num_dims) or dim >= num_dims - 1 or dim == -1:
-        raise problem(
-            kernel,
-            f"split the rows along dim {dim!r}",
-            f"there are {num_dims} dims, and the last is no row" if num_dims else "it is a scalar",
-            f"give one of 0 to {num_dims - 2}" if num_dims > 1 else "give a matrix",
-        )
+        exists = f"there are {num_dims} dims, and the last is no row" if num_dims else "it is a scalar"
+        fix = f"give one of 0 to {num_dims - 2}" if num_dims > 1 else "give a matrix"
+        raise problem(kernel, f"split the rows along dim {dim!r}", exists, fix)
     return dim % num_dims
 
 
@@ -370,19 +367,13 @@ def _check_operands(
         raise problem(kernel, "multiply with no weights", "there is nothing to compute", "give one or more")
     for weight, (dims, weight_dims) in zip(weights, contracted, strict=True):
         if dims != weight_dims or not weight_dims:
-            raise problem(
-                kernel,
-                f"multiply {rows.shape} with a weight of {weight.shape}",
-                f"the dims that would be contracted are {dims} and {weight_dims}",
-                "give every rank its own part of both, cut along the same dims",
-            )
+            exists = f"the dims that would be contracted are {dims} and {weight_dims}"
+            fix = "give every rank its own part of both, cut along the same dims"
+            raise problem(kernel, f"multiply {rows.shape} with a weight of {weight.shape}", exists, fix)
         if 0 in dims:
             fix = "leave it out: the product is zeros"
             raise problem(kernel, f"contract over dims of sizes {dims}", "there is nothing to sum", fix)
         if rows.dtype != weight.dtype:
-            raise problem(
-                kernel,
-                f"multiply {rows.dtype} with a weight of {weight.dtype}",
-                "both travel and multiply in one dtype",
-                f"cast the weight to {rows.dtype}, or the other to {weight.dtype}",
-            )
+            asked = f"multiply {rows.dtype} with a weight of {weight.dtype}"
+            fix = f"cast the weight to {rows.dtype}, or the other to {weight.dtype}"
+            raise problem(kernel, asked, "both travel and multiply in one dtype", fix)

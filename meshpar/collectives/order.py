@@ -122,12 +122,8 @@ def _halves(kernel: str, x: jax.Array, axis: Axis, dim: int) -> tuple[int, int, 
 def check_two_chunks(kernel: str, size: int, dim: int) -> None:
     """Raises `ValueError` when a rank's positions are no two chunks of equal length."""
     if size % 2:
-        raise problem(
-            kernel,
-            f"cut the {size} positions of a rank (dim {dim}) into two chunks, as the zigzag order does",
-            f"{size} is odd",
-            f"pad the sequence to {size + 1} positions a rank",
-        )
+        asked = f"cut the {size} positions of a rank (dim {dim}) into two chunks, as the zigzag order does"
+        raise problem(kernel, asked, f"{size} is odd", f"pad the sequence to {size + 1} positions a rank")
 
 
 def _with_chunks(kernel: str, x: jax.Array, num_ranks: int, dim: int, order: np.ndarray) -> jax.Array:
@@ -135,11 +131,8 @@ def _with_chunks(kernel: str, x: jax.Array, num_ranks: int, dim: int, order: np.
     dim = checked_dim(kernel, dim, x.ndim)
     size, num_chunks = x.shape[dim], 2 * num_ranks
     if size % num_chunks:
-        raise problem(
-            kernel,
-            f"cut dim {dim} of size {size} into {num_chunks} chunks, two for each of {num_ranks} ranks",
-            f"{size} is not a multiple of {num_chunks}",
-            f"pad it to {-(-size // num_chunks) * num_chunks}",
-        )
+        asked = f"cut dim {dim} of size {size} into {num_chunks} chunks, two for each of {num_ranks} ranks"
+        exists = f"{size} is not a multiple of {num_chunks}"
+        raise problem(kernel, asked, exists, f"pad it to {-(-size // num_chunks) * num_chunks}")
     chunks = x.reshape(*x.shape[:dim], num_chunks, size // num_chunks, *x.shape[dim + 1 :])
     return jnp.take(chunks, order, axis=dim, unique_indices=True).reshape(x.shape)

@@ -111,12 +111,9 @@ def dequantize(quantized: Quantized, *, shape: tuple[int, ...], dtype: Any = "fl
     """
     size, room = math.prod(shape), quantized.values.size
     if not room - max(len(quantized.scales), 1) < size <= room:
-        raise problem(
-            "dequantize",
-            f"make an array of shape {shape}, {size} elements",
-            f"there are {len(quantized.scales)} blocks of {quantized.values.shape[-1]}",
-            "give the shape of the array that was quantized",
-        )
+        asked = f"make an array of shape {shape}, {size} elements"
+        exists = f"there are {len(quantized.scales)} blocks of {quantized.values.shape[-1]}"
+        raise problem("dequantize", asked, exists, "give the shape of the array that was quantized")
     return _restored(quantized.values, quantized.scales, dtype).reshape(-1)[:size].reshape(shape)
 
 

@@ -144,12 +144,8 @@ def _scatter_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Ca
 
 def _check_power_of_two(kernel: str, algorithm: str, num_ranks: int) -> None:
     if num_ranks & (num_ranks - 1):
-        raise problem(
-            kernel,
-            f"use algorithm={algorithm!r} on {num_ranks} ranks",
-            f"ranks pair up anew at each step, and {num_ranks} is no power of two",
-            "use a ring, or algorithm='auto'",
-        )
+        asked, fix = f"use algorithm={algorithm!r} on {num_ranks} ranks", "use a ring, or algorithm='auto'"
+        raise problem(kernel, asked, f"ranks pair up anew at each step, and {num_ranks} is no power of two", fix)
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, strides: Sequence[int]) -> jax.Array:

@@ -76,21 +76,9 @@ def step(pairs: int, devices: int, as_json: bool) -> None:
 )
 @output_options
 def collectives(
-    mesh: str | None,
-    axes: tuple[str, ...],
-    names: tuple[str, ...],
-    algorithms: tuple[str, ...],
-    min_bytes: str,
-    max_bytes: str | None,
-    factor: float,
-    dtype: str,
-    op: str,
-    repeats: int,
-    devices: int | None,
-    save: str | None,
-    plot: str | None,
-    as_json: bool,
-) -> None:
+    mesh: str | None, names: tuple[str, ...], algorithms: tuple[str, ...], min_bytes: str, max_bytes: str | None,
+    devices: int | None, save: str | None, plot: str | None, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Every algorithm against XLA's own collective, as nccl-tests does; and α and β of each mesh axis.
 
     \b
@@ -113,19 +101,9 @@ def collectives(
             check_file(path, suffixes)
     largest = max_bytes or ("1MB" if jax.default_backend() == "cpu" else "100MB")
     with _live() as progress:
-        found = kernels.collectives(
-            mesh,
-            axes=axes,
-            names=names or tuple(kernels.COLLECTIVES),
-            algorithms=algorithms or kernels.USUAL,
-            min_bytes=parse_bytes(min_bytes),
-            max_bytes=parse_bytes(largest),
-            factor=factor,
-            dtype=dtype,
-            op=op,
-            repeats=repeats,
-            progress=progress,
-        )
+        options |= {"names": names or tuple(kernels.COLLECTIVES), "algorithms": algorithms or kernels.USUAL}
+        options |= {"min_bytes": parse_bytes(min_bytes), "max_bytes": parse_bytes(largest)}
+        found = kernels.collectives(mesh, **options, progress=progress)
     print_report(found, as_json=as_json)
     if save:
         _save(found, save)
@@ -156,17 +134,9 @@ def collectives(
 )  # fmt: skip
 @output_options
 def gpu(
-    sizes: tuple[int, ...],
-    dtype: str,
-    repeats: int,
-    has_step: bool,
-    steps: int,
-    rows: int | None,
-    seq_len: int | None,
-    trace: str | None,
-    save: str | None,
-    as_json: bool,
-) -> None:
+    dtype: str, has_step: bool, steps: int, rows: int | None, seq_len: int | None, trace: str | None,
+    save: str | None, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """What the first device reaches: square products by size, a copy, and whole training steps of a decoder.
 
     The decoder has 1.6e9 parameters on GPUs of 80 GB and rows of 4,096 tokens, on CPUs next to none. Its step runs in
@@ -191,7 +161,7 @@ def gpu(
         raise problem(f"--dtype {dtype}", "keep its products, or hold steps to them", exists, fix)
     with _live() as progress:
         progress("measuring products")
-        found = products(sizes=sizes, dtype=dtype, repeats=repeats)
+        found = products(dtype=dtype, **options)
         if has_step:
             batch = {"rows": rows, "seq_len": seq_len}
             found = whole(found, **batch, repeats=steps, folder=trace, began_s=began_s, progress=progress)
@@ -215,17 +185,7 @@ def gpu(
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds; the median is kept.")
 @click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
 @output_options
-def moe(
-    num_experts: tuple[int, ...],
-    tokens: int,
-    top_k: int,
-    width: int,
-    hidden: int,
-    forms: tuple[str, ...],
-    repeats: int,
-    devices: int,
-    as_json: bool,
-) -> None:
+def moe(num_experts: tuple[int, ...], forms: tuple[str, ...], devices: int, as_json: bool, **options: Any) -> None:
     """An MoE layer in every form, against the one-hot einsums that most JAX code sends tokens with.
 
     Columns: time forward, and forward and backward, and ÷ = time over that of one-hot einsums in the same round; FLOPs
@@ -235,16 +195,8 @@ def moe(
     from meshpar.bench import moe as measured
 
     with _live() as progress:
-        found = measured.layers(
-            forms=forms or measured.FORMS,
-            num_experts=num_experts or measured.NUM_EXPERTS,
-            tokens=tokens,
-            top_k=top_k,
-            width=width,
-            hidden=hidden,
-            repeats=repeats,
-            progress=progress,
-        )
+        options |= {"forms": forms or measured.FORMS, "num_experts": num_experts or measured.NUM_EXPERTS}
+        found = measured.layers(**options, progress=progress)
     print_report(found, as_json=as_json)
 
 

@@ -11,20 +11,18 @@ import click
 
 from meshpar.commands.cli import output_options, prepare_devices, print_report, traceback_option
 from meshpar.sharding.errors import problem
+from meshpar.sharding.printing import Plain
 
 run_argument = click.argument("run", type=click.Path())
 step_option = click.option("--step", metavar="N", type=int, help="Which; by default the newest.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(Plain):
     """Rows to print, in JSON a list of them."""
 
     title: str
     rows: tuple[dict[str, Any], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"title": self.title, "rows": list(self.rows)}
 
     def __rich__(self) -> Any:
         from rich.console import Group

@@ -114,12 +114,8 @@ def _devices(count: int | None) -> Sequence[Any]:
     if count is None or count == len(found) or jax.process_count() > 1:
         return found
     if count > len(found):
-        raise problem(
-            f"--devices {count}",
-            f"run on {count} host devices",
-            f"jax was started with {len(found)} before",
-            f"set XLA_FLAGS={_COUNT_FLAG}={count} before anything uses jax",
-        )
+        where, fix = f"--devices {count}", f"set XLA_FLAGS={_COUNT_FLAG}={count} before anything uses jax"
+        raise problem(where, f"run on {count} host devices", f"jax was started with {len(found)} before", fix)
     return found[:count]
 
 
@@ -153,12 +149,10 @@ COMMANDS: dict[str, Lazy] = {
         "Continue prompts by the model of a run, or of a folder of Hugging Face's.",
     ),
     "bench": Lazy(
-        "meshpar.commands.bench:bench",
-        "Measure: a training step against bare jax.jit, collectives against XLA's own.",
+        "meshpar.commands.bench:bench", "Measure: a training step against bare jax.jit, collectives against XLA's own."
     ),
     "checkpoint": Lazy(
-        "meshpar.commands.checkpoint:checkpoint",
-        "List, inspect, verify, export a run's checkpoints; needs no recipe.",
+        "meshpar.commands.checkpoint:checkpoint", "List, inspect, verify, export a run's checkpoints; needs no recipe."
     ),
     "trace": Lazy("meshpar.commands.trace:trace", "A profile of training steps, beside what explain predicts."),
     "verify": Lazy(
@@ -425,12 +419,8 @@ def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
     from meshpar.data import TextData
 
     if not isinstance(data, TextData):
-        raise problem(
-            "--text" if text else "--tokenizer",
-            "train on your own text",
-            f"the recipe's data is {type(data).__name__}",
-            "use a recipe whose data is TextData, as recipes/gpt_stdlib.py",
-        )
+        asked, fix = "train on your own text", "use a recipe whose data is TextData, as recipes/gpt_stdlib.py"
+        raise problem("--text" if text else "--tokenizer", asked, f"the recipe's data is {type(data).__name__}", fix)
     return dataclasses.replace(data, files=tuple(text) or data.files, tokenizer=tokenizer or data.tokenizer)
 
 
@@ -461,12 +451,9 @@ def shard(
     given = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
     found = with_model(load_recipe(recipe, devices=devices).override(*given, *assignments), from_hf, assignments)
     if devices is None and -1 in found.mesh.values():
-        raise problem(
-            f"mesh {', '.join(f'{axis}={size}' for axis, size in found.mesh.items() if size != 1)}",
-            "plan without devices",
-            "one axis is -1, which takes what is left of a number of devices",
-            "say how many: --devices 4096",
-        )
+        where = f"mesh {', '.join(f'{axis}={size}' for axis, size in found.mesh.items() if size != 1)}"
+        exists = "one axis is -1, which takes what is left of a number of devices"
+        raise problem(where, "plan without devices", exists, "say how many: --devices 4096")
     check_options(found.xla)  # changes no sharding, but whoever looks here trains with it next
     over = found.mesh.abstract(devices)
     model = build_model(found)
@@ -506,11 +493,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_file(path: str, suffixes: tuple[str, ...]) -> None:
-    """See that a file to write has a name that says what it is, and a folder.
-
-    Raises:
-      ValueError: it has not.
-    """
+    """See that a file to write has a name that says what it is, and a folder. Raises `ValueError`: it has not."""
     if Path(path).suffix not in suffixes:
         exists = f"its name ends in neither of {', '.join(suffixes)}" if len(suffixes) > 1 else "a profile is a .json"
         raise problem(path, "write to it", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")

@@ -149,10 +149,7 @@ def _links(cluster: str | None, alpha: float | None, bandwidth: float | None) ->
     if alpha is None and bandwidth is None:
         return parse_profile(CLUSTER if cluster is None else cluster)
     if alpha is None or bandwidth is None or cluster is not None:
-        raise problem(
-            "meshpar cost",
-            "say which link by --alpha and --bandwidth",
-            "a cluster is named, too" if cluster is not None else "only one of the two is given",
-            "give --cluster, or both of --alpha and --bandwidth",
-        )
+        exists = "a cluster is named, too" if cluster is not None else "only one of the two is given"
+        fix = "give --cluster, or both of --alpha and --bandwidth"
+        raise problem("meshpar cost", "say which link by --alpha and --bandwidth", exists, fix)
     return Link(alpha_s=alpha, bytes_per_s=bandwidth)

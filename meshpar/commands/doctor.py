@@ -17,6 +17,7 @@ from meshpar.commands import launch
 from meshpar.commands.cli import devices_option, output_options, prepare_devices, print_report
 from meshpar.commands.together import PACKAGES, version_of
 from meshpar.sharding.errors import MeshparError
+from meshpar.sharding.printing import Plain
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 LEAST_SHM_BYTES, LEAST_DISK_BYTES, LEAST_FILES = 1e9, 5e9, 4096
@@ -53,14 +54,11 @@ class Facts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Plain):
     """What was found, and what looks wrong."""
 
     facts: Facts
     findings: tuple[Finding, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def __rich__(self) -> Any:
         from rich.console import Group

@@ -293,12 +293,9 @@ def _mesh_here(recipe: Recipe) -> AnyMesh:
     sizes = list(recipe.mesh.values())
     wanted = math.prod(sizes) if -1 not in sizes else len(here)
     if wanted > len(here):
-        raise problem(
-            f"mesh {_axes(recipe.mesh)} of {wanted:,} devices",
-            "compile for the devices at hand",
-            f"there are {len(here)} ({here[0].device_kind})",
-            f"name the pod it is for, as --cluster h100:{-(-wanted // 8)}x{min(wanted, 8)}, or a smaller --mesh",
-        )
+        where = f"mesh {_axes(recipe.mesh)} of {wanted:,} devices"
+        fix = f"name the pod it is for, as --cluster h100:{-(-wanted // 8)}x{min(wanted, 8)}, or a smaller --mesh"
+        raise problem(where, "compile for the devices at hand", f"there are {len(here)} ({here[0].device_kind})", fix)
     return recipe.mesh.build(here[:wanted])
 
 
@@ -333,12 +330,8 @@ def batch_of(recipe: Recipe, shapes: str | None) -> Mapping[str, jax.ShapeDtypeS
             return shapes_of(recipe.batch_size)
         except (ImportError, OSError) as error:  # a function that loads arrays may need what is not here
             why = f"loading it failed: {type(error).__name__}: {error}"
-    raise problem(
-        f"the recipe's data ({type(recipe.data).__name__})",
-        "give the shapes of a batch",
-        why,
-        f"give them: --batch 'inputs=int32[{recipe.batch_size},1024],targets=int32[{recipe.batch_size},1024]'",
-    )
+    fix = f"give them: --batch 'inputs=int32[{recipe.batch_size},1024],targets=int32[{recipe.batch_size},1024]'"
+    raise problem(f"the recipe's data ({type(recipe.data).__name__})", "give the shapes of a batch", why, fix)
 
 
 def _read_shapes(text: str) -> dict[str, jax.ShapeDtypeStruct]:
@@ -352,12 +345,9 @@ def _read_shapes(text: str) -> dict[str, jax.ShapeDtypeStruct]:
             found[name] = jax.ShapeDtypeStruct(tuple(map(int, filter(str.strip, dims.split(",")))), np.dtype(dtype))
             at = match.end()
     if at < len(text) or not found:
-        raise problem(
-            f"--batch {text}",
-            f"read `{text[at:].strip()}`" if text[at:].strip() else "read it",
-            "each entry is one array as name=dtype[sizes], with a dtype that NumPy knows",
-            "write it like 'inputs=int32[64,1024],targets=int32[64,1024]'",
-        )
+        asked = f"read `{text[at:].strip()}`" if text[at:].strip() else "read it"
+        exists = "each entry is one array as name=dtype[sizes], with a dtype that NumPy knows"
+        raise problem(f"--batch {text}", asked, exists, "write it like 'inputs=int32[64,1024],targets=int32[64,1024]'")
     return found
 
 
@@ -490,12 +480,10 @@ def _crashes_explained(recipe: str, against: str | None) -> Iterator[None]:
 
         file, line = raised_at(error, tuple(files.values()))
         said = "; ".join(filter(None, str(error).strip().split("\n")[:1])) or "no message"
-        raise problem(
-            f"recipe `{next((path for path, own in files.items() if own == file), recipe)}`",
-            "explain its training step",
-            f"it raised {type(error).__name__} ({said}) at {os.path.basename(file)}:{line}",
-            "correct that line; --traceback shows how it got there",
-        ) from error
+        where = f"recipe `{next((path for path, own in files.items() if own == file), recipe)}`"
+        exists = f"it raised {type(error).__name__} ({said}) at {os.path.basename(file)}:{line}"
+        fix = "correct that line; --traceback shows how it got there"
+        raise problem(where, "explain its training step", exists, fix) from error
 
 
 def _pictures(found: Explained) -> dict[str, str]:

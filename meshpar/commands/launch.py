@@ -263,12 +263,10 @@ def _read(launcher: _Launcher, env: Env) -> Launch:
     size_name = next((name for name in launcher.num_processes if _value(env, name)), None)
     num_processes = None if size_name is None else _integer(env, size_name)
     if num_processes is not None and not 0 <= process_id < num_processes:
-        raise LaunchError(
-            f"the environment ({launcher.source})",
-            f"be process {process_id} ({launcher.process_id}) of {num_processes} ({size_name})",
-            f"processes are numbered 0 to {num_processes - 1}",
-            "set both from the same launcher, or unset what an outer one left behind",
-        )
+        where = f"the environment ({launcher.source})"
+        asked = f"be process {process_id} ({launcher.process_id}) of {num_processes} ({size_name})"
+        fix = "set both from the same launcher, or unset what an outer one left behind"
+        raise LaunchError(where, asked, f"processes are numbered 0 to {num_processes - 1}", fix)
     local_rank, local_size = _local_place(launcher, env)
     return Launch(
         source=launcher.source,
@@ -287,12 +285,10 @@ def _local_place(launcher: _Launcher, env: Env) -> tuple[int | None, int | None]
         node = _integer(env, "SLURM_NODEID") if _value(env, "SLURM_NODEID") else 0
         size = _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), node)
     if rank is not None and (rank < 0 or (size is not None and rank >= size)):
-        raise LaunchError(
-            f"the environment ({launcher.source})",
-            f"be process {rank} of this node ({launcher.local_rank})",
-            "they are numbered from 0" + ("" if size is None else f", and this node has {size}"),
-            f"set it from the same launcher as the others, or unset {launcher.local_rank}",
-        )
+        asked = f"be process {rank} of this node ({launcher.local_rank})"
+        exists = "they are numbered from 0" + ("" if size is None else f", and this node has {size}")
+        fix = f"set it from the same launcher as the others, or unset {launcher.local_rank}"
+        raise LaunchError(f"the environment ({launcher.source})", asked, exists, fix)
     return rank, size
 
 
@@ -368,12 +364,9 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
     if visible < local_size or _value(env, "SLURM_GPUS_PER_TASK") == str(visible):
         return None  # the launcher hid the others' GPUs already
     if visible % local_size:
-        raise LaunchError(
-            "this node",
-            f"share {visible} GPUs among {local_size} processes",
-            f"{visible} is not a multiple of {local_size}",
-            "start one process per GPU or one per node, or say JAX_LOCAL_DEVICE_IDS=0,1 (for each process its own)",
-        )
+        asked = f"share {visible} GPUs among {local_size} processes"
+        fix = "start one process per GPU or one per node, or say JAX_LOCAL_DEVICE_IDS=0,1 (for each process its own)"
+        raise LaunchError("this node", asked, f"{visible} is not a multiple of {local_size}", fix)
     share = visible // local_size
     return tuple(range(local_rank * share, (local_rank + 1) * share))
 
@@ -398,12 +391,9 @@ def _detection_method(launch: Launch, env: Env) -> str | None:
     package = "kubernetes" if launch.source == "kubernetes" else "mpi4py"
     if importlib.util.find_spec(package) is None:
         size = "" if launch.num_processes else " and JAX_NUM_PROCESSES=N"
-        raise LaunchError(
-            f"the environment ({launch.source})",
-            f"join as process {launch.process_id}",
-            f"it does not say where process 0 is, and jax needs the package `{package}` to find out",
-            f"set JAX_COORDINATOR_ADDRESS=HOST:PORT{size} for every process, or `pip install {package}`",
-        )
+        exists = f"it does not say where process 0 is, and jax needs the package `{package}` to find out"
+        fix = f"set JAX_COORDINATOR_ADDRESS=HOST:PORT{size} for every process, or `pip install {package}`"
+        raise LaunchError(f"the environment ({launch.source})", f"join as process {launch.process_id}", exists, fix)
     return None if package == "kubernetes" else package
 
 
@@ -427,9 +417,6 @@ def _integer(env: Env, name: str) -> int:
 def _half_set(launcher: _Launcher, missing: list[str], env: Env) -> LaunchError:
     names = (launcher.process_id, *launcher.num_processes, *launcher.coordinator)
     there = ", ".join(f"{name}={env[name]}" for name in names if _value(env, name))
-    return LaunchError(
-        f"the environment ({launcher.source})",
-        f"join a pod with {there}",
-        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
-        f"set {' and '.join(missing)} for every process, or unset {there.split('=')[0]} to run alone",
-    )
+    exists = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+    fix = f"set {' and '.join(missing)} for every process, or unset {there.split('=')[0]} to run alone"
+    return LaunchError(f"the environment ({launcher.source})", f"join a pod with {there}", exists, fix)

@@ -26,11 +26,6 @@ def held(folder: Path, *, tell: Callable[[str], None], wait_s: float = WAIT_S) -
     The lock is on a file beside the folder (`.NAME.lock`), which stays: it says nothing once nobody holds it, so what a
     killed process leaves is no obstacle. Who removes that file lets nobody in: the folder is locked as well.
 
-    Args:
-      folder: of the run.
-      tell: called with a line where the file system has no locks.
-      wait_s: for how long to try.
-
     Yields:
       What is to be called when the folder has been made: locks it, where it was not there before.
 
@@ -90,9 +85,5 @@ def _taken(folder: Path, path: Path) -> Exception:
         who = f"process {said['pid']} on {said['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         who = "another process"
-    return problem(
-        f"run {folder}",
-        "write to it",
-        f"{who} is training in this folder",
-        "wait for it or stop it; or use --name for a run beside it",
-    )
+    fix = "wait for it or stop it; or use --name for a run beside it"
+    return problem(f"run {folder}", "write to it", f"{who} is training in this folder", fix)

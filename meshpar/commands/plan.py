@@ -147,11 +147,7 @@ def plans_for(
 
 
 def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
-    """The recipe under the first of the plans in a file.
-
-    Raises:
-      ValueError: no plans there.
-    """
+    """The recipe under the first of the plans in a file. Raises `ValueError`: no plans there."""
     from meshpar.planner.plan import load_plans
 
     layout = load_plans(path)[0].layout

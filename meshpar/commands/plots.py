@@ -153,15 +153,7 @@ def loss_curve(
     title: str = "",
     unit: str = "loss",
 ) -> Figure:
-    """How the loss fell: training and validation over steps, baselines as horizontal lines.
-
-    Args:
-      train: the training loss; also drawn smoothed where it has many points.
-      valid: the validation loss.
-      baselines: name to value, in the same unit.
-      title: above the picture.
-      unit: of the vertical axis.
-    """
+    """How the loss fell: training and validation over steps, baselines as horizontal lines."""
     figure, (axes,) = figure_of(8.0, 4.5)
     steps, losses = _points(train)
     many = len(steps) >= 50
@@ -328,12 +320,8 @@ def sharding(
 
 def _entries(spec: PartitionSpec, shape: Sequence[int]) -> list[tuple[str, ...]]:
     if len(spec) > len(shape):
-        raise problem(
-            f"plots.sharding of shape {tuple(shape)}",
-            f"draw it as {spec}",
-            f"it has {len(shape)} dims and the spec {len(spec)} entries",
-            f"give at most {len(shape)} entries",
-        )
+        where, fix = f"plots.sharding of shape {tuple(shape)}", f"give at most {len(shape)} entries"
+        raise problem(where, f"draw it as {spec}", f"it has {len(shape)} dims and the spec {len(spec)} entries", fix)
     return [*map(spec_axes, spec), *[()] * (len(shape) - len(spec))]
 
 
@@ -342,12 +330,9 @@ def _cuts(axes_of: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Mesh |
     cuts = [math.prod(sizes[axis] for axis in axes) for axes in axes_of]
     for dim, (size, count) in enumerate(zip(shape, cuts, strict=True)):
         if size % count:
-            raise problem(
-                f"plots.sharding of shape {tuple(shape)}, dim {dim}",
-                f"cut it into {count} parts over {' × '.join(axes_of[dim])}",
-                f"{size} is not a multiple of {count}",
-                f"draw {-(-size // count) * count}",
-            )
+            where = f"plots.sharding of shape {tuple(shape)}, dim {dim}"
+            asked = f"cut it into {count} parts over {' × '.join(axes_of[dim])}"
+            raise problem(where, asked, f"{size} is not a multiple of {count}", f"draw {-(-size // count) * count}")
     return cuts
 
 
@@ -547,10 +532,6 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
     """What a device sends in a step: a bar for each report, a colour for each mesh axis, a hatch for each kind.
 
     Parts that would not be seen, as a metric's few bytes, are left out.
-
-    Args:
-      reports: by label, drawn from the top down.
-      title: above the picture.
     """
     sent = [
         {part: one.bytes_sent_per_device for part, one in flat(report.totals).items()} for report in reports.values()
@@ -592,10 +573,6 @@ def _name_rows(axes: Axes, names: Iterable[str]) -> None:
 @styled
 def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device") -> Figure:
     """What fills a device, stacked, against the GPU's limit; several programs side by side.
-
-    Args:
-      reports: label to the account of its memory (`report.memory`).
-      title: above the picture.
 
     Raises:
       ValueError: no report.
@@ -686,10 +663,6 @@ def growth(found: Growth, *, title: str | None = None) -> Figure:
     """Tokens a second of one GPU against the number of GPUs: the same batch on the left, a growing one on the right.
 
     One line for each kind of layout; it is dashed from where the layout no longer pays.
-
-    Args:
-      found: from `meshpar.planner.growth.grow`.
-      title: above the picture.
     """
     scalings = list(dict.fromkeys(one.scaling for one in found.sizes))
     figure, panels = figure_of(6.2 * len(scalings), 4.2, columns=len(scalings), rows=1)
@@ -726,15 +699,7 @@ def _draw_times(panel: Axes, rows: Sequence[CollectiveRow], color: str) -> None:
 
 
 def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0) -> Figure:
-    """Pipeline schedules simulated, one above the other on one time axis: a line for each stage.
-
-    Args:
-      schedules: one or more.
-      f: time of one stage's forward.
-      b: of its gradient to the input.
-      w: of its gradient to the weights.
-      comm: of a message between neighbours.
-    """
+    """Pipeline schedules simulated, one above the other on one time axis: a line for each stage."""
     return schedule_times([(one, one.simulate(f=f, b=b, w=w, comm=comm).free) for one in schedules])
 
 
@@ -742,13 +707,7 @@ def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.
 def schedule_times(
     lines: Sequence[tuple[Schedule, ScheduleTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
 ) -> Figure:
-    """Pipeline schedules as timelines, simulated or measured, one above the other on one time axis.
-
-    Args:
-      lines: schedules and their times.
-      titles: of each; default: the schedule's name.
-      unit: of the times.
-    """
+    """Pipeline schedules as timelines, simulated or measured, one above the other on one time axis."""
     heights = [one.stages for one, _ in lines]
     longest = max(line.makespan for _, line in lines)
     height = 0.7 * len(lines) + 0.24 * sum(heights) + 0.8

@@ -80,12 +80,9 @@ def shrunk(mesh: MeshSpec) -> MeshSpec:
         return mesh
     for processes in (now, _survivors(now, began_with)):
         if mesh["data"] * processes % began_with:
-            raise problem(
-                "--shrink",
-                f"go on with {processes} of {began_with} processes",
-                f"the mesh's axis `data` is {mesh['data']}, which {began_with // processes} does not divide",
-                "give the mesh a larger data axis; or leave --shrink out: those that stay then share all devices",
-            )
+            exists = f"the mesh's axis `data` is {mesh['data']}, which {began_with // processes} does not divide"
+            fix = "give the mesh a larger data axis; or leave --shrink out: those that stay then share all devices"
+            raise problem("--shrink", f"go on with {processes} of {began_with} processes", exists, fix)
     return mesh.replace(data=mesh["data"] * now // began_with)
 
 
@@ -161,21 +158,13 @@ def _environment(number: int, processes: int, *, port: int, began_with: int, shr
     """Of one process: a launcher's variables, and its part of the devices."""
     env, parts = dict(os.environ), began_with if shrink else processes
     if around := [name for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST") if env.get(name)]:
-        raise problem(
-            f"--processes {processes}",
-            "start local processes",
-            f"a launcher started this one ({around[0]}={env[around[0]]})",
-            f"leave --processes out, or unset {around[0]}",
-        )
+        asked, exists = "start local processes", f"a launcher started this one ({around[0]}={env[around[0]]})"
+        raise problem(f"--processes {processes}", asked, exists, f"leave --processes out, or unset {around[0]}")
     if (found := _host_devices(env)) is not None:
         count = int(found[2])
         if count % parts:
-            raise problem(
-                f"--processes {parts}",
-                f"share {count} host devices",
-                f"{count} is not a multiple of {parts}",
-                f"say --devices {-(-count // parts) * parts}",
-            )
+            asked, fix = f"share {count} host devices", f"say --devices {-(-count // parts) * parts}"
+            raise problem(f"--processes {parts}", asked, f"{count} is not a multiple of {parts}", fix)
         env["XLA_FLAGS"] = env["XLA_FLAGS"].replace(found[0], f"{found[1]}{count // parts}")
     elif parts < began_with and "CUDA_VISIBLE_DEVICES" not in env:  # each had one GPU
         share = began_with // parts

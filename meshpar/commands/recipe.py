@@ -126,12 +126,9 @@ class AdamW:
         """
         steps = self.schedule_steps or steps
         if self.schedule != "constant" and self.warmup_steps >= steps:
-            raise problem(
-                f"{type(self).__name__}.warmup_steps ({self.warmup_steps})",
-                f"warm up within a schedule of {steps} steps",
-                "nothing would be left of it",
-                f"set optimizer.warmup_steps below {steps}, or run more steps",
-            )
+            where = f"{type(self).__name__}.warmup_steps ({self.warmup_steps})"
+            fix = f"set optimizer.warmup_steps below {steps}, or run more steps"
+            raise problem(where, f"warm up within a schedule of {steps} steps", "nothing would be left of it", fix)
         end = self.lr * self.final_lr
         after: Any
         if self.schedule == "cosine":
@@ -221,12 +218,7 @@ class Optax:
 
 
 def decayed(params: PyTree, names: Mapping[str, Names]) -> PyTree:
-    """Which leaves weight decay is for: those with two dims or more beside `layers`, unless called `scale` or `bias`.
-
-    Args:
-      params: the parameters.
-      names: their logical names by path; a leaf that is missing has no stacked dims.
-    """
+    """Which leaves decay: those with two dims or more beside `layers`, unless called `scale` or `bias`."""
 
     def wanted(key_path: Any, leaf: Any) -> bool:
         path = path_str(key_path)
@@ -339,12 +331,9 @@ class Recipe:
         _check("Recipe.steps", self.steps, self.steps < 2**31, "steps are counted in 32 bits: it is below 2^31")
         _ = self.step_options  # its own checks
         if self.batch_size % self.accumulate:
-            raise problem(
-                f"Recipe.batch_size ({self.batch_size})",
-                f"split it into {self.accumulate} micro-steps",
-                f"{self.batch_size} is not a multiple of {self.accumulate}",
-                f"use a batch of {-(-self.batch_size // self.accumulate) * self.accumulate}, or another `accumulate`",
-            )
+            where, asked = f"Recipe.batch_size ({self.batch_size})", f"split it into {self.accumulate} micro-steps"
+            fix = f"use a batch of {-(-self.batch_size // self.accumulate) * self.accumulate}, or another `accumulate`"
+            raise problem(where, asked, f"{self.batch_size} is not a multiple of {self.accumulate}", fix)
 
     @property
     def step_options(self) -> StepOptions:
@@ -432,12 +421,8 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
         asks = "devices" in inspect.signature(make).parameters
         recipe = make(devices=devices) if asks and devices is not None else make()
     if not isinstance(recipe, Recipe):
-        raise problem(
-            f"recipe file `{file}`",
-            f"take a Recipe from its function `{make.__name__}`",
-            f"it returned {type(recipe).__name__}",
-            "return mp.Recipe(...)",
-        )
+        asked = f"take a Recipe from its function `{make.__name__}`"
+        raise problem(f"recipe file `{file}`", asked, f"it returned {type(recipe).__name__}", "return mp.Recipe(...)")
     return recipe
 
 
@@ -451,12 +436,9 @@ def _told_as_of(recipe: str, file: str) -> Iterator[None]:
             raise
         name, line = raised_at(error, (os.path.realpath(file),))
         said = "; ".join(filter(None, str(error).strip().split("\n")[:1])) or "no message"
-        raise problem(
-            f"recipe `{recipe[:200]}`",
-            "call it",
-            f"it raised {type(error).__name__} ({said[:300]}) at {os.path.basename(name)}:{line}",
-            "correct that line; --traceback shows how it got there",
-        ) from error
+        exists = f"it raised {type(error).__name__} ({said[:300]}) at {os.path.basename(name)}:{line}"
+        fix = "correct that line; --traceback shows how it got there"
+        raise problem(f"recipe `{recipe[:200]}`", "call it", exists, fix) from error
 
 
 def raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
@@ -479,12 +461,8 @@ def _function_of(file: Path, function: str) -> Callable[..., Any]:
     found = getattr(module, function, None)
     if not callable(found):
         names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise problem(
-            f"recipe file `{file}`",
-            f"call its function `{function}`",
-            "it has none",
-            f"define `def {function}() -> mp.Recipe` ({near(function, names)})",
-        )
+        fix = f"define `def {function}() -> mp.Recipe` ({near(function, names)})"
+        raise problem(f"recipe file `{file}`", f"call its function `{function}`", "it has none", fix)
     return found
 
 
@@ -640,12 +618,8 @@ def _plant(tree: _Tree, parts: Sequence[str], text: str, assignment: str) -> Non
 
 
 def _both(assignment: str, name: str) -> MeshparError:
-    return problem(
-        f"override `{assignment}`",
-        f"set `{name}` and a field of it",
-        "which of the two comes first is not said",
-        f"set its fields only, or `{name}=...` only",
-    )
+    asked, fix = f"set `{name}` and a field of it", f"set its fields only, or `{name}=...` only"
+    return problem(f"override `{assignment}`", asked, "which of the two comes first is not said", fix)
 
 
 def _with(value: Any, tree: _Tree, path: tuple[str, ...]) -> Any:
@@ -661,12 +635,8 @@ def _with(value: Any, tree: _Tree, path: tuple[str, ...]) -> Any:
         return {**value, **found}
     if not dataclasses.is_dataclass(value) or isinstance(value, type | Strategy):
         name = next(iter(tree))
-        raise problem(
-            f"`{_dotted(path, name)}`",
-            f"set a field of `{_dotted(path)}`",
-            f"that is {value!r}, which has no fields",
-            f"set `{_dotted(path)}` itself, or change the recipe file",
-        )
+        where, fix = f"`{_dotted(path, name)}`", f"set `{_dotted(path)}` itself, or change the recipe file"
+        raise problem(where, f"set a field of `{_dotted(path)}`", f"that is {value!r}, which has no fields", fix)
     changed = {}
     for name, branch in tree.items():
         hint = _annotation(value, name, path)
@@ -689,12 +659,9 @@ def _with_axes(spec: MeshSpec, tree: _Tree, path: tuple[str, ...]) -> MeshSpec:
     inside = spec.inside_node
     for name, text in tree.items():
         if name not in spec and name != "inside_node":
-            raise problem(
-                f"`{_dotted(path, name)}`",
-                f"set the size of mesh axis `{name}`",
-                "the mesh has no such axis",
-                f"{near(name, spec)} An axis of your own is added with mesh={name}=2,fsdp=4",
-            )
+            asked = f"set the size of mesh axis `{name}`"
+            fix = f"{near(name, spec)} An axis of your own is added with mesh={name}=2,fsdp=4"
+            raise problem(f"`{_dotted(path, name)}`", asked, "the mesh has no such axis", fix)
         if not isinstance(text, str):
             raise problem(f"`{_dotted(path, name)}`", "set a field of it", "an axis is a number", f"set {name}=8")
         if name == "inside_node":
@@ -710,12 +677,8 @@ def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
     if name not in fields:
         elsewhere = [p for p in _paths(value) if p.rpartition(".")[2] == name]
         there = " or ".join(f"`{_dotted(path, p)}`" for p in elsewhere[:3])
-        raise problem(
-            f"`{_dotted(path, name)}`",
-            f"set the field `{name}` of {type(value).__name__}",
-            "there is no such field",
-            f"did you mean {there}?" if elsewhere else near(name, fields),
-        )
+        where, fix = f"`{_dotted(path, name)}`", f"did you mean {there}?" if elsewhere else near(name, fields)
+        raise problem(where, f"set the field `{name}` of {type(value).__name__}", "there is no such field", fix)
     try:
         return typing.get_type_hints(type(value))[name]
     except NameError:  # an annotation that only a type checker can resolve
@@ -752,17 +715,7 @@ class _Unreadable(Exception):
 
 
 def read(text: str, hint: Any, path: tuple[str, ...], *, now: Any = None) -> Any:
-    """A value of the type `hint` from text.
-
-    Args:
-      text: as written on a command line.
-      hint: a type annotation.
-      path: the field, for the error.
-      now: what it is before, for the error.
-
-    Raises:
-      ValueError: the text is not of that type.
-    """
+    """A value of the type `hint` from text. Raises `ValueError`: the text is not of that type."""
     try:
         return _read(text, hint)
     except _Unreadable as error:

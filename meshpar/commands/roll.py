@@ -35,12 +35,6 @@ class RollError(MeshparError):
 def call(coordinator: str, *, process_id: int, num_processes: int, timeout_s: float) -> None:
     """Return when every process of the pod has called this, and nothing listens at the port any more.
 
-    Args:
-      coordinator: `host:port` of process 0.
-      process_id: of this process.
-      num_processes: of the pod.
-      timeout_s: how long to wait for the others, in seconds.
-
     Raises:
       ValueError: in every process that came: who did not, or who came twice; or something else has the port.
     """

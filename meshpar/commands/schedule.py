@@ -49,12 +49,8 @@ def schedule(
     """
     prepare_devices(1, start="nothing")  # for what imports jax without using it: pictures and errors
     if png is not None and Path(png).suffix.lower() not in ("", ".png"):
-        raise problem(
-            f"--png {png}",
-            "write the picture",
-            f"it would be a PNG in a file that ends in {Path(png).suffix}",
-            f"name it {Path(png).with_suffix('.png')}",
-        )
+        exists = f"it would be a PNG in a file that ends in {Path(png).suffix}"
+        raise problem(f"--png {png}", "write the picture", exists, f"name it {Path(png).with_suffix('.png')}")
     costs = {"f": f, "b": b, "w": w, "comm": comm}
     options = {key: value for key, value in (("chunks", chunks), ("limit", limit)) if value is not None}
     if name is None:

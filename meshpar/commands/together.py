@@ -26,10 +26,6 @@ _OF_A_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG
 def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
     """What runs inside ends in every process when it fails in one; nothing for a process on its own.
 
-    Args:
-      stall_s: seconds after which a process that is not heard of is given up.
-      command: options that no recipe holds, the same in every process.
-
     Raises:
       ValueError: in every process, where one has other versions, flags or options.
     """

@@ -160,12 +160,9 @@ def _check_small(model: Any, recipe: Recipe) -> None:
     mesh = MeshSpec().abstract(1)
     totals = shardings(model, mesh, ddp(), tx=build_optimizer(recipe, model, mesh)).totals
     if totals.params_bytes > MOST_BYTES:
-        raise problem(
-            f"model of {totals.num_params:,} parameters",
-            "run it on host devices, a layout after the other",
-            f"{totals.params_bytes:,} bytes are more than {MOST_BYTES:,}",
-            "make it small by --set model.FIELD=VALUE",
-        )
+        where = f"model of {totals.num_params:,} parameters"
+        asked, fix = "run it on host devices, a layout after the other", "make it small by --set model.FIELD=VALUE"
+        raise problem(where, asked, f"{totals.params_bytes:,} bytes are more than {MOST_BYTES:,}", fix)
 
 
 def _own(recipe: Recipe, devices: int) -> list[Any]:

@@ -71,11 +71,7 @@ class Budget(Plain):
 
     @staticmethod
     def load(path: str | Path) -> Budget:
-        """Reads it from a JSON file.
-
-        Raises:
-          ValueError: no such file, or one that holds something else.
-        """
+        """Reads it from a JSON file. Raises `ValueError`: no such file, or one that holds something else."""
         found = read_json(path, f"budget {path}", "write one with --save-budget")
         fields = {field.name for field in dataclasses.fields(Budget)}
         missing = (fields - {"tolerance"}) - set(found) if isinstance(found, dict) else fields
@@ -97,12 +93,9 @@ class Budget(Plain):
         theirs = {"recipe": name, "target": target, "mesh": human_mesh(mesh)}
         for what, saved in mine.items():
             if saved != theirs[what]:
-                raise problem(
-                    f"budget {where}",
-                    f"hold {what} `{theirs[what]}` to it",
-                    f"it was saved for {what} `{saved}`",
-                    "name that budget's own, or save a new one with --save-budget",
-                )
+                asked = f"hold {what} `{theirs[what]}` to it"
+                fix = "name that budget's own, or save a new one with --save-budget"
+                raise problem(f"budget {where}", asked, f"it was saved for {what} `{saved}`", fix)
 
     def differences(self, report: Report) -> tuple[Difference, ...]:
         """What a report says otherwise than the budget, the broken limits first; empty when nothing differs."""
@@ -131,10 +124,7 @@ class Budget(Plain):
 
     def _made_by(self, report: Report) -> Iterator[Difference]:
         version = importlib.metadata.version("jax")
-        for what, old, new in (
-            ("strategy", self.strategy, report.strategy),
-            ("jax", self.jax_version, version),
-        ):
+        for what, old, new in (("strategy", self.strategy, report.strategy), ("jax", self.jax_version, version)):
             if old != new:
                 yield Difference(text=f"{what} was {old} and is {new}", is_over=False)
 

@@ -248,12 +248,9 @@ def _axes_of(groups: Groups, axes: tuple[tuple[str, int], ...], pairwise: bool) 
 def _check_devices(module: Module, axes: Mapping[str, int]) -> None:
     devices = module.num_partitions * module.replica_count
     if devices > 1 and devices != math.prod(axes.values()):
-        raise problem(
-            f"program `{module.name}`",
-            f"read it with the mesh {dict(axes)} of {math.prod(axes.values())} devices",
-            f"it was compiled for {devices}",
-            "give the mesh it was compiled for",
-        )
+        asked = f"read it with the mesh {dict(axes)} of {math.prod(axes.values())} devices"
+        fix = "give the mesh it was compiled for"
+        raise problem(f"program `{module.name}`", asked, f"it was compiled for {devices}", fix)
 
 
 def _collective(

@@ -204,12 +204,9 @@ def _refusals_explained() -> Iterator[None]:
     except ValueError as error:
         if "AbstractMesh cannot be used" not in str(error):
             raise
-        raise problem(
-            "explain",
-            "compile a step with an operation that asks for its devices, such as cuDNN's attention",
-            "jax knows no GPUs in this process: where none is, it takes its CUDA plugin for unusable",
-            "set JAX_PLATFORMS=cpu before Python starts",
-        ) from error
+        asked = "compile a step with an operation that asks for its devices, such as cuDNN's attention"
+        exists = "jax knows no GPUs in this process: where none is, it takes its CUDA plugin for unusable"
+        raise problem("explain", asked, exists, "set JAX_PLATFORMS=cpu before Python starts") from error
 
 
 def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: Cluster | None) -> tuple[Sent, ...]:
@@ -226,16 +223,17 @@ def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: 
 
 
 def _other_dtypes(promise: Promise, options: StepOptions) -> Iterator[Finding]:
-    """What is sent as promised, but in another dtype."""
+    """What is sent as promised, but in another dtype. 8-bit matmuls may take in what was rounded before it was sent."""
+    rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
     for line in promise.kept:
-        if line.found_dtypes:
-            is_wider = max(map(dtype_bits, line.found_dtypes)) > dtype_bits(line.dtype)
+        if found := set(line.found_dtypes) - (rounded if line.kind == "all-gather" else set()):
+            is_wider = max(map(dtype_bits, found)) > dtype_bits(line.dtype)
             yield Finding(
                 rule="other-dtype",
                 module="",
                 source="",
                 what=f"{line.role} ({', '.join(line.tensors[:3])}{', ...' * (len(line.tensors) > 3)}): "
-                f"{line.kind} over {'*'.join(line.axes)} in {', '.join(line.found_dtypes)}, "
+                f"{line.kind} over {'*'.join(line.axes)} in {', '.join(sorted(found))}, "
                 f"where the step's precision asks for {line.dtype}",
                 fix=cast_back_fix(options.precision)
                 if is_wider
@@ -268,9 +266,7 @@ def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: in
     return notes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where to
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Where to --------------------------------------------------------------------------------------------------------
 
 
 def _check_equal_parts(state: TrainState) -> None:
@@ -293,19 +289,12 @@ def _check_equal_parts(state: TrainState) -> None:
 
 def _check_kinds(step: Any, state: Any) -> None:
     if not isinstance(step, TrainStep):
-        raise problem(
-            "explain",
-            f"read a {type(step).__name__}",
-            "it reads training steps, whose strategy says what they send",
-            "make one with mp.train_step(loss_fn); for another function, compile it and use meshpar.compiled.census",
-        )
+        asked = f"read a {type(step).__name__}"
+        fix = "make one with mp.train_step(loss_fn); for another function, compile it and use meshpar.compiled.census"
+        raise problem("explain", asked, "it reads training steps, whose strategy says what they send", fix)
     if not isinstance(state, TrainState):
-        raise problem(
-            "explain",
-            f"take a {type(state).__name__} as the state",
-            "its second argument is a TrainState",
-            "make one with mp.init_state or mp.abstract_state",
-        )
+        asked, exists = f"take a {type(state).__name__} as the state", "its second argument is a TrainState"
+        raise problem("explain", asked, exists, "make one with mp.init_state or mp.abstract_state")
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -315,12 +304,9 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 
 def _here(state: TrainState) -> TrainState:
     if not isinstance(state.setup.mesh, Mesh):
-        raise problem(
-            "explain",
-            "compile for the devices at hand",
-            f"the state's mesh of {state.setup.mesh.size} devices is abstract",
-            'name a cluster, explain(..., cluster="h100:1x8"), or build the mesh with MeshSpec.build()',
-        )
+        exists = f"the state's mesh of {state.setup.mesh.size} devices is abstract"
+        fix = 'name a cluster, explain(..., cluster="h100:1x8"), or build the mesh with MeshSpec.build()'
+        raise problem("explain", "compile for the devices at hand", exists, fix)
     return state.setup.abstract
 
 
@@ -339,12 +325,9 @@ def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
     setup: Setup = state.setup
     if setup.mesh.size != cluster.num_devices:
         sizes = ", ".join(f"{axis}={size}" for axis, size in axis_sizes(setup.mesh).items() if size > 1) or "one device"
-        raise problem(
-            f"cluster `{cluster.name}`",
-            f"run a step over {setup.mesh.size} devices ({sizes})",
-            f"it has {cluster.num_devices} GPUs",
-            f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster",
-        )
+        asked = f"run a step over {setup.mesh.size} devices ({sizes})"
+        fix = f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster"
+        raise problem(f"cluster `{cluster.name}`", asked, f"it has {cluster.num_devices} GPUs", fix)
     mesh = mesh_on(cluster, setup.given_mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
     kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
     return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **kept)

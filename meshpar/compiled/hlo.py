@@ -31,11 +31,7 @@ __all__ = [
 
 
 def parse(text: str) -> Module:
-    """Reads one HLO module.
-
-    Raises:
-      HloSyntaxError: the text is not an HLO module; names the line.
-    """
+    """Reads one HLO module. Raises `HloSyntaxError`: the text is not an HLO module; names the line."""
     return _Parser(text).module()
 
 

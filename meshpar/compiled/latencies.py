@@ -96,12 +96,7 @@ class Scheduled:
 
 
 def schedule(
-    step: TrainStep,
-    state: TrainState,
-    batch: PyTree,
-    cluster: Cluster,
-    *,
-    pod: PodProcess | None = None,
+    step: TrainStep, state: TrainState, batch: PyTree, cluster: Cluster, *, pod: PodProcess | None = None
 ) -> Scheduled:
     """Compiles a step by latencies, and without.
 

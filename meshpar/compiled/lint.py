@@ -75,21 +75,9 @@ class Finding(Plain):
 
 
 def lint(
-    program: Program,
-    collectives: Sequence[Collective],
-    setup: Setup,
-    options: StepOptions,
-    cluster: Cluster | None,
+    program: Program, collectives: Sequence[Collective], setup: Setup, options: StepOptions, cluster: Cluster | None
 ) -> tuple[Finding, ...]:
-    """What is costly in a compiled training step and need not be, the costliest first.
-
-    Args:
-      program: the compiled step.
-      collectives: its census.
-      setup: of the state it was traced for.
-      options: of the step.
-      cluster: says which axes cross nodes; None: that is not looked at.
-    """
+    """What is costly in a compiled training step and need not be, the costliest first."""
     look = _Look(program, tuple(collectives), setup, options, cluster)
     found = _of_layers(finding for rule in _RULES for finding in rule(look))
     return tuple(sorted(found, key=lambda one: (-one.nbytes, one.rule, one.module, one.source, one.what)))

@@ -302,11 +302,7 @@ class _Change:
 
 
 def remedies(
-    step: TrainStep,
-    setup: Setup,
-    batch: PyTree,
-    compile: Callable[[jax.stages.Traced], Program],
-    limit_bytes: int,
+    step: TrainStep, setup: Setup, batch: PyTree, compile: Callable[[jax.stages.Traced], Program], limit_bytes: int
 ) -> tuple[Remedy, ...]:
     """What would make a step fit that does not: each change is really made, compiled, and its peak taken.
 
@@ -314,13 +310,6 @@ def remedies(
     model numbers them instead of stacking them, by a rule), cheap ones first, then several together.
     The first that fits ends the search; at most `MOST_COMPILATIONS` are compiled. What cannot be made (a batch that
     does not divide, a model that marks no layers), or would not fit with its state and batch alone, says so.
-
-    Args:
-      step: the training step.
-      setup: of the state.
-      batch: arrays or their shapes, the global batch.
-      compile: as `compile_here`, or a pod's `compile` with its cluster.
-      limit_bytes: memory of one device.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     found: list[Remedy] = []
@@ -439,12 +428,7 @@ def _batch_rows(setup: Setup, batch: PyTree) -> int:
 
 
 def _smaller(setup: Setup, options: StepOptions, *, state: bool) -> list[Strategy]:
-    """The strategy with a smaller part in a part's place, the mildest first.
-
-    Args:
-      setup, options: of the state and the step.
-      state: more of the state split, as by ZeRO's next stages; else what other parts propose.
-    """
+    """The strategy with a smaller part in a part's place, the mildest first."""
     strategy, facts = setup.strategy, Facts(sizes=axis_sizes(setup.mesh), accumulate=options.accumulate)
     parts = [part for part in strategy.parts if part.splits_state == state]
     if parts or not state:

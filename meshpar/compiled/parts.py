@@ -45,13 +45,7 @@ class Parts:
 
 
 def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
-    """The parts of a step whose strategy has stages.
-
-    Args:
-      step: made by `train_step`.
-      state: arrays or their abstract values.
-      batch: the global batch, or its shapes.
-    """
+    """The parts of a step whose strategy has stages."""
     setup = state.setup
     assert setup.strategy.pipeline is not None
     schedule = setup.strategy.pipeline.table()

@@ -215,10 +215,6 @@ def _named(target: str | Callable[..., Any]) -> str:
     module, name = target.__module__, target.__qualname__
     main = getattr(sys.modules.get(module), "__file__", None)
     if "<" in name or (module == "__main__" and main is None):
-        raise problem(
-            f"function `{name}`",
-            "be run in another process",
-            "that process cannot import it",
-            "put it at the top level of a module or of a file, or pass `file.py:function`",
-        )
+        fix = "put it at the top level of a module or of a file, or pass `file.py:function`"
+        raise problem(f"function `{name}`", "be run in another process", "that process cannot import it", fix)
     return f"{main}:{name}" if module == "__main__" else f"{module}:{name}"

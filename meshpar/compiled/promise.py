@@ -49,6 +49,7 @@ from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.sharding.types import axis_sizes, is_spec
 from meshpar.training.batch import without_whole
 from meshpar.training.options import StepOptions
+from meshpar.training.precision import BY_ROW
 from meshpar.training.state import Setup
 from meshpar.training.step import lays_nothing_out
 
@@ -109,6 +110,7 @@ def facts_of(
         compute=options.precision.compute,
         reduce=options.precision.reduce,
         narrow=options.precision.narrow(one.path for one in setup.table.params),
+        by_row=options.precision.narrow((one.path for one in setup.table.params), BY_ROW),
         computes={one.path: dtype for one in setup.table.params if (dtype := rules.dtype_in(one.path))},
         on_cpu=on_cpu,
         uses=uses or {},

@@ -119,10 +119,6 @@ class StrategyTable:
 def strategy_table(cluster: str | None = None, *, pod: PodProcess | None = None) -> StrategyTable:
     """Compiles the reference decoder under every strategy.
 
-    Args:
-      cluster: of eight GPUs; default `CLUSTER`.
-      pod: a running compiling process.
-
     Raises:
       ValueError: another number of GPUs, no such cluster, or the `aot` extra is missing.
     """

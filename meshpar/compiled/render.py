@@ -672,14 +672,7 @@ def as_html(report: Report) -> str:
 def as_page(
     report: Report, *, title: str, pictures: Mapping[str, str] | None = None, more: Iterable[Section] = ()
 ) -> str:
-    """The report as a whole HTML file that needs nothing else.
-
-    Args:
-      report: what to show.
-      title: of the page.
-      pictures: SVG by caption.
-      more: what follows the report.
-    """
+    """The report as a whole HTML file that needs nothing else."""
     body = html_of(headline(report), (*sections(report), *more), pictures or {})
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -61,13 +61,7 @@ class Stages(Plain):
 def stages(
     setup: Setup, options: StepOptions, batch: Any, parts: Parts, times: Timeline | None, *, on_cpu: bool = False
 ) -> Stages:
-    """The account of a pipelined step.
-
-    Args:
-      setup, options, batch, on_cpu: as for `promise.promised`.
-      parts: how stages cut the model.
-      times: the simulated step, or None.
-    """
+    """The account of a pipelined step."""
     schedule = parts.schedule
     assert setup.strategy.pipeline is not None
     return Stages(

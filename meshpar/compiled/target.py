@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.compiled import messages
 from meshpar.compiled.program import Program, memory_of
-from meshpar.planner.hardware import Cluster, Gpu, parse_cluster
+from meshpar.planner.hardware import Cluster, Gpu, cluster_of, parse_cluster
 from meshpar.sharding.types import AnyMesh, problem
 from meshpar.training.xla import GPU_OPTIONS
 
@@ -40,9 +40,7 @@ def topology(cluster: str | Cluster) -> list[jax.Device]:
     require_aot(cluster.name)
     _put_ptxas_on_path()
     described = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=target_config(cluster.gpu),
-        topology=f"1x{cluster.nodes}x{cluster.gpus_per_node}",
+        platform="cuda", target_config=target_config(cluster.gpu), topology=f"1x{cluster.nodes}x{cluster.gpus_per_node}"
     )
     return list(described.devices)
 
@@ -66,24 +64,31 @@ def mesh_on(cluster: Cluster, mesh: AnyMesh, *, offloads: bool = False) -> AnyMe
 
 @contextlib.contextmanager
 def traced_for(cluster: Cluster | None) -> Iterator[None]:
-    """What jax asks of the GPU at hand while it traces cuDNN's attention is answered for the cluster's.
+    """What cuDNN's attention and tokamax's kernels ask of the GPU at hand while they are traced is told of the pod's.
 
-    It looks at the process's own devices, whatever the mesh is made of, and takes wide heads on newer GPUs only.
+    They look at the process's own devices, whatever the mesh is made of: jax takes wide heads on newer GPUs only, and
+    tokamax has kernels for each generation.
     """
     if cluster is None:
         yield
         return
     from jax._src import dispatch
     from jax._src.cudnn import fused_attention_stablehlo as attention
+    from jax.extend import backend
 
     # In a region that is manual over the whole mesh it is lowered without a look at devices, which may be abstract.
     others = {one for one in dispatch.prim_requires_devices_during_lowering if "dot_product_attention" not in one.name}
-    here = cluster.gpu.chip.compute_capability
+    here, one = cluster.gpu.chip.compute_capability, cluster_of(cluster.gpu, nodes=1, gpus_per_node=1)
+
+    def device() -> jax.Device:
+        return topology(one)[0]
 
     def wanted(text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in text.split("."))
 
     with (
+        # Asked by tokamax alone: what only traces, as the planner does, loads no plugin for it.
+        mock.patch.object(backend, "get_default_device", device),
         mock.patch.object(attention, "check_compute_capability", lambda text: here >= wanted(text)),
         mock.patch.object(attention, "is_cuda_compute_capability_equal", lambda text: here == wanted(text)),
         mock.patch.object(dispatch, "prim_requires_devices_during_lowering", others),
@@ -158,12 +163,9 @@ def stablehlo_of(traced: jax.stages.Traced | jax.stages.Lowered, cluster: Cluste
     operation = module.operation
     devices = int(operation.attributes["mhlo.num_partitions"])
     if devices != cluster.num_devices:
-        raise problem(
-            f"cluster `{cluster.name}`",
-            f"compile for its {cluster.num_devices} GPUs",
-            f"the step's mesh has {devices} devices",
-            f"build the state on `MeshSpec(...).abstract(devices={cluster.num_devices})`",
-        )
+        asked = f"compile for its {cluster.num_devices} GPUs"
+        fix = f"build the state on `MeshSpec(...).abstract(devices={cluster.num_devices})`"
+        raise problem(f"cluster `{cluster.name}`", asked, f"the step's mesh has {devices} devices", fix)
     buffer = io.BytesIO()
     operation.write_bytecode(buffer)
     return buffer.getvalue()

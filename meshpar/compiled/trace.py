@@ -145,13 +145,7 @@ def find(path: str | Path) -> Path:
     return check_file(here, f"trace `{path}`", fix, most_bytes=MOST_BYTES)
 
 
-def read(
-    path: str | Path,
-    *,
-    report: Report | None = None,
-    links: Links | None = None,
-    top: int = 3,
-) -> Trace:
+def read(path: str | Path, *, report: Report | None = None, links: Links | None = None, top: int = 3) -> Trace:
     """Reads a profile.
 
     Args:

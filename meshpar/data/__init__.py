@@ -8,8 +8,6 @@
 are imported when they are first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from meshpar.sharding.lazy import lazy

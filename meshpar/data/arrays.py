@@ -76,12 +76,7 @@ class ArraySource(RowSource):
         self, data: ArrayData, train: ArrayRows, valid: ArrayRows, *, how: str, batch_size: int, seed: int
     ) -> None:
         super().__init__(
-            train,
-            valid,
-            batch_size=batch_size,
-            seed=seed,
-            valid_batches=data.valid_batches,
-            prefetch=data.prefetch,
+            train, valid, batch_size=batch_size, seed=seed, valid_batches=data.valid_batches, prefetch=data.prefetch
         )
         self.data = data
         self._how = how
@@ -134,9 +129,5 @@ def _check_alike(train: dict[str, np.ndarray], valid: dict[str, np.ndarray]) -> 
         {name: (array.shape[1:], str(array.dtype)) for name, array in arrays.items()} for arrays in (train, valid)
     )
     if train_kind != valid_kind:
-        raise problem(
-            "`ArrayData.valid`",
-            f"hold out examples of {valid_kind}",
-            f"the training examples are {train_kind}",
-            "give both the same names, shapes and dtypes",
-        )
+        asked, exists = f"hold out examples of {valid_kind}", f"the training examples are {train_kind}"
+        raise problem("`ArrayData.valid`", asked, exists, "give both the same names, shapes and dtypes")

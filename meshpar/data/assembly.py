@@ -23,12 +23,6 @@ Sharding: TypeAlias = NamedSharding | Mapping[str, NamedSharding] | None
 class Assembly:
     """Makes batches from row numbers.
 
-    Args:
-      rows: what to read.
-      batch_size: rows in a global batch.
-      sharding: how to lay a batch out.
-      what: names the rows in errors, as "training set".
-
     Raises:
       ValueError: a batch larger than the rows, or one that the sharding cannot split.
     """

@@ -66,10 +66,6 @@ class Bigram:
     every probability is above 0. Source: Witten & Bell 1991; Chen & Goodman 1998, section 2.4.
 
     Memory grows with the pairs that occur, not with the square of the vocabulary.
-
-    Args:
-      tokens: the stream to count.
-      vocab_size: every id is below it.
     """
 
     def __init__(self, tokens: Integer[np.ndarray, " tokens"], vocab_size: int) -> None:

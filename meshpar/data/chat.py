@@ -31,6 +31,7 @@ from meshpar.data.split import check_fraction, split_rows
 from meshpar.data.streams import mapped, spooled, zeros
 from meshpar.data.text import find, records
 from meshpar.data.tokens import Tokenizer, load_tokenizer, token_dtype
+from meshpar.sharding.host import read_json
 from meshpar.sharding.types import problem
 
 OPEN_ROWS = 64
@@ -273,12 +274,6 @@ def _tokens(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -
 class Template:
     """A chat template, as Hugging Face's tokenizers have them.
 
-    Args:
-      source: the template.
-      named: what it is given beside messages, as `bos_token`.
-      where: what to call it in errors.
-      date: which day `strftime_now` tells it.
-
     Raises:
       ValueError: jinja2 is not installed; no template of jinja's.
     """
@@ -300,11 +295,7 @@ class Template:
 
     @staticmethod
     def of(tokenizer: str, template: str | None, *, date: str = DATE) -> Template:
-        """That of a file, or of the folder that a tokenizer lies in.
-
-        Raises:
-          ValueError: there is none.
-        """
+        """That of a file, or of the folder that a tokenizer lies in. Raises `ValueError`: there is none."""
         at = Path(tokenizer).expanduser()
         folder = at if at.is_dir() else at.parent
         config = {} if tokenizer == "bytes" else _config(folder / "tokenizer_config.json")
@@ -574,11 +565,8 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_bytes()) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        fix = "take the file of the release"
-        raise problem(str(file), "read it as JSON", f"that fails ({_told(error)})", fix) from error
+    fix = "take the file of the release"
+    found = read_json(file, str(file), fix, asked="read it as JSON") if file.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 

@@ -140,10 +140,7 @@ class TextSource(RowSource):
         return {**self._facts, "fingerprint": self.fingerprint}
 
     def _describe(self, facts: dict[str, Any]) -> dict[str, Any]:
-        served = {
-            "batches": len(self.served) // self.batch_size,
-            "served_tokens": len(self.served) * self.data.seq_len,
-        }
+        served = {"batches": len(self.served) // self.batch_size, "served_tokens": len(self.served) * self.data.seq_len}
         return {
             "files": list(self.data.files),
             "skipped": facts["skipped"],

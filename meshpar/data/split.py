@@ -73,12 +73,9 @@ class Split:
         left = round(self._num_chars * (1 - self._fraction))
         for part in parts:
             if not 0 < left < self._num_chars and not self.settled:
-                raise problem(
-                    "`valid_fraction`",
-                    f"hold out {self._fraction} of `{part.name}`, the only document",
-                    f"it has {self._num_chars} characters, so one side would be empty",
-                    "give more text, or a fraction nearer to 0.5",
-                )
+                asked = f"hold out {self._fraction} of `{part.name}`, the only document"
+                exists = f"it has {self._num_chars} characters, so one side would be empty"
+                raise problem("`valid_fraction`", asked, exists, "give more text, or a fraction nearer to 0.5")
             self.settled = True
             self.how = f"the last {self._fraction:.1%} of `{part.name}`, the only document"
             head, tail = part.text[: max(left, 0)], part.text[max(left, 0) :]

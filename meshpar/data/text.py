@@ -193,21 +193,13 @@ def _no_such_path(entry: str, path: Path) -> ValueError:
     if path.parent.is_dir():
         options = sorted(p.name for p in path.parent.iterdir())
         with_near = f"in {path.parent}: {near(path.name, options)}"
-    return problem(
-        f"`files` entry `{entry}`",
-        "read it",
-        f"there is no such file or folder, and it is neither a glob nor the word `{STDLIB}`",
-        f"name one that exists ({with_near})",
-    )
+    exists = f"there is no such file or folder, and it is neither a glob nor the word `{STDLIB}`"
+    return problem(f"`files` entry `{entry}`", "read it", exists, f"name one that exists ({with_near})")
 
 
 def _nothing_found(entry: str, root: Path, suffixes: Sequence[str]) -> ValueError:
-    return problem(
-        f"`files` entry `{entry}`",
-        "find files",
-        f"no file under {root} matches",
-        f"name a file, a glob that matches (`**` goes into folders), or a folder with any of {' '.join(suffixes)}",
-    )
+    fix = f"name a file, a glob that matches (`**` goes into folders), or a folder with any of {' '.join(suffixes)}"
+    return problem(f"`files` entry `{entry}`", "find files", f"no file under {root} matches", fix)
 
 
 def _documents(files: Iterable[File], text_field: str, skipped: list[str]) -> Iterator[Document]:

@@ -125,12 +125,8 @@ def load_tokenizer(name: str, *, separator: str | None = None) -> Tokenizer:
     if name != BYTES:
         return HuggingFaceTokenizer(name, separator=separator)
     if separator is not None:
-        raise problem(
-            "`separator`",
-            f"separate documents with {separator!r}",
-            "the byte tokenizer always uses byte 0",
-            "leave `separator` out, or name a tokenizer.json",
-        )
+        asked, exists = f"separate documents with {separator!r}", "the byte tokenizer always uses byte 0"
+        raise problem("`separator`", asked, exists, "leave `separator` out, or name a tokenizer.json")
     return ByteTokenizer()
 
 
@@ -169,10 +165,7 @@ def _separator_id(file: Path, vocab: dict[str, int], separator: str | None) -> i
         return vocab[separator]
     usual = [token for token in SEPARATORS if token in vocab]
     if not usual:
-        raise problem(
-            "`separator`",
-            "find the token that ends a document",
-            f"the vocabulary of {file} has none of {', '.join(SEPARATORS)}",
-            'name one of its tokens as `separator`, or set separator="" to join documents with nothing between',
-        )
+        asked = "find the token that ends a document"
+        fix = 'name one of its tokens as `separator`, or set separator="" to join documents with nothing between'
+        raise problem("`separator`", asked, f"the vocabulary of {file} has none of {', '.join(SEPARATORS)}", fix)
     return vocab[usual[0]]

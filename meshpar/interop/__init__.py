@@ -1,7 +1,5 @@
 """Other frameworks' checkpoints in and out: `from_hf`, `to_hf` for Hugging Face's folders, `to_peft` for adapters."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from meshpar.sharding.lazy import lazy

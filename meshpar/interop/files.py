@@ -31,13 +31,12 @@ from meshpar.interop.blocks import (
     scale_shape,
     scale_slices,
 )
+from meshpar.sharding import host
 from meshpar.sharding.types import problem
 from meshpar.training.interrupts import scratch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MOST_JSON_BYTES = 2**28
-"""No index is larger: DeepSeek-V3's has 9 MB."""
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
 }  # fmt: skip
@@ -59,20 +58,12 @@ class Entry:
 
 
 def library() -> Any:
-    """The safetensors library.
-
-    Raises:
-      ValueError: it is not installed.
-    """
+    """The safetensors library. Raises `ValueError`: it is not installed."""
     try:
         import safetensors.numpy
     except ImportError as error:
-        raise problem(
-            "meshpar.interop",
-            "read and write safetensors files",
-            "the library is not installed",
-            "pip install 'meshpar[hf]'",
-        ) from error
+        asked = "read and write safetensors files"
+        raise problem("meshpar.interop", asked, "the library is not installed", "pip install 'meshpar[hf]'") from error
     return safetensors
 
 
@@ -82,19 +73,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: no file, one that is too large to be one of these, or something else in it.
     """
-    try:
-        if path.stat().st_size > MOST_JSON_BYTES or not path.is_file():  # a device or pipe would never end
-            exists = f"it is no file, or has more than {MOST_JSON_BYTES:,} bytes"
-            raise problem(str(path), "read it", exists, "take the release's")
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ValueError) and hasattr(error, "where"):
-            raise
-        reason = " ".join(str(error).split())[:120]
-        raise problem(str(path), "read it as JSON", f"that fails ({reason})", "take the file of the release") from error
+    fix = "take the file of the release"
+    document = host.read_json(path, str(path), fix, asked="read it as JSON")
     if not isinstance(document, dict):
-        exists = f"it holds a {type(document).__name__}"
-        raise problem(str(path), "read an object", exists, "take the file of the release")
+        raise problem(str(path), "read an object", f"it holds a {type(document).__name__}", fix)
     return document
 
 
@@ -183,12 +165,8 @@ class Folder:
         for file in sorted({*files.values()} or {self._single}):
             for name, entry in self._held(file):
                 if name in entries:
-                    raise problem(
-                        f"{self.path / file}, `{name}`",
-                        "read it",
-                        f"{entries[name].file} has a tensor of that name, too",
-                        "take the files of one release",
-                    )
+                    exists = f"{entries[name].file} has a tensor of that name, too"
+                    raise problem(f"{self.path / file}, `{name}`", "read it", exists, "take the files of one release")
                 entries[name] = entry
         for name, file in files.items():
             if name not in entries or entries[name].file != file:
@@ -216,12 +194,9 @@ class Folder:
         for name, file in listed.items():
             is_plain = isinstance(file, str) and file == os.path.basename(file) and "\\" not in file
             if not is_plain or not file.endswith(".safetensors") or "\0" in file:
-                raise problem(
-                    f"{index}, `{name[:100]}`",
-                    f"read it from {str(file)[:100]!r}",
-                    "an index names safetensors files of its own folder only",
-                    "take the index of the release",
-                )
+                where = f"{index}, `{name[:100]}`"
+                asked, fix = f"read it from {str(file)[:100]!r}", "take the index of the release"
+                raise problem(where, asked, "an index names safetensors files of its own folder only", fix)
         return listed
 
     def _held(self, file: str) -> Iterator[tuple[str, Entry]]:
@@ -244,12 +219,9 @@ class Folder:
                 yield name, Entry(file, tuple(shape), STANDS_FOR)
                 continue
             if dtype not in DTYPES:
-                raise problem(
-                    f"{path}, `{name[:100]}`",
-                    f"read {dtype}",
-                    f"weights are {', '.join(DTYPES)} here, or {FLOAT8} by `quantization_config`",
-                    "take the release in bfloat16, or convert it to that first",
-                )
+                exists = f"weights are {', '.join(DTYPES)} here, or {FLOAT8} by `quantization_config`"
+                fix = "take the release in bfloat16, or convert it to that first"
+                raise problem(f"{path}, `{name[:100]}`", f"read {dtype}", exists, fix)
             yield name, Entry(file, tuple(shape), DTYPES[dtype])
 
     def _unreadable(self, path: Path, error: Exception) -> Exception:
@@ -284,15 +256,7 @@ def in_order(files: Mapping[str, str]) -> list[str]:
 def write(
     folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int, *, index: bool = True
 ) -> None:
-    """Write tensors to their files, one file in memory at a time, and the index where there are several.
-
-    Args:
-      folder: where to; it is there.
-      files: the file of each tensor.
-      make: a tensor by its name.
-      total_bytes: of all, for the index.
-      index: whether there is one.
-    """
+    """Write tensors to their files, one file in memory at a time, and the index where there are several."""
     save_file = library().numpy.save_file
     for file in dict.fromkeys(files.values()):
         held = {name: np.ascontiguousarray(make(name)) for name, of in files.items() if of == file}

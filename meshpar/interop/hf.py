@@ -155,11 +155,7 @@ def describe(folder: Path) -> Described:
 
 
 def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
-    """A config.json as it was read, in our terms.
-
-    Raises:
-      ValueError: as `config_of`.
-    """
+    """A config.json as it was read, in our terms. Raises `ValueError`: as `config_of`."""
     document = _older(where, document)
     kind = document.get("model_type")
     family = BY_TYPE.get(kind) if isinstance(kind, str) else None
@@ -197,11 +193,7 @@ def _older(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """A config of ours as the config.json of a family.
-
-    Raises:
-      ValueError: it has what the family has not.
-    """
+    """A config of ours as the config.json of a family. Raises `ValueError`: it has what the family has not."""
     document = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -214,12 +206,9 @@ def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     again, asked = (dict(tree_leaves_with_paths(_meaning(one))) for one in (described(document).config, config))
     for name in sorted(asked.keys() | again.keys()):  # a field that is None has no leaf
         if again.get(name) != asked.get(name):
-            raise problem(
-                f"TransformerConfig.{name.replace('/', '.')} ({asked.get(name)!r})",
-                f"write it as `{family.model_type}`",
-                f"that family has {again.get(name)!r}",
-                "write it as another family, or change the field",
-            )
+            where = f"TransformerConfig.{name.replace('/', '.')} ({asked.get(name)!r})"
+            fix = "write it as another family, or change the field"
+            raise problem(where, f"write it as `{family.model_type}`", f"that family has {again.get(name)!r}", fix)
     return document
 
 
@@ -306,12 +295,8 @@ def _shapes(tensors: Iterable[Tensor], most: int, path: Path) -> dict[str, tuple
     for one in tensors:
         if one.num_names > most:
             exists = f"by config.json there are {one.num_names:,} such"
-            raise problem(
-                f"{path}, `{one.theirs}`",
-                f"find it among {most} tensors",
-                exists,
-                "take the config.json of these files",
-            )
+            fix = "take the config.json of these files"
+            raise problem(f"{path}, `{one.theirs}`", f"find it among {most} tensors", exists, fix)
         shapes |= {name: one.their_shape for name, _ in one.names()}
     return shapes
 

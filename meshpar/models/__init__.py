@@ -1,7 +1,5 @@
 """Annotated Flax decoders: `Transformer` (NNX) and `LinenTransformer`, their loss, sampling, and published shapes."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from meshpar.sharding.lazy import lazy

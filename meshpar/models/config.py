@@ -43,12 +43,9 @@ class RopeScaling:
                 "RopeScaling(factor=...)", f"be {self.factor}", "it stretches, so it is at least 1", "use 8.0"
             )
         if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise problem(
-                "RopeScaling(low_freq_factor=..., high_freq_factor=...)",
-                f"be {self.low_freq_factor} and {self.high_freq_factor}",
-                "both are positive and the first is the smaller",
-                "use 1.0 and 4.0",
-            )
+            where = "RopeScaling(low_freq_factor=..., high_freq_factor=...)"
+            asked = f"be {self.low_freq_factor} and {self.high_freq_factor}"
+            raise problem(where, asked, "both are positive and the first is the smaller", "use 1.0 and 4.0")
         check_whole("RopeScaling", "original_seq_len", self.original_seq_len)
 
 
@@ -104,12 +101,8 @@ class LatentAttention:
         for field in ("kv_rank", "nope_dim", "rope_dim", "v_dim", *(() if self.q_rank is None else ("q_rank",))):
             check_whole("LatentAttention", field, getattr(self, field))
         if self.rope_dim % 2:
-            raise problem(
-                "LatentAttention(rope_dim=...)",
-                f"be {self.rope_dim}",
-                "rotary embeddings turn pairs, so it is even",
-                f"use {self.rope_dim + 1}",
-            )
+            exists = "rotary embeddings turn pairs, so it is even"
+            raise problem("LatentAttention(rope_dim=...)", f"be {self.rope_dim}", exists, f"use {self.rope_dim + 1}")
 
     @property
     def head_dim(self) -> int:
@@ -202,19 +195,12 @@ class TransformerConfig:
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise problem(
-                "TransformerConfig(num_kv_heads=...)",
-                f"share {self.num_kv_heads} key/value heads among {self.num_heads} query heads",
-                f"{self.num_heads} is not a multiple of {self.num_kv_heads}",
-                f"use a divisor of {self.num_heads}",
-            )
+            asked = f"share {self.num_kv_heads} key/value heads among {self.num_heads} query heads"
+            exists = f"{self.num_heads} is not a multiple of {self.num_kv_heads}"
+            raise problem("TransformerConfig(num_kv_heads=...)", asked, exists, f"use a divisor of {self.num_heads}")
         if self.head_dim % 2:
-            raise problem(
-                "TransformerConfig(head_dim=...)",
-                f"be {self.head_dim}",
-                "rotary embeddings turn pairs, so it is even",
-                f"use {self.head_dim + 1}",
-            )
+            exists = "rotary embeddings turn pairs, so it is even"
+            raise problem("TransformerConfig(head_dim=...)", f"be {self.head_dim}", exists, f"use {self.head_dim + 1}")
 
     def _check_rope(self) -> None:
         if self.rope_yarn is None:
@@ -224,12 +210,9 @@ class TransformerConfig:
             exists, fix = "frequencies are stretched in one way", "leave one of them out"
             raise problem("TransformerConfig(rope_scaling=..., rope_yarn=...)", "stretch by both", exists, fix)
         if self.rope_yarn.score_factor != 1 and self.latent is None:
-            raise problem(
-                f"TransformerConfig(rope_yarn=YarnScaling(score_factor={self.rope_yarn.score_factor}))",
-                "multiply scores by it",
-                "that is for latent attention, where a part of the keys is not rotated",
-                "use rotated_factor, or give latent=LatentAttention(...)",
-            )
+            where = f"TransformerConfig(rope_yarn=YarnScaling(score_factor={self.rope_yarn.score_factor}))"
+            asked, fix = "multiply scores by it", "use rotated_factor, or give latent=LatentAttention(...)"
+            raise problem(where, asked, "that is for latent attention, where a part of the keys is not rotated", fix)
 
     def _check_latent(self) -> None:
         if self.latent is None:
@@ -249,24 +232,17 @@ class TransformerConfig:
                     f"use {field}={value}",
                 )
         if self.tensor_matmul != "xla":
-            raise problem(
-                f"TransformerConfig(tensor_matmul={self.tensor_matmul!r}, latent=...)",
-                "hide the messages of attention's matmuls",
-                "it gathers the residual stream; latent attention gathers vectors that are narrower",
-                'use tensor_matmul="xla"',
-            )
+            where = f"TransformerConfig(tensor_matmul={self.tensor_matmul!r}, latent=...)"
+            exists = "it gathers the residual stream; latent attention gathers vectors that are narrower"
+            raise problem(where, "hide the messages of attention's matmuls", exists, 'use tensor_matmul="xla"')
 
     def _check_experts(self) -> None:
         count = self.num_dense_layers
         where = f"TransformerConfig(num_dense_layers={count!r})"
         check_whole("TransformerConfig", "num_dense_layers", count, least=0)
         if self.moe is None and count:
-            raise problem(
-                where,
-                "have dense layers before those of experts",
-                "without `moe` all layers are dense",
-                "leave it out, or give moe=MoEConfig(...)",
-            )
+            fix = "leave it out, or give moe=MoEConfig(...)"
+            raise problem(where, "have dense layers before those of experts", "without `moe` all layers are dense", fix)
         if self.moe is None:
             return
         _record("moe", self.moe, MoEConfig)
@@ -274,12 +250,10 @@ class TransformerConfig:
             exists = f"there are {self.num_layers} layers, and one of experts at least"
             raise problem(where, "have so many dense layers", exists, "use fewer, or leave out `moe`")
         if not count and self.mlp_dim != self.moe.mlp_dim:
-            raise problem(
-                f"TransformerConfig(mlp_dim={self.mlp_dim}, moe=...)",
-                "be the width of the dense layers",
-                "there are none: every layer has experts, whose width is moe.mlp_dim",
-                f"use mlp_dim={self.moe.mlp_dim}, or some num_dense_layers",
-            )
+            asked = "be the width of the dense layers"
+            exists = "there are none: every layer has experts, whose width is moe.mlp_dim"
+            fix = f"use mlp_dim={self.moe.mlp_dim}, or some num_dense_layers"
+            raise problem(f"TransformerConfig(mlp_dim={self.mlp_dim}, moe=...)", asked, exists, fix)
 
     @property
     def attention_limits(self) -> dict[str, Any]:

@@ -185,12 +185,10 @@ def _scattered_axes(q_BTHD: Array) -> tuple[str, ...]:
     num_ranks = math.prod(map(_size_of, axes))
     if num_heads % num_ranks:
         fit = [str(ranks) for ranks in range(1, num_heads + 1) if num_heads % ranks == 0]
-        raise problem(
-            f"attention of {num_heads} query heads",
-            f"scatter them over {' × '.join(f'`{axis}` ({_size_of(axis)})' for axis in axes)}",
-            f"{num_heads} is not a multiple of {num_ranks}",
-            f"let it be {', '.join(fit)} ranks, or use context_parallel(), whose ring takes any number",
-        )
+        where = f"attention of {num_heads} query heads"
+        asked = f"scatter them over {' × '.join(f'`{axis}` ({_size_of(axis)})' for axis in axes)}"
+        fix = f"let it be {', '.join(fit)} ranks, or use context_parallel(), whose ring takes any number"
+        raise problem(where, asked, f"{num_heads} is not a multiple of {num_ranks}", fix)
     return axes
 
 

@@ -30,9 +30,7 @@ from meshpar.sharding.types import axes_of_spec, problem, spec_axes
 from meshpar.training.layers import ATTENTION
 from meshpar.training.precision import dot_general
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The layout of activations
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The layout of activations ---------------------------------------------------------------------------------------
 
 
 def residual(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -58,9 +56,7 @@ def block_input(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     return constrain(residual(h_BTE), "batch", "seq", "act_embed")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Embedding
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Embedding -------------------------------------------------------------------------------------------------------
 
 
 def embed(
@@ -117,9 +113,7 @@ def _take_backward(vocab_size: int, tokens_BT: Array, g_BTE: Array) -> tuple[Arr
 _take.defvjp(_take_forward, _take_backward)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Head
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Head ------------------------------------------------------------------------------------------------------------
 
 
 def reduced_first(
@@ -162,9 +156,7 @@ def _at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rotary embeddings
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Rotary embeddings -----------------------------------------------------------------------------------------------
 
 
 class Rope(NamedTuple):
@@ -218,9 +210,7 @@ def rotate(x_BTHD: Float[Array, "B T H D"], angles: Rope) -> Float[Array, "B T H
     return jnp.concatenate(turned, axis=-1).astype(x_BTHD.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Attention -------------------------------------------------------------------------------------------------------
 
 
 def causal_attention(
@@ -261,12 +251,8 @@ def _refuse(where: str, wanted: str, **given: object) -> None:
     named = {"segments": "rows of several sequences", "cap": "attention_cap", "window": "attention_window"}
     asked = [named[name] for name, value in given.items() if value is not None]
     if asked:
-        raise problem(
-            f"TransformerConfig({where})",
-            f"attend with {' and '.join(asked)}",
-            f"no attention that can {wanted} does that here",
-            'use attention="blockwise"',
-        )
+        exists, fix = f"no attention that can {wanted} does that here", 'use attention="blockwise"'
+        raise problem(f"TransformerConfig({where})", f"attend with {' and '.join(asked)}", exists, fix)
 
 
 def cached_attention(
@@ -451,9 +437,7 @@ def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T
     return heads_layout(heads_layout(x_BTHD, f"act_{heads}"), f"attn_{heads}", "attn_seq")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# MLP
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- MLP -------------------------------------------------------------------------------------------------------------
 
 
 MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

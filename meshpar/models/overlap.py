@@ -96,12 +96,10 @@ def _axis(x_BTE: Array | jax.ShapeDtypeStruct) -> str:
             'use tensor_matmul="xla", or leave out context_parallel()',
         )
     if len(between) != 1:
-        raise problem(
-            'TransformerConfig(tensor_matmul="overlapped")',
-            "gather and scatter the sequence around the matmuls",
-            f"the rules in force split `norm_seq` over {' × '.join(f'`{axis}`' for axis in between) or 'nothing'}",
-            'use mp.tensor_parallel(sequence=True), or tensor_matmul="xla"',
-        )
+        where = 'TransformerConfig(tensor_matmul="overlapped")'
+        asked = "gather and scatter the sequence around the matmuls"
+        exists = f"the rules in force split `norm_seq` over {' × '.join(f'`{axis}`' for axis in between) or 'nothing'}"
+        raise problem(where, asked, exists, 'use mp.tensor_parallel(sequence=True), or tensor_matmul="xla"')
     return between[0]
 
 
@@ -109,12 +107,9 @@ def _check_split(shape: tuple[int, ...], name: str, axis: str) -> None:
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     found = spec_of(x, None, "seq", name, *[None] * (len(shape) - 3))[2]
     if spec_axes(found) != (axis,):
-        raise problem(
-            f"`{name}` (size {shape[2]})",
-            f"overlap its matmul with messages over `{axis}`",
-            f"the rules in force split it over {' × '.join(f'`{one}`' for one in spec_axes(found)) or 'nothing'}",
-            f'map it to "{axis}", with no more ranks than it divides by, or use tensor_matmul="xla"',
-        )
+        exists = f"the rules in force split it over {' × '.join(f'`{one}`' for one in spec_axes(found)) or 'nothing'}"
+        fix = f'map it to "{axis}", with no more ranks than it divides by, or use tensor_matmul="xla"'
+        raise problem(f"`{name}` (size {shape[2]})", f"overlap its matmul with messages over `{axis}`", exists, fix)
 
 
 def _one_dtype(*arrays: Array) -> list[Array]:

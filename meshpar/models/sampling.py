@@ -94,12 +94,7 @@ def _logits_dtype(run: Callable[..., Any], prompt: Array, config: TransformerCon
 
 
 def sample_token(
-    logits_BV: Float[Array, "B V"],
-    key: jax.Array,
-    *,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None = None,
+    logits_BV: Float[Array, "B V"], key: jax.Array, *, temperature: float, top_k: int | None, top_p: float | None = None
 ) -> Int[Array, " B"]:
     """One token for each row of logits.
 
@@ -143,12 +138,8 @@ def _decoding_layout() -> Iterator[None]:
     """Rules for sequences of any length, down to one token: only batch, heads and vocabulary may be split."""
     here = ambient()
     if here is None:
-        raise problem(
-            "generate",
-            "run the model on its mesh",
-            "no mesh and rules are in force",
-            "call it inside `with mp.use(mesh, strategy):`",
-        )
+        fix = "call it inside `with mp.use(mesh, strategy):`"
+        raise problem("generate", "run the model on its mesh", "no mesh and rules are in force", fix)
     whole = Leaf(path="batch", shape=(here.mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
     axes = resolve(whole, here.rules, here.mesh).spec[0]
     with use(here.mesh, here.rules | Rules(batch=first(axes, None), seq=None, norm_seq=None)):
@@ -171,19 +162,11 @@ def _check(
     if num_tokens < 1:
         raise problem(f"generate(num_tokens={num_tokens})", "add that many", "it is positive", "use 1 or more")
     if not 0 <= temperature < float("inf"):
-        raise problem(
-            f"generate(temperature={temperature})",
-            "divide logits by it",
-            "it is not negative, and finite",
-            "use 0 for the likeliest",
-        )
+        where = f"generate(temperature={temperature})"
+        raise problem(where, "divide logits by it", "it is not negative, and finite", "use 0 for the likeliest")
     if top_k is not None and not 1 <= top_k <= config.vocab_size:
-        raise problem(
-            f"generate(top_k={top_k})",
-            "draw among that many tokens",
-            f"there are {config.vocab_size}",
-            f"use 1 to {config.vocab_size}, or None for all",
-        )
+        fix = f"use 1 to {config.vocab_size}, or None for all"
+        raise problem(f"generate(top_k={top_k})", "draw among that many tokens", f"there are {config.vocab_size}", fix)
     if top_p is not None and not 0 < top_p <= 1:
         raise problem(
             f"generate(top_p={top_p})", "draw among tokens of that probability", "it is above 0 and at most 1",

@@ -238,9 +238,7 @@ def _run(
     return run_layers(block, x_BTE, params, variables, angles, caches, at)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the NNX and the Linen module share
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What the NNX and the Linen module share -------------------------------------------------------------------------
 
 
 def run_layers(
@@ -280,12 +278,8 @@ def rope_of(
 ) -> Rope:
     """Cosines and sines of the tokens' positions, made once for all layers."""
     if segments_BT is not None and cache is not None:
-        raise problem(
-            "Transformer(segments=..., cache=...)",
-            "go on with several sequences in a row",
-            "a cache holds one sequence a row",
-            "give each a row of its own",
-        )
+        where, asked = "Transformer(segments=..., cache=...)", "go on with several sequences in a row"
+        raise problem(where, asked, "a cache holds one sequence a row", "give each a row of its own")
     if positions_BT is None:
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]

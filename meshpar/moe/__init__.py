@@ -14,8 +14,6 @@
 Names are imported when they are first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from meshpar.sharding.lazy import lazy

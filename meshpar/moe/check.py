@@ -39,12 +39,9 @@ def check_tokens(kernel: str, scores: Any, experts: Any) -> None:
     check_array(kernel, "scores", scores, "T E")
     check_array(kernel, "experts", experts, "T k", "whole")
     if len(scores) != len(experts) or not len(scores):
-        raise problem(
-            kernel,
-            f"take scores of shape {scores.shape} with experts of shape {experts.shape}",
-            "they are [tokens, num_experts] and [tokens, k], of the same tokens, and of one at the least",
-            "give `scores` and `experts` of one `Routed`",
-        )
+        asked = f"take scores of shape {scores.shape} with experts of shape {experts.shape}"
+        exists = "they are [tokens, num_experts] and [tokens, k], of the same tokens, and of one at the least"
+        raise problem(kernel, asked, exists, "give `scores` and `experts` of one `Routed`")
 
 
 def check_routed(kernel: str, x: Any, experts: Any, weights: Any) -> None:
@@ -55,12 +52,9 @@ def check_routed(kernel: str, x: Any, experts: Any, weights: Any) -> None:
     shapes = f"x {x.shape}, experts {experts.shape} and weights {weights.shape}"
     fits = x.ndim == experts.ndim == 2 and experts.shape == weights.shape and len(x) == len(experts)
     if not fits or not experts.size or not x.size:
-        raise problem(
-            kernel,
-            f"take {shapes}",
-            "they are [T, d], [T, k] and [T, k], with at least one token and one choice, of some width",
-            "give each token its experts and their weights; -1 marks a token that goes nowhere",
-        )
+        exists = "they are [T, d], [T, k] and [T, k], with at least one token and one choice, of some width"
+        fix = "give each token its experts and their weights; -1 marks a token that goes nowhere"
+        raise problem(kernel, f"take {shapes}", exists, fix)
     if not jnp.issubdtype(experts.dtype, jnp.integer):
         raise problem(kernel, f"take experts of {experts.dtype}", "they are numbers of experts", "give int32")
     for name, array in (("x", x), ("weights", weights)):

@@ -64,12 +64,9 @@ class MoEConfig:
             return
         for field, unused in (("bias_rate", self.bias_rate > 0), ("chunks", self.chunks > 1)):
             if unused:
-                raise problem(
-                    f'MoEConfig({field}={getattr(self, field)}) with Routing(choice="expert")',
-                    f"use {field}",
-                    "an expert takes the best of all tokens of a device, and always as many",
-                    f"leave {field} out",
-                )
+                where = f'MoEConfig({field}={getattr(self, field)}) with Routing(choice="expert")'
+                exists = "an expert takes the best of all tokens of a device, and always as many"
+                raise problem(where, f"use {field}", exists, f"leave {field} out")
 
     def _check_buffers(self) -> None:
         """Experts that have so much room, or that choose, get buffers; the other forms are of dropless dispatch."""
@@ -84,12 +81,9 @@ class MoEConfig:
             ("implementation", self.implementation in ("ragged", NODE_FIRST)),
         ):
             if unused:
-                raise problem(
-                    f"MoEConfig({field}={getattr(self, field)!r}) with {where}",
-                    f"use {field}",
-                    "buffers of fixed capacity travel whole, and that capacity is their bound",
-                    f"leave {field} out" + ", or the capacity_factor" * (routing.choice == "token"),
-                )
+                exists = "buffers of fixed capacity travel whole, and that capacity is their bound"
+                fix = f"leave {field} out" + ", or the capacity_factor" * (routing.choice == "token")
+                raise problem(f"MoEConfig({field}={getattr(self, field)!r}) with {where}", f"use {field}", exists, fix)
 
     @property
     def nodes_visited(self) -> Callable[[int], int] | None:

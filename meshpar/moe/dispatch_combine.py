@@ -132,12 +132,7 @@ def _path(
 
 
 def _pipelined(
-    path: Path,
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    expert_fn: ExpertFn,
-    parts: list[slice],
+    path: Path, x: jax.Array, experts: jax.Array, weights: jax.Array, expert_fn: ExpertFn, parts: list[slice]
 ) -> tuple[list[jax.Array], list[Dispatched]]:
     """Chunk by chunk: while the experts of one compute, the one before travels back and the one after travels there.
 
@@ -172,12 +167,9 @@ def _pipelined(
 def _check_experts(num_experts: int, num_ranks: int) -> None:
     checked_count(KERNEL, "num_experts", num_experts)
     if num_experts % num_ranks:
-        raise problem(
-            KERNEL,
-            f"spread {num_experts} experts over {num_ranks} ranks",
-            f"{num_experts} is not a multiple of {num_ranks}",
-            f"take {-(-num_experts // num_ranks) * num_ranks} experts, or an axis whose size divides {num_experts}",
-        )
+        asked = f"spread {num_experts} experts over {num_ranks} ranks"
+        fix = f"take {-(-num_experts // num_ranks) * num_ranks} experts, or an axis whose size divides {num_experts}"
+        raise problem(KERNEL, asked, f"{num_experts} is not a multiple of {num_ranks}", fix)
 
 
 def _checked_how(axis: Axis, capacity: int | None, bound_factor: float | None, implementation: str) -> str:
@@ -188,40 +180,22 @@ def _checked_how(axis: Axis, capacity: int | None, bound_factor: float | None, i
     check_bound(KERNEL, bound_factor)
     is_dropless, is_pair = capacity is None, isinstance(axis, tuple) and len(axis) == 2
     if bound_factor is not None and not is_dropless:
-        raise problem(
-            KERNEL,
-            f"use bound_factor={bound_factor!r} with capacity={capacity!r}",
-            "buffers have their capacity for a bound",
-            "leave out one of them",
-        )
+        asked = f"use bound_factor={bound_factor!r} with capacity={capacity!r}"
+        raise problem(KERNEL, asked, "buffers have their capacity for a bound", "leave out one of them")
     if implementation == "ragged" and not is_dropless:
-        raise problem(
-            KERNEL,
-            f"use implementation='ragged' with capacity={capacity!r}",
-            "buffers of fixed capacity travel whole",
-            "take implementation='fixed', or leave out the capacity",
-        )
+        exists, fix = "buffers of fixed capacity travel whole", "take implementation='fixed', or leave out the capacity"
+        raise problem(KERNEL, f"use implementation='ragged' with capacity={capacity!r}", exists, fix)
     if implementation == "ragged" and (platform := choice.platform_of_mesh()) not in (None, *GPUS):
-        raise problem(
-            KERNEL,
-            f"use implementation='ragged' on {platform} devices",
-            f"XLA has no ragged-all-to-all for {platform}",
-            "leave it to 'auto', which is ragged where the program is compiled for GPUs, or take 'fixed'",
-        )
+        asked = f"use implementation='ragged' on {platform} devices"
+        fix = "leave it to 'auto', which is ragged where the program is compiled for GPUs, or take 'fixed'"
+        raise problem(KERNEL, asked, f"XLA has no ragged-all-to-all for {platform}", fix)
     if implementation == NODE_FIRST and not is_dropless:
-        raise problem(
-            KERNEL,
-            f"use implementation='node-first' with capacity={capacity!r}",
-            "buffers of fixed capacity have a row for every choice",
-            "take implementation='hierarchical', or leave out the capacity",
-        )
+        asked = f"use implementation='node-first' with capacity={capacity!r}"
+        fix = "take implementation='hierarchical', or leave out the capacity"
+        raise problem(KERNEL, asked, "buffers of fixed capacity have a row for every choice", fix)
     if implementation in TWO_LEVELS and not is_pair:
-        raise problem(
-            KERNEL,
-            f"use implementation={implementation!r} over axis={axis!r}",
-            "its two levels are two axes",
-            'give axis=("outer", "inner"), across the nodes and inside them',
-        )
+        asked, exists = f"use implementation={implementation!r} over axis={axis!r}", "its two levels are two axes"
+        raise problem(KERNEL, asked, exists, 'give axis=("outer", "inner"), across the nodes and inside them')
     if implementation != "auto":
         return implementation
     if is_dropless:
@@ -257,12 +231,9 @@ def check_payload(where: str, payload: object) -> None:
 def _check_chunks(chunks: int, num_tokens: int) -> None:
     checked_count(KERNEL, "chunks", chunks)
     if num_tokens % chunks:
-        raise problem(
-            KERNEL,
-            f"cut {num_tokens} tokens into {chunks} chunks",
-            f"{num_tokens} is not a multiple of {chunks}",
-            f"give one of {', '.join(str(n) for n in range(1, num_tokens + 1) if num_tokens % n == 0)[:60]}",
-        )
+        asked = f"cut {num_tokens} tokens into {chunks} chunks"
+        fix = f"give one of {', '.join(str(n) for n in range(1, num_tokens + 1) if num_tokens % n == 0)[:60]}"
+        raise problem(KERNEL, asked, f"{num_tokens} is not a multiple of {chunks}", fix)
 
 
 def _shown(made: Any) -> str:
@@ -271,12 +242,8 @@ def _shown(made: Any) -> str:
 
 def _checked_rows(made: jax.Array, rows: jax.Array) -> jax.Array:
     if not hasattr(made, "dtype") or jnp.ndim(made) != 2 or made.shape[0] != rows.shape[0]:
-        raise problem(
-            f"{KERNEL}: expert_fn",
-            f"give back {_shown(made)} for rows {rows.shape}",
-            "there is one row for each that came in, in the same order",
-            f"give [{rows.shape[0]}, width]",
-        )
+        exists, fix = "there is one row for each that came in, in the same order", f"give [{rows.shape[0]}, width]"
+        raise problem(f"{KERNEL}: expert_fn", f"give back {_shown(made)} for rows {rows.shape}", exists, fix)
     if not jnp.issubdtype(made.dtype, jnp.floating):
         exists = "rows are summed with weights, which whole numbers would round"
         raise problem(f"{KERNEL}: expert_fn", f"give back an array of {made.dtype}", exists, "give a floating dtype")

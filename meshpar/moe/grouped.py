@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import backend
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.check import check_choice, checked_count
@@ -20,14 +22,16 @@ from meshpar.moe.check import check_array
 from meshpar.moe.choice import GPUS, KernelChoice
 from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import MeshparError, problem
 from meshpar.training.layers import Adapted
-from meshpar.training.precision import check_narrow, check_wide, matmul_here
+from meshpar.training.precision import BY_ROW, check_narrow, check_wide, matmul_here
 from meshpar.training.products import FORWARD, GRADIENT, Scaled, scaled
 
 KERNEL = "grouped_matmul"
 SWIGLU = "grouped_swiglu"
 IMPLEMENTATIONS = ("auto", "blocked", "tokamax")
+HOPPER = 9
+"""Compute capability."""
 
 
 def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> KernelChoice:
@@ -39,6 +43,11 @@ def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLi
         return KernelChoice(implementation="blocked", why=f"tokamax has kernels for GPUs, none for {platform}")
     if jnp.dtype(dtype).itemsize > 2:
         why = f"products of {jnp.dtype(dtype)} are to be as exact as that; tokamax's kernels are made for 16 bits"
+        return KernelChoice(implementation="blocked", why=why)
+    # Of 0.0.17, for the weights' gradient: on Blackwell it has the other two.
+    capability = getattr(backend.get_default_device(), "compute_capability", HOPPER)
+    if int(float(capability)) != HOPPER:
+        why = f"tokamax has a kernel for every gradient on Hopper, not for compute capability {capability}"
         return KernelChoice(implementation="blocked", why=why)
     return KernelChoice(implementation="tokamax", why="tokamax is installed, and its kernels are for GPUs")
 
@@ -70,7 +79,8 @@ def grouped_matmul(
     Where the step asks for it (`Precision.matmul`) the blocked form's operands are 8-bit floats: rows e4m3 and their
     cotangents e5m2 over one scale a row, weights e4m3 over one scale a group, each by its largest number here: a rank
     that holds a part of the width takes that of its part. The weights' gradients, which sum over rows, stay as wide as
-    they are: so nothing depends on how rows lie.
+    they are: so nothing depends on how rows lie. "fp8-rowwise" gives each column of a weight a scale, and cotangents
+    e4m3, as `meshpar.training.products.float8_rows_dot` does.
 
     Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (section 5). Of
     8 bits: pytorch/ao, torchao/float8, recipe "rowwise_with_gw_hp", 2025.
@@ -93,15 +103,16 @@ def grouped_matmul(
 
 
 def _multiplied(
-    rows: jax.Array, weights: jax.Array, *, sizes: Any, how: tuple[str, bool], block: int | None, typical: int | None
-) -> jax.Array:
-    """`grouped_matmul` by an implementation, and whether in 8 bits."""
+    rows: jax.Array, weights: jax.Array, *, sizes: Any, how: tuple[str, str | None], block: int | None,
+    typical: int | None,
+) -> jax.Array:  # fmt: skip
+    """`grouped_matmul` by an implementation, and how in 8 bits."""
     num_rows, num_groups = rows.shape[0], weights.shape[0]
     implementation, narrow = how
     if num_rows == 0:
         return jnp.zeros((0, weights.shape[2]), rows.dtype)
     with jax.named_scope(KERNEL):
-        if _is_even(sizes, num_rows) and not narrow:
+        if _is_even(sizes, num_rows) and narrow is None:
             return _batched(rows, weights)
         rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(sizes, jnp.int32))
         if implementation == "tokamax":
@@ -147,15 +158,13 @@ def grouped_swiglu(
         exists = "their products are multiplied, number by number"
         raise problem(SWIGLU, f"use gate {gate.shape} with up {up.shape}", exists, "give both the same shape")
     how, narrow = _checked_how(implementation, block, typical_rows, rows)
-    is_apart = how == "tokamax" or rows.shape[0] == 0 or (_is_even(group_sizes, rows.shape[0]) and not narrow)
+    is_apart = how == "tokamax" or rows.shape[0] == 0 or (_is_even(group_sizes, rows.shape[0]) and narrow is None)
     if is_apart or any(isinstance(one, Adapted) for one in (gate, up, down)):
 
         def matmul(rows: jax.Array, one: jax.Array | Adapted) -> jax.Array:
             plain, of_pair = (
-                functools.partial(
-                    _multiplied, sizes=group_sizes, how=(how, is_narrow), block=block, typical=typical_rows
-                )
-                for is_narrow in (narrow, False)
+                functools.partial(_multiplied, sizes=group_sizes, how=(how, word), block=block, typical=typical_rows)
+                for word in (narrow, None)
             )
             if not isinstance(one, Adapted):
                 return plain(rows, one)
@@ -169,8 +178,10 @@ def grouped_swiglu(
         return _blocked_swiglu(plan, rows, (gate, up, down), sizes)
 
 
-def _checked_how(implementation: str, block: int | None, typical_rows: int | None, rows: jax.Array) -> tuple[str, bool]:
-    """`blocked` or `tokamax`; and whether in 8 bits."""
+def _checked_how(
+    implementation: str, block: int | None, typical_rows: int | None, rows: jax.Array
+) -> tuple[str, str | None]:
+    """`blocked` or `tokamax`; and how in 8 bits: a word of `Precision.matmul`."""
     check_choice(KERNEL, "implementation", implementation, IMPLEMENTATIONS)
     if block is not None:
         checked_count(KERNEL, "block", block)
@@ -185,11 +196,11 @@ def _checked_how(implementation: str, block: int | None, typical_rows: int | Non
         )
     if implementation == "tokamax":
         check_wide(KERNEL, "matmuls of experts", "take implementation='blocked'")
-    if matmul_here() is not None:
-        check_narrow(rows.dtype)
-        return "blocked", True
+    if (word := matmul_here()) is not None:
+        check_narrow(word, rows.dtype)
+        return "blocked", word
     how = choose_grouped_matmul(dtype=rows.dtype).implementation if implementation == "auto" else implementation
-    return how, False
+    return how, None
 
 
 def _is_even(group_sizes: Any, num_rows: int) -> bool:
@@ -259,11 +270,11 @@ class _Plan(NamedTuple):
     """Blocks that are run in a loop of known length."""
     kept: int
     """Blocks of which a backward pass is left what it needs."""
-    narrow: bool
-    """Whether products with weights are of 8-bit floats."""
+    narrow: str | None
+    """How products with weights are of 8-bit floats: a word of `Precision.matmul`."""
 
     @staticmethod
-    def of(num_rows: int, num_groups: int, block: int | None, typical_rows: int | None, narrow: bool) -> _Plan:
+    def of(num_rows: int, num_groups: int, block: int | None, typical_rows: int | None, narrow: str | None) -> _Plan:
         typical = min(typical_rows or num_rows, num_rows)
         size = min(block or cost.grouped_block(typical, num_groups), num_rows)
         most, taken = (cost.grouped_rows(rows, num_groups, size) // size for rows in (num_rows, typical))
@@ -272,7 +283,9 @@ class _Plan(NamedTuple):
 
     def rounded(self, *weights: jax.Array) -> _Weights:
         """The weights as products take them."""
-        return tuple(scaled(one, FORWARD, dims=(1, 2)) for one in weights) if self.narrow else weights
+        if self.narrow is None:
+            return weights
+        return tuple(scaled(one, FORWARD, dims=(1,) if self.narrow == BY_ROW else (1, 2)) for one in weights)
 
 
 class _Block(NamedTuple):
@@ -330,7 +343,10 @@ def _dot(x: jax.Array, y: jax.Array | Scaled, over: tuple[int, int]) -> jax.Arra
     if not isinstance(y, Scaled):
         return lax.dot_general(x, y, numbers, preferred_element_type=wide)
     # With a weight as it lies rows are multiplied, with its transpose their cotangents.
-    rows = scaled(x, GRADIENT if over[1] else FORWARD, dims=(over[0],))
+    is_by_column, is_backward = y.scale.shape[1] > 1, bool(over[1])
+    if is_by_column and is_backward:
+        x, y = x.astype(jnp.float32) * y.scale, Scaled(y.values, jnp.ones_like(y.scale[:, :1]))
+    rows = scaled(x, GRADIENT if is_backward and not is_by_column else FORWARD, dims=(over[0],))
     product = lax.dot_general(rows.values, y.values, numbers, preferred_element_type=wide)
     return product * (rows.scale * y.scale)
 
@@ -471,9 +487,18 @@ def _ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Ar
     import tokamax  # type: ignore[import-not-found,unused-ignore]
 
     # Of these names the package takes the first that can do it; its own fallback to XLA's masked product is not there.
-    try:
+    with _refusals(rows, weights):
         return tokamax.ragged_dot(rows, weights, sizes, implementation=("mosaic", "triton"))
-    except (NotImplementedError, ExceptionGroup, ValueError) as error:  # on this device, or with this release and jax
+
+
+@contextlib.contextmanager
+def _refusals(rows: jax.Array, weights: jax.Array) -> Iterator[None]:
+    """What the package has no kernel for, on this device or with this release and jax, as an error of ours."""
+    try:
+        yield
+    except (NotImplementedError, ExceptionGroup, ValueError) as error:
+        if isinstance(error, MeshparError):
+            raise
         raise problem(
             KERNEL,
             f"multiply {rows.dtype}{list(rows.shape)} and {weights.dtype}{list(weights.shape)} by tokamax's kernels",
@@ -491,7 +516,8 @@ def _tokamax_backward(saved: tuple, grad: jax.Array) -> tuple:
     rows, weights, sizes = saved
     with jax.named_scope(KERNEL):
         _, pull = jax.vjp(lambda r, w: _ragged_dot(r, w, sizes), _only_owned(rows, sizes), weights)
-        d_rows, d_weights = pull(_only_owned(grad, sizes))
+        with _refusals(rows, weights):  # not all GPUs that have a kernel have those of its gradients
+            d_rows, d_weights = pull(_only_owned(grad, sizes))
         # What a kernel does not visit it need not have filled: neither unassigned rows nor weights of empty groups.
         d_weights = jnp.where((sizes > 0)[:, None, None], d_weights, jnp.zeros_like(d_weights))
         return _only_owned(d_rows, sizes), d_weights, None

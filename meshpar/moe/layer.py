@@ -119,12 +119,9 @@ def _of_layers(aux: Aux | RouterStats, config: MoEConfig) -> Aux:
     load = given.metrics.get("load") if isinstance(given, Aux) else None
     if load is None or load.ndim not in (1, 2) or load.shape[-1] != config.routing.num_experts or given.loss.ndim:
         shown = f"a {type(aux).__name__}" + ("" if load is None else f" of loads {load.shape}, loss {given.loss.shape}")
-        raise problem(
-            "report_layers",
-            f"report {shown}",
-            f"loads are [layers, {config.routing.num_experts}] or [{config.routing.num_experts}], with one loss",
-            "give the RouterStats of one layer, or stack the metrics of `stats.aux` over layers and sum the losses",
-        )
+        exists = f"loads are [layers, {config.routing.num_experts}] or [{config.routing.num_experts}], with one loss"
+        fix = "give the RouterStats of one layer, or stack the metrics of `stats.aux` over layers and sum the losses"
+        raise problem("report_layers", f"report {shown}", exists, fix)
     return given if load.ndim == 2 else Aux(given.loss, {name: x[None] for name, x in given.metrics.items()})
 
 
@@ -437,12 +434,9 @@ def _cut_outside(here: Ambient, weights: Weights, num_experts: int) -> tuple[str
     axes, sizes = _axes_of_experts(here, num_experts), axis_sizes(here.mesh)
     own = weights.gate.shape[0]
     if own * math.prod(sizes[axis] for axis in axes) != num_experts or not set(axes) <= set(outer_axes()):
-        raise problem(
-            f"experts of shape {weights.gate.shape}",
-            f"be {own} of {num_experts} experts",
-            f"the rules in force split `act_expert` over {', '.join(f'`{a}`' for a in axes) or 'nothing'}",
-            "give all experts, or in a region that is manual over those axes the rank's own",
-        )
+        exists = f"the rules in force split `act_expert` over {', '.join(f'`{a}`' for a in axes) or 'nothing'}"
+        fix = "give all experts, or in a region that is manual over those axes the rank's own"
+        raise problem(f"experts of shape {weights.gate.shape}", f"be {own} of {num_experts} experts", exists, fix)
     return axes
 
 
@@ -450,12 +444,9 @@ def _check_experts(experts: tuple[str, ...], batch: tuple[str, ...]) -> None:
     common = set(experts) & set(batch)
     if common and common != set(experts):
         missing = ", ".join(f"`{axis}`" for axis in experts if axis not in batch)
-        raise problem(
-            "the MoE layer",
-            f"send tokens over {' × '.join(f'`{axis}`' for axis in experts)}",
-            f"they are replicated over {missing}, so that its ranks would all send the same",
-            f"let the rule for `batch` name {missing} too, as the presets do for `expert`",
-        )
+        exists = f"they are replicated over {missing}, so that its ranks would all send the same"
+        fix = f"let the rule for `batch` name {missing} too, as the presets do for `expert`"
+        raise problem("the MoE layer", f"send tokens over {' × '.join(f'`{axis}`' for axis in experts)}", exists, fix)
 
 
 def check_config(where: str, config: object) -> None:
@@ -500,22 +491,15 @@ def _check_sizes(x: jax.Array, weights: Weights, config: MoEConfig, bias: jax.Ar
     expected = {"gate": (own, width, hidden), "up": (own, width, hidden), "down": (own, hidden, width)}
     for name, shape in expected.items():
         if not own or getattr(weights, name).shape != shape:
-            raise problem(
-                f"experts' `{name}` of shape {getattr(weights, name).shape}",
-                f"be that of {num_experts} experts of width {width} and hidden width {hidden}",
-                f"it would be {(num_experts, *shape[1:])}",
-                "make the weights for this config",
-            )
+            where = f"experts' `{name}` of shape {getattr(weights, name).shape}"
+            asked = f"be that of {num_experts} experts of width {width} and hidden width {hidden}"
+            raise problem(where, asked, f"it would be {(num_experts, *shape[1:])}", "make the weights for this config")
     if weights.router.shape not in ((width, num_experts), (width, own)):
         asked, exists = f"score {num_experts} experts", f"it would be {(width, num_experts)}"
         raise problem(f"a router of shape {weights.router.shape}", asked, exists, "make the weights for this config")
     if config.is_biased and bias is None:
-        raise problem(
-            f"an MoE layer with bias_rate={config.bias_rate}",
-            "choose without its balancing bias",
-            "that would be another choice than in training",
-            "give `bias`, or use bias_rate=0",
-        )
+        where, asked = f"an MoE layer with bias_rate={config.bias_rate}", "choose without its balancing bias"
+        raise problem(where, asked, "that would be another choice than in training", "give `bias`, or use bias_rate=0")
 
 
 # ---- Per device ------------------------------------------------------------------------------------------------------
@@ -584,12 +568,7 @@ def _varies_beside(weight: jax.Array | Adapted, rows: jax.Array) -> tuple[str, .
 
 
 def _travelling(
-    rows: jax.Array,
-    routed: Routed,
-    experts: Experts,
-    config: MoEConfig,
-    cut: _SplitAxes,
-    room: int | None,
+    rows: jax.Array, routed: Routed, experts: Experts, config: MoEConfig, cut: _SplitAxes, room: int | None
 ) -> tuple[jax.Array, Dispatched]:
     """Rows to the ranks of their experts, and back."""
     typical = len(rows) // config.chunks * routed.experts.shape[1] if room is None else None
@@ -630,12 +609,7 @@ def _tell_one_level(implementation: str, axis: str) -> None:
 
 
 def _staying(
-    rows: jax.Array,
-    routed: Routed,
-    experts: Experts,
-    config: MoEConfig,
-    cut: _SplitAxes,
-    room: int | None,
+    rows: jax.Array, routed: Routed, experts: Experts, config: MoEConfig, cut: _SplitAxes, room: int | None
 ) -> tuple[jax.Array, Dispatched]:
     """Rows through the experts that are here; those of other ranks are theirs to compute."""
     own = experts[0].shape[0]

@@ -72,12 +72,9 @@ def measure(
     check_tokens("measure", scores, experts)
     check_whole("measure", "num_ranks", num_ranks)
     if kept is not None and (jnp.shape(kept) != experts.shape or jnp.result_type(kept) != jnp.bool_):
-        raise problem(
-            "measure",
-            f"take `kept` of shape {jnp.shape(kept)} and dtype {jnp.result_type(kept)}",
-            f"it says of each of the choices {experts.shape} whether it was kept",
-            "give what `routing.kept` gives for the same experts",
-        )
+        asked = f"take `kept` of shape {jnp.shape(kept)} and dtype {jnp.result_type(kept)}"
+        exists = f"it says of each of the choices {experts.shape} whether it was kept"
+        raise problem("measure", asked, exists, "give what `routing.kept` gives for the same experts")
     num_experts = scores.shape[-1]
     if num_experts % num_ranks:
         exists = f"there are {num_experts} experts, and every rank has the same number"

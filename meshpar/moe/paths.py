@@ -292,9 +292,6 @@ def _begins(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _runs_by_expert(counts: jax.Array, pair_rows: int) -> Runs | None:
     """Rows [N P] came in rank by rank, each rank's by expert, and are to stand in the order of the experts.
 
-    Args:
-      counts: int32 [N, E/N].
-
     Returns:
       A run for each expert and rank; None for one rank's, which stand so.
     """

@@ -269,12 +269,9 @@ def _ranks_of_experts(state: TrainState) -> int:
             if name == "expert":
                 ranks = max(ranks, math.prod(sizes[axis] for axis in spec_axes(entry)))
     if ranks == 1:
-        raise problem(
-            "rebalance(state, loads)",
-            "place experts over ranks",
-            "the state's rules split no dim named `expert` over more than one",
-            "make the state with mp.expert_parallel() on a mesh with expert > 1, or give num_ranks",
-        )
+        exists = "the state's rules split no dim named `expert` over more than one"
+        fix = "make the state with mp.expert_parallel() on a mesh with expert > 1, or give num_ranks"
+        raise problem("rebalance(state, loads)", "place experts over ranks", exists, fix)
     return ranks
 
 
@@ -474,12 +471,9 @@ def _check_given(loads: Any) -> None:
 def _check_known(is_state: bool, names: object, num_ranks: object) -> None:
     missing = " and ".join(what for what, given in (("names", names), ("num_ranks", num_ranks)) if given is None)
     if missing and not is_state:
-        raise problem(
-            "rebalance",
-            f"place the experts of parameters without {missing}",
-            "a TrainState knows both, a tree of arrays neither",
-            "give the state, or names=model.names() and num_ranks=mesh.shape['expert']",
-        )
+        asked = f"place the experts of parameters without {missing}"
+        fix = "give the state, or names=model.names() and num_ranks=mesh.shape['expert']"
+        raise problem("rebalance", asked, "a TrainState knows both, a tree of arrays neither", fix)
 
 
 def _checked_loads(loads: Any) -> np.ndarray:
@@ -489,12 +483,9 @@ def _checked_loads(loads: Any) -> np.ndarray:
         loads = np.asarray(None)
     is_number = np.issubdtype(loads.dtype, np.number) and not np.iscomplexobj(loads)
     if not is_number or loads.ndim != 1 or not loads.size or not np.isfinite(loads).all() or (loads < 0).any():
-        raise problem(
-            "place",
-            f"place experts by loads of shape {loads.shape} and dtype {loads.dtype}",
-            "a load is a number of tokens, none negative or infinite, one for each expert",
-            "give `measure(...).experts.tokens` of one layer, or its sum over steps",
-        )
+        exists = "a load is a number of tokens, none negative or infinite, one for each expert"
+        fix = "give `measure(...).experts.tokens` of one layer, or its sum over steps"
+        raise problem("place", f"place experts by loads of shape {loads.shape} and dtype {loads.dtype}", exists, fix)
     return loads.astype(float)
 
 
@@ -508,21 +499,15 @@ def _check_sizes(num_experts: int, num_ranks: int, groups: int, method: Method) 
         exists = f"there are {num_experts}, and every rank has the same number"
         raise problem("place", f"share experts over {num_ranks} ranks", exists, "give the size of the expert axis")
     if num_experts % groups or (groups % num_ranks and num_ranks % groups):
-        raise problem(
-            "place",
-            f"keep {groups} groups of {num_experts} experts whole over {num_ranks} ranks",
-            "a rank holds whole groups, or a group whole ranks",
-            "make one of the two numbers a multiple of the other",
-        )
+        asked = f"keep {groups} groups of {num_experts} experts whole over {num_ranks} ranks"
+        fix = "make one of the two numbers a multiple of the other"
+        raise problem("place", asked, "a rank holds whole groups, or a group whole ranks", fix)
     whole_groups = groups > 1 and groups % num_ranks == 0
     ways = _partitions(groups, num_ranks) if whole_groups else _partitions(num_experts // groups, num_ranks // groups)
     if method == "optimal" and ways > MOST_PARTITIONS:
-        raise problem(
-            'place(method="optimal")',
-            f"find the best of {ways:.2g} ways to share {num_experts} experts over {num_ranks} ranks",
-            f"{MOST_PARTITIONS:.0e} are looked through at the most",
-            'use method="greedy", or "auto"',
-        )
+        asked = f"find the best of {ways:.2g} ways to share {num_experts} experts over {num_ranks} ranks"
+        exists = f"{MOST_PARTITIONS:.0e} are looked through at the most"
+        raise problem('place(method="optimal")', asked, exists, 'use method="greedy", or "auto"')
 
 
 def _check_router(named: Mapping[str, Names], scope: str) -> None:
@@ -556,12 +541,9 @@ def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray, part: str) -
 def _check_groups(configs: Sequence[MoEConfig], groups: int) -> None:
     known = {config.routing.groups for config in configs}
     if known and groups not in known:
-        raise problem(
-            f"rebalance(groups={groups})",
-            "place experts as if routers chose among so many groups",
-            f"the model's have {' or '.join(str(one) for one in sorted(known))}, and would choose other experts",
-            f"write groups={max(known)}",
-        )
+        asked = "place experts as if routers chose among so many groups"
+        exists = f"the model's have {' or '.join(str(one) for one in sorted(known))}, and would choose other experts"
+        raise problem(f"rebalance(groups={groups})", asked, exists, f"write groups={max(known)}")
 
 
 def _is_router(names: Names) -> bool:

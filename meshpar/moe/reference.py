@@ -64,10 +64,6 @@ def moe(
 def _num_experts(params: PyTree) -> int:
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(params)}
     if len(sizes) != 1 or 0 in sizes:
-        raise problem(
-            "reference.moe",
-            f"take parameters with a first dim of {sorted(sizes)}",
-            "each leaf is [E, ...], one entry an expert",
-            "stack the experts along the first dim",
-        )
+        exists, fix = "each leaf is [E, ...], one entry an expert", "stack the experts along the first dim"
+        raise problem("reference.moe", f"take parameters with a first dim of {sorted(sizes)}", exists, fix)
     return sizes.pop()

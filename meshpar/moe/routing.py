@@ -86,28 +86,19 @@ class Routing:
         reachable = self.num_experts // self.groups * self.top_groups
         if self.top_k > reachable:
             where = f"{self.num_experts} experts" + (f", {reachable} in {self.top_groups} groups" * (self.groups > 1))
-            raise problem(
-                "Routing(top_k=...)",
-                f"send a token to {self.top_k} different experts",
-                f"it may choose among {where}",
-                f"use at most {reachable}",
-            )
+            asked = f"send a token to {self.top_k} different experts"
+            raise problem("Routing(top_k=...)", asked, f"it may choose among {where}", f"use at most {reachable}")
         if self.top_k == 1 and self.normalize and self.choice == "token":
-            raise problem(
-                "Routing(normalize=True)",
-                "make the weights of one chosen expert add up to a constant",
-                "that weight is then the constant itself, and the router gets no gradient from the loss",
-                "use normalize=False, or a top_k of at least 2",
-            )
+            asked = "make the weights of one chosen expert add up to a constant"
+            exists = "that weight is then the constant itself, and the router gets no gradient from the loss"
+            raise problem("Routing(normalize=True)", asked, exists, "use normalize=False, or a top_k of at least 2")
 
     def _check_groups(self) -> None:
         if self.num_experts % self.groups or self.top_groups > self.groups:
-            raise problem(
-                "Routing(groups=..., top_groups=...)",
-                f"cut {self.num_experts} experts into {self.groups} groups and visit {self.top_groups}",
-                "groups are equal, and there are no more to visit than there are",
-                f"use a divisor of {self.num_experts}, and top_groups up to it",
-            )
+            asked = f"cut {self.num_experts} experts into {self.groups} groups and visit {self.top_groups}"
+            exists = "groups are equal, and there are no more to visit than there are"
+            fix = f"use a divisor of {self.num_experts}, and top_groups up to it"
+            raise problem("Routing(groups=..., top_groups=...)", asked, exists, fix)
 
     def _check_expert_choice(self) -> None:
         if self.causal and not self.force:
@@ -128,12 +119,9 @@ class Routing:
                 f"leave {field} out",
             )
         if self.normalize:
-            raise problem(
-                'Routing(choice="expert", normalize=True)',
-                "make the weights of a token's experts add up to a constant",
-                "which experts a token gets is up to them, it may be none",
-                "use normalize=False",
-            )
+            asked = "make the weights of a token's experts add up to a constant"
+            exists = "which experts a token gets is up to them, it may be none"
+            raise problem('Routing(choice="expert", normalize=True)', asked, exists, "use normalize=False")
 
 
 class Routed(NamedTuple):
@@ -333,12 +321,9 @@ def _check_arrays(logits: jax.Array, routing: Routing, bias: jax.Array | None) -
     if not hasattr(logits, "dtype"):
         check_array("route", "logits", logits, "T E")
     if logits.ndim != 2 or logits.shape[1] != num_experts or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise problem(
-            "route",
-            f"route by logits of shape {logits.shape} and dtype {logits.dtype}",
-            f"they are floating numbers [tokens, {num_experts}], one for each of the {num_experts} experts",
-            "merge batch and sequence into one dim of tokens, and check num_experts",
-        )
+        exists = f"they are floating numbers [tokens, {num_experts}], one for each of the {num_experts} experts"
+        fix = "merge batch and sequence into one dim of tokens, and check num_experts"
+        raise problem("route", f"route by logits of shape {logits.shape} and dtype {logits.dtype}", exists, fix)
     if bias is None:
         return
     if routing.choice == "expert":

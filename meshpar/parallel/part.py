@@ -157,17 +157,10 @@ def replicated_all(origin: str) -> Rules:
 
 
 def axes_of(origin: str, axis: Axes) -> tuple[str, ...]:
-    """One mesh axis or several as a tuple.
-
-    Raises:
-      ValueError: no axis, or the same one twice.
-    """
+    """One mesh axis or several as a tuple. Raises `ValueError`: no axis, or the same one twice."""
     axes = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
     if not axes or not all(isinstance(name, str) and name for name in axes) or len(set(axes)) != len(axes):
-        raise problem(
-            f"{origin}(axis={axis!r})",
-            "split over that",
-            "it is no mesh axis, and no tuple of different ones",
-            'write the name of one, as in mp.fsdp(axis="data"), or several: mp.fsdp(axis=("data", "fsdp"))',
-        )
+        where = f"{origin}(axis={axis!r})"
+        fix = 'write the name of one, as in mp.fsdp(axis="data"), or several: mp.fsdp(axis=("data", "fsdp"))'
+        raise problem(where, "split over that", "it is no mesh axis, and no tuple of different ones", fix)
     return axes

@@ -152,6 +152,8 @@ class Facts:
     """The dtype that gradients are summed in; None: float32 at the least."""
     narrow: frozenset[str] = frozenset()
     """Paths of parameters in modules whose matmuls are in 8 bits."""
+    by_row: frozenset[str] = frozenset()
+    """Of these those with a scale for each row."""
     computes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of parameters by path, in modules that compute in another dtype."""
     quantize: Quantize | None = None

@@ -83,10 +83,8 @@ def quantize_of(
     if wire.secondary is not None:
         inside = axes_of(f"{origin}(quantize=...) secondary", wire.secondary)
         if not set(inside) < set(axes):
-            raise problem(
-                f"{origin}(axis={axes!r}, quantize=...) secondary={wire.secondary!r}",
-                "keep a second shard inside the node",
-                "those are some of the axes that parameters are split over, and the others go across nodes",
-                'split over both kinds: mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"})',
-            )
+            where = f"{origin}(axis={axes!r}, quantize=...) secondary={wire.secondary!r}"
+            exists = "those are some of the axes that parameters are split over, and the others go across nodes"
+            fix = 'split over both kinds: mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"})'
+            raise problem(where, "keep a second shard inside the node", exists, fix)
     return wire

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshpar.parallel import leaves
+from meshpar.parallel import leaves, scales
 from meshpar.parallel.part import Need, Part, RuleSets, activations, axes_of
 from meshpar.parallel.promise import Facts, Promised, Uses, Weight, has_vocabulary, merged
 from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
@@ -159,7 +159,7 @@ class Strategy:
 
         Those of parameters follow from the rules of all parts together; the others each part tells of its own.
         """
-        return merged([*leaves.promised(facts), *self.promise_of_layers(facts)])
+        return merged([*leaves.promised(facts), *scales.promised(facts), *self.promise_of_layers(facts)])
 
     def promise_of_layers(self, facts: Facts) -> tuple[Promised, ...]:
         """What the work on activations sends; what two parts promise alike counts once."""
@@ -214,12 +214,10 @@ class Strategy:
         for field in RuleSets._fields[:3]:
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine.largest and theirs.everything and not theirs.largest:
-                raise problem(
-                    f"strategy {self.label} | {other.label}",
-                    f"keep {field} whole by {theirs.everything} after splitting them by {mine.largest.origin}",
-                    "strategies are joined rule by rule, and a rule that is missing takes nothing away",
-                    f"write {other.label} alone, or to keep some leaves whole mp.Rules(embed=None)",
-                )
+                asked = f"keep {field} whole by {theirs.everything} after splitting them by {mine.largest.origin}"
+                exists = "strategies are joined rule by rule, and a rule that is missing takes nothing away"
+                fix = f"write {other.label} alone, or to keep some leaves whole mp.Rules(embed=None)"
+                raise problem(f"strategy {self.label} | {other.label}", asked, exists, fix)
         again = {origin for origin, _ in other.activations.sources} - {USER}
         said = {key for _, key in other.activations.sources}
         for origin, key in self.activations.sources:
@@ -238,12 +236,9 @@ class Strategy:
             return
         for need in self.needs:
             if sizes.get(need.axis, 1) == 1:
-                raise problem(
-                    f"strategy {need.strategy}",
-                    f"use mesh axis `{need.axis}`",
-                    f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items() if v > 1) or 'no axis above 1'}",
-                    f"{need.why}; or give the axis a size: MeshSpec({need.axis}=2, ...)",
-                )
+                exists = f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items() if v > 1) or 'no axis above 1'}"
+                fix = f"{need.why}; or give the axis a size: MeshSpec({need.axis}=2, ...)"
+                raise problem(f"strategy {need.strategy}", f"use mesh axis `{need.axis}`", exists, fix)
 
 
 # ---- Rules by hand ---------------------------------------------------------------------------------------------------
@@ -342,12 +337,8 @@ def as_strategy(rules: Strategy | Rules) -> Strategy:
     if isinstance(rules, Strategy):
         return rules
     if not isinstance(rules, Rules):
-        raise problem(
-            "strategy",
-            f"be {getattr(rules, '__name__', repr(rules))}",
-            f"a strategy is a Strategy or a Rules, and this is a {type(rules).__name__}",
-            _advice(rules),
-        )
+        exists = f"a strategy is a Strategy or a Rules, and this is a {type(rules).__name__}"
+        raise problem("strategy", f"be {getattr(rules, '__name__', repr(rules))}", exists, _advice(rules))
     return Strategy((Bare(rules),))
 
 

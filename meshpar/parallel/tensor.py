@@ -233,12 +233,7 @@ def _promise_of(
     runs, by_sequence = stack * facts.accumulate * slices, axis in facts.sequence_axes
 
     def promise(
-        role: str,
-        kind: Literal["gather", "sum"],
-        least: int,
-        most: int,
-        *,
-        whole: bool | Literal["only"] = False,
+        role: str, kind: Literal["gather", "sum"], least: int, most: int, *, whole: bool | Literal["only"] = False
     ) -> Promised:
         return Promised(
             role=role,

@@ -49,12 +49,8 @@ class Zero(Part):
     def __post_init__(self) -> None:
         axes_of(self.stage, self.axis)
         if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
-            raise problem(
-                f"{self.stage}(min_bytes={self.min_bytes!r})",
-                "leave smaller leaves whole",
-                "it is not a number of bytes",
-                "write one, say min_bytes=2**16",
-            )
+            where, asked = f"{self.stage}(min_bytes={self.min_bytes!r})", "leave smaller leaves whole"
+            raise problem(where, asked, "it is not a number of bytes", "write one, say min_bytes=2**16")
         if type(self.prefetch) is not int or self.prefetch not in (0, 1):
             where, exists = f"{self.stage}(prefetch={self.prefetch!r})", "it is 0, where a layer needs them, or 1"
             raise problem(where, "gather weights so many layers ahead", exists, "write prefetch=1, or leave it out")
@@ -122,9 +118,7 @@ def zero1(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strateg
 
     The compiler scatters the gradients as soon as it sees that only shards are used, so the program is ZeRO-2's.
 
-    Args:
-      axis: the mesh axis, or axes, to split over.
-      min_bytes: unnamed leaves smaller than this stay whole.
+    Arguments are those of `fsdp`.
 
     Example:
       >>> zero1().grads, zero1().optimizer
@@ -137,9 +131,7 @@ def zero1(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strateg
 def zero2(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strategy:
     """ZeRO-2: optimizer state and gradients split over `axis`; no device ever holds a whole gradient.
 
-    Args:
-      axis: the mesh axis, or axes, to split over.
-      min_bytes: unnamed leaves smaller than this stay whole.
+    Arguments are those of `fsdp`.
 
     Example:
       >>> zero2().params, zero2().grads
@@ -158,10 +150,7 @@ def zero3(
 ) -> Strategy:
     """ZeRO-3: parameters, gradients and optimizer state split over `axis`; weights are gathered where they are used.
 
-    Args:
-      axis: the mesh axis, or axes, to split over.
-      min_bytes: unnamed leaves smaller than this stay whole.
-      quantize, prefetch: as for `fsdp`.
+    Arguments are those of `fsdp`.
 
     Example:
       >>> zero3(axis=("data", "fsdp")).params
@@ -215,11 +204,7 @@ def hsdp(
 
     Gathers and scatters stay in the group; only 1/size of the gradients is all-reduced across groups.
 
-    Args:
-      axis: the mesh axis, or axes, to split over.
-      min_bytes: unnamed leaves smaller than this stay whole.
-      quantize: as for `fsdp`; the all-reduce across groups is quantized too.
-      prefetch: as for `fsdp`.
+    Arguments are those of `fsdp`; with `quantize` the all-reduce across groups is quantized too.
 
     Example:
       >>> hsdp().params, hsdp().needs[0].axis

@@ -33,7 +33,7 @@ from meshpar.training.sums import Sums, weighed_by
 
 Buffers: TypeAlias = tuple[jax.Array, ...]
 
-CELL, IF_FIRST, IF_LAST, SENDS = "cell", "if_first", "if_last", ("send_up", "send_down")
+CELL, IF_FIRST, IF_LAST, KEEP, SENDS = "cell", "if_first", "if_last", "keep", ("send_up", "send_down")
 """Scopes of the choices of a tick: which branch runs is in the schedule's table, not in the program."""
 
 
@@ -110,19 +110,6 @@ class _Carry:
     below: jax.Array
     above: jax.Array
     """`late` of the stages before and behind this one, as far as it has come."""
-
-
-class _Made(NamedTuple):
-    """What a cell makes for other cells; zeros where it makes none."""
-
-    up: PyTree
-    """F's output."""
-    down: PyTree
-    """B's."""
-    left: Buffers
-    """By F, for B and W."""
-    handed: Buffers
-    """By B, for W in another cell."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -313,18 +300,30 @@ class _Trace:
     def tick(self, carry: _Carry, at: Mapping[str, jax.Array], moves: jax.Array, late: jax.Array) -> _Carry:
         branches = [self._cell(cell) for cell in self.plan.cells]
         with jax.named_scope(CELL):
-            held = (carry.stash, carry.backlog, carry.inbox, carry.turn)
-            totals, made = lax.switch(at["branch"], branches, carry.totals, held, at)
-            # Behind the cells and not in them: buffers that come out of a branch are copied on their way.
-            stash = write(carry.stash, at["stash"][F], made.left)
-            turn = write(carry.turn, at["turn"][F], made.up)
-            backlog = write(carry.backlog, at["backlog"][B], made.handed)
-        inbox = self._messages(carry.inbox, (made.up, made.down), at, moves)
+            held = (carry.stash, carry.turn, carry.backlog)
+            totals, (stash, turn, backlog), up, down = lax.switch(
+                at["branch"], branches, carry.totals, held, carry.inbox, at
+            )
+        if self._has_places:
+            backlog = self._kept(carry.backlog, at["backlog"][B], backlog)
+        inbox = self._messages(carry.inbox, (up, down), at, moves)
         below, above = carry.below, carry.above
         if late.size:
             with jax.named_scope("late"):
                 below, above = self._send(below + late, 1, False), self._send(above + late, -1, False)
         return _Carry(stash=stash, backlog=backlog, inbox=inbox, turn=turn, totals=totals, below=below, above=above)
+
+    @property
+    def _has_places(self) -> bool:
+        """Whether the backlog has several slots. One alone is what the last B handed on, and cells pass it along. Of
+        several, that some cells read and others write, XLA for GPUs copies all in every cell that they pass through;
+        so cells give what they hand on, and it is written behind them."""
+        return self.plan.buffers()["backlog"] > 1
+
+    def _kept(self, backlog: Buffers, slot: jax.Array, handed: Buffers) -> Buffers:
+        """The backlog with what a B hands on."""
+        with jax.named_scope(KEEP):
+            return lax.cond(slot >= 0, put, lambda backlog, slot, handed: backlog, backlog, slot, handed)
 
     def _send(self, x: PyTree, by: int, ring: bool) -> PyTree:
         """To the stage `by` further; the ends of a line get zeros."""
@@ -367,16 +366,15 @@ class _Trace:
     def _cell(self, kinds: Sequence[bool]) -> Callable[..., Any]:
         has_f, has_b, has_w, own = kinds
 
-        def run(totals: StageTotals, held: Any, at: Mapping[str, jax.Array]) -> tuple[StageTotals, _Made]:
-            stash, backlog, inbox, turn = held
+        def run(totals: StageTotals, held: Any, inbox: PyTree, at: Mapping[str, jax.Array]) -> Any:
+            stash, turn, backlog = held
+            kept = _zeros(self._handed) if self._has_places else backlog
             whole = self._weights_of(at)
-            made = _Made(*(_zeros(like) for like in (self.x, self.x, self.split.stash, self._handed)))
+            up, down = _zeros(self.x), _zeros(self.x)
             read_stash = {kind: read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
             sums, aux = totals
-            handed: Buffers = ()
             if has_b:
                 down, handed, sums = self._backward(whole(B), read_stash[B], inbox, turn, sums, at)
-                made = made._replace(down=down, handed=made.handed if own else handed)
             if has_w:
                 with jax.named_scope("weights"):
                     left = handed if own else read(backlog, at["backlog"][W])
@@ -386,10 +384,13 @@ class _Trace:
                     sums = sums.replace(grads=sums.grads._replace(parts=parts))
             if has_f:
                 up, left, aux_loss, more = self._forward(whole(F), inbox, at)
-                made = made._replace(up=up, left=left)
+                # Every F has a B to keep something for; only the last part's hands its result to the loss.
+                stash, turn = put(stash, at["stash"][F], left), write(turn, at["turn"][F], up)
                 sums = sums.replace(loss=sums.loss + aux_loss.astype(sums.loss.dtype))
                 aux = {k: x.at[at["chunk"][F]].add(more[k].astype(x.dtype)) for k, x in aux.items()}
-            return StageTotals(sums, aux), made._replace(up=self._laid(made.up), down=self._laid(made.down))
+            if has_b and not own and backlog:
+                kept = handed if self._has_places else put(backlog, at["backlog"][B], handed)
+            return StageTotals(sums, aux), (stash, turn, kept), self._laid(up), self._laid(down)
 
         return run
 
@@ -501,14 +502,15 @@ def read(buffer: PyTree, slot: jax.Array) -> PyTree:
     return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
 
 
+def put(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
+    """The buffer with a slot replaced."""
+    return jax.tree.map(lambda b, x: lax.dynamic_update_index_in_dim(b, x.astype(b.dtype), slot, 0), buffer, value)
+
+
 def write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
     """The buffer with a slot replaced; as it was where the slot is −1."""
-
-    def write(b: jax.Array, x: jax.Array) -> jax.Array:
-        old = lax.dynamic_index_in_dim(b, slot, keepdims=False)
-        return lax.dynamic_update_index_in_dim(b, jnp.where(slot >= 0, x.astype(b.dtype), old), slot, 0)
-
-    return jax.tree.map(write, buffer, value)
+    kept = read(buffer, slot)
+    return put(buffer, slot, jax.tree.map(lambda old, x: jnp.where(slot >= 0, x.astype(old.dtype), old), kept, value))
 
 
 def _sum(totals: PyTree, grads: PyTree, at: jax.Array | None = None) -> PyTree:

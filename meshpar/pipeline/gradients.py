@@ -33,6 +33,7 @@ from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is
 from meshpar.training.batch import check_rows
 from meshpar.training.layers import Aux, check_remat, named_in, remat_policy, with_aux
 from meshpar.training.reports import means
+from meshpar.training.xla import CPU_LOOPS, options_for
 
 
 class Result(NamedTuple):
@@ -295,7 +296,8 @@ class ValueAndGrad:
     def __init__(self, run: StagedRun, specs: PyTree | None) -> None:
         self.run, self.specs = run, specs
         # Devices hold shares of everything on the way, which jax can only name inside a compiled program.
-        self._compiled = jax.jit(self._run)
+        self._inside = jax.jit(self._run)
+        self._compiled = jax.jit(self._run, compiler_options=options_for(run.mesh, {}, CPU_LOOPS))
 
     def __call__(
         self, params: Params, batch: PyTree, key: jax.Array | None = None, late: jax.Array | None = None
@@ -316,7 +318,8 @@ class ValueAndGrad:
         check_rows(batch, self.run.split_by, self.run.schedule.microbatches, "microbatches")
         checks.check_key(key)
         checks.check_late(late, self.run.schedule)
-        return self._compiled(params, batch, key, late)
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, key, late)))
+        return (self._inside if is_traced else self._compiled)(params, batch, key, late)
 
     def _run(
         self, params: Params, batch: PyTree, key: jax.Array | None, late: jax.Array | None
@@ -371,7 +374,8 @@ def value_and_grad(
         over consecutive steps: loss and metrics come as each stage's share, `[stage, ...]`, to be summed when read.
 
     Returns:
-      `f(params, batch, key=None, late=None) -> (Result, gradients)`, compiled; also inside a `jax.jit` of yours.
+      `f(params, batch, key=None, late=None) -> (Result, gradients)`, compiled; also inside a `jax.jit` of yours, to
+      which on CPUs `compiler_options={"xla_cpu_copy_insertion_use_region_analysis": True}` saves copies of buffers.
 
     Raises:
       ValueError: a schedule that does not validate, or does not fit the mesh; an option that does not exist.

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from meshpar.models.lookup import rows_travel
-from meshpar.parallel import Strategy, from_json, leaves
+from meshpar.parallel import Strategy, from_json, leaves, scales
 from meshpar.parallel.part import Part
 from meshpar.parallel.promise import Facts, Promised, Weight, is_looked_up, of_stage, size_of
 from meshpar.planner.workload import Held, Remat, Workload
@@ -22,6 +22,7 @@ from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.table import ByStage
 from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, is_whole, num_shards, problem, spec_axes
 from meshpar.training.options import StepOptions
+from meshpar.training.precision import BY_ROW
 
 Of = TypeVar("Of")
 
@@ -198,13 +199,14 @@ class Placed:
             compute=work.precision.compute,
             reduce=work.precision.reduce,
             narrow=work.precision.narrow(one.decision.path for one in weights),
+            by_row=work.precision.narrow((one.decision.path for one in weights), BY_ROW),
         )
         return dataclasses.replace(facts, exchanges_rows=work.looks_up and bool(looked_up(facts)))
 
     def sent(self, facts: Facts) -> Iterator[tuple[Promised, float]]:
         """What a step sends, by XLA and by kernels, each with the share of it that a device sends."""
         share, strategy = 1.0, self.strategy
-        yield from ((one, 1.0) for one in (*leaves.promised(facts), *_rows_sent(facts)))
+        yield from ((one, 1.0) for one in (*leaves.promised(facts), *scales.promised(facts), *_rows_sent(facts)))
         if strategy.pipeline is not None:  # layers are promised for the whole model: a stage has its share
             share, facts = 1 / strategy.pipeline.stages, dataclasses.replace(facts, weights=self.weights)
         for part in strategy.parts:

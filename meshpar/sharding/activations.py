@@ -114,12 +114,9 @@ def check_seen(boundaries: Boundaries, here: Ambient) -> None:
         ("remat", "make again what is in the modules it matches", here.rules.remat, inner),
     ):
         for rule in (rule for rule in rules if not any(map(rule.fires, seen))):
-            raise problem(
-                f"{kind} rule `{rule.key}`",
-                asked,
-                f"it matches none of the {len(seen)} modules that the loss function called",
-                near_or(rule.key, seen, "write a pattern that matches a module's whole path"),
-            )
+            exists = f"it matches none of the {len(seen)} modules that the loss function called"
+            fix = near_or(rule.key, seen, "write a pattern that matches a module's whole path")
+            raise problem(f"{kind} rule `{rule.key}`", asked, exists, fix)
 
 
 @contextlib.contextmanager
@@ -164,12 +161,9 @@ def check_made_again(path: str, out: PyTree) -> None:
     numbers = bool, int, float, complex
     others = [x for x in jax.tree.leaves(out) if not hasattr(x, "dtype") and not isinstance(x, numbers)]
     if others:
-        raise problem(
-            f"remat rule for `{path}`",
-            "make again what the module gives",
-            f"it gives a {type(others[0]).__name__}, and not arrays alone",
-            "leave it out of the rules and name modules in it, or have it give arrays",
-        )
+        exists = f"it gives a {type(others[0]).__name__}, and not arrays alone"
+        fix = "leave it out of the rules and name modules in it, or have it give arrays"
+        raise problem(f"remat rule for `{path}`", "make again what the module gives", exists, fix)
 
 
 def in_reduced_dtype(module: Any) -> None:
@@ -197,12 +191,9 @@ def handed_on(path: str, out: PyTree) -> PyTree:
     names = () if rule.value is None else rule.value.names
     ranks = {x.ndim for x in jax.tree.leaves(out) if isinstance(x, jax.Array)}
     if rule.value is not None and len(names) not in ranks:
-        raise problem(
-            f"activation rule `{rule.key}` at module `{path}`",
-            f"name dims {', '.join(map(repr, names))}",
-            f"the module gives arrays of {' and '.join(map(str, sorted(ranks))) or 'no'} dims",
-            "give one name or None to each dim, or narrow the pattern",
-        )
+        where, asked = f"activation rule `{rule.key}` at module `{path}`", f"name dims {', '.join(map(repr, names))}"
+        exists = f"the module gives arrays of {' and '.join(map(str, sorted(ranks))) or 'no'} dims"
+        raise problem(where, asked, exists, "give one name or None to each dim, or narrow the pattern")
     return jax.tree.map(lambda x: constrain(x, *names) if rule.value and jnp.ndim(x) == len(names) else x, out)
 
 

@@ -141,12 +141,9 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
     from flax import nnx
 
     if isinstance(build, nnx.Module):
-        raise problem(
-            "from_nnx",
-            f"take a {type(build).__name__} that exists already",
-            "its arrays are on one device already",
-            "give a function that makes it: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))",
-        )
+        asked = f"take a {type(build).__name__} that exists already"
+        fix = "give a function that makes it: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))"
+        raise problem("from_nnx", asked, "its arrays are on one device already", fix)
 
     check_takes("from_nnx", build, ("an nnx.Rngs",), "mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))")
     module = _Nnx(build)
@@ -266,12 +263,9 @@ def _nnx_again(path: str, method: Any, policy: Any, within: Any, module: Any, *a
         out, after = method(copy, *args, **kwargs), cast(Any, nnx.split(copy, nnx.Param, ...))
         check_made_again(path, out)
         if after[0] != graph:
-            raise problem(
-                f"remat rule for `{path}`",
-                "make the module again in the backward pass",
-                "its call makes or changes attributes that are no variables, and would lose them",
-                "hold them in an nnx.Variable made with the module, or leave it out of the rules",
-            )
+            exists = "its call makes or changes attributes that are no variables, and would lose them"
+            fix = "hold them in an nnx.Variable made with the module, or leave it out of the rules"
+            raise problem(f"remat rule for `{path}`", "make the module again in the backward pass", exists, fix)
         return out, after[2]
 
     with within:
@@ -438,12 +432,8 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
     from flax import linen as nn
 
     if not isinstance(module, nn.Module):
-        raise problem(
-            "from_linen",
-            f"take {type(module).__name__}",
-            "it is no flax.linen.Module",
-            "use from_nnx or from_functions",
-        )
+        fix = "use from_nnx or from_functions"
+        raise problem("from_linen", f"take {type(module).__name__}", "it is no flax.linen.Module", fix)
     linen = _Linen(module, example_args, example_kwargs)
     return Model(
         kind="linen",
@@ -656,12 +646,9 @@ def _on_host(x: Any) -> Any:
     if not isinstance(x, jax.Array) or _is_key(x) or isinstance(x, jax.core.Tracer):
         return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
-        raise problem(
-            f"from_linen, example array of shape {x.shape}",
-            "initialise the module on it",
-            "its shards are on several processes, and each makes the same program",
-            "give jax.ShapeDtypeStruct(x.shape, x.dtype), or a small array that is the same on all processes",
-        )
+        exists = "its shards are on several processes, and each makes the same program"
+        fix = "give jax.ShapeDtypeStruct(x.shape, x.dtype), or a small array that is the same on all processes"
+        raise problem(f"from_linen, example array of shape {x.shape}", "initialise the module on it", exists, fix)
     return np.asarray(x)
 
 
@@ -760,20 +747,13 @@ class _WithState:
 def _two(given: Any, function: str, what: str) -> tuple[Any, Any]:
     if isinstance(given, tuple) and len(given) == 2:
         return given
-    raise problem(
-        f"from_functions(keeps_state=True), `{function}`",
-        f"give {what}",
-        f"it gives {type(given).__name__}",
-        f"return {what}, or leave out keeps_state",
-    )
+    where = f"from_functions(keeps_state=True), `{function}`"
+    raise problem(where, f"give {what}", f"it gives {type(given).__name__}", f"return {what}, or leave out keeps_state")
 
 
 def _names_of(path: str, dims: Any) -> Names:
     if isinstance(dims, tuple | list):
         return tuple(dims)
-    raise problem(
-        f"from_functions(names={{{path!r}: {dims!r}}})",
-        "name the dims of that leaf",
-        f"it is a {type(dims).__name__}, not a tuple with one name a dim",
-        'write {"up/kernel": ("embed", "mlp")}',
-    )
+    where = f"from_functions(names={{{path!r}: {dims!r}}})"
+    exists = f"it is a {type(dims).__name__}, not a tuple with one name a dim"
+    raise problem(where, "name the dims of that leaf", exists, 'write {"up/kernel": ("embed", "mlp")}')

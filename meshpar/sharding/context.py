@@ -174,12 +174,9 @@ def param_spec(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> Parti
 def _ambient_leaf(asked_by: str, x: Any, names: tuple[str | None, ...]) -> tuple[Ambient, Leaf]:
     here = _context.value.ambient
     if here is None:
-        raise problem(
-            f"{asked_by}(x of shape {x.shape}, {', '.join(map(repr, names))})",
-            "lay an activation on the mesh",
-            "no mesh and rules are in force",
-            "call the model inside `with mp.use(mesh, strategy):`; train_step and eval_step do it for you",
-        )
+        where = f"{asked_by}(x of shape {x.shape}, {', '.join(map(repr, names))})"
+        fix = "call the model inside `with mp.use(mesh, strategy):`; train_step and eval_step do it for you"
+        raise problem(where, "lay an activation on the mesh", "no mesh and rules are in force", fix)
     path = f"activation {'×'.join(str(n) for n in names)}"
     return here, Leaf(path=path, shape=x.shape, dtype=x.dtype, names=names)
 

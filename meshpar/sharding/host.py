@@ -26,13 +26,6 @@ def check_file(
 ) -> Path:
     """A path that is a regular file which may be opened; nothing is read.
 
-    Args:
-      path: the file.
-      where: what it is, for the error.
-      fix: what to do, for the error.
-      asked: what it is read for, for the error.
-      most_bytes: the largest that is taken; None for any.
-
     Raises:
       ValueError: no such file, something else than a file, one that is too large, or a name the system does not take.
     """

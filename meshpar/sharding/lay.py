@@ -53,9 +53,7 @@ def _only(entries: Iterable[Any], kinds: dict[str, AxisType], kind: AxisType) ->
     return PartitionSpec(*(tuple(a for a in spec_axes(entry) if kinds[a] is kind) or None for entry in entries))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The types of a mesh
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The types of a mesh ---------------------------------------------------------------------------------------------
 
 
 def is_typed(mesh: AnyMesh) -> bool:

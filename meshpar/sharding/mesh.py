@@ -58,20 +58,12 @@ class MeshSpec(Mapping[str, int]):
         object.__setattr__(self, "axis_types", _checked_types(axis_types, self._sizes))
         fills = [name for name, size in self._sizes.items() if size == -1]
         if len(fills) > 1:
-            raise problem(
-                f"MeshSpec axes {', '.join(fills)}",
-                "fill what is left with each of them (-1)",
-                "only one axis can take what is left",
-                "give all but one a size",
-            )
+            where, asked = f"MeshSpec axes {', '.join(fills)}", "fill what is left with each of them (-1)"
+            raise problem(where, asked, "only one axis can take what is left", "give all but one a size")
         for name in inside:
             if name not in self._sizes:
-                raise problem(
-                    f"MeshSpec inside_node={inside}",
-                    f"keep `{name}` inside a node",
-                    f"the mesh has no axis `{name}`",
-                    near(name, self._sizes),
-                )
+                where, exists = f"MeshSpec inside_node={inside}", f"the mesh has no axis `{name}`"
+                raise problem(where, f"keep `{name}` inside a node", exists, near(name, self._sizes))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("a MeshSpec does not change; use .replace(fsdp=8)")
@@ -132,12 +124,8 @@ class MeshSpec(Mapping[str, int]):
             name, _, size = (part.strip() for part in entry.partition("="))
             taken = name in (*sizes, "inside_node", "axis_types")
             if not re.fullmatch("-?[0-9]+", size) or not name.isidentifier() or taken:
-                raise problem(
-                    f"mesh `{text}`",
-                    f"read `{entry}`",
-                    "each entry is one axis, once, as axis=size",
-                    "write it like fsdp=64,tensor=8",
-                )
+                exists = "each entry is one axis, once, as axis=size"
+                raise problem(f"mesh `{text}`", f"read `{entry}`", exists, "write it like fsdp=64,tensor=8")
             sizes[name] = int(size)
         return _remake(sizes, ("tensor",))
 
@@ -155,12 +143,9 @@ class MeshSpec(Mapping[str, int]):
         known = math.prod(size for size in self._sizes.values() if size != -1)
         fill = next((name for name, size in self._sizes.items() if size == -1), None)
         if (num_devices % known) if fill else (num_devices != known):
-            raise problem(
-                repr(self),
-                f"lay {num_devices} devices on it",
-                f"the sizes given multiply to {known}" + (f", which does not divide {num_devices}" if fill else ""),
-                self._advice(num_devices, known, fill),
-            )
+            where = repr(self)
+            exists = f"the sizes given multiply to {known}" + (f", which does not divide {num_devices}" if fill else "")
+            raise problem(where, f"lay {num_devices} devices on it", exists, self._advice(num_devices, known, fill))
         return {name: num_devices // known if size == -1 else size for name, size in self._sizes.items()}
 
     def _advice(self, num_devices: int, known: int, fill: str | None) -> str:
@@ -183,12 +168,9 @@ class MeshSpec(Mapping[str, int]):
           ValueError: sizes that do not fit the devices, or an axis of `inside_node` that would cross a node.
         """
         if isinstance(devices, int):
-            raise problem(
-                f"{self!r}.build({devices})",
-                f"lay {devices} devices on it",
-                "that is a number, and build takes the devices themselves",
-                f"write .build(jax.devices()[:{devices}]), or .abstract(devices={devices}) to plan without devices",
-            )
+            exists = "that is a number, and build takes the devices themselves"
+            fix = f"write .build(jax.devices()[:{devices}]), or .abstract(devices={devices}) to plan without devices"
+            raise problem(f"{self!r}.build({devices})", f"lay {devices} devices on it", exists, fix)
         devices = list(jax.devices() if devices is None else devices)
         sizes = self.resolve(len(devices))
         if devices[0].platform == "tpu":  # the torus has its own best order, which jax knows
@@ -228,12 +210,9 @@ class MeshSpec(Mapping[str, int]):
             span = math.prod(sizes[name] for name in names[names.index(axis) :])
             if sizes[axis] > 1 and any(node % span for node in node_sizes):
                 per_node = "/".join(str(n) for n in sorted(node_sizes))
-                raise problem(
-                    f"mesh axis `{axis}` ({sizes[axis]})",
-                    "keep it inside a node",
-                    f"it spans {span} neighbouring devices and a node has {per_node}",
-                    f"make it a divisor of {min(node_sizes)}, or allow it to cross with inside_node=()",
-                )
+                exists = f"it spans {span} neighbouring devices and a node has {per_node}"
+                fix = f"make it a divisor of {min(node_sizes)}, or allow it to cross with inside_node=()"
+                raise problem(f"mesh axis `{axis}` ({sizes[axis]})", "keep it inside a node", exists, fix)
 
 
 def _remake(sizes: Mapping[str, int], inside_node: Sequence[str], axis_types: AxisTypes = "auto") -> MeshSpec:
@@ -245,24 +224,18 @@ def _checked_name(name: str) -> str:
     """An axis of the user's own. `fdsp=4` would make one that nothing is split over: four copies of the same work."""
     near_names = difflib.get_close_matches(name.lower(), AXES, n=1, cutoff=0.75) if name.isalpha() else []
     if near_names:
-        raise problem(
-            f"MeshSpec axis `{name}`",
-            "add an axis of your own",
-            f"it looks like the standard axis `{near_names[0]}`, mistyped; the standard axes are {', '.join(AXES)}",
-            f"write {near_names[0]}=..., or give your own axis a name less like it: my_{name}=...",
-        )
+        exists = f"it looks like the standard axis `{near_names[0]}`, mistyped; the standard axes are {', '.join(AXES)}"
+        fix = f"write {near_names[0]}=..., or give your own axis a name less like it: my_{name}=..."
+        raise problem(f"MeshSpec axis `{name}`", "add an axis of your own", exists, fix)
     return name
 
 
 def _checked_inside(inside_node: Sequence[str]) -> tuple[str, ...]:
     inside = (inside_node,) if isinstance(inside_node, str) else inside_node
     if not isinstance(inside, Sequence) or not all(isinstance(name, str) for name in inside):
-        raise problem(
-            f"MeshSpec(inside_node={inside_node!r})",
-            "keep these axes inside a node",
-            "inside_node is a tuple of names of axes",
-            'write inside_node=("tensor",), or inside_node=() to allow all axes to cross',
-        )
+        where = f"MeshSpec(inside_node={inside_node!r})"
+        fix = 'write inside_node=("tensor",), or inside_node=() to allow all axes to cross'
+        raise problem(where, "keep these axes inside a node", "inside_node is a tuple of names of axes", fix)
     return tuple(inside)
 
 
@@ -285,12 +258,8 @@ def _checked_types(given: AxisTypes, sizes: Mapping[str, int]) -> tuple[AxisType
 
 def _checked_size(name: str, size: int) -> int:
     if not is_whole(size, -1) or size == 0:
-        raise problem(
-            f"MeshSpec axis `{name}`",
-            f"have size {size!r}",
-            "a size is a positive integer, or -1 for what is left",
-            f"write it as {name}=4, or leave {name} out where it is not used",
-        )
+        where, fix = f"MeshSpec axis `{name}`", f"write it as {name}=4, or leave {name} out where it is not used"
+        raise problem(where, f"have size {size!r}", "a size is a positive integer, or -1 for what is left", fix)
     return int(size)
 
 
@@ -304,12 +273,9 @@ def with_auto_axes(where: str, mesh: Any) -> AnyMesh:
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         spec = isinstance(mesh, MeshSpec)
-        raise problem(
-            where,
-            f"use {mesh!r} as a mesh",
-            "it is only the sizes of one" if spec else f"it is a {type(mesh).__name__}",
-            "write .build() behind it, or .abstract() to plan" if spec else "write mp.MeshSpec(fsdp=-1).build()",
-        )
+        exists = "it is only the sizes of one" if spec else f"it is a {type(mesh).__name__}"
+        fix = "write .build() behind it, or .abstract() to plan" if spec else "write mp.MeshSpec(fsdp=-1).build()"
+        raise problem(where, f"use {mesh!r} as a mesh", exists, fix)
     if AxisType.Explicit not in mesh.axis_types:
         return mesh
     types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)

@@ -65,15 +65,7 @@ def table(
     left: Collection[str] = (),
     caption: str | None = None,
 ) -> Any:
-    """A rich table. An empty row stands for a line between two sections.
-
-    Args:
-      title: above it.
-      columns: their heads.
-      rows: of strings and rich's own renderables.
-      left: the columns that are aligned to the left; the others are numbers.
-      caption: below it, one line or more.
-    """
+    """A rich table. An empty row stands for a line between two sections."""
     from rich.table import Table
 
     made = Table(title=title, caption=caption, caption_justify="left")

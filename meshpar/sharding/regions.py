@@ -11,13 +11,28 @@ from typing import Any
 
 import jax
 
-from meshpar.sharding.context import ambient
-from meshpar.sharding.types import axis_sizes, is_spec, problem, spec_axes, without_axes
+from meshpar.sharding.context import ambient, param_spec, spec_of
+from meshpar.sharding.types import axes_of_spec, axis_sizes, is_spec, problem, spec_axes, without_axes
 
 
 def outer_axes() -> tuple[str, ...]:
     """Mesh axes over which the code being traced is per device already."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def weight_axes(weight: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> tuple[tuple[str, ...], ...]:
+    """Mesh axes of more than one rank that split each dim of a weight, and no rows: those of tensor parallelism.
+
+    Empty where nothing is known: without names, in no step, where nothing lays rows out, inside of a region.
+    """
+    here = ambient()
+    if not names or here is None or outer_axes() or "batch" not in here.rules.names:
+        return ((),) * weight.ndim
+    sizes, rows = axis_sizes(here.mesh), ("batch", *(("seq",) if "seq" in here.rules.names else ()))
+    size = here.mesh.size
+    of_rows = set(axes_of_spec(spec_of(jax.ShapeDtypeStruct((size,) * len(rows), weight.dtype), *rows)))
+    spec = (*param_spec(weight, *names), *(None for _ in names))[: len(names)]
+    return tuple(tuple(one for one in spec_axes(e) if sizes[one] > 1 and one not in of_rows) for e in spec)
 
 
 def per_device(kernel: Callable[..., Any], specs: Any, out: Any, *, check_vma: bool = True, whole: bool = False) -> Any:

@@ -9,22 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.types import (
-    Decision,
-    Leaf,
-    MeshLike,
-    axis_sizes,
-    near,
-    near_or,
-    num_shards,
-    problem,
-    spec_axes,
-)
+from meshpar.sharding.types import Decision, Leaf, MeshLike, axis_sizes, near, near_or, num_shards, problem, spec_axes
 
 PARAMETER_NAMES = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert", "layers")
 ACTIVATION_NAMES = (
@@ -76,12 +66,9 @@ def first(*alternatives: str | tuple[str, ...] | None) -> First:
     """
     choices = tuple(tuple(choice) if isinstance(choice, list) else choice for choice in alternatives)
     if not choices or not all(choice is None or isinstance(choice, str) or _is_axes(choice) for choice in choices):
-        raise problem(
-            f"first({', '.join(map(repr, choices))})",
-            f"choose among {'these' if choices else 'nothing'}",
-            "an alternative is a mesh axis, a tuple of different axes, or None for a replicated dim",
-            'write first("tensor", None)',
-        )
+        asked = f"choose among {'these' if choices else 'nothing'}"
+        exists = "an alternative is a mesh axis, a tuple of different axes, or None for a replicated dim"
+        raise problem(f"first({', '.join(map(repr, choices))})", asked, exists, 'write first("tensor", None)')
     return First(choices)
 
 
@@ -126,12 +113,9 @@ def names(*dims: Any) -> NamesOf:
     and_more = dims[-1:] == (...,)
     given = dims[:-1] if and_more else dims
     if not all(name is None or isinstance(name, str) for name in given):
-        raise problem(
-            f"names({', '.join(map(repr, dims))})",
-            "give these names to dims",
-            "a logical name is a string, or None for a dim that has none",
-            'write one for each dim, names("embed", None), or `...` for all that are left, names("layers", ...)',
-        )
+        exists = "a logical name is a string, or None for a dim that has none"
+        fix = 'write one for each dim, names("embed", None), or `...` for all that are left, names("layers", ...)'
+        raise problem(f"names({', '.join(map(repr, dims))})", "give these names to dims", exists, fix)
     return NamesOf(given, and_more)
 
 
@@ -213,20 +197,13 @@ class Rules:
         inputs: Mapping[str, Any] | None = None,
         **by_name: DimRule,
     ) -> None:
-        _check_mapping("paths", paths, "{r'.*/scale': mp.replicated}")
-        _check_mapping("activations", activations, "{r'.*/mlp': ('batch', None, None)}")
-        _check_mapping("precision", precision, "{r'.*/router': 'float32'}")
-        _check_mapping("remat", remat, "{r'.*/mlp': 'full'}")
-        _check_mapping("inputs", inputs, "{r'graph/.*': 'batch'}")
+        given = {"paths": paths, "activations": activations, "inputs": inputs, "precision": precision, "remat": remat}
+        made: dict[str, tuple[_Rule, ...]] = {}
+        for field, (argument, checked, example) in _PATTERNS.items():
+            _check_mapping(argument, given[argument], example)
+            made[field] = tuple(_Rule(key, checked(key, x), is_path=True) for key, x in (given[argument] or {}).items())
         vars(self).update(
-            _by_name={key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()},
-            _by_path=tuple(_Rule(key, _checked_path_rule(key, x), is_path=True) for key, x in (paths or {}).items()),
-            by_module=tuple(
-                _Rule(key, _checked_module_rule(key, x), is_path=True) for key, x in (activations or {}).items()
-            ),
-            precision=tuple(_Rule(key, _checked_dtype(key, x), is_path=True) for key, x in (precision or {}).items()),
-            remat=tuple(_Rule(key, _checked_remat(key, x), is_path=True) for key, x in (remat or {}).items()),
-            inputs=tuple(_Rule(key, _checked_input(key, x), is_path=True) for key, x in (inputs or {}).items()),
+            _by_name={key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()}, **made
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -267,11 +244,7 @@ class Rules:
 
     @classmethod
     def from_logical_axis_rules(
-        cls,
-        rules: Iterable[Any],
-        *,
-        axes: Mapping[str, str | None] | None = None,
-        batch: str | None = None,
+        cls, rules: Iterable[Any], *, axes: Mapping[str, str | None] | None = None, batch: str | None = None
     ) -> Rules:
         """Rules as Flax (`nn.logical_axis_rules`), T5X and MaxText (`logical_axis_rules` of its YAML) write them.
 
@@ -323,11 +296,7 @@ class Rules:
             return NotImplemented
         return self._with(
             _by_name={**self._by_name, **other._by_name},
-            _by_path=_behind(self._by_path, other._by_path),
-            by_module=_behind(self.by_module, other.by_module),
-            precision=_behind(self.precision, other.precision),
-            remat=_behind(self.remat, other.remat),
-            inputs=_behind(self.inputs, other.inputs),
+            **{field: _behind(getattr(self, field), getattr(other, field)) for field in _PATTERNS},
             known=self.known | other.known,
             everything=other.everything or self.everything,
             largest=other.largest or self.largest,
@@ -336,31 +305,25 @@ class Rules:
 
     def __repr__(self) -> str:
         parts = [f"{rule.key}={rule.value!r}" for rule in self._by_name.values()]
-        by_path = {"paths": self._by_path, "activations": self.by_module, "inputs": self.inputs}
-        for name, rules in {**by_path, "precision": self.precision, "remat": self.remat}.items():
-            if rules:
-                parts.append(f"{name}={{" + ", ".join(f"{r.key!r}: {r.value!r}" for r in rules) + "}")
+        for field, (argument, *_) in _PATTERNS.items():
+            if rules := getattr(self, field):
+                parts.append(f"{argument}={{" + ", ".join(f"{r.key!r}: {r.value!r}" for r in rules) + "}")
         return f"Rules({', '.join(parts)})"
 
     def to_json(self) -> dict[str, Any]:
         """Names and paths as plain data, which `from_json` reads as rules of a user's."""
         by_name = {rule.key: _to_plain(rule.value) for rule in self._by_name.values()}
-        by_module = {rule.key: _to_plain(rule.value) for rule in self.by_module}
-        paths = {rule.key: _to_plain(rule.value) for rule in self._by_path}
-        precision, remat = ({rule.key: rule.value for rule in rules} for rules in (self.precision, self.remat))
-        inputs = {rule.key: _to_plain(rule.value) for rule in self.inputs}
-        more = {"activations": by_module, "precision": precision, "remat": remat, "inputs": inputs}
-        return {"by_name": by_name, "paths": paths} | {name: said for name, said in more.items() if said}
+        patterns = {
+            name: {r.key: _to_plain(r.value) for r in getattr(self, of)} for of, (name, *_) in _PATTERNS.items()
+        }
+        return {"by_name": by_name} | {name: said for name, said in patterns.items() if said or name == "paths"}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Rules:
         """The rules that `to_json` gave."""
-        by_name, paths, by_module, inputs = (
-            {key: _from_plain(x) for key, x in data.get(of, {}).items()}
-            for of in ("by_name", "paths", "activations", "inputs")
-        )
-        more = {field: data.get(field) for field in ("precision", "remat")}
-        return Rules(paths=paths, activations=by_module, inputs=inputs, **more, **by_name)
+        arguments = ("by_name", *(argument for argument, *_ in _PATTERNS.values()))
+        said: dict[str, Any] = {of: {key: _from_plain(x) for key, x in data.get(of, {}).items()} for of in arguments}
+        return Rules(**said.pop("by_name"), **said)
 
     @property
     def dtypes(self) -> frozenset[str]:
@@ -461,12 +424,8 @@ def _checked_line(line: Any) -> tuple[str, DimRule]:
         choice = tuple(line[1]) if isinstance(line[1], list) else line[1]
         if choice in (None, ()) or isinstance(choice, str) or _is_axes(choice):
             return line[0], choice or None
-    raise problem(
-        f"from_logical_axis_rules, entry {line!r}",
-        "read it",
-        "an entry is a logical name and a mesh axis, several different ones, or None",
-        'write ("mlp", "tensor")',
-    )
+    exists = "an entry is a logical name and a mesh axis, several different ones, or None"
+    raise problem(f"from_logical_axis_rules, entry {line!r}", "read it", exists, 'write ("mlp", "tensor")')
 
 
 def _checked_dim_rule(key: str, value: Any, where: str = "rule for") -> DimRule:
@@ -474,12 +433,9 @@ def _checked_dim_rule(key: str, value: Any, where: str = "rule for") -> DimRule:
         value = tuple(value)
     if value is None or isinstance(value, First | _Replicated | str) or _is_axes(value):
         return value
-    raise problem(
-        f"{where} {key}" if key.isdigit() else f"{where} `{key}`",
-        f"map to {value!r}",
-        "a dim maps to a mesh axis, a tuple of different axes, first(...), replicated or None",
-        f'write {key}="fsdp"' if key.isidentifier() else "name mesh axes as strings",
-    )
+    exists = "a dim maps to a mesh axis, a tuple of different axes, first(...), replicated or None"
+    fix = f'write {key}="fsdp"' if key.isidentifier() else "name mesh axes as strings"
+    raise problem(f"{where} {key}" if key.isdigit() else f"{where} `{key}`", f"map to {value!r}", exists, fix)
 
 
 def _is_axes(value: Any) -> bool:
@@ -503,19 +459,11 @@ def check_pattern(pattern: Any) -> None:
     try:
         re.compile(str(pattern))
     except re.error as error:
-        raise problem(
-            f"path rule `{pattern}`",
-            "match paths",
-            f"it is no regular expression ({error})",
-            "write one that matches the whole path, say r'.*/kernel', with what is literal escaped",
-        ) from error
+        fix = "write one that matches the whole path, say r'.*/kernel', with what is literal escaped"
+        raise problem(f"path rule `{pattern}`", "match paths", f"it is no regular expression ({error})", fix) from error
     if not isinstance(pattern, str):
-        raise problem(
-            f"path rule {pattern!r}",
-            "match paths",
-            f"a pattern is a string, and this is of type {type(pattern).__name__}",
-            "write a regular expression for the whole path, say r'.*/kernel'",
-        )
+        where, exists = f"path rule {pattern!r}", f"a pattern is a string, and this is of type {type(pattern).__name__}"
+        raise problem(where, "match paths", exists, "write a regular expression for the whole path, say r'.*/kernel'")
 
 
 def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
@@ -524,12 +472,8 @@ def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
         value = names(*value)
     if value is None or (isinstance(value, NamesOf) and not value.and_more):
         return value
-    raise problem(
-        f"activation rule `{pattern}`",
-        f"mean {value!r}",
-        "a module maps to one name or None for each dim of what it gives, or to None: as the compiler likes",
-        'write ("batch", "seq", "act_mlp")',
-    )
+    exists = "a module maps to one name or None for each dim of what it gives, or to None: as the compiler likes"
+    raise problem(f"activation rule `{pattern}`", f"mean {value!r}", exists, 'write ("batch", "seq", "act_mlp")')
 
 
 def _checked_dtype(pattern: str, value: Any) -> str:
@@ -574,6 +518,16 @@ def _checked_path_rule(pattern: str, value: Any) -> PathRule:
     )
 
 
+_PATTERNS: Mapping[str, tuple[str, Callable[[str, Any], Any], str]] = {
+    "_by_path": ("paths", _checked_path_rule, "{r'.*/scale': mp.replicated}"),
+    "by_module": ("activations", _checked_module_rule, "{r'.*/mlp': ('batch', None, None)}"),
+    "inputs": ("inputs", _checked_input, "{r'graph/.*': 'batch'}"),
+    "precision": ("precision", _checked_dtype, "{r'.*/router': 'float32'}"),
+    "remat": ("remat", _checked_remat, "{r'.*/mlp': 'full'}"),
+}
+"""Fields of rules by patterns: the argument of each, what looks at its values, and an example."""
+
+
 # ---- From a leaf and rules to a decision -----------------------------------------------------------------------------
 
 
@@ -603,24 +557,19 @@ def _fitting_names(leaf: Leaf, rule: _Rule) -> tuple[str | None, ...]:
     num_left = len(leaf.shape) - len(given)
     if num_left == 0 or (num_left > 0 and rule.value.and_more):
         return (*given, *(leaf.names or (None,) * len(leaf.shape))[len(given) :])
-    raise problem(
-        f"`{leaf.path}` of shape {leaf.shape}",
-        f"carry {rule.value!r} by the path rule `{rule.key}`",
-        f"it has {len(leaf.shape)} dims, {'fewer than' if rule.value.and_more else 'not'} {len(given)}",
-        "narrow the pattern, or give one name or None to each dim, `...` behind the first to leave others as they are",
-    )
+    where = f"`{leaf.path}` of shape {leaf.shape}"
+    exists = f"it has {len(leaf.shape)} dims, {'fewer than' if rule.value.and_more else 'not'} {len(given)}"
+    fix = "narrow the pattern, or give one name or None to each dim, `...` behind the first to leave others as they are"
+    raise problem(where, f"carry {rule.value!r} by the path rule `{rule.key}`", exists, fix)
 
 
 def _by_path(leaf: Leaf, rule: _Rule, rules: Rules, sizes: dict[str, int]) -> Decision:
     if isinstance(rule.value, _Replicated):
         return _decision(leaf, str(rule), [None] * len(leaf.shape), sizes, meant=True, used=[rule])
     if len(rule.value) > len(leaf.shape):
-        raise problem(
-            f"`{leaf.path}` of shape {leaf.shape}",
-            f"lie as {rule.value!r} by the path rule `{rule.key}`",
-            f"it has {len(leaf.shape)} dims, fewer than the {len(rule.value)} of the rule",
-            "give at most one entry per dim, or narrow the pattern",
-        )
+        where, asked = f"`{leaf.path}` of shape {leaf.shape}", f"lie as {rule.value!r} by the path rule `{rule.key}`"
+        exists = f"it has {len(leaf.shape)} dims, fewer than the {len(rule.value)} of the rule"
+        raise problem(where, asked, exists, "give at most one entry per dim, or narrow the pattern")
     wanted = [*rule.value, *[None] * (len(leaf.shape) - len(rule.value))]
     entries, meant = _fit(leaf, wanted, [str(rule)] * len(wanted), rules, sizes)
     return _decision(leaf, str(rule), entries, sizes, meant=meant, used=[rule])
@@ -651,12 +600,9 @@ def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], *, via: _Rule | N
 def _rule_for(leaf: Leaf, dim: int, name: str, rules: Rules) -> _Rule | None:
     rule = _refined(name, rules)
     if rule is None and name not in rules.known:
-        raise problem(
-            f"`{leaf.path}` dim {dim} (`{name}`, size {leaf.shape[dim]})",
-            f"split by the rule for `{name}`",
-            f"no rule knows the logical name `{name}`",
-            near_or(str(name), rules.names, f"write Rules({name}=...) with a mesh axis, or {name}=None: not split"),
-        )
+        where = f"`{leaf.path}` dim {dim} (`{name}`, size {leaf.shape[dim]})"
+        fix = near_or(str(name), rules.names, f"write Rules({name}=...) with a mesh axis, or {name}=None: not split")
+        raise problem(where, f"split by the rule for `{name}`", f"no rule knows the logical name `{name}`", fix)
     return rule
 
 
@@ -755,12 +701,9 @@ def _place(
     for axis in axes:
         count *= _size_of(axis, leaf, dim, label, sizes)
         if axis in taken:
-            raise problem(
-                f"{_dim_of(leaf, dim)}",
-                f"split over mesh axis `{axis}` ({label})",
-                f"`{axis}` ({sizes[axis]}) already splits dim {taken[axis]} of the same array",
-                f"map one of the two dims to None, or to another of the mesh's {_mesh_text(sizes)}",
-            )
+            exists = f"`{axis}` ({sizes[axis]}) already splits dim {taken[axis]} of the same array"
+            fix = f"map one of the two dims to None, or to another of the mesh's {_mesh_text(sizes)}"
+            raise problem(f"{_dim_of(leaf, dim)}", f"split over mesh axis `{axis}` ({label})", exists, fix)
         taken[axis] = dim
     size = leaf.shape[dim]
     if size % count:
@@ -769,12 +712,8 @@ def _place(
         keep = f"map `{what[0]}` to None" if what and what[0] else "leave this dim unsplit (None)"
         fewer = filter(None, [fewer_devices(size, {axis: sizes[axis] for axis in axes})])
         fallback = f"or write the fallback first({value!r}, None)"
-        raise problem(
-            _dim_of(leaf, dim),
-            f"split over mesh axis {over} ({label})",
-            f"{size} is not a multiple of {count}",
-            ", ".join((f"pad it to {-(-size // count) * count}", keep, *fewer, fallback)),
-        )
+        where, fix = _dim_of(leaf, dim), ", ".join((f"pad it to {-(-size // count) * count}", keep, *fewer, fallback))
+        raise problem(where, f"split over mesh axis {over} ({label})", f"{size} is not a multiple of {count}", fix)
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
@@ -795,22 +734,16 @@ def _first_that_fits(
         free = not any(axis in taken for axis in spec_axes(choice))
         if free and leaf.shape[dim] % math.prod(sizes[axis] for axis in spec_axes(choice)) == 0:
             return None if choice is None else _place(leaf, dim, choice, label, rules, sizes, taken)
-    raise problem(
-        _dim_of(leaf, dim),
-        f"take the first that fits of {value.alternatives} ({label})",
-        f"none of them is free and divides {leaf.shape[dim]} on {_mesh_text(sizes)}",
-        f"end it with None to allow a replicated dim: first({', '.join(map(repr, value.alternatives))}, None)",
-    )
+    exists = f"none of them is free and divides {leaf.shape[dim]} on {_mesh_text(sizes)}"
+    fix = f"end it with None to allow a replicated dim: first({', '.join(map(repr, value.alternatives))}, None)"
+    raise problem(_dim_of(leaf, dim), f"take the first that fits of {value.alternatives} ({label})", exists, fix)
 
 
 def _size_of(axis: str, leaf: Leaf, dim: int, label: str, sizes: dict[str, int]) -> int:
     if axis not in sizes:
-        raise problem(
-            _dim_of(leaf, dim),
-            f"split over mesh axis `{axis}` ({label})",
-            f"the mesh has {_mesh_text(sizes)}",
-            near_or(axis, sizes, f"name an axis of the mesh, or give it this one: MeshSpec({axis}=...)"),
-        )
+        asked = f"split over mesh axis `{axis}` ({label})"
+        fix = near_or(axis, sizes, f"name an axis of the mesh, or give it this one: MeshSpec({axis}=...)")
+        raise problem(_dim_of(leaf, dim), asked, f"the mesh has {_mesh_text(sizes)}", fix)
     return sizes[axis]
 
 

@@ -427,19 +427,12 @@ def _kept_dims(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None,
 def _check_kinds(model: Any, tx: Any) -> None:
     """The likely mix-ups: the module itself, an optimizer that was not called."""
     if not isinstance(model, Model):
-        raise problem(
-            "model",
-            f"shard a {type(model).__name__}",
-            "meshpar takes a Model, whose arrays do not exist yet",
-            "wrap it: mp.from_nnx(lambda rngs: ...), mp.from_linen(module, example_batch) or mp.from_functions(...)",
-        )
+        asked = f"shard a {type(model).__name__}"
+        fix = "wrap it: mp.from_nnx(lambda rngs: ...), mp.from_linen(module, example_batch) or mp.from_functions(...)"
+        raise problem("model", asked, "meshpar takes a Model, whose arrays do not exist yet", fix)
     if tx is not None and not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise problem(
-            "optimizer",
-            f"train with {getattr(tx, '__name__', repr(tx))}",
-            "it has no init and update, as an optax optimizer does",
-            "write optax.adamw(3e-4)",
-        )
+        exists = "it has no init and update, as an optax optimizer does"
+        raise problem("optimizer", f"train with {getattr(tx, '__name__', repr(tx))}", exists, "write optax.adamw(3e-4)")
 
 
 def _check_rules_used(
@@ -451,21 +444,15 @@ def _check_rules_used(
     for rules in (strategy.params, strategy.grads, strategy.optimizer):
         for pattern in rules.patterns:
             if not any(re.fullmatch(pattern, path) for path in paths):
-                raise problem(
-                    f"path rule `{pattern}`",
-                    "apply to the leaves it matches",
-                    f"it matches none of {len(paths)} paths",
-                    near_or(pattern, paths, "write a pattern that matches a whole path, not just a part of it"),
-                )
+                asked = "apply to the leaves it matches"
+                fix = near_or(pattern, paths, "write a pattern that matches a whole path, not just a part of it")
+                raise problem(f"path rule `{pattern}`", asked, f"it matches none of {len(paths)} paths", fix)
         for name in rules.user_names:
             # Names of activations are met only when the model is traced: the shipped ones may stand beside parameters.
             if name not in names and name not in ACTIVATION_NAMES:
-                raise problem(
-                    f"rule for the name `{name}`",
-                    "split the dims that have it",
-                    "no leaf of the model has it",
-                    near_or(name, names, "write it for a name of the model; for activations, in Strategy.activations"),
-                )
+                where = f"rule for the name `{name}`"
+                fix = near_or(name, names, "write it for a name of the model; for activations, in Strategy.activations")
+                raise problem(where, "split the dims that have it", "no leaf of the model has it", fix)
         _check_presets_used(rules, leaves, decisions, names)
 
 
@@ -507,12 +494,10 @@ def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, me
     why = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"the rule was: {decision.rule}"
     dims = " × ".join(map(str, leaf.shape))
     axes = ", ".join(f"`{name}` ({size})" for name, size in axis_sizes(mesh).items() if size > 1)
-    raise problem(
-        f"`{leaf.path}` ({dims} {leaf.dtype.name}, {human_bytes(leaf.nbytes)}, names {leaf.names})",
-        f"lie on a mesh with axes {axes}",
-        f"it would be replicated on every device, and nothing says that is meant ({why})",
-        f"{_advice(leaf)}, or allow bigger ones: strategy.replace(big_leaf_bytes={leaf.nbytes + 1})",
-    )
+    where = f"`{leaf.path}` ({dims} {leaf.dtype.name}, {human_bytes(leaf.nbytes)}, names {leaf.names})"
+    exists = f"it would be replicated on every device, and nothing says that is meant ({why})"
+    fix = f"{_advice(leaf)}, or allow bigger ones: strategy.replace(big_leaf_bytes={leaf.nbytes + 1})"
+    raise problem(where, f"lie on a mesh with axes {axes}", exists, fix)
 
 
 def _advice(leaf: Leaf) -> str:

@@ -43,12 +43,8 @@ class Leaf:
 
     def __post_init__(self) -> None:
         if self.names is not None and len(self.names) != len(self.shape):
-            raise problem(
-                f"`{self.path}` of shape {self.shape}",
-                f"carry the names {self.names}",
-                f"it has {len(self.shape)} dims, not {len(self.names)}",
-                "give one name (or None) to each dim",
-            )
+            asked, exists = f"carry the names {self.names}", f"it has {len(self.shape)} dims, not {len(self.names)}"
+            raise problem(f"`{self.path}` of shape {self.shape}", asked, exists, "give one name (or None) to each dim")
 
     @property
     def size(self) -> int:

@@ -130,9 +130,7 @@ def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules =
 def as_given(rows: PyTree) -> PyTree:
     """The same as the user's function takes it, scalars again."""
     return jax.tree.map(
-        lambda x: x.each[0] if isinstance(x, ForAllRows) else x.each if is_whole(x) else x,
-        rows,
-        is_leaf=_is_put_in,
+        lambda x: x.each[0] if isinstance(x, ForAllRows) else x.each if is_whole(x) else x, rows, is_leaf=_is_put_in
     )
 
 
@@ -199,12 +197,10 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
     if rows == 0 or rows % unit:
         axes = " × ".join(f"`{axis}`" for axis in over) or "one device"
         fewer = fewer_devices(rows // count if rows % count == 0 else 1, over)
-        raise problem(
-            f"batch leaf `{leaves[0][0]}` of shape {shapes[leaves[0][0]]} dim 0 (`batch`)",
-            f"split over {axes} ({shards})" + (f" in {count} {what}" if count > 1 else ""),
-            f"{rows} rows are not a positive multiple of {unit}",
-            ", or ".join(filter(None, (f"use a batch of {max(1, -(-rows // unit)) * unit}", fewer))),
-        )
+        where = f"batch leaf `{leaves[0][0]}` of shape {shapes[leaves[0][0]]} dim 0 (`batch`)"
+        asked = f"split over {axes} ({shards})" + (f" in {count} {what}" if count > 1 else "")
+        fix = ", or ".join(filter(None, (f"use a batch of {max(1, -(-rows // unit)) * unit}", fewer)))
+        raise problem(where, asked, f"{rows} rows are not a positive multiple of {unit}", fix)
 
 
 def _is_put_in(x: Any) -> bool:
@@ -215,12 +211,9 @@ def _is_put_in(x: Any) -> bool:
 def _check_number(path: str, x: Any) -> None:
     dtype = getattr(x, "dtype", None)
     if dtype is not None and not _is_number(dtype):
-        raise problem(
-            f"batch leaf `{path}` of dtype {dtype}",
-            "be laid on devices",
-            "they hold numbers, and this holds none",
-            "leave it out of the batch, or turn it into numbers first (text: into tokens)",
-        )
+        where = f"batch leaf `{path}` of dtype {dtype}"
+        fix = "leave it out of the batch, or turn it into numbers first (text: into tokens)"
+        raise problem(where, "be laid on devices", "they hold numbers, and this holds none", fix)
 
 
 def _is_number(dtype: Any) -> bool:

@@ -45,13 +45,7 @@ class Client(Protocol):
 
 
 class Pod:
-    """This process among those of a pod, and the store they share.
-
-    Args:
-      client: of the coordination service.
-      process_id: of this process.
-      num_processes: of the pod.
-    """
+    """This process among those of a pod, and the store they share."""
 
     def __init__(self, client: Client, *, process_id: int, num_processes: int) -> None:
         self._client = client
@@ -160,12 +154,8 @@ class Pod:
 
     def _absent(self, about: str, missing: Sequence[int]) -> MeshparError:
         who = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-        return problem(
-            f"process {who} of {self.num_processes}",
-            f"compare its {about} with the others'",
-            "it did not come in time",
-            "look at its own log, and start all processes again",
-        )
+        asked, fix = f"compare its {about} with the others'", "look at its own log, and start all processes again"
+        return problem(f"process {who} of {self.num_processes}", asked, "it did not come in time", fix)
 
 
 class StopAgreement:

@@ -100,12 +100,9 @@ def _refusals_explained(count: int) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         if isinstance(error, MeshparError):
             raise
-        raise problem(
-            f"train_step(interleave={count})",
-            "run a layer on a slice of the rows",
-            str(error).partition("\n")[0].rstrip("."),
-            "where layers close over rows, give these to scan_layers(beside=...); or use interleave=1",
-        ) from error
+        exists = str(error).partition("\n")[0].rstrip(".")
+        fix = "where layers close over rows, give these to scan_layers(beside=...); or use interleave=1"
+        raise problem(f"train_step(interleave={count})", "run a layer on a slice of the rows", exists, fix) from error
 
 
 def _over_slices(*of_each: jax.Array) -> jax.Array:
@@ -154,20 +151,14 @@ def _laid(x: jax.Array, *entries: Any) -> jax.Array:
 
 def _cut(x: jax.Array, count: int) -> list[jax.Array]:
     if x.ndim == 0 or x.shape[0] % count:
-        raise problem(
-            f"train_step(interleave={count})",
-            f"run layers on {count} slices of x of shape {x.shape}",
-            "its first dim is no multiple of that" if x.ndim else "it has no dim of rows",
-            "give scan_layers x with the batch as the first dim of every leaf",
-        )
+        where, asked = f"train_step(interleave={count})", f"run layers on {count} slices of x of shape {x.shape}"
+        exists = "its first dim is no multiple of that" if x.ndim else "it has no dim of rows"
+        raise problem(where, asked, exists, "give scan_layers x with the batch as the first dim of every leaf")
     axes, shards = _of_batch(x)
     if x.shape[0] % (shards * count):
-        raise problem(
-            f"train_step(interleave={count})",
-            f"cut {x.shape[0]} rows, over {shards} devices, into {count} slices of each device's",
-            f"they are no multiple of {shards * count}",
-            f"use a multiple of {shards * count} rows a micro-step, or interleave=1",
-        )
+        asked = f"cut {x.shape[0]} rows, over {shards} devices, into {count} slices of each device's"
+        fix = f"use a multiple of {shards * count} rows a micro-step, or interleave=1"
+        raise problem(f"train_step(interleave={count})", asked, f"they are no multiple of {shards * count}", fix)
     by_device = _laid(x.reshape(shards, count, -1, *x.shape[1:]), axes, None, None)
     return [_laid(by_device[:, at].reshape(-1, *x.shape[1:]), axes) for at in range(count)]
 

@@ -33,12 +33,7 @@ heirs: set[Callable[[], object]] = set()
 
 
 class Watch:
-    """Listens for signals from now on, in a thread of its own; to be made in the main thread.
-
-    Args:
-      signals: which.
-      command: the whole process is watched, and ends at the first signal where nothing is to be saved.
-    """
+    """Listens for signals from now on, in a thread of its own; to be made in the main thread."""
 
     def __init__(self, *, signals: Sequence[signal.Signals] = SIGNALS, command: bool = False) -> None:
         self.received: int | None = None

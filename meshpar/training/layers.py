@@ -218,12 +218,9 @@ def _scan(layer: Callable[..., Any], x: Any, rows: tuple[PyTree, PyTree, PyTree]
         with jax.named_scope(at):
             return _one_by_one(body, x, rows, at)
     if caches is not None:
-        raise problem(
-            "scan_layers(caches=...) under mp.pipeline_parallel",
-            "decode by stages",
-            "stages run whole sequences, and keep nothing of them",
-            "decode with a strategy without stages; checkpoints move to it",
-        )
+        exists = "stages run whole sequences, and keep nothing of them"
+        fix = "decode with a strategy without stages; checkpoints move to it"
+        raise problem("scan_layers(caches=...) under mp.pipeline_parallel", "decode by stages", exists, fix)
     return run.run(body, x, rows)
 
 
@@ -284,18 +281,12 @@ def check_alike(name: str, x: PyTree, y: PyTree) -> None:
         wider = [f"`{rule.key}`" for rule in here.rules.precision] if (here := ambient()) is not None else []
         shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (x, y)]
         if wider and shapes[0] == shapes[1]:
-            raise problem(
-                f"{name}, under precision rule {', '.join(wider)}",
-                f"give its result, {_types(y)}, to the next",
-                f"each takes {_types(x)}: the rule names what makes the first one's input, too",
-                "narrow it to modules in the layers, say r'layers/.*'",
-            )
-        raise problem(
-            name,
-            f"give its result, {_types(y)}{of_y}, to the next",
-            f"each takes {_types(x)}{of_x}",
-            "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them",
-        )
+            where = f"{name}, under precision rule {', '.join(wider)}"
+            exists = f"each takes {_types(x)}: the rule names what makes the first one's input, too"
+            fix = "narrow it to modules in the layers, say r'layers/.*'"
+            raise problem(where, f"give its result, {_types(y)}, to the next", exists, fix)
+        fix = "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them"
+        raise problem(name, f"give its result, {_types(y)}{of_y}, to the next", f"each takes {_types(x)}{of_x}", fix)
 
 
 def _types(tree: PyTree) -> str:
@@ -308,26 +299,16 @@ def with_aux(given: Any) -> tuple[Any, Aux | None]:
         return given, None
     x, aux = given
     if jnp.shape(aux.loss) != ():
-        raise problem(
-            "the Aux of a layer",
-            "add its loss to the loss",
-            f"it has shape {jnp.shape(aux.loss)}",
-            "take its mean in the layer; what is to be seen of every row or expert belongs into Aux.metrics",
-        )
+        fix = "take its mean in the layer; what is to be seen of every row or expert belongs into Aux.metrics"
+        raise problem("the Aux of a layer", "add its loss to the loss", f"it has shape {jnp.shape(aux.loss)}", fix)
     if not isinstance(aux.metrics, Mapping):
-        raise problem(
-            "the Aux of a layer",
-            f"take metrics from a {type(aux.metrics).__name__}",
-            "they are a dict of arrays by name",
-            "write Aux(loss, {})",
-        )
+        asked = f"take metrics from a {type(aux.metrics).__name__}"
+        raise problem("the Aux of a layer", asked, "they are a dict of arrays by name", "write Aux(loss, {})")
     metrics = {name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in aux.metrics.items()}
     return x, Aux(jnp.asarray(aux.loss), metrics)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the backward pass keeps of a layer
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What the backward pass keeps of a layer -------------------------------------------------------------------------
 
 MATMUL = "matmul"
 """Name, for `jax.checkpoint`, of the result of a matmul with a weight that policies cannot see for what it is."""
@@ -434,11 +415,7 @@ Gather: TypeAlias = Callable[[str, PyTree], PyTree]
 
 
 def check_remat(remat: str | None, where: str = "") -> None:
-    """See that a remat policy exists, which stands at `where` in the error.
-
-    Raises:
-      ValueError: it does not.
-    """
+    """See that a remat policy exists, which stands at `where` in the error. Raises `ValueError`: it does not."""
     if remat is not None:
         _remat_parts(str(remat), where)
 

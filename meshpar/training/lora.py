@@ -30,19 +30,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.adapters import BoundLinen, Model, Variables, key_of
-from meshpar.sharding.context import ambient, apart, param_spec, spec_of, tracing
-from meshpar.sharding.regions import outer_axes
+from meshpar.sharding.context import ambient, apart, spec_of, tracing
+from meshpar.sharding.regions import outer_axes, weight_axes
 from meshpar.sharding.types import (
     BESIDE,
     PAIR,
     Names,
     PyTree,
-    axes_of_spec,
     axis_sizes,
     is_whole,
     near_or,
     problem,
-    spec_axes,
     tree_leaves_with_paths,
 )
 from meshpar.training.layers import Adapted
@@ -321,13 +319,8 @@ def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: 
 
 def _output_axes(layer: _Layer, b: jax.Array) -> tuple[str, ...]:
     """Mesh axes that split what a layer makes, and not the batch: those of tensor parallelism."""
-    here, names = ambient(), layer.names
-    if names is None or here is None or outer_axes() or "batch" not in here.rules.names:
-        return ()
-    sizes = axis_sizes(here.mesh)
-    rows = axes_of_spec(spec_of(jax.ShapeDtypeStruct((here.mesh.size,), b.dtype), "batch"))
-    split = spec_axes((*param_spec(b, None, *names[layer.num_stacked + layer.num_in :]), None, None)[1])
-    return () if set(split) & set(rows) else tuple(axis for axis in split if sizes[axis] > 1)
+    names = layer.names
+    return () if names is None else weight_axes(b, None, *names[layer.num_stacked + layer.num_in :])[1]
 
 
 def _by_shard(x: jax.Array, a: jax.Array, b: jax.Array, axes: tuple[str, ...]) -> jax.Array:

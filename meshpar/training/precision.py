@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 
-from meshpar.sharding.context import current, within
+from meshpar.sharding.context import ambient, current, within
+from meshpar.sharding.regions import weight_axes
 from meshpar.sharding.rules import check_pattern
 from meshpar.sharding.types import PyTree, near, problem
-from meshpar.training.products import float8_dot, wide_gradient_dot
+from meshpar.training.products import Split, float8_dot, float8_rows_dot, wide_gradient_dot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,11 @@ class Precision:
 
     matmul: str | Mapping[str, str | None] | None = None
     """Matmuls with weights inside of layers: "fp8" rounds both operands to 8-bit floats, forward and backward, each by
-    a scale of its own (`meshpar.training.products.float8_dot`; experts: `meshpar.moe.grouped`). Attention, router,
-    output layer and everything else stay in the compute dtype. None: as they are. A mapping says it by path: pattern of
-    a module's whole path to one of these, for it and all that it holds; a pattern that stands later wins, and what none
-    matches stays as it is. `{r"layers/.*": "fp8", r"layers/attention/out": None}`"""
+    a scale of its own (`meshpar.training.products.float8_dot`; experts: `meshpar.moe.grouped`); "fp8-rowwise" has one
+    for each row of activations and column of a weight, and weights' gradients stay wide (`float8_rows_dot`).
+    Attention, router, output layer and everything else stay in the compute dtype. None: as they are. A mapping says it
+    by path: pattern of a module's whole path to one of these, for it and all that it holds; a pattern that stands later
+    wins, and what none matches stays as it is. `{r"layers/.*": "fp8", r"layers/attention/out": None}`"""
 
     def __post_init__(self) -> None:
         if isinstance(self.matmul, Mapping):
@@ -50,7 +52,7 @@ class Precision:
             _check_word(field, getattr(self, field), FLOATS, "it is no floating dtype")
         for pattern, word in self._matmuls:
             check_pattern(pattern)
-            _check_word("matmul", word, MATMULS, f"there is {', '.join(MATMULS)}")
+            _check_word("matmul", word, MATMULS, _BY_BLOCK.get(str(word), f"there is {', '.join(MATMULS)}"))
 
     @property
     def _matmuls(self) -> tuple[tuple[str, str | None], ...]:
@@ -64,9 +66,12 @@ class Precision:
         found = [one for one in self._matmuls if any(re.fullmatch(one[0], path) for path in paths)]
         return (found[-1][1] if found else None), {pattern for pattern, _ in found}
 
-    def narrow(self, paths: Iterable[str]) -> frozenset[str]:
-        """Of parameters' paths those in modules whose matmuls are in 8 bits."""
-        return frozenset(path for path in paths if self.matmul_in(path.rpartition("/")[0])[0] is not None)
+    def narrow(self, paths: Iterable[str], by: str | None = None) -> frozenset[str]:
+        """Of parameters' paths those in modules whose matmuls are in 8 bits, or by one of `MATMULS`."""
+        if self.matmul is None:
+            return frozenset()
+        words = MATMULS if by is None else (by,)
+        return frozenset(path for path in paths if self.matmul_in(path.rpartition("/")[0])[0] in words)
 
     def unmatched(self, matched: Collection[str]) -> str | None:
         """The first pattern of `matmul` that is not among those that a model's modules matched; None: there is none."""
@@ -78,12 +83,21 @@ class Precision:
 
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
-MATMULS = ("fp8",)
+BY_ROW = "fp8-rowwise"
+MATMULS = ("fp8", BY_ROW)
+_BY_BLOCK = {
+    "fp8-blockwise": "XLA has no kernel for it: it multiplies in 16 bits, or keeps each block's product in memory",
+    "mxfp8": "compiled without a GPU, XLA makes products in 16 bits of jax.nn.scaled_dot_general, and "
+    "jax.lax.scaled_dot compiles for one device alone",
+    "nvfp4": "jax.nn.scaled_dot_general has it for inference: its gradients are in 16 bits",
+}
+"""Recipes of other frameworks, and why they are not here (tried with jax 0.10.2 and 0.12.0)."""
 
 
 def _check_word(field: str, word: str | None, known: tuple[str, ...], exists: str) -> None:
     if word is not None and word not in known:
-        raise problem(f"Precision({field}={word!r})", "use that dtype", exists, near(str(word), known))
+        fix = f"use {known[-1]!r}" if word in _BY_BLOCK else near(str(word), known)
+        raise problem(f"Precision({field}={word!r})", "use that dtype", exists, fix)
 
 
 def check_bits(where: str, dtype: str) -> None:
@@ -217,21 +231,17 @@ def matmul_here() -> str | None:
 
 
 def check_wide(where: str, what: str, fix: str) -> None:
-    """Raise where a kernel's own matmuls are to be computed in 8 bits, which it cannot.
-
-    Args:
-      where, what, fix: of the error, as in `problem`.
-    """
+    """Raise where a kernel's own matmuls are to be computed in 8 bits, which it cannot."""
     if (word := matmul_here()) is not None:
         asked = f"compute {what} in 8 bits, as Precision(matmul={word!r}) asks"
         raise problem(where, asked, "its kernel has no such products", fix)
 
 
-def check_narrow(dtype: Any) -> None:
+def check_narrow(word: str, dtype: Any) -> None:
     """Raise where what stands around 8-bit matmuls cannot hold their sums."""
     if dtype == jnp.float16:
         exists = "sums of products of 8-bit floats exceed what float16 holds"
-        raise problem('Precision(matmul="fp8")', "compute in float16 around it", exists, 'use compute="bfloat16"')
+        raise problem(f"Precision(matmul={word!r})", "compute in float16 around it", exists, 'use compute="bfloat16"')
 
 
 def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
@@ -243,13 +253,22 @@ def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
     return None if context is None else context.precision.reduce_dtype(dtype)
 
 
+def _split_of(weight: jax.Array, names: tuple[str | None, ...]) -> Split | None:
+    axes, here = weight_axes(weight, *names), ambient()
+    return Split(here.mesh, axes) if here is not None and any(axes) else None
+
+
+_NARROW = {"fp8": float8_dot, BY_ROW: float8_rows_dot}
+
+
 def dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, narrow: bool = True, **kwargs: Any
-) -> jax.Array:
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, narrow: bool = True,
+    names: tuple[str | None, ...] = (), **kwargs: Any,
+) -> jax.Array:  # fmt: skip
     """`lax.dot_general` of activations (lhs) and a weight (rhs), whose weight gradient leaves in the reduction dtype.
 
     Where the step asks for it it is computed in fewer bits (`Precision.matmul`), unless `narrow` is False, as in output
-    layers.
+    layers. By logical `names` of the weight's dims that knows which of them tensor parallelism splits.
 
     XLA places the reduction of a weight's gradient right behind the matmul that makes it, in the dtype of that
     matmul. So the sum over devices is as precise as `Precision.reduce` asks only where the layers use this function:
@@ -257,10 +276,10 @@ def dot_general(
     """
     context = current().numerics
     contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)
-    if context is not None and narrow and matmul_here() is not None:
-        check_narrow(rhs.dtype)
+    if context is not None and narrow and (word := matmul_here()) is not None:
+        check_narrow(word, rhs.dtype)
         reduce = context.precision.reduce_dtype(rhs.dtype)
-        return float8_dot(contracting, batch, reduce, lhs.astype(rhs.dtype), rhs)
+        return _NARROW[word](contracting, batch, reduce, _split_of(rhs, names), lhs.astype(rhs.dtype), rhs)
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)

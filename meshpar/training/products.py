@@ -1,18 +1,23 @@
 """Matmuls of activations and a weight whose operands, or gradients, are in dtypes of their own.
 
 `float8_dot`: x ─► scale = max|x| / largest of the format ─► x / scale, rounded ─► product ─► times both scales
+`float8_rows_dot`: the same, with a scale for each row of x and each column of the weight
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
+
+from meshpar.sharding.types import AnyMesh, axis_sizes
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 Product = Callable[[Any], Array]
@@ -36,6 +41,14 @@ def _wide_backward(plain: Any, contracting: Any, batch: Any, reduce: Any, saved:
 
 
 wide_gradient_dot.defvjp(lambda plain, _, __, ___, lhs, rhs: (plain(lhs, rhs), (lhs, rhs)), _wide_backward)
+
+
+class Split(NamedTuple):
+    """How a weight is split by axes that split no rows: those of tensor parallelism."""
+
+    mesh: AnyMesh
+    axes: tuple[tuple[str, ...], ...]
+    """Of each of its dims."""
 
 
 class Scaled(NamedTuple):
@@ -64,9 +77,9 @@ def scaled(
     return Scaled((x.astype(jnp.float32) / scale).astype(dtype), scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def float8_dot(
-    contracting: Any, batch: Any, reduce: Any, lhs: Float[Array, ...], rhs: Float[Array, ...]
+    contracting: Any, batch: Any, reduce: Any, split: Split | None, lhs: Float[Array, ...], rhs: Float[Array, ...]
 ) -> Float[Array, ...]:
     """`lax.dot_general` of activations and a weight in 8-bit floats, in the weight's dtype.
 
@@ -77,33 +90,127 @@ def float8_dot(
     Args:
       contracting, batch: the dimension numbers, tuples of tuples.
       reduce: dtype in which the weight's gradient leaves its matmul.
+      split: of the weight; None: nothing is known.
       lhs, rhs: bfloat16 or wider; the largest product is 448² times the contracted size.
 
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
     """
-    return _forward(contracting, batch, reduce, lhs, rhs)[0]
+    return _forward(contracting, batch, reduce, split, lhs, rhs)[0]
 
 
-def _forward(contracting: Any, batch: Any, reduce: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
+def _forward(contracting: Any, batch: Any, reduce: Any, split: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
     x, w = scaled(lhs, FORWARD), scaled(rhs, FORWARD)
-    return _times(x, w, (contracting, batch), rhs.dtype), (lhs, rhs, x.scale, w.scale)
+    out = _times(x.values, w.values, (contracting, batch), x.scale * w.scale, rhs.dtype, split)
+    return out, (lhs, rhs, x.scale, w.scale)
 
 
-def _backward(contracting: Any, batch: Any, reduce: Any, saved: Any, g: Array) -> tuple[Array, Array]:
+def _backward(
+    contracting: Any, batch: Any, reduce: Any, split: Split | None, saved: Any, g: Array
+) -> tuple[Array, Array]:
     lhs, rhs, x_scale, w_scale = saved
     x, w, dy = scaled(lhs, FORWARD, x_scale), scaled(rhs, FORWARD, w_scale), scaled(g, GRADIENT)
+
+    def of_input(numbers: Any) -> Array:
+        return _times(dy.values, w.values, numbers, dy.scale * w.scale, lhs.dtype, split)
+
+    def of_weight(numbers: Any) -> Array:
+        return _times(x.values, dy.values, numbers, x.scale * dy.scale, reduce, None)
+
     dims = lhs, rhs, contracting, batch
-    d_lhs = _input_gradient(lambda numbers: _times(dy, w, numbers, lhs.dtype), *dims)
-    d_rhs = _weight_gradient(lambda numbers: _times(x, dy, numbers, reduce), *dims)
-    return d_lhs, d_rhs.astype(rhs.dtype)
+    return _input_gradient(of_input, *dims), _weight_gradient(of_weight, *dims).astype(rhs.dtype)
 
 
 float8_dot.defvjp(_forward, _backward)
 
 
-def _times(lhs: Scaled, rhs: Scaled, numbers: Any, dtype: Any) -> Array:
-    product = lax.dot_general(lhs.values, rhs.values, numbers, preferred_element_type=dtype)
-    return (product * (lhs.scale * rhs.scale)).astype(dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def float8_rows_dot(
+    contracting: Any, batch: Any, reduce: Any, split: Split | None, lhs: Float[Array, ...], rhs: Float[Array, ...]
+) -> Float[Array, ...]:
+    """`float8_dot` with one scale for each row of the activations and one for each column of the weight.
+
+        out[t, n] = a_t b_n sum_k x[t, k] w[k, n]          x, w: e4m3; a_t = max_k|.| / 448, b_n likewise
+        dx[t, k] = c_t sum_n g[t, n] w[k, n]               g: e4m3, of b_n dy[t, n]; c_t = max_n|.| / 448
+        dw[k, n] = sum_t x[t, k] dy[t, n]                  as wide as they came
+
+    So no number of a row costs another row bits, every scale stands outside of its sum, and the weight is rounded once
+    for both passes: its scales go over to the output's gradient before that is rounded, which is of e4m3, too, for one
+    row needs no wider range. The weight's gradient sums over rows; in 8 bits it would want scales over all tokens of
+    all devices, and is what suffers first: it stays wide. Where the contracted dim is split XLA reduces the largest of
+    every row, or column, over its axes (`meshpar.parallel.scales`).
+
+    Source: pytorch/ao, torchao/float8, recipe "rowwise_with_gw_hp", 2025 (its backward has one scale a weight).
+    """
+    return _rows_forward(contracting, batch, reduce, split, lhs, rhs)[0]
+
+
+def _rows_forward(contracting: Any, batch: Any, reduce: Any, split: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
+    x, w = scaled(lhs, FORWARD, dims=contracting[0]), scaled(rhs, FORWARD, dims=contracting[1])
+    x_free, w_free = _free(lhs, contracting[0], batch[0]), _free(rhs, contracting[1], batch[1])
+    rows = jnp.transpose(x.scale, [*batch[0], *x_free, *contracting[0]])
+    rows = rows.reshape(*rows.shape[: len(batch[0]) + len(x_free)], *(1 for _ in w_free))
+    scale = rows * _columns(w.scale, lhs, contracting, batch)
+    return _times(x.values, w.values, (contracting, batch), scale, rhs.dtype, split), (lhs, rhs, w.scale)
+
+
+def _columns(scale: Array, lhs: Array, contracting: Any, batch: Any) -> Array:
+    """Scales of a weight's columns, laid as the output's dims: (batch, free of lhs, free of rhs)."""
+    free, num_batch = _free(scale, contracting[1], batch[1]), len(batch[1])
+    scale = jnp.transpose(scale, [*batch[1], *contracting[1], *free])
+    ones = (1,) * len(_free(lhs, contracting[0], batch[0]))
+    return scale.reshape(*scale.shape[:num_batch], *ones, *scale.shape[num_batch + len(contracting[1]) :])
+
+
+def _rows_backward(
+    contracting: Any, batch: Any, reduce: Any, split: Split | None, saved: Any, g: Array
+) -> tuple[Array, Array]:
+    lhs, rhs, w_scale = saved
+    dims = lhs, rhs, contracting, batch
+    num_rows = lhs.ndim - len(contracting[0])  # dims of the output before the weight's own
+    columns = _columns(w_scale, lhs, contracting, batch)
+    dy = scaled(g.astype(jnp.float32) * columns, FORWARD, dims=tuple(range(num_rows, g.ndim)))
+    w = scaled(rhs, FORWARD, w_scale)
+
+    def narrow(numbers: Any) -> Array:
+        rows = dy.scale.reshape(*dy.scale.shape[:num_rows], *(1 for _ in contracting[0]))
+        return _times(dy.values, w.values, numbers, rows, lhs.dtype, split)
+
+    def wide(numbers: Any) -> Array:
+        return lax.dot_general(lhs, g, numbers, preferred_element_type=reduce)
+
+    return _input_gradient(narrow, *dims), _weight_gradient(wide, *dims).astype(rhs.dtype)
+
+
+float8_rows_dot.defvjp(_rows_forward, _rows_backward)
+
+
+def _times(lhs: Array, rhs: Array, numbers: Any, scale: Array, dtype: Any, split: Split | None) -> Array:
+    """`lax.dot_general` of 8-bit values, times their scales, which are laid as it is; `split` is of rhs.
+
+    Where ranks split what is contracted each multiplies its own part of the sum by the scales, and parts are added then
+    (the contracted dim becomes one of ranks and one of what each has). XLA sums over ranks right behind a product, and
+    of what it has summed nothing is added, or kept as a shard, before it is sent: so a layer's input would have a sum
+    of its gradient for each matrix that takes it in, and the sequence split between blocks would be summed whole.
+    """
+    over = next(((a, b) for a, b in zip(*numbers[0], strict=True) if split is not None and split.axes[b]), None)
+    if split is None or over is None:
+        return (lax.dot_general(lhs, rhs, numbers, preferred_element_type=dtype) * scale).astype(dtype)
+    axes = split.axes[over[1]]
+    operands: list[Array] = []
+    contracted: Any = []
+    batch: Any = []
+    for x, dim, dims, along in zip((lhs, rhs), over, *numbers, strict=True):
+        ranks = math.prod(axis_sizes(split.mesh)[axis] for axis in axes)
+        parts = x.reshape(*x.shape[:dim], ranks, x.shape[dim] // ranks, *x.shape[dim + 1 :])
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * parts.ndim
+        spec[dim], spec[dim + 1] = axes, None
+        operands.append(lax.with_sharding_constraint(parts, NamedSharding(split.mesh, PartitionSpec(*spec))))
+        contracted.append([d + (d >= dim) for d in dims])
+        batch.append([dim, *(d + (d > dim) for d in along)])
+    products = lax.dot_general(operands[0], operands[1], (contracted, batch), preferred_element_type=dtype)
+    products = (products * (scale[None] if scale.ndim else scale)).astype(dtype)
+    # lax.reduce, for jnp.sum would send a narrow dtype as float32.
+    return lax.reduce(products, jnp.zeros((), dtype), lax.add, (0,))
 
 
 def _input_gradient(product: Product, lhs: Array, rhs: Array, contracting: Any, batch: Any) -> Array:

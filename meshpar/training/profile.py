@@ -22,11 +22,7 @@ ABOUT = "about.json"
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """`10:15` as the first and the last step.
-
-    Raises:
-      ValueError: something else, or no step between them.
-    """
+    """`10:15` as the first and the last step. Raises `ValueError`: something else, or no step between them."""
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last:
@@ -56,11 +52,6 @@ class Profile(Hook):
     Host threads have `meshpar:step` around each dispatch and `meshpar:data`, `:compile`, `:save`, `:validate` around
     what else the loop does. On devices an operation has its scope: `gradients` (with `transpose(...)` in the backward
     pass) and `update`, the optimizer.
-
-    Args:
-      folder: where to; XProf and TensorBoard read it.
-      first, last: steps, counted from 1.
-      about: what is to be known of the run, for who reads the trace.
     """
 
     order = 3  # a save before the first step is not in it, one behind the last is

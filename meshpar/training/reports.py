@@ -99,19 +99,11 @@ def check_numbers(metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
         dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, bool | int | float) else None)
         if dtype is None or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
-            raise problem(
-                f"metric `{name}`",
-                "be one number",
-                f"it is a {type(value).__name__}" + (f" of dtype {dtype}" if dtype is not None else ""),
-                "give a scalar, or leave it out",
-            )
+            exists = f"it is a {type(value).__name__}" + (f" of dtype {dtype}" if dtype is not None else "")
+            raise problem(f"metric `{name}`", "be one number", exists, "give a scalar, or leave it out")
         if jnp.shape(value):
-            raise problem(
-                f"metric `{name}`",
-                "be one number",
-                f"it is of shape {jnp.shape(value)}",
-                "take its mean in the loss function, or as a whole number its sum",
-            )
+            fix = "take its mean in the loss function, or as a whole number its sum"
+            raise problem(f"metric `{name}`", "be one number", f"it is of shape {jnp.shape(value)}", fix)
 
 
 def means(sums: dict[str, jax.Array], total: Any) -> dict[str, jax.Array]:

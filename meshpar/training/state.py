@@ -21,17 +21,7 @@ from meshpar.sharding.lay import abstract_of, is_typed, with_auto_types, without
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
-from meshpar.sharding.types import (
-    AnyMesh,
-    Leaf,
-    PyTree,
-    axes_of_spec,
-    axis_sizes,
-    is_spec,
-    near_or,
-    path_str,
-    problem,
-)
+from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
 from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.muon import Updating
 from meshpar.training.precision import Precision, cast_floating
@@ -371,12 +361,9 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
         raise problem(f"load_params, `{path}`", "put weights in it", "None is given", f"give an array, or {keep}")
     for path in sorted(known.keys() ^ given.keys()):
         is_known = path in known
-        raise problem(
-            f"load_params, `{path}`",
-            "find weights for it" if is_known else "put it in",
-            f"the {len(given)} weights given have no such path" if is_known else "the model has no such parameter",
-            near_or(path, given, keep) if is_known else near_or(path, known, "leave it out"),
-        )
+        exists = f"the {len(given)} weights given have no such path" if is_known else "the model has no such parameter"
+        fix = near_or(path, given, keep) if is_known else near_or(path, known, "leave it out")
+        raise problem(f"load_params, `{path}`", "find weights for it" if is_known else "put it in", exists, fix)
     loaded = [
         jax.device_put(_fitting(path, given[path], decision.leaf), NamedSharding(setup.given_mesh, decision.spec))
         for path, decision in known.items()
@@ -390,12 +377,8 @@ def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
     x = x if isinstance(x, jax.Array) else np.asarray(x)
     kinds = [jnp.issubdtype(dtype, jnp.floating) for dtype in (x.dtype, leaf.dtype)]
     if x.shape != leaf.shape or kinds[0] != kinds[1]:
-        raise problem(
-            f"load_params, `{path}`",
-            f"take {x.dtype.name}{list(x.shape)}",
-            f"the model has {leaf.dtype.name}{list(leaf.shape)}",
-            "transpose, reshape or cast it first",
-        )
+        asked, fix = f"take {x.dtype.name}{list(x.shape)}", "transpose, reshape or cast it first"
+        raise problem(f"load_params, `{path}`", asked, f"the model has {leaf.dtype.name}{list(leaf.shape)}", fix)
     if not kinds[0]:
         _check_kept(path, x, leaf.dtype, bool(np.all(x.astype(leaf.dtype) == x)))
         return x.astype(leaf.dtype)
@@ -411,12 +394,9 @@ def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
 def _check_kept(path: str, x: Any, dtype: np.dtype, is_kept: bool) -> None:
     if not is_kept:
         largest = float(abs(x).max())
-        raise problem(
-            f"load_params, `{path}`",
-            f"take {x.dtype.name} as {dtype.name}",
-            f"its numbers go up to {largest:.3g}, which {dtype.name} does not hold",
-            "scale or clip them first, or make the state with mp.Precision(params=...) of a wider dtype",
-        )
+        exists = f"its numbers go up to {largest:.3g}, which {dtype.name} does not hold"
+        fix = "scale or clip them first, or make the state with mp.Precision(params=...) of a wider dtype"
+        raise problem(f"load_params, `{path}`", f"take {x.dtype.name} as {dtype.name}", exists, fix)
 
 
 def key_words(key: jax.Array | int) -> np.ndarray:

@@ -286,12 +286,9 @@ def _check_layers(options: StepOptions, context: Numerics) -> None:
         (f"interleave={options.interleave}" * (options.interleave > 1), "run layers on slices of the rows", "1"),
     ):
         if asked and not context.num_scans:
-            raise problem(
-                f"train_step({asked})",
-                spec,
-                "the model marks no layer: it never calls meshpar.scan_layers",
-                f"run its stacked layers by mp.scan_layers(layer, x, params), or use {otherwise}",
-            )
+            exists = "the model marks no layer: it never calls meshpar.scan_layers"
+            fix = f"run its stacked layers by mp.scan_layers(layer, x, params), or use {otherwise}"
+            raise problem(f"train_step({asked})", spec, exists, fix)
     if (pattern := options.precision.unmatched(context.matched)) is not None:
         raise problem(
             f"Precision(matmul=...), modules `{pattern}`",
@@ -309,12 +306,9 @@ def _check_named(setup: Setup, options: StepOptions, context: Numerics) -> None:
         for name in () if remat is None else named_in(remat):
             if name not in context.names:
                 marked = context.names - {MATMUL, SECOND_SHARD}
-                raise problem(
-                    where,
-                    f"keep what the layers mark as `{name}`",
-                    f"they mark {', '.join(f'`{one}`' for one in sorted(marked)) or 'nothing'}",
-                    near_or(name, marked, f'mark it: jax.ad_checkpoint.checkpoint_name(x, "{name}")'),
-                )
+                exists = f"they mark {', '.join(f'`{one}`' for one in sorted(marked)) or 'nothing'}"
+                fix = near_or(name, marked, f'mark it: jax.ad_checkpoint.checkpoint_name(x, "{name}")')
+                raise problem(where, f"keep what the layers mark as `{name}`", exists, fix)
 
 
 def _check_prefetch(setup: Setup, options: StepOptions) -> None:
@@ -363,12 +357,10 @@ def _check_whole(setup: Setup, options: StepOptions, batch: PyTree) -> None:
     """What is whole of the batch is so where the compiler sees all rows."""
     engine = engine_of(setup, options).__name__.rpartition(".")[2]
     if (engine != "plain" or setup.model.is_explicit) and not isinstance(batch, NamedSharding):
-        raise problem(
-            f"inputs rules with replicated, and {setup.strategy.label}" + ONCE * options.is_once,
-            "give every device a leaf of the batch whole",
-            "stages, kernels that quantize, one reduction behind all micro-steps and mp.explicit take rows alone",
-            'use accumulate_mode="each" and a strategy without stages and quantize, or repeat it for every row',
-        )
+        where = f"inputs rules with replicated, and {setup.strategy.label}" + ONCE * options.is_once
+        exists = "stages, kernels that quantize, one reduction behind all micro-steps and mp.explicit take rows alone"
+        fix = 'use accumulate_mode="each" and a strategy without stages and quantize, or repeat it for every row'
+        raise problem(where, "give every device a leaf of the batch whole", exists, fix)
 
 
 def _check_wider(setup: Setup, precision: Precision) -> None:
@@ -409,12 +401,9 @@ def _check_params_dtype(setup: Setup, precision: Precision) -> None:
         return
     for decision in setup.table.params:
         if jnp.issubdtype(decision.leaf.dtype, jnp.floating) and decision.leaf.dtype != jnp.dtype(precision.params):
-            raise problem(
-                f"train_step(precision=Precision(params={precision.params!r}))",
-                f"keep `{decision.path}` in {precision.params}",
-                f"the state holds it in {decision.leaf.dtype.name}",
-                "give the same precision to init_state",
-            )
+            where = f"train_step(precision=Precision(params={precision.params!r}))"
+            asked, fix = f"keep `{decision.path}` in {precision.params}", "give the same precision to init_state"
+            raise problem(where, asked, f"the state holds it in {decision.leaf.dtype.name}", fix)
 
 
 def _check_loss(where: str, loss_fn: Any) -> None:
@@ -434,9 +423,7 @@ def _check_slopes(setup: Setup) -> None:
             )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The loss --------------------------------------------------------------------------------------------------------
 
 
 def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
@@ -452,12 +439,9 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
             except NameError as error:
                 raise _explained(error) from error
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
-            raise problem(
-                f"loss function `{getattr(loss_fn, '__name__', loss_fn)}`",
-                "return (loss, metrics)",
-                f"it returned {type(out).__name__}",
-                "return a scalar and a dict of scalars, which may be empty",
-            )
+            where = f"loss function `{getattr(loss_fn, '__name__', loss_fn)}`"
+            fix = "return a scalar and a dict of scalars, which may be empty"
+            raise problem(where, "return (loss, metrics)", f"it returned {type(out).__name__}", fix)
         value, metrics = out
         check_numbers({"loss": value, **metrics})
         if trains and not jnp.issubdtype(jnp.result_type(value), jnp.floating):
@@ -495,12 +479,10 @@ def _without_others(loss: Loss, setup: Setup) -> Loss:
         except Exception as error:
             if type(error).__name__ != "ForbiddenCollectiveError":
                 raise
-            raise problem(
-                f"mp.explicit(model) and {setup.strategy.label}",
-                f"send nothing over {', '.join(f'`{axis}`' for axis in sorted(others))}, which no rule of it names",
-                " ".join(str(error).split()),
-                "leave arrays as they lie over that axis, or join a strategy that splits over it",
-            ) from error
+            where = f"mp.explicit(model) and {setup.strategy.label}"
+            asked = f"send nothing over {', '.join(f'`{axis}`' for axis in sorted(others))}, which no rule of it names"
+            fix = "leave arrays as they lie over that axis, or join a strategy that splits over it"
+            raise problem(where, asked, " ".join(str(error).split()), fix) from error
 
     return refused
 
@@ -509,12 +491,9 @@ def _explained(error: NameError) -> Exception:
     axis = re.search(r"unbound axis name: (\w+)", str(error))
     if axis is None:
         return error
-    return problem(
-        f"axis name `{axis[1]}` in the model",
-        "reduce over it, as BatchNorm(axis_name=...) does",
-        "a step sees the global batch: its means and sums are over all rows already",
-        f"leave out axis_name={axis[1]!r}",
-    )
+    asked = "reduce over it, as BatchNorm(axis_name=...) does"
+    exists = "a step sees the global batch: its means and sums are over all rows already"
+    return problem(f"axis name `{axis[1]}` in the model", asked, exists, f"leave out axis_name={axis[1]!r}")
 
 
 @contextlib.contextmanager
@@ -603,9 +582,7 @@ def _check_extra(before: PyTree, after: PyTree) -> None:
             raise problem(f"`{path}` of the model", "be carried from step to step", exists, fix)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The update
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The update ------------------------------------------------------------------------------------------------------
 
 
 def _value_fn(step: TrainStep, state: TrainState, batch: PyTree, key: jax.Array) -> Callable[[PyTree], jax.Array]:

@@ -58,12 +58,8 @@ def weight_of(options: StepOptions, metrics: dict[str, jax.Array]) -> jax.Array 
     if options.weight is None:
         return None
     if options.weight not in metrics:
-        raise problem(
-            f"train_step(weight={options.weight!r})",
-            "weigh micro-steps by that metric",
-            f"the loss function returned {sorted(metrics)}",
-            "add it to the metrics",
-        )
+        asked, exists = "weigh micro-steps by that metric", f"the loss function returned {sorted(metrics)}"
+        raise problem(f"train_step(weight={options.weight!r})", asked, exists, "add it to the metrics")
     return metrics[options.weight]
 
 

@@ -34,6 +34,7 @@ from meshpar.parallel.tried import kinds, tried
 from meshpar.pipeline.schedules import SCHEDULES
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.mesh import MeshSpec
+from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import MeshparError, PyTree, problem, tree_leaves_with_paths
 from meshpar.training.checkpoint import Checkpoints
 from meshpar.training.options import StepOptions
@@ -119,7 +120,7 @@ class Outcome(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Verified:
+class Verified(Plain):
     """What `verify` found."""
 
     outcomes: tuple[Outcome, ...]
@@ -131,16 +132,12 @@ class Verified:
     dtype: str
     left_out: tuple[str, ...] = ()
     """What was not drawn, and why."""
+    derived = ("ok",)
 
     @property
     def ok(self) -> bool:
         """Every layout was the same, and there was one."""
         return self.smallest is None and any(one.verdict == "same" for one in self.outcomes)
-
-    def to_json(self) -> dict[str, Any]:
-        outcomes = [one._asdict() for one in self.outcomes]
-        smallest = None if self.smallest is None else self.smallest._asdict()
-        return {**dataclasses.asdict(self), "ok": self.ok, "outcomes": outcomes, "smallest": smallest}
 
     def __str__(self) -> str:
         counts = {kind: sum(one.verdict == kind for one in self.outcomes) for kind in ("same", "differs", "refused")}

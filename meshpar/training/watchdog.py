@@ -47,10 +47,6 @@ class Judge:
     """Process 0's account of all: what each told last, and since when it tells the same.
 
     Clocks of hosts need not agree: times are taken here, where beats arrive.
-
-    Args:
-      num_processes: of the pod.
-      stall_s: seconds after which a process is lost.
     """
 
     def __init__(self, num_processes: int, *, stall_s: float = STALL_S, busy_s: float = BUSY_S) -> None:

@@ -22,6 +22,11 @@ GPU_OPTIONS: Options = MappingProxyType({"xla_gpu_enable_latency_hiding_schedule
 """For GPUs, unless the user says otherwise. Newer XLA has the scheduler on by itself, jax 0.10's has not."""
 
 
+CPU_LOOPS: Options = MappingProxyType({"xla_cpu_copy_insertion_use_region_analysis": True})
+"""For pipelines on CPUs: XLA looks closer at what a branch in a loop may overwrite, as it does for GPUs, or every tick
+copies all buffers."""
+
+
 OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 """The option that says how many collectives may run at a time; XLA gives each its stream."""
 
@@ -49,12 +54,13 @@ def options_for(mesh: AnyMesh, given: Options, strategys: Options = MappingProxy
     Args:
       mesh: of the step.
       given: the user's.
-      strategys: for GPUs, what the strategy needs.
+      strategys: what the strategy needs, on CPUs and on GPUs.
 
     A mesh without devices stands for a pod's.
     """
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "gpu"
-    return {**({} if platform == "cpu" else {**GPU_OPTIONS, **strategys}), **given}
+    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    own = {name: value for name, value in strategys.items() if name.startswith("xla_cpu_") == on_cpu}
+    return {**({} if on_cpu else GPU_OPTIONS), **own, **given}
 
 
 def check_kind(options: object) -> None:

@@ -8,13 +8,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshpar.data.tokens import (
-    ByteTokenizer,
-    HuggingFaceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    token_dtype,
-)
+from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer, token_dtype
 from meshpar.sharding.types import MeshparError
 
 TEXT = "the quick brown fox, the lazy dog: Füße über Straßen. " * 20

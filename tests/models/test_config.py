@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.models import (
-    RopeScaling,
-    TransformerConfig,
-    llama3_8b,
-    llama3_70b,
-    llama3_405b,
-    next_token_loss,
-)
+from meshpar.models import RopeScaling, TransformerConfig, llama3_8b, llama3_70b, llama3_405b, next_token_loss
 from tests.grid import cases
 
 SIZES = {

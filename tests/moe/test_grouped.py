@@ -13,11 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import backend
 
 from meshpar.compiled import hlo
 from meshpar.compiled.clock import work
+from meshpar.compiled.target import mesh_on, missing_aot, traced_for
 from meshpar.moe import choose_grouped_matmul, grouped_matmul, grouped_swiglu
 from meshpar.planner import cost
+from meshpar.planner.hardware import parse_cluster
+from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 
@@ -306,6 +310,9 @@ def test_auto_takes_tokamax_on_gpus_that_have_it(fake_tokamax, monkeypatch):
     assert choose_grouped_matmul("cpu").implementation == "blocked"
     assert choose_grouped_matmul("gpu").implementation == "tokamax"
     assert choose_grouped_matmul("gpu", "float32").implementation == "blocked"
+    with monkeypatch.context() as blackwell:
+        blackwell.setattr(backend, "get_default_device", lambda: types.SimpleNamespace(compute_capability="10.0"))
+        assert "10.0" in choose_grouped_matmul("gpu").why
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     rows, weights, _ = operands("bfloat16")
     jax.eval_shape(grouped_matmul, rows, weights, jnp.ones(GROUPS, jnp.int32))
@@ -314,10 +321,64 @@ def test_auto_takes_tokamax_on_gpus_that_have_it(fake_tokamax, monkeypatch):
 
 
 def test_the_real_tokamax_refuses_where_it_has_no_kernel():
-    pytest.importorskip("tokamax", reason="asks the package itself, of Python 3.12 or newer: pip install tokamax")
+    real_tokamax()
     rows, weights, _ = operands("bfloat16")
     with pytest.raises(MeshparError, match="tokamax's kernels.*refuses.*blocked"):
         grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32), implementation="tokamax")
+
+
+def real_tokamax():
+    return pytest.importorskip(
+        "tokamax", reason="asks the package itself, of Python 3.12 or newer: pip install tokamax"
+    )
+
+
+def test_with_the_real_tokamax_values_and_gradients_are_those_of_the_blocked_form(monkeypatch):
+    """Its own form for any machine stands in for its kernels, which want a GPU."""
+    package, found = real_tokamax(), {}
+    product = package.ragged_dot
+    monkeypatch.setattr(package, "ragged_dot", lambda *given, implementation: product(*given, implementation="xla"))
+    rows, weights, _ = operands("float32")
+    sizes = jnp.array([5, 0, *[3] * (GROUPS - 2)], jnp.int32)
+    for implementation in ("blocked", "tokamax"):
+        multiply = functools.partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
+        y, pull = jax.vjp(multiply, rows, weights)
+        found[implementation] = (y, *pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)))
+    for x, y in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)  # sums of a few float32 products in another order
+
+
+def lowered_with_tokamax(cluster):
+    """Of real kernels, the gradients of rows and weights."""
+    real_tokamax()
+    if missing_aot():
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
+
+    def loss(rows, weights, sizes):
+        y = grouped_matmul(rows, weights, sizes, implementation="tokamax")
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    one = parse_cluster(cluster)
+    lies = jax.sharding.NamedSharding(mesh_on(one, MeshSpec(data=1).abstract()), jax.sharding.PartitionSpec())
+    shapes = ((1024, 256), jnp.bfloat16), ((8, 256, 512), jnp.bfloat16), ((8,), jnp.int32)
+    given = [jax.ShapeDtypeStruct(*of, sharding=lies) for of in shapes]
+    with traced_for(one):
+        return jax.jit(jax.grad(loss, (0, 1))).trace(*given).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.pod
+def test_the_real_tokamaxs_kernels_are_compiled_without_a_gpu():
+    """Forward, and of rows and weights: three kernels for that GPU, and no product of XLA's."""
+    text = lowered_with_tokamax("h100:1x1").compile().as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == 3
+    assert " dot(" not in text
+    assert "__cublas" not in text
+
+
+@pytest.mark.pod
+def test_where_the_real_tokamax_has_no_kernel_of_a_gradient_it_is_told():
+    with pytest.raises(MeshparError, match="refuses: Only default.*blocked"):
+        lowered_with_tokamax("b200:1x1")
 
 
 def test_what_tokamax_refuses_is_told(fake_tokamax, monkeypatch):

@@ -19,10 +19,13 @@ import meshpar as mp
 from meshpar.compiled import hlo
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.census import census
+from meshpar.compiled.walk import executed
 from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, split_vjp, value_and_grad
+from meshpar.pipeline.executor import Plan
 from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.traffic import gathers_in_cells
 from meshpar.sharding.types import MeshparError
+from meshpar.training.xla import CPU_LOOPS
 from tests.grid import cases
 from tests.pipeline.replay import Stale, replay
 
@@ -216,7 +219,7 @@ def arguments(case: Case):
 def run_of(case: Case) -> Run:
     with jax.enable_x64(case.dtype == "float64"):
         lowered = jax.jit(function(case)).lower(*arguments(case))
-        return Run(case, lowered, lowered.compile())
+        return Run(case, lowered, lowered.compile(compiler_options=dict(CPU_LOOPS)))
 
 
 @pytest.fixture(scope="module")
@@ -392,6 +395,25 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches_and_gpipes_does(run):
     stash = split_vjp(lambda layers, x: case.stage(layers, x, None), part, x).stash
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in (*stash, x))
     assert (many - few) / 24 == pytest.approx(kept, rel=0.05)
+
+
+@pytest.mark.parametrize("name", cases("zb-h2", grid=["gpipe", "1f1b", "zb-h2", "interleaved-1f1b", "dualpipe"]))
+def test_no_tick_copies_a_buffer(run, name):
+    """A cell writes its slot where the buffer is, and those that write none leave it alone."""
+    case = program(name, 8)
+    counts = Plan.of(case.table).buffers()
+    slots = {counts["stash"], counts["backlog"]} - {0}
+    module = hlo.parse(run(case).compiled.as_text())
+    ticks = [visit for visit in executed(module) if visit.loops and visit.loops[0].trip_count == case.table.ticks]
+    assert ticks and counts["stash"] > 3
+    buffer = case.rows * EMBED
+    copies = [
+        (visit.computation.name, ins.name, ins.shape)
+        for visit in ticks
+        for ins in visit.computation
+        if ins.opcode == "copy" and ins.shape.dims[:1] and ins.shape.dims[0] in slots and ins.shape.size >= buffer
+    ]
+    assert not copies
 
 
 @pytest.mark.matrix

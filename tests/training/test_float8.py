@@ -20,6 +20,7 @@ import meshpar as mp
 from meshpar.compiled import census
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing, grouped_matmul, grouped_swiglu
+from meshpar.parallel.scales import SCALES
 from meshpar.planner.workload import describe
 from meshpar.sharding.adapters import OVERWRITTEN
 from meshpar.sharding.types import tree_leaves_with_paths
@@ -29,7 +30,7 @@ from tests.grid import cases
 from tests.parallel.test_equality import CASES, EXPERTS, five_steps
 from tests.training.test_precision import PRODUCTS
 
-FP8 = mp.Precision(matmul="fp8")
+FP8, BY_ROW = mp.Precision(matmul="fp8"), mp.Precision(matmul="fp8-rowwise")
 CONFIG = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=512
 )
@@ -39,35 +40,79 @@ MATRICES = 7
 """With weights in a layer."""
 
 
-def rounded(x, dtype):
-    """As 8-bit floats over one scale, by NumPy."""
+def scale_of(x, dtype, dims=None):
+    return np.abs(np.asarray(x)).max(dims, keepdims=True) / np.float32(ml_dtypes.finfo(dtype).max)
+
+
+def rounded(x, dtype, dims=None):
+    """As 8-bit floats over one scale, or one for all that differ in `dims` alone, by NumPy."""
     x = np.asarray(x, np.float32)
-    scale = np.abs(x).max() / np.float32(ml_dtypes.finfo(dtype).max)
+    scale = scale_of(x, dtype, dims)
     return (x / scale).astype(dtype).astype(np.float64) * scale
 
 
-@pytest.mark.parametrize("product", cases("crossed", grid=PRODUCTS))
-def test_values_and_gradients_are_those_of_rounded_operands(product):
-    lhs_shape, rhs_shape, dims = PRODUCTS[product]
-    rng = np.random.default_rng(0)
-    lhs, rhs = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (lhs_shape, rhs_shape))
-    with numerics(FP8, None):
-        out, pull = jax.vjp(lambda a, b: dot_general(a, b, dims), lhs, rhs)
-        g = jnp.asarray(rng.normal(size=out.shape), jnp.float32)
-        found = (out, *pull(g))
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def of_rounded(lhs, rhs, g, dims):
+    """(out, d_lhs, d_rhs) of operands over one scale each."""
+    out, pull = jax.vjp(lambda a, b: jax.lax.dot_general(a, b, dims), rounded(lhs, E4M3), rounded(rhs, E4M3))
+    return (out, *pull(jnp.asarray(rounded(g, E5M2))))
+
+
+def of_rounded_rows(lhs, rhs, g, dims):
+    """The same with a scale a row and a column; the weight's gradient is of what is not rounded."""
+    (of_lhs, of_rhs), (batch, _) = dims
 
     def plain(a, b):
         return jax.lax.dot_general(a, b, dims)
 
+    # Means over what is contracted of each column's scale, laid as the output is.
+    scales = np.broadcast_to(scale_of(rhs, E4M3, of_rhs), rhs.shape)
+    size = np.prod([lhs.shape[dim] for dim in of_lhs])
+    columns = np.asarray(plain(np.ones(lhs.shape), scales.astype(np.float64))) / size
+    of_weight = tuple(range(len(batch) + lhs.ndim - len(of_lhs) - len(batch), g.ndim))
+    narrow = rounded(g * columns.astype(np.float32), E4M3, of_weight) / columns
+    out, pull = jax.vjp(plain, rounded(lhs, E4M3, of_lhs), rounded(rhs, E4M3, of_rhs))
+    wide = jax.vjp(plain, np.asarray(lhs, np.float64), np.asarray(rhs, np.float64))[1]
+    return out, pull(jnp.asarray(narrow))[0], wide(jnp.asarray(g, jnp.float64))[1]
+
+
+EMULATED = {"fp8": of_rounded, "fp8-rowwise": of_rounded_rows}
+
+
+@pytest.mark.parametrize("word", EMULATED)
+@pytest.mark.parametrize("product", cases("crossed", grid=PRODUCTS))
+def test_values_and_gradients_are_those_of_rounded_operands(product, word):
+    lhs_shape, rhs_shape, dims = PRODUCTS[product]
+    rng = np.random.default_rng(0)
+    # Numbers of one column differ from another's by far, which is what scales of columns are for.
+    draws = (rng.normal(size=shape) * 8.0 ** rng.integers(-2, 1, shape[-1]) for shape in (lhs_shape, rhs_shape))
+    lhs, rhs = (jnp.asarray(one, jnp.float32) for one in draws)
+    with numerics(mp.Precision(matmul=word), None):
+        out, pull = jax.vjp(lambda a, b: dot_general(a, b, dims), lhs, rhs)
+        g = jnp.asarray(rng.normal(size=out.shape), jnp.float32)
+        found = (out, *pull(g))
     with jax.enable_x64(True):
-        a, b = rounded(lhs, ml_dtypes.float8_e4m3fn), rounded(rhs, ml_dtypes.float8_e4m3fn)
-        expected, pull = jax.vjp(plain, jnp.asarray(a), jnp.asarray(b))
-        expected = (expected, *pull(jnp.asarray(rounded(g, ml_dtypes.float8_e5m2))))
+        expected = EMULATED[word](lhs, rhs, g, dims)
     for x, y in zip(found, expected, strict=True):
         # Sums of a few products, in float32.
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
     # Three bits of significand are off by a sixteenth at the most, and signs differ: a sixteenth of the norm is ample.
-    assert np.linalg.norm(out - plain(lhs, rhs)) < np.linalg.norm(out) / 16
+    assert np.linalg.norm(out - jax.lax.dot_general(lhs, rhs, dims)) < np.linalg.norm(out) / 16
+
+
+def test_a_scale_a_row_leaves_small_rows_their_bits():
+    """One row 2^20 times the others: over one scale these are zeros, over their own they lose a sixteenth."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 64), (64, 16)))
+    x = x.at[0].multiply(2.0**20)
+    expected, found = np.asarray(x @ w), {}
+    for word in EMULATED:
+        with numerics(mp.Precision(matmul=word), None):
+            found[word] = np.asarray(dot_general(x, w, (((1,), (0,)), ((), ()))))
+    np.testing.assert_array_equal(found["fp8"][1:], 0)
+    assert np.linalg.norm(found["fp8-rowwise"][1:] - expected[1:]) < np.linalg.norm(expected[1:]) / 16
 
 
 @pytest.mark.parametrize("x", [np.zeros((2, 3)), np.full((2, 3), np.nan)], ids=["zeros", "nan"])
@@ -77,6 +122,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none(x):
     np.testing.assert_array_equal(out, x[:, :2] * 3)
 
 
+@pytest.mark.parametrize("precision", cases(BY_ROW, grid=[FP8, BY_ROW]), ids=lambda one: one.matmul)
 @pytest.mark.parametrize(
     ("framework", "case"),
     cases(
@@ -87,30 +133,31 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none(x):
         ],
     ),
 )
-def test_scales_are_those_of_all_shards(framework, case):
+def test_scales_are_those_of_all_shards(framework, case, precision):
     """Float64 around the 8 bits: sums in another order hardly ever round to another number of 8 bits."""
     spec, strategy, options = CASES[case]
     with jax.enable_x64(True):
-        expected = five_steps(framework, "float64", mp.MeshSpec(), mp.ddp(), {"precision": FP8})
-        options = {**options, "precision": FP8}
+        expected = five_steps(framework, "float64", mp.MeshSpec(), mp.ddp(), {"precision": precision})
+        options = {**options, "precision": precision}
         found = five_steps(framework, "float64", spec, strategy, options, start=expected.start)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
     assert_same(found.params, expected.params, atol=1e-5)
 
 
+@pytest.mark.parametrize("word", EMULATED)
 @pytest.mark.parametrize("sizes", cases("5 0 9", grid=["5 0 9", "6 6 6"]))
-def test_experts_rows_and_weights_are_rounded_each_by_a_scale_of_its_own(sizes):
+def test_experts_rows_and_weights_are_rounded_each_by_a_scale_of_its_own(sizes, word):
     rng, sizes = np.random.default_rng(0), np.array(sizes.split(), np.int32)
     draws = (18, 8), (3, 8, 5), (18, 5)
     rows, weights, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in draws)
-    with numerics(FP8, None):
+    with numerics(mp.Precision(matmul=word), None):
         y, pull = jax.vjp(lambda r, w: grouped_matmul(r, w, sizes, block=4), rows, weights)
         found = (y, *pull(g))
     expected = [np.zeros(x.shape) for x in found]
     for row, group in enumerate(np.repeat(np.arange(3), sizes)):
-        weight = rounded(weights[group], ml_dtypes.float8_e4m3fn)
-        expected[0][row] = rounded(rows[row], ml_dtypes.float8_e4m3fn) @ weight
-        expected[1][row] = weight @ rounded(g[row], ml_dtypes.float8_e5m2)
+        dims = (((0,), (0,)), ((), ()))
+        with jax.enable_x64(True):
+            expected[0][row], expected[1][row], _ = EMULATED[word](rows[row], weights[group], g[row], dims)
         expected[2][group] += np.outer(rows[row], g[row])  # as wide as they are
     for x, y in zip(found, expected, strict=True):
         # Sums of a few products, in float32.
@@ -158,12 +205,13 @@ def test_by_path(framework):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("word", EMULATED)
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 2, "expert": 4}], ids=str)
-def test_experts_lie_as_they_like(mesh):
+def test_experts_lie_as_they_like(mesh, word):
     """Float64 around the 8 bits, as above. No scale is of what several devices hold."""
     spec, strategy = mp.MeshSpec(**mesh), mp.fsdp() | mp.expert_parallel() if "expert" in mesh else mp.fsdp()
     with jax.enable_x64(True):
-        options = {"precision": mp.Precision(matmul={r"layers/mlp": "fp8"})}
+        options = {"precision": mp.Precision(matmul={r"layers/mlp": word})}
         expected = five_steps("nnx", "float64", mp.MeshSpec(), mp.ddp(), options, **EXPERTS)
         found = five_steps("nnx", "float64", spec, strategy, options, expected.start, **EXPERTS)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
@@ -190,6 +238,9 @@ def traced(model, precision):
     [
         ({"matmul": "fp9"}, CONFIG, "there is fp8"),
         ({"matmul": ("fp8",)}, CONFIG, "there is fp8"),
+        ({"matmul": "mxfp8"}, CONFIG, "in 16 bits.*use 'fp8-rowwise'"),
+        ({"matmul": {"layers/.*": "nvfp4"}}, CONFIG, "for inference"),
+        ({"matmul": "fp8-blockwise"}, CONFIG, "XLA has no kernel"),
         ({"matmul": "fp8", "compute": "float16"}, CONFIG, "bfloat16"),
         ({"matmul": {"layers/mpl/.*": "fp8"}}, CONFIG, "modules `layers/mpl/"),
         ({"matmul": {"layers/(mlp": "fp8"}}, CONFIG, "no regular expression"),
@@ -217,22 +268,103 @@ def test_the_planner_counts_them_at_their_rate():
     assert work.narrow_share == pytest.approx(2 * 64 * weights / (work.model_flops / 3))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("config", [CONFIG, WITH_EXPERTS], ids=["dense", "experts"])
-def test_the_promise_knows_in_which_dtype_weights_are_gathered(config):
-    state = mp.abstract_state(
-        config.build(), optax.adam(1e-3), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp(), precision=FP8
-    )
-    report = mp.explain(mp.train_step(next_token_loss, precision=FP8), state, TOKENS)
+SPLIT = {
+    "fsdp": (mp.MeshSpec(fsdp=8), mp.fsdp()),
+    "tensor": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel()),
+    "sequence": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True)),
+}
+TOKENS_HERE = {"tensor": 16 // 4 * 64, "sequence": 16 // 4 * 64}
+"""Of a device of such a mesh."""
+
+
+def explained(config, split, precision, cluster=None):
+    spec, strategy = SPLIT[split]
+    mesh = spec.build() if cluster is None else spec.abstract()
+    state = mp.abstract_state(config.build(), optax.adam(1e-3), mesh=mesh, strategy=strategy, precision=precision)
+    options = {} if cluster is None else {"cluster": cluster}
+    return mp.explain(mp.train_step(next_token_loss, precision=precision), state, TOKENS, **options)
+
+
+def assert_as_promised(report):
     assert not report.promise.unexpected
     assert not report.promise.missing
     assert [one.rule for one in report.findings if one.rule == "other-dtype"] == []
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", [FP8, BY_ROW], ids=lambda one: one.matmul)
+@pytest.mark.parametrize(
+    ("config", "split"),
+    [(CONFIG, "fsdp"), (WITH_EXPERTS, "fsdp"), (CONFIG, "tensor"), (CONFIG, "sequence")],
+    ids=["dense", "experts", "tensor", "sequence"],
+)
+def test_as_promised_on_host_devices(config, split, precision):
+    assert_as_promised(explained(config, split, precision))
+
+
+def scales_sent(report):
+    """(kind, axes) -> (arrays, bytes a device sends) for scales."""
+    found = collections.defaultdict(lambda: (0, 0))
+    for line in (one for one in report.promise.kept if one.role == SCALES):
+        count, sent = found[line.kind, line.axes]
+        found[line.kind, line.axes] = count + line.found_count, sent + line.found_bytes
+    return dict(found)
+
+
+def expected_scales(split):
+    """By hand: of a layer's seven matrices five contract `embed`, which fsdp splits, and two what tensor splits.
+
+    An all-reduce sends twice (n-1)/n of an array, a gather that of the whole. What is largest is in bfloat16, as what
+    it is largest of; scales and gradients times them are in float32.
+    """
+    layers, embed, hidden = CONFIG.num_layers, CONFIG.embed_dim, 256 + 2 * 128 + 2 * 512  # of q, k, v, gate, up
+    fsdp, tensor = (SPLIT[split][0].get(axis, 1) for axis in ("fsdp", "tensor"))
+    sums = layers * 2 * (fsdp - 1) / fsdp * 2 * hidden / tensor
+    gathers = layers * 2 * 2 * (fsdp - 1) / fsdp * 4 * embed  # of out and down, forward and backward
+    found = {("all-reduce", ("fsdp",)): (layers * 5, sums), ("all-gather", ("fsdp",)): (layers * 4, gathers)}
+    if tensor > 1:
+        # Of out and down rows forward, and columns; of the five others rows of the gradient.
+        here = layers * 2 * (tensor - 1) / tensor
+        sent = here * (2 * TOKENS_HERE[split] * 2 + 5 * TOKENS_HERE[split] * 4 + 2 * embed / fsdp * 2)
+        found["all-reduce", ("tensor",)] = (layers * (2 + 5 + 2), sent)
+    return found
+
+
 @pytest.mark.pod
+@pytest.mark.parametrize("split", SPLIT)
+def test_compiled_for_gpus_scales_of_rows_travel_as_promised(split):
+    report = explained(CONFIG, split, dataclasses.replace(BY_ROW, compute="bfloat16"), "h100:1x8")
+    assert_as_promised(report)
+    found = scales_sent(report)
+    of_sequence = found.pop(("all-gather", ("tensor",)), None)  # XLA gathers rows in 8 bits, or as they are
+    assert (of_sequence is not None) <= (split == "sequence")
+    expected = expected_scales(split)
+    assert {key: count for key, (count, _) in found.items()} == {key: count for key, (count, _) in expected.items()}
+    sent, due = ({key: one for key, (_, one) in scales.items()} for scales in (found, expected))
+    assert sent == pytest.approx(due)
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("sequence", [False, True])
+def test_compiled_for_gpus_a_layers_input_has_one_sum_of_its_gradient(sequence):
+    """Query, key and value take the same rows in, as gate and up do; a scale of each stands before its sum."""
+    report = explained(
+        CONFIG, "sequence" if sequence else "tensor", dataclasses.replace(FP8, compute="bfloat16"), "h100:1x8"
+    )
+    assert_as_promised(report)
+    sums = [one for one in report.promise.kept if one.role == "partial sums, backward"]
+    assert [(one.kind, one.found_count) for one in sums] == [
+        ("reduce-scatter" if sequence else "all-reduce", 2 * CONFIG.num_layers + 1)
+    ]
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("precision", [FP8, BY_ROW], ids=lambda one: one.matmul)
 @pytest.mark.parametrize("library", [False, True], ids=["triton", "cublas"])
-def test_compiled_for_a_gpu_every_matmul_of_a_layer_is_in_8_bits(pod, library):
-    step, state, trace = traced(CONFIG.build(), dataclasses.replace(FP8, compute="bfloat16"))
+def test_compiled_for_a_gpu_every_matmul_of_a_layer_is_in_8_bits(pod, library, precision):
+    """By row but for the weights' gradients; and what takes in the same rows, query, key and value, gate and up, is
+    multiplied as one there."""
+    step, state, trace = traced(CONFIG.build(), dataclasses.replace(precision, compute="bfloat16"))
     options = {**step.compile_options(state.setup), "xla_gpu_enable_triton_gemm": not library}
     program = pod.compile(trace, "h100:1x8", options=options)
     names = ("f8e4m3fn", "f8e5m2")
@@ -243,7 +375,7 @@ def test_compiled_for_a_gpu_every_matmul_of_a_layer_is_in_8_bits(pod, library):
         if ins.opcode == "dot" or "__cublas" in ins.attributes.get("custom_call_target", "")
         if all(leaf.dtype in names for name in ins.operands[:2] for leaf in computation[name].shape.leaves())
     ]
-    assert len(found) == 3 * MATRICES
+    assert len(found) == (3 * MATRICES if precision == FP8 else 2 * MATRICES - 3)
     targets = {ins.attributes.get("custom_call_target", "").strip('"') for ins in found}
     assert targets == ({"__cublas$lt$matmul$f8"} if library else {""})
     gathers = [one for one in census.census(program.module, state.setup.mesh) if one.kind == "all-gather"]

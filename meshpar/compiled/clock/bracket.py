@@ -30,13 +30,7 @@ class Bracket(Plain):
 
 
 def bracket(module: Module, timeline: Timeline, cluster: Cluster) -> Bracket:
-    """The error bar of a simulated step.
-
-    Args:
-      module: the compiled program.
-      timeline: of it.
-      cluster: the one it was simulated for.
-    """
+    """The error bar of a simulated step."""
     measured = _share_measured(module, cluster)
     best, expected = (1.0, MATMUL_EFFICIENCY) if measured is None else (measured, measured)
     rest_s = timeline.memory_s + timeline.bubble_s

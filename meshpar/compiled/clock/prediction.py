@@ -13,6 +13,7 @@ from meshpar.compiled.clock.timeline import Timed, Timeline
 from meshpar.compiled.hlo import Module
 from meshpar.compiled.model_flops import ModelFlops
 from meshpar.planner.hardware import Cluster
+from meshpar.sharding.printing import Plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Overlap:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compute:
+class Compute(Plain):
     """What a step computes, and how long it takes."""
 
     flops_per_device: int
@@ -82,17 +83,6 @@ class Compute:
     notes: tuple[str, ...] = ()
     """What the numbers leave out, or why there are none."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return found | {
-            "bracket": None if self.bracket is None else self.bracket.to_json(),
-            "network_s": dict(self.network_s),
-            "exposed_s": dict(self.exposed_s),
-            "library_calls": dict(self.library_calls),
-            "notes": list(self.notes),
-        }
-
 
 def why_not_timed(target: str, cluster: Cluster | None) -> str:
     """Why the time of a program compiled for a target cannot be estimated; empty when it can."""
@@ -104,12 +94,7 @@ def why_not_timed(target: str, cluster: Cluster | None) -> str:
 
 
 def overlap(timeline: Timeline | None, reason: str = "") -> Overlap:
-    """What of the communication is hidden.
-
-    Args:
-      timeline: of the program, or None when it has none.
-      reason: why it has none.
-    """
+    """What of the communication is hidden."""
     if timeline is None:
         return Overlap(hidden_fraction=None, per_axis={}, exposed=(), reason=reason)
     network_s = sum(timeline.network_s.values())

@@ -204,9 +204,7 @@ def timeline(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Simulation
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Simulation ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -562,17 +560,9 @@ def _notes(module: Module, simulation: _Simulation) -> Iterator[str]:
 
 def _check(module: Module, cluster: Cluster) -> None:
     if not module.is_scheduled:
-        raise problem(
-            f"program `{module.name}`",
-            "be simulated",
-            "its instructions do not stand in the order they run in",
-            "give the compiled program, not the lowered one",
-        )
+        where, fix = f"program `{module.name}`", "give the compiled program, not the lowered one"
+        raise problem(where, "be simulated", "its instructions do not stand in the order they run in", fix)
     devices = module.num_partitions * module.replica_count
     if devices > cluster.num_devices:
-        raise problem(
-            f"program `{module.name}`",
-            f"be simulated for `{cluster.name}` of {cluster.num_devices} GPUs",
-            f"it runs on {devices}",
-            "name the cluster it was compiled for",
-        )
+        asked, exists = f"be simulated for `{cluster.name}` of {cluster.num_devices} GPUs", f"it runs on {devices}"
+        raise problem(f"program `{module.name}`", asked, exists, "name the cluster it was compiled for")

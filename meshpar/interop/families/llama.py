@@ -1,7 +1,5 @@
 """Llama 3.x: grouped-query attention, its rope stretched as Llama 3.1's is or by YaRN."""
 
-from __future__ import annotations
-
 from meshpar.interop.decoder import ATTENTION, DENSE, GROUPED, MLP, NORMS, Family, ends, fields, layers
 
 FAMILY = Family(

@@ -1,7 +1,5 @@
 """Mistral: Llama's tensors, with a window over which a position sees those before it."""
 
-from __future__ import annotations
-
 from meshpar.interop.decoder import ATTENTION, DENSE, GROUPED, MLP, NORMS, Family, ends, fields, layers
 from meshpar.interop.fields import Field
 

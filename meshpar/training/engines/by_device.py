@@ -125,11 +125,7 @@ def _quantized(
 def _by_device(
     local: Callable[..., Sums], setup: Setup, axes: tuple[str, ...], params: PyTree, grads: PyTree
 ) -> Callable[..., Sums]:
-    """A function of (params, extra, rows, keys...) run by every device along the axes that split the batch.
-
-    Args:
-      params, grads: specs of what enters and what leaves.
-    """
+    """A function of (params, extra, rows, keys...) run by every device along the axes that split the batch."""
     whole = PartitionSpec()
 
     def run(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> Sums:
@@ -187,12 +183,10 @@ def _sharded_step(
 def _check_layers_gathered(setup: Setup, unshard: Unshard, context: Numerics, cause: Exception | None) -> None:
     """A model that computes with a layer's shards fails by their shapes: this is why."""
     if unshard.per_layer and not context.num_scans:
-        raise problem(
-            f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}",
-            "gather one layer at a time",
-            "the model scans its stacked layers and never calls meshpar.scan_layers",
-            "run them by mp.scan_layers(layer, x, params) in place of the scan",
-        ) from cause
+        where = f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}"
+        exists = "the model scans its stacked layers and never calls meshpar.scan_layers"
+        fix = "run them by mp.scan_layers(layer, x, params) in place of the scan"
+        raise problem(where, "gather one layer at a time", exists, fix) from cause
 
 
 def _local_sums(

@@ -12,15 +12,7 @@ from meshpar.training.sums import Loss, Sums, accumulated, compute_params, const
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
-    """Loss, metrics and gradients over a batch, summed over micro-steps.
-
-    Args:
-      loss: of some rows.
-      options: of the step.
-      state: parameters, and what the model keeps beside them.
-      batch: the global batch.
-      key: of this step.
-    """
+    """Loss, metrics and gradients over a batch, summed over micro-steps."""
     setup = state.setup
     params = compute_params(setup, state.params, options.precision.compute)
     shardings = setup.named(setup.trained(grad_specs(setup, options)))

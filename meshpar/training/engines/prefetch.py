@@ -46,12 +46,9 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     context.prefetch = functools.partial(_run, state.setup)
     sums = plain.gradients(loss, options, state, batch, key)
     if not context.num_scans:
-        raise problem(
-            f"strategy {strategy.label}",
-            "gather weights a layer ahead",
-            "the model says nowhere what a layer is: it never calls meshpar.scan_layers",
-            "run its stacked layers by mp.scan_layers(layer, x, params), or leave prefetch out",
-        )
+        exists = "the model says nowhere what a layer is: it never calls meshpar.scan_layers"
+        fix = "run its stacked layers by mp.scan_layers(layer, x, params), or leave prefetch out"
+        raise problem(f"strategy {strategy.label}", "gather weights a layer ahead", exists, fix)
     return sums
 
 

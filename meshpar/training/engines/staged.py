@@ -42,6 +42,7 @@ from meshpar.training.layers import Aux, Layer, Run, offloads, running, scanned,
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
+from meshpar.training.xla import CPU_LOOPS, Options
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
@@ -92,6 +93,11 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     aux = {name: cut.by_layer(x) for name, x in result.aux.items()}
     metrics, extra = behind(state.extra, aux)
     return Sums(result.loss, {**result.metrics, **metrics}, cut.joined(grads), jnp.ones_like(result.loss), extra)
+
+
+def compile_options(setup: Setup, options: StepOptions) -> Options:
+    """What keeps a stage's buffers in their place."""
+    return CPU_LOOPS
 
 
 def reads_of_layers(

@@ -274,12 +274,9 @@ def make_unshard(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]
         for index, decision in enumerate(setup.table.params)
     }
     if not any(leaf.split for leaf in leaves.values()):
-        raise problem(
-            f"strategy {setup.strategy.label}",
-            "quantize what is gathered and scattered",
-            f"no parameter is split over an axis that splits the batch ({', '.join(f'`{a}`' for a in batch_axes)})",
-            "give the axis that splits parameters a size above 1, or leave `quantize` out",
-        )
+        exists = f"no parameter is split over an axis that splits the batch ({', '.join(f'`{a}`' for a in batch_axes)})"
+        fix = "give the axis that splits parameters a size above 1, or leave `quantize` out"
+        raise problem(f"strategy {setup.strategy.label}", "quantize what is gathered and scattered", exists, fix)
     specs = [PartitionSpec(*(dim or None for dim in leaf.batch)) for leaf in leaves.values()]
     return Unshard(
         quantize=quantize,
