@@ -711,10 +711,11 @@ def test_every_plan_resolves_compiles_and_fits(config, batch, name, memory_bytes
 def test_experts_in_stages_are_traced_for_a_cluster_without_devices():
     """As `verify` does it: nothing there says on what a mesh stands."""
     work = workload(FEW_EXPERTS, 8, 64)
-    strategy = mp.parallel.parse_strategy("ddp() | expert_parallel() | pipeline_parallel(stages=2, microbatches=4)")
-    mesh = mp.MeshSpec(stage=2, expert=2).abstract(4)
+    parts = "ddp() | expert_parallel() | pipeline_parallel(stages=2, microbatches=4) | tensor_parallel(sequence=True)"
+    strategy = mp.parallel.parse_strategy(parts)
+    mesh = mp.MeshSpec(stage=2, expert=2, tensor=2).abstract(8)
     state = mp.abstract_state(work.model, work.tx, mesh=mesh, strategy=strategy, precision=BF16)
-    with traced_for(parse_cluster("h100:1x4")):
+    with traced_for(parse_cluster("h100:1x8")):
         assert mp.train_step(next_token_loss, precision=BF16).trace(state, work.batch).jaxpr.eqns
 
 
