@@ -206,8 +206,8 @@ def _nested(kernel: Callable[..., Any], specs: Any, out: Any) -> Callable[..., A
     """
     here = ambient()
     assert here is not None
-    devices = getattr(here.mesh, "devices", None)
-    on_cpu = devices is not None and devices.flat[0].platform == "cpu"
+    # A mesh without devices is one of a cluster that is compiled for.
+    on_cpu = isinstance(here.mesh, jax.sharding.Mesh) and here.mesh.devices.flat[0].platform == "cpu"
 
     def nested(x: jax.Array, weights: Weights, bias: jax.Array | None) -> Any:
         def widened(array: jax.Array) -> jax.Array:

@@ -144,7 +144,7 @@ class Account(Printed):
     payload_bytes: float
     num_ranks: int
     over: str
-    """What holds the links: a cluster, a profile."""
+    """What holds the links, a cluster or a profile, and where their figures are from."""
     legs: tuple[LinkCost, ...]
     """One after the other; two for an algorithm of two levels: inside, across."""
     crossover_bytes: float | None = None
@@ -342,7 +342,7 @@ def account(
         )
         legs = (_leg(found, kind, over, axes or _own(mesh), mesh),)
     return Account(
-        over="as given" if isinstance(over, Link) else over.name,
+        over="as given" if isinstance(over, Link) else f"{over.name}, {over.links_from}",
         algorithm=known,
         payload_bytes=float(payload_bytes),
         num_ranks=num_ranks,

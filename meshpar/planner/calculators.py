@@ -113,8 +113,8 @@ def tp(*, rows: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, clu
         best = min((account(name, payload, ranks, cluster) for name in ("ring", "tree")), key=lambda one: one.time_s)
         where = "inside a node" if ranks <= cluster.gpus_per_node else "between nodes"
         found += [
-            ("all-reduce", best.time_s, "s", f"{best.algorithm.name} {where}: meshpar cost {best.algorithm.name}"),
-            ("matmul at peak", flops / cluster.gpu.bf16_flops_per_s, "s", "2 b s d² / peak"),
+            ("all-reduce", best.time_s, "s", f"{best.algorithm.name} {where}: {cluster.name}, {cluster.links_from}"),
+            ("matmul at peak", flops / cluster.gpu.bf16_flops_per_s, "s", "2 b s d² / peak of the data sheet"),
         ]
     return Sheet(title=f"tensor parallelism over {ranks:g} ranks", rows=tuple(found))
 

@@ -101,7 +101,7 @@ def choose(
     (first, best), *rest = ranked.items()
     why = _why(first, best, rest)
     if cluster is None and not isinstance(over, Link):
-        why += f"; links: {over.source or over.name}"
+        why += f"; links: {over.source or f'{over.name}, {over.links_from}'}"
     return Choice(kernel=kernel, algorithm=first, time_s=best.time_s, alternatives=ranked, why=why)
 
 

@@ -132,7 +132,8 @@ def grow(work: Workload, cluster: Cluster, *, most: int = MOST_GPUS) -> Growth:
     if not sizes:
         exists = f"nothing fits on {most:,} of its GPUs"
         raise problem(f"growth of {cluster.name}", "compare layouts", exists, "meshpar plan tells by how much")
-    return Growth(gpu=cluster.gpu.name, sizes=tuple(sizes), rates=Search(work, cluster).rates)
+    rates = Search(work, dataclasses.replace(cluster, axes={}, permutes={})).rates
+    return Growth(gpu=cluster.gpu.name, sizes=tuple(sizes), rates=rates)
 
 
 def with_rows(work: Workload, rows: int) -> Workload:

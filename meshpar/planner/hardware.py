@@ -69,6 +69,12 @@ class _Measured:
     source: str = ""
     """How and when it was measured, if it was."""
 
+    @property
+    def links_from(self) -> str:
+        """Which figures its links have, for whoever reads a time that is made of them."""
+        axes = ", ".join("any axis" if axis == ANY else axis for axis in dict.fromkeys((*self.axes, *self.permutes)))
+        return f"links measured along {axes}" + f" ({self.source})" * bool(self.source)
+
     def measured(self, axes: Sequence[str], *, permute: bool = False) -> Link | None:
         """The link that was measured along mesh axes; None when it is not known.
 
@@ -185,6 +191,16 @@ class Cluster(_Measured):
     def name(self) -> str:
         """`h100:8x8`."""
         return f"{self.gpu.name}:{self.nodes}x{self.gpus_per_node}"
+
+    @property
+    def links_from(self) -> str:
+        """As above; of links that nobody measured it is not known how far off they are."""
+        if self.axes or self.permutes:
+            return super().links_from
+        usual = cluster_of(self.gpu, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+        if (self.inside, self.across) == (usual.inside, usual.across):
+            return "data-sheet links and NCCL's latencies, unmeasured"
+        return "links as its profile gives them" + f" ({self.source})" * bool(self.source)
 
     @property
     def num_devices(self) -> int:

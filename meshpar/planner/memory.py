@@ -11,6 +11,9 @@ the buffers of compiled programs hold at their peak, which is in the backward pa
                     prefetch this layer's weights and all its whole gradients, and those of the layer behind it, which
                     are reduced meanwhile. Where nothing gathers the head, its gradient is made behind the layers, and
                     that of the logits waits for it.
+                    Where tensor ranks share a layer, the gradients of one input by as many products, each whole until
+                    they are summed; where they split the sequence between blocks, input and gradient gathered, too.
+                    Of products too small to fill a GPU sums of parts, as XLA cuts what they contract.
     of both         sums over micro-steps, laid out as the update; a stack of the layers' gradients in the compute
                     dtype; the whole gradient of a table that is looked up, unless rows are exchanged
 
@@ -46,6 +49,14 @@ from meshpar.sharding.types import num_shards, without_axes
 
 ERROR = 0.2
 """How far below the compiled peak an estimate may lie, of programs as the tests have them."""
+
+
+PARTIAL, GATHERED = 3, 2
+"""Arrays as wide as the residual stream in a block's backward pass: gradients of the input of three products, which
+tensor ranks sum, and gathered, where they split the sequence, the input and the block's gradient."""
+SPLITS, MOST_SPLIT = 4, 196_608
+"""Parts of a product that fills no GPU, each summed in float32, and the numbers that the largest such gives: two at a
+time, so 6 MB at the most. As in programs of 20 to 50 MB compiled without a GPU, which would choose by measuring."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +105,11 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     logits, fresh = _logits_bytes(placed, rows), max(again - kept // work.num_layers, 0)
     head = logits + whole.head + whole.table + fresh * facts.is_prefetched
     layer = whole.layer + whole.table + fresh + logits * (not whole.gathers_head) + _routed_bytes(placed, facts, rows)
+    between = rows * placed.once("between", lambda: residual_row_bytes(placed))
+    if facts.tensor_axes:
+        layer += int(between * (PARTIAL + GATHERED * bool(facts.sequence_axes)))
+    small = between / work.compute_itemsize
+    parts = 8 * SPLITS * int(max(whole.small, small if small <= MOST_SPLIT else 0))
     if placed.strategy.pipeline is not None:
         kept, layer = _staged(placed, kept, rows), 2 * _ends_bytes(placed)
         head = max(2 * logits, logits + whole.head)
@@ -104,8 +120,16 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
         gradients_bytes=whole.sums,
         copies_bytes=whole.copies,
         head_bytes=head,
-        layer_bytes=layer,
+        layer_bytes=layer + parts,
     )
+
+
+def residual_row_bytes(placed: Placed) -> float:
+    """Of one row of what a layer hands on to the next, where no axis splits it but the whole sequence's."""
+    work = placed.workload
+    between = [one for one in work.held["full"] if one.layers] or [one for one in work.held[None] if one.layers]
+    whole = (one._replace(names=("seq", *(None for _ in one.names[1:]))) for one in between)
+    return max((placed.row_bytes(one) / one.layers for one in whole), default=0.0)
 
 
 class _OfWeights(NamedTuple):
@@ -120,6 +144,8 @@ class _OfWeights(NamedTuple):
     table: int
     """The gradient of a table that is looked up whole."""
     gathers_head: bool
+    small: int
+    """Numbers of the largest gradient of a layer's weight whose product fills no GPU."""
 
 
 def _of_weights(placed: Placed, layout: Layout, facts: Facts) -> _OfWeights:
@@ -147,7 +173,15 @@ def _of_weights(placed: Placed, layout: Layout, facts: Facts) -> _OfWeights:
         head=head,
         table=0 if is_whole else wide * elements(tables),
         gathers_head=bool(gathered),
+        small=max((size for size in _layer_sizes(placed, facts) if size <= MOST_SPLIT), default=0),
     )
+
+
+def _layer_sizes(placed: Placed, facts: Facts) -> Iterator[int]:
+    """Numbers of one layer of every stacked weight, as products take it in."""
+    for one in placed.weights:
+        if one.decision.leaf.is_stacked:
+            yield layer_elements(facts, one.decision, gather_axes(facts, one))
 
 
 def _staged(placed: Placed, kept: int, rows: int) -> int:

@@ -152,7 +152,8 @@ class Plans(Printed):
         self, *, mesh: str | MeshSpec, strategy: str | Strategy | None = None, remat: str | None = None,
         accumulate: int = 1, interleave: int = 1,
     ) -> str:  # fmt: skip
-        """Why a layout is not the plan: what forbids it, by how much it does not fit, or how much longer it takes.
+        """Why a layout is not the plan: what forbids it, by how much it does not fit, or how much longer it takes, and
+        behind what is estimated the figures that it is made of.
 
         Args:
           mesh: `fsdp=8,tensor=8`, or a `MeshSpec`.
@@ -185,14 +186,14 @@ class Plans(Printed):
             largest = max(one.memory.parts, key=lambda what: one.memory.parts[what])
             return (
                 f"{one.layout.label} does not fit: {human_bytes(held)} of {human_bytes(limit)} a GPU, "
-                f"{human_bytes(held - limit)} too much; most of it {largest.removesuffix('_bytes')}"
+                f"{human_bytes(held - limit)} too much; most of it {largest.removesuffix('_bytes')}\n{self.rates}"
             )
         # Both estimated, though the best may have been compiled, too.
         longer = one.time.step_s / self.search.estimate(best.layout).time.step_s
         waits = ", ".join(f"{si(time_s, 's')} for {axes}" for axes, time_s in _longest(one.time.exposed_s))
         return (
             f"{one.layout.label} fits and takes {si(one.time.step_s, 's')} a step, {longer:.2f} times the best; bound "
-            f"by {one.time.bound}" + (f", waits {waits}" if waits else "")
+            f"by {one.time.bound}" + (f", waits {waits}" if waits else "") + f"\n{self.rates}"
         )
 
     def __rich__(self) -> Any:

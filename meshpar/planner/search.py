@@ -39,6 +39,7 @@ from meshpar.planner.steptime import (
     TimeEstimate,
     experts,
     hidden_of_weights,
+    of_expert,
     routed_bytes,
 )
 from meshpar.planner.workload import POLICIES, Remat, Workload
@@ -52,7 +53,7 @@ FILL = 0.90
 MEMORY_ERROR, TIME_ERROR = 0.10, 0.20
 """Shares by which estimates are expected to miss the compiled peak and step; more is told."""
 MOST_PLACED = 120
-"""Strategies on meshes that are looked at closely, the most promising first."""
+"""Strategies on meshes that fit and are looked at closely, the most promising first; of any, twice as many."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,13 +93,9 @@ class Search:
     @property
     def rates(self) -> str:
         """Which figures the times are made of, and how far off they were found to be."""
-        cluster, links = self.cluster, "data-sheet links and NCCL's latencies"
-        if cluster.axes or cluster.permutes:
-            links = f"links measured along {', '.join(dict.fromkeys((*cluster.axes, *cluster.permutes)))}"
-            links += f" ({cluster.source})" * bool(cluster.source)
         return (
-            f"estimates: products at {self.clock.source}, {links}; of most compiled programs they missed the peak "
-            f"memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to {TIME_ERROR:.0%}"
+            f"estimates: products at {self.clock.source}, {self.cluster.links_from}; of most compiled programs they "
+            f"missed the peak memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to {TIME_ERROR:.0%}"
         )
 
     def best(self, top: int) -> list[Found]:
@@ -111,12 +108,15 @@ class Search:
         starts = self.starts()
         fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
         # Where no state fits, the smallest is looked at, to tell by how much it does not.
-        for start in fit[:MOST_PLACED] or sorted(starts, key=lambda one: one.state_bytes)[:1]:
-            if len(found) == top and start.about_s > found[-1].time.step_s:
+        fitting = 0
+        for start in fit[: 2 * MOST_PLACED] or sorted(starts, key=lambda one: one.state_bytes)[:1]:
+            if fitting == MOST_PLACED or (len(found) == top and start.about_s > found[-1].time.step_s):
                 break
             try:
                 placed = self.placer.place(start.sizes, start.strategy)
-                better = [one for one in self.of(placed) if len(found) < top or one.time.step_s < found[-1].time.step_s]
+                each = list(self.of(placed))
+                fitting += bool(each)
+                better = [one for one in each if len(found) < top or one.time.step_s < found[-1].time.step_s]
                 if better and self._runs(placed):
                     found = sorted([*found, *better], key=lambda one: one.time.step_s)[:top]
             except MeshparError:
@@ -218,7 +218,7 @@ class Search:
             return 0.0
         ranks, tokens = ways(owned_axes(facts, each[0])), (work.tokens or 0) / ways(facts.batch_axes)
         here = work.num_experts / ranks
-        one_expert = sum(one.leaf.size // work.num_experts for one in each)
+        one_expert = sum(of_expert(facts, one, work.num_experts, ways) for one in each)
         pieces = np.array([1 if one.pipeline is None else one.pipeline.microbatches for _, one in members])
         block_bytes = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES)
         most = ranks * np.minimum(work.choices, here)

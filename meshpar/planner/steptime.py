@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,12 +32,13 @@ from meshpar.parallel.promise import (
     is_router,
     layer_elements,
     owned_axes,
+    split_axes,
 )
 from meshpar.pipeline.traffic import traffic
 from meshpar.planner import cost
 from meshpar.planner.hardware import MATMUL_EFFICIENCY, Cluster
 from meshpar.planner.layout import Layout, Placed
-from meshpar.planner.memory import MemoryEstimate, gather_axes
+from meshpar.planner.memory import MemoryEstimate, gather_axes, residual_row_bytes
 from meshpar.planner.update import Update, update_of
 from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.printing import Plain
@@ -51,7 +52,9 @@ SHARED_PASSES, SHARED_STATE_PASSES, SHARED_KEPT, SHARED_SENT = 6, 4, 4, 2
 """As these two where devices share a machine's cores, and how often it moves what a policy keeps besides, into the
 stack of the layers and out of it, and what is sent: for CPUs XLA fuses less. As in programs of the layouts of
 `tests/measure/ranks.py` compiled for CPUs (jax 0.10.2); of the update's eight passes, which run through whole arrays,
-two take as long as one of the others."""
+two take as long as one of the others, and so do those of a pipeline's ticks."""
+SHARED_RUN = 0.5
+"""Time of a pass through whole arrays over that of a kernel that transposes, which is what is measured of them."""
 COPIES = 2.5
 """How often a tick of a pipeline moves what its stage holds: buffers pass through the branches of its cells."""
 HIDDEN: Mapping[str, float] = {
@@ -205,7 +208,9 @@ class Clock:
                 together = stacked if one.role == GRADIENTS or facts.is_prefetched else 1
                 time_s = share * count * price.time_s(nbytes, together=together if one.stack > 1 else 1)
                 sent[label] += share * count * nbytes * price.sent
-                buffers += share * count * nbytes
+                # For CPUs what is gathered along another dim than the first is laid out anew.
+                is_laid_anew = kind == "all-gather" and set(axes) <= set(facts.sequence_axes)
+                buffers += share * count * nbytes * (2 if is_laid_anew else 1)
                 network[label] += time_s
                 hidden[label] += time_s * _hidden(facts, one)
         self._add_update(update, facts.sizes, sent, network)
@@ -215,6 +220,7 @@ class Clock:
             beat = rhythm(pipelined, round(3 * work.flops[layout.remat] / work.model_flops - 3, 1))
             stretch = beat.stretch
             copied = COPIES * beat.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
+            copied *= SHARED_RUN if self.cluster.is_shared else 1.0
             nbytes = self._handed_on(placed, layout)
             price = self._price("collective-permute", (pipelined.axis,), facts.sizes)
             sent[pipelined.axis] += beat.hops * nbytes
@@ -271,7 +277,7 @@ class Clock:
         if not each or not facts.tokens:
             return 0.0
         ranks = facts.ways(owned_axes(facts, each[0]))
-        here, one_expert = work.num_experts // ranks, sum(one.leaf.size // work.num_experts for one in each)
+        here, one_expert = work.num_experts // ranks, sum(of_expert(facts, one, work.num_experts) for one in each)
         routed = facts.tokens * work.choices
         blocks = cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
         room = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
@@ -279,12 +285,9 @@ class Clock:
         return each_block * one_expert * blocks + routed_bytes(placed, room)
 
     def _handed_on(self, placed: Placed, layout: Layout) -> float:
-        """Bytes of what one microbatch hands on to the next stage, where no axis splits it but the whole sequence's."""
-        work = placed.workload
-        between = [one for one in work.held["full"] if one.layers] or [one for one in work.held[None] if one.layers]
-        rows = work.rows // (placed.batch_ways * layout.microbatches)
-        whole = (one._replace(names=("seq", *(None for _ in one.names[1:]))) for one in between)
-        return max((placed.row_bytes(one) * rows / one.layers for one in whole), default=0.0)
+        """Bytes of what one microbatch hands on to the next stage."""
+        rows = placed.workload.rows // (placed.batch_ways * layout.microbatches)
+        return rows * residual_row_bytes(placed)
 
     def _price(self, kind: str, axes: tuple[str, ...], sizes: Mapping[str, int]) -> _Price:
         if self.cluster.is_shared and kind == "reduce-scatter":
@@ -304,6 +307,20 @@ class Clock:
 def experts(placed: Placed) -> list[Decision]:
     """Decisions about weights of experts."""
     return [one.decision for one in placed.weights if is_expert(one.decision) and not is_router(one.decision)]
+
+
+def of_expert(facts: Facts, decision: Decision, num_experts: int, ways: Callable[..., Any] | None = None) -> Any:
+    """Elements of one expert's weight, in all layers, on a rank that multiplies with it: gathered, but for what tensor
+    ranks share.
+
+    Args:
+      facts, decision: of the weight as it lies.
+      num_experts: of a layer.
+      ways: ranks along some axes, where those of `facts` are not meant.
+    """
+    own = set(owned_axes(facts, decision))
+    shared = facts.ordered(set(split_axes(facts, decision.spec)) & set(facts.tensor_axes) - own)
+    return decision.leaf.size / num_experts / (ways or facts.ways)(shared)
 
 
 def routed_bytes(placed: Placed, room: Any) -> Any:

@@ -245,7 +245,9 @@ def test_devices_of_the_catalogue_need_no_name(ranks, monkeypatch):
     with jax.set_mesh(ranks(2).mesh):
         found = choice.links_here("all_reduce")
     assert (found.gpu, found.nodes, found.gpus_per_node) == (gpu, 1, 2)
-    assert mc.choose("all_reduce", 1e6, 8).why.endswith("links: h100:1x8")
+    assert mc.choose("all_reduce", 1e6, 8).why.endswith(
+        "links: h100:1x8, data-sheet links and NCCL's latencies, unmeasured"
+    )
 
 
 def test_one_rank_needs_no_links(ranks):

@@ -18,7 +18,14 @@ def meshpar(meshpar):
 def test_one_algorithm_itemised(meshpar):
     code, out, error = meshpar("ring", "--ranks", 8, "--bytes", "14e9")
     assert (code, error) == (0, "")
-    for shown in ("24.5 GB", "2(N−1) α + 2(N−1)/N · n β", "54.47 ms", "inside a node", "links: h100:8x8", "N = 8"):
+    for shown in (
+        "24.5 GB",
+        "2(N−1) α + 2(N−1)/N · n β",
+        "54.47 ms",
+        "inside a node",
+        "links: h100:8x8, data-sheet links",
+        "N = 8",
+    ):
         assert shown in out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshpar.planner.hardware import parse_cluster
-from tests.measure.ranks import LAYOUTS, kendall, layouts, ranked, told
+from tests.measure.ranks import SUBJECTS, kendall, ranked, told
 
 
 def test_orders_are_compared_pair_by_pair():
@@ -15,13 +15,15 @@ def test_orders_are_compared_pair_by_pair():
 
 
 @pytest.mark.matrix
-def test_every_layout_is_told():
-    times = told(parse_cluster("h100:1x8"), layouts())
-    assert len(set(times)) == len(LAYOUTS)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_every_layout_is_told(name):
+    times = told(parse_cluster("h100:1x8"), SUBJECTS[name])
+    assert len({one.step_s for one in times}) == len(SUBJECTS[name].layouts) == 10
 
 
 @pytest.mark.matrix
 def test_a_row_for_each_layout():
-    found = ranked(LAYOUTS[1:3], repeats=1)
+    small = SUBJECTS["small"]
+    found = ranked(small._replace(layouts=small.layouts[1:3]), parse_cluster("h100:1x8"), repeats=1)
     assert [one.name for one in found.measures] == ["fsdp=8 · zero1()", "fsdp=8 · fsdp()"]
     assert "Kendall" in found.title
