@@ -33,7 +33,7 @@ from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is
 from meshpar.training.batch import check_rows
 from meshpar.training.layers import Aux, check_remat, named_in, remat_policy, with_aux
 from meshpar.training.reports import means
-from meshpar.training.xla import CPU_LOOPS, options_for
+from meshpar.training.xla import IN_PLACE, options_for
 
 
 class Result(NamedTuple):
@@ -297,7 +297,7 @@ class ValueAndGrad:
         self.run, self.specs = run, specs
         # Devices hold shares of everything on the way, which jax can only name inside a compiled program.
         self._inside = jax.jit(self._run)
-        self._compiled = jax.jit(self._run, compiler_options=options_for(run.mesh, {}, CPU_LOOPS))
+        self._compiled = jax.jit(self._run, compiler_options=options_for(run.mesh, {}, IN_PLACE))
 
     def __call__(
         self, params: Params, batch: PyTree, key: jax.Array | None = None, late: jax.Array | None = None

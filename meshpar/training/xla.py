@@ -22,9 +22,10 @@ GPU_OPTIONS: Options = MappingProxyType({"xla_gpu_enable_latency_hiding_schedule
 """For GPUs, unless the user says otherwise. Newer XLA has the scheduler on by itself, jax 0.10's has not."""
 
 
-CPU_LOOPS: Options = MappingProxyType({"xla_cpu_copy_insertion_use_region_analysis": True})
-"""For pipelines on CPUs: XLA looks closer at what a branch in a loop may overwrite, as it does for GPUs, or every tick
-copies all buffers."""
+IN_PLACE: Options = MappingProxyType(
+    {f"xla_{platform}_copy_insertion_use_region_analysis": True for platform in ("cpu", "gpu")}
+)
+"""For pipelines: XLA looks closer at what a branch in a loop may overwrite, or every tick copies all buffers."""
 
 
 OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"

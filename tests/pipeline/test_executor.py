@@ -23,7 +23,7 @@ from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, spli
 from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.traffic import gathers_in_cells
 from meshpar.sharding.types import MeshparError
-from meshpar.training.xla import CPU_LOOPS
+from meshpar.training.xla import IN_PLACE
 from tests.grid import cases
 from tests.pipeline.replay import Stale, replay
 
@@ -217,7 +217,7 @@ def arguments(case: Case):
 def run_of(case: Case) -> Run:
     with jax.enable_x64(case.dtype == "float64"):
         lowered = jax.jit(function(case)).lower(*arguments(case))
-        return Run(case, lowered, lowered.compile(compiler_options=dict(CPU_LOOPS)))
+        return Run(case, lowered, lowered.compile(compiler_options=dict(IN_PLACE)))
 
 
 @pytest.fixture(scope="module")

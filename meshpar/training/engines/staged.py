@@ -42,7 +42,7 @@ from meshpar.training.layers import Aux, Layer, Run, offloads, running, scanned,
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
-from meshpar.training.xla import CPU_LOOPS, Options
+from meshpar.training.xla import IN_PLACE, Options
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
@@ -97,7 +97,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
 
 def compile_options(setup: Setup, options: StepOptions) -> Options:
     """What keeps a stage's buffers in their place."""
-    return CPU_LOOPS
+    return IN_PLACE
 
 
 def reads_of_layers(
