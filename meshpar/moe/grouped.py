@@ -188,12 +188,8 @@ def _checked_how(
     if typical_rows is not None:
         checked_count(KERNEL, "typical_rows", typical_rows)
     if implementation == "tokamax" and not _has_tokamax():
-        raise problem(
-            KERNEL,
-            "use implementation='tokamax'",
-            "the package tokamax is not installed",
-            "install it (`pip install tokamax`), or take implementation='blocked'",
-        )
+        fix = "install it (`pip install tokamax`), or take implementation='blocked'"
+        raise problem(KERNEL, "use implementation='tokamax'", "the package tokamax is not installed", fix)
     if implementation == "tokamax":
         check_wide(KERNEL, "matmuls of experts", "take implementation='blocked'")
     if (word := matmul_here()) is not None:
@@ -223,19 +219,11 @@ def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, 
     shapes = f"rows {rows.shape}, weights {weights.shape} and group_sizes {jnp.shape(group_sizes)}"
     fits = rows.ndim == 2 and weights.ndim == 3 and rows.shape[1] == weights.shape[1] and 0 not in weights.shape
     if not fits or jnp.shape(group_sizes) != weights.shape[:1]:
-        raise problem(
-            KERNEL,
-            f"multiply {shapes}",
-            "they are [R, d], [G, d, f] and [G], with at least one group, of some width",
-            "give rows and weights of one width d, and one size a group",
-        )
+        asked, fix = f"multiply {shapes}", "give rows and weights of one width d, and one size a group"
+        raise problem(KERNEL, asked, "they are [R, d], [G, d, f] and [G], with at least one group, of some width", fix)
     if rows.dtype != weights.dtype or not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise problem(
-            KERNEL,
-            f"multiply rows of {rows.dtype} with weights of {weights.dtype}",
-            "both are of one floating dtype",
-            "cast one of them",
-        )
+        asked = f"multiply rows of {rows.dtype} with weights of {weights.dtype}"
+        raise problem(KERNEL, asked, "both are of one floating dtype", "cast one of them")
     if not jnp.issubdtype(jnp.asarray(group_sizes).dtype, jnp.integer):
         raise problem(KERNEL, f"take group_sizes of {jnp.asarray(group_sizes).dtype}", "they count rows", "give int32")
     if isinstance(group_sizes, np.ndarray) and (group_sizes.sum() > rows.shape[0] or (group_sizes < 0).any()):
@@ -499,12 +487,8 @@ def _refusals(rows: jax.Array, weights: jax.Array) -> Iterator[None]:
     except (NotImplementedError, ExceptionGroup, ValueError) as error:
         if isinstance(error, MeshparError):
             raise
-        raise problem(
-            KERNEL,
-            f"multiply {rows.dtype}{list(rows.shape)} and {weights.dtype}{list(weights.shape)} by tokamax's kernels",
-            f"it refuses: {error}",
-            "take implementation='blocked'",
-        ) from error
+        asked = f"multiply {rows.dtype}{list(rows.shape)} and {weights.dtype}{list(weights.shape)} by tokamax's kernels"
+        raise problem(KERNEL, asked, f"it refuses: {error}", "take implementation='blocked'") from error
 
 
 @jax.custom_vjp

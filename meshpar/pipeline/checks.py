@@ -36,46 +36,28 @@ def check_functions(**functions: Any) -> None:
     """By name, what is called."""
     for name, function in functions.items():
         if not callable(function):
-            raise problem(
-                f"{WHERE}({name}={function!r})",
-                "call it",
-                f"it is a {type(function).__name__}, not a function",
-                "give stage_fn(parameters, x, micro) and loss_fn(ends, y, micro); first_fn(ends, micro) or None",
-            )
+            where = f"{WHERE}({name}={function!r})"
+            fix = "give stage_fn(parameters, x, micro) and loss_fn(ends, y, micro); first_fn(ends, micro) or None"
+            raise problem(where, "call it", f"it is a {type(function).__name__}, not a function", fix)
 
 
 def check_run(run: StagedRun) -> None:
     """Schedule and options fit the mesh."""
     schedule, mesh, axis = run.schedule, run.mesh, run.axis
     if not isinstance(schedule, Schedule):
-        raise problem(
-            f"{WHERE}(schedule={schedule!r})",
-            "run it",
-            f"it is a {type(schedule).__name__}, not a Schedule",
-            "write schedule=mp.pipeline.one_f_one_b(stages=4, microbatches=8)",
-        )
+        where, exists = f"{WHERE}(schedule={schedule!r})", f"it is a {type(schedule).__name__}, not a Schedule"
+        raise problem(where, "run it", exists, "write schedule=mp.pipeline.one_f_one_b(stages=4, microbatches=8)")
     if not isinstance(mesh, AnyMesh) or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise problem(
-            f"{WHERE}(mesh={mesh!r})",
-            "run stages on it",
-            "it takes a mesh whose axes are all of type Auto",
-            f"write mesh=mp.MeshSpec({axis}={schedule.stages}, ...).build()",
-        )
+        asked, fix = "run stages on it", f"write mesh=mp.MeshSpec({axis}={schedule.stages}, ...).build()"
+        raise problem(f"{WHERE}(mesh={mesh!r})", asked, "it takes a mesh whose axes are all of type Auto", fix)
     sizes = axis_sizes(mesh)
     if sizes.get(axis) != schedule.stages:
-        raise problem(
-            f"{WHERE}(axis={axis!r})",
-            f"run the {schedule.stages} stages of schedule `{schedule.name}`",
-            f"the mesh has {_text(sizes)}",
-            f"give it {schedule.stages} ranks, MeshSpec({axis}={schedule.stages}, ...), or a schedule of other stages",
-        )
+        asked = f"run the {schedule.stages} stages of schedule `{schedule.name}`"
+        fix = f"give it {schedule.stages} ranks, MeshSpec({axis}={schedule.stages}, ...), or a schedule of other stages"
+        raise problem(f"{WHERE}(axis={axis!r})", asked, f"the mesh has {_text(sizes)}", fix)
     if run.gather not in ("step", "microbatch"):
-        raise problem(
-            f"{WHERE}(gather={run.gather!r})",
-            "gather weights then",
-            "there is no such choice",
-            'use "step" or "microbatch"',
-        )
+        where = f"{WHERE}(gather={run.gather!r})"
+        raise problem(where, "gather weights then", "there is no such choice", 'use "step" or "microbatch"')
     if run.functions.weight is not None and not run.sync:
         raise problem(
             f"{WHERE}(weight={run.functions.weight!r}, sync=False)",
@@ -91,21 +73,14 @@ def check_run(run: StagedRun) -> None:
 def _check_batch_axes(given: Any, stages: str, sizes: Mapping[str, int]) -> None:
     named = (given,) if isinstance(given, str) else given
     if not (isinstance(named, tuple | list) and all(isinstance(name, str) for name in named)):
-        raise problem(
-            f"{WHERE}(batch_axes={given!r})",
-            "split the batch's rows over them",
-            "those are no names of mesh axes",
-            f'write batch_axes=("data", "fsdp"), of {", ".join(sizes)}, or leave it out',
-        )
+        asked = "split the batch's rows over them"
+        fix = f'write batch_axes=("data", "fsdp"), of {", ".join(sizes)}, or leave it out'
+        raise problem(f"{WHERE}(batch_axes={given!r})", asked, "those are no names of mesh axes", fix)
     for name in named:
         if name == stages or name not in sizes or named.count(name) > 1:
             once = f"the mesh has {', '.join(sizes)}, each to be named once"
-            raise problem(
-                f"{WHERE}(batch_axes={given!r})",
-                f"split the batch over `{name}`",
-                "that axis is the stages'" if name == stages else once,
-                "name axes of the mesh that split rows",
-            )
+            where, exists = f"{WHERE}(batch_axes={given!r})", "that axis is the stages'" if name == stages else once
+            raise problem(where, f"split the batch over `{name}`", exists, "name axes of the mesh that split rows")
 
 
 def _text(sizes: Mapping[str, int]) -> str:
@@ -118,12 +93,8 @@ def _text(sizes: Mapping[str, int]) -> str:
 def checked_params(run: StagedRun, params: Any, specs: PyTree | None) -> Params:
     """Parameters that the schedule has parts for, and how they are to lie."""
     if not isinstance(params, tuple) or len(params) not in (1, 2):
-        raise problem(
-            "pipeline parameters",
-            f"run a model of {type(params).__name__}",
-            "they are those of the parts, and of what stands before and behind them",
-            "give pipeline.Params(parts, ends)",
-        )
+        where, exists = "pipeline parameters", "they are those of the parts, and of what stands before and behind them"
+        raise problem(where, f"run a model of {type(params).__name__}", exists, "give pipeline.Params(parts, ends)")
     params = Params(*params)
     _check_plain("pipeline parameters", params.parts, "be trained")
     _check_parts(run, params)
@@ -136,24 +107,18 @@ def _check_plain(name: str, tree: PyTree, asked: str) -> None:
     """Numbers, and no random keys."""
     for path, x in tree_leaves_with_paths(tree):
         if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
-            raise problem(
-                f"{name}, `{path}`",
-                f"{asked} as {x.dtype}",
-                "parameters, messages and their gradients are plain numbers",
-                "draw random numbers from micro.key, or carry jax.random.key_data(key)",
-            )
+            exists = "parameters, messages and their gradients are plain numbers"
+            fix = "draw random numbers from micro.key, or carry jax.random.key_data(key)"
+            raise problem(f"{name}, `{path}`", f"{asked} as {x.dtype}", exists, fix)
 
 
 def _check_parts(run: StagedRun, params: Params) -> None:
     wanted = run.schedule.num_parts
     for path, x in tree_leaves_with_paths(params.parts):
         if np.shape(x)[:1] != (wanted,):
-            raise problem(
-                f"pipeline parameters `{path}` of shape {np.shape(x)} dim 0",
-                f"be the parts of schedule `{run.schedule.name}`",
-                f"it has {wanted} parts",
-                f"stack {wanted} parts along the first dim",
-            )
+            where = f"pipeline parameters `{path}` of shape {np.shape(x)} dim 0"
+            asked = f"be the parts of schedule `{run.schedule.name}`"
+            raise problem(where, asked, f"it has {wanted} parts", f"stack {wanted} parts along the first dim")
 
 
 def _check_specs(run: StagedRun, params: Params, specs: PyTree) -> None:
@@ -161,12 +126,9 @@ def _check_specs(run: StagedRun, params: Params, specs: PyTree) -> None:
     sizes = axis_sizes(run.mesh)
     leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
     if str(structure) != str(jax.tree.structure(params.parts)):
-        raise problem(
-            f"pipeline.value_and_grad(specs=...) of structure {structure}",
-            "lay out the parts' parameters",
-            f"those are of structure {jax.tree.structure(params.parts)}",
-            f'give a PartitionSpec("{run.axis}", ...) for each leaf',
-        )
+        where = f"pipeline.value_and_grad(specs=...) of structure {structure}"
+        asked, fix = "lay out the parts' parameters", f'give a PartitionSpec("{run.axis}", ...) for each leaf'
+        raise problem(where, asked, f"those are of structure {jax.tree.structure(params.parts)}", fix)
     for (path, x), spec in zip(tree_leaves_with_paths(params.parts), leaves, strict=True):
         entries = [spec_axes(entry) for entry in spec] if is_spec(spec) else []
         axes = [axis for entry in entries for axis in entry]
@@ -191,23 +153,16 @@ def check_key(key: Any) -> None:
     dtype, shape = getattr(key, "dtype", None), np.shape(key)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
     if key is not None and not typed and not (dtype == np.uint32 and len(shape) == 1):
-        raise problem(
-            f"a pipeline's random key, {type(key).__name__} of shape {shape}",
-            "draw random numbers for every microbatch from it",
-            "it is one key",
-            "give jax.random.key(0), or leave it out",
-        )
+        asked, fix = "draw random numbers for every microbatch from it", "give jax.random.key(0), or leave it out"
+        raise problem(f"a pipeline's random key, {type(key).__name__} of shape {shape}", asked, "it is one key", fix)
 
 
 def check_late(late: Any, schedule: Schedule) -> None:
     """`[stage, numbers]`, or None."""
     if late is not None and (not hasattr(late, "dtype") or late.ndim != 2 or len(late) != schedule.stages):
-        raise problem(
-            f"late, a {type(late).__name__} of shape {getattr(late, 'shape', ())}",
-            "be summed over the stages",
-            f"every one of {schedule.stages} stages brings a row of numbers",
-            f"give a float32 array [{schedule.stages}, numbers]",
-        )
+        where = f"late, a {type(late).__name__} of shape {getattr(late, 'shape', ())}"
+        exists = f"every one of {schedule.stages} stages brings a row of numbers"
+        raise problem(where, "be summed over the stages", exists, f"give a float32 array [{schedule.stages}, numbers]")
 
 
 # ---- What the functions do -------------------------------------------------------------------------------------------
@@ -257,41 +212,23 @@ def owners_of_ends(run: StagedRun, one: PyTree, ends: PyTree, micro: Micro) -> l
 def _check_loss(found: Any, weight: str | None) -> None:
     """Of what the loss function gives."""
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
-        raise problem(
-            "loss_fn",
-            f"take the loss and the metrics from its result, a {type(found).__name__}",
-            "it gives (loss, metrics), a scalar and a dict",
-            "return loss, {}",
-        )
+        asked = f"take the loss and the metrics from its result, a {type(found).__name__}"
+        raise problem("loss_fn", asked, "it gives (loss, metrics), a scalar and a dict", "return loss, {}")
     if np.shape(found[0]):
-        raise problem(
-            "loss_fn",
-            f"differentiate a loss of shape {np.shape(found[0])}",
-            "a loss is a scalar, the mean over the microbatch's rows",
-            "return loss.mean(), {...}",
-        )
+        asked, fix = f"differentiate a loss of shape {np.shape(found[0])}", "return loss.mean(), {...}"
+        raise problem("loss_fn", asked, "a loss is a scalar, the mean over the microbatch's rows", fix)
     kind = getattr(found[0], "dtype", None) or np.asarray(found[0]).dtype
     if not jnp.issubdtype(kind, jnp.floating):
-        raise problem(
-            "loss_fn",
-            f"differentiate a loss of dtype {kind}",
-            "a loss is a real number, of a floating dtype",
-            "return loss.astype(jnp.float32), {...}, and nothing rounded on the way to it",
-        )
+        asked = f"differentiate a loss of dtype {kind}"
+        fix = "return loss.astype(jnp.float32), {...}, and nothing rounded on the way to it"
+        raise problem("loss_fn", asked, "a loss is a real number, of a floating dtype", fix)
     if weight is not None and weight in found[1] and np.shape(found[1][weight]):
-        raise problem(
-            f"weight={weight!r}",
-            f"weigh microbatches by a metric of shape {np.shape(found[1][weight])}",
-            "a microbatch has one weight",
-            "sum it in loss_fn",
-        )
+        asked = f"weigh microbatches by a metric of shape {np.shape(found[1][weight])}"
+        raise problem(f"weight={weight!r}", asked, "a microbatch has one weight", "sum it in loss_fn")
     if weight is not None and weight not in found[1]:
-        raise problem(
-            f"weight={weight!r}",
-            "weigh microbatches by that metric",
-            f"loss_fn gives {', '.join(map(repr, found[1])) or 'no metrics'}",
-            f'return loss, {{"{weight}": ...}} with what the mean loss was divided by',
-        )
+        exists = f"loss_fn gives {', '.join(map(repr, found[1])) or 'no metrics'}"
+        fix = f'return loss, {{"{weight}": ...}} with what the mean loss was divided by'
+        raise problem(f"weight={weight!r}", "weigh microbatches by that metric", exists, fix)
 
 
 def _check_own(inside: Callable[..., PyTree], one: PyTree, ends: PyTree, x: PyTree, micro: Micro) -> None:
@@ -318,12 +255,9 @@ def _check_apart(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> 
         named = eqn.params.get("axis_name", eqn.params.get("axes", ()))
         axes = named if isinstance(named, tuple | list | frozenset | set) else (named,)
         if axis in axes and eqn.primitive.name not in LOCAL:
-            raise problem(
-                name,
-                f"run `{eqn.primitive.name}` over mesh axis `{axis}`",
-                "its ranks are the stages, each at another microbatch and some at none",
-                "leave it out: results go from stage to stage by themselves, and gradients are summed behind the loop",
-            )
+            asked = f"run `{eqn.primitive.name}` over mesh axis `{axis}`"
+            fix = "leave it out: results go from stage to stage by themselves, and gradients are summed behind the loop"
+            raise problem(name, asked, "its ranks are the stages, each at another microbatch and some at none", fix)
         if eqn.primitive.name == "ppermute" and any(sizes.get(a, 1) > 1 for a in axes):
             raise problem(
                 name,

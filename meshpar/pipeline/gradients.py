@@ -394,22 +394,16 @@ def _functions(
     checks.check_functions(stage_fn=stage_fn, loss_fn=loss_fn, first_fn=first_fn or _inputs)
     check_remat(remat)
     if remat is not None and named_in(remat):
-        raise problem(
-            f"pipeline.value_and_grad(remat={remat!r})",
-            "keep what a stage marks by name",
-            "nothing here sees a stage's marks, so a mistyped one would keep nothing",
-            "use a policy's word, or jax.checkpoint inside stage_fn",
-        )
+        exists = "nothing here sees a stage's marks, so a mistyped one would keep nothing"
+        fix = "use a policy's word, or jax.checkpoint inside stage_fn"
+        raise problem(f"pipeline.value_and_grad(remat={remat!r})", "keep what a stage marks by name", exists, fix)
 
     def stage(params: PyTree, x: PyTree, micro: Micro) -> tuple[PyTree, Aux]:
         y, aux = with_aux(stage_fn(params, x, micro))
         if aux is not None and weight is not None:
-            raise problem(
-                f"pipeline.value_and_grad(weight={weight!r}) and a stage_fn that gives Aux",
-                "weigh auxiliary losses as the loss",
-                "only the last stage knows a microbatch's weight",
-                "weigh rows inside loss_fn and leave out weight",
-            )
+            where = f"pipeline.value_and_grad(weight={weight!r}) and a stage_fn that gives Aux"
+            asked, fix = "weigh auxiliary losses as the loss", "weigh rows inside loss_fn and leave out weight"
+            raise problem(where, asked, "only the last stage knows a microbatch's weight", fix)
         return y, Aux(jnp.zeros((), jnp.float32), {}) if aux is None else aux
 
     if remat is not None:
@@ -419,10 +413,6 @@ def _functions(
 
 def _inputs(ends: PyTree, micro: Micro) -> PyTree:
     if not isinstance(micro.rows, Mapping) or "inputs" not in micro.rows:
-        raise problem(
-            "pipeline.value_and_grad(first_fn=None)",
-            "begin with the batch's `inputs`",
-            "the batch has no such entry",
-            'give {"inputs": ..., ...} as the batch, or a first_fn',
-        )
+        asked, fix = "begin with the batch's `inputs`", 'give {"inputs": ..., ...} as the batch, or a first_fn'
+        raise problem("pipeline.value_and_grad(first_fn=None)", asked, "the batch has no such entry", fix)
     return micro.rows["inputs"]

@@ -418,12 +418,9 @@ def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) 
         return measured, "measured, for any axis" if is_default else f"measured along `{label}`"
     if isinstance(over, Links):
         names = ", ".join(f"`{axis}`" for axis in dict.fromkeys((*over.axes, *over.permutes)))
-        raise problem(
-            f"profile `{over.name}`",
-            f"price messages along mesh axis `{label}`",
-            f"it was measured along {names}",
-            f"name one of them, or measure it: meshpar bench collectives --mesh {axes[0]}=8 --save my.json",
-        )
+        asked = f"price messages along mesh axis `{label}`"
+        fix = f"name one of them, or measure it: meshpar bench collectives --mesh {axes[0]}=8 --save my.json"
+        raise problem(f"profile `{over.name}`", asked, f"it was measured along {names}", fix)
     nodes, per_node = over.layout(axes, mesh)
     link = cost.collective_link(kind, over, num_nodes=nodes, per_node=per_node)
     if nodes == 1:

@@ -94,12 +94,8 @@ def doubling_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
     sent = _all_but_own(payload_bytes, num_ranks)
     rounds, rest = _doublings(num_ranks)
     if rest:
-        raise problem(
-            "recursive doubling",
-            f"gather over {num_ranks} ranks",
-            "ranks pair up anew at each step, so there has to be a power of two of them",
-            "use a ring",
-        )
+        exists = "ranks pair up anew at each step, so there has to be a power of two of them"
+        raise problem("recursive doubling", f"gather over {num_ranks} ranks", exists, "use a ring")
     return Cost(steps=rounds, bytes_sent=sent, bytes_in_turn=sent)
 
 
@@ -205,12 +201,8 @@ def parameter_server_all_reduce(payload_bytes: float, num_ranks: int, *, num_ser
     """
     _check(payload_bytes, num_ranks)
     if not 1 <= num_servers <= num_ranks:
-        raise problem(
-            "parameter server",
-            f"keep the parameters on {num_servers} servers",
-            f"there are {num_ranks} ranks",
-            f"use 1 to {num_ranks}",
-        )
+        asked = f"keep the parameters on {num_servers} servers"
+        raise problem("parameter server", asked, f"there are {num_ranks} ranks", f"use 1 to {num_ranks}")
     part = payload_bytes / num_servers
     one_way = (num_ranks - 1) * part
     as_worker = (num_servers - 1) * part
@@ -257,12 +249,8 @@ def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | N
 def quantized_bytes(num_elements: int, *, block: int = 256) -> int:
     """What an array takes on the wire: a byte an element and four a block of at most `block`, blocks of one size."""
     if num_elements < 0 or block < 1:
-        raise problem(
-            "quantized array",
-            f"send {num_elements} elements in blocks of {block}",
-            "an array has 0 elements or more, and a block at least one",
-            "give both as such",
-        )
+        exists, fix = "an array has 0 elements or more, and a block at least one", "give both as such"
+        raise problem("quantized array", f"send {num_elements} elements in blocks of {block}", exists, fix)
     num_blocks = -(-num_elements // block)
     return num_blocks * (-(-num_elements // max(num_blocks, 1)) + 4)
 
@@ -306,12 +294,8 @@ def _nodes(what: str, num_ranks: int, inner: int | None) -> tuple[int, int]:
     """(nodes, ranks in each)."""
     inner = num_ranks if inner is None else inner
     if inner < 1 or num_ranks % inner:
-        raise problem(
-            what,
-            f"form groups of {inner} out of {num_ranks} ranks",
-            "groups of one size do not divide them",
-            f"use a divisor of {num_ranks}",
-        )
+        asked = f"form groups of {inner} out of {num_ranks} ranks"
+        raise problem(what, asked, "groups of one size do not divide them", f"use a divisor of {num_ranks}")
     return num_ranks // inner, inner
 
 
@@ -425,12 +409,8 @@ def grouped_rows(num_rows: int, num_groups: int, block: int) -> int:
     Gale et al. 2022, "MegaBlocks".
     """
     if num_rows < 0 or num_groups < 1 or block < 1:
-        raise problem(
-            "grouped matmul",
-            f"cut {num_rows} rows of {num_groups} groups into blocks of {block}",
-            "rows are counted from 0, groups and blocks from 1",
-            "give them as such",
-        )
+        asked = f"cut {num_rows} rows of {num_groups} groups into blocks of {block}"
+        raise problem("grouped matmul", asked, "rows are counted from 0, groups and blocks from 1", "give them as such")
     return min((num_rows + num_groups * (block - 1)) // block, num_rows) * block
 
 
@@ -457,12 +437,9 @@ def grouped_matmul_flops(num_rows: int, num_groups: int, block: int, inner: int,
 
 def _check_routed(num_tokens: int, k: int, num_experts: int, num_ranks: int) -> None:
     if min(num_tokens, k, num_experts, num_ranks) < 1 or num_experts % num_ranks:
-        raise problem(
-            "mixture of experts",
-            f"send {num_tokens} tokens to {k} of {num_experts} experts on {num_ranks} ranks",
-            "there is at least one of each, and every rank has as many experts",
-            "give a number of experts that the ranks divide",
-        )
+        asked = f"send {num_tokens} tokens to {k} of {num_experts} experts on {num_ranks} ranks"
+        exists = "there is at least one of each, and every rank has as many experts"
+        raise problem("mixture of experts", asked, exists, "give a number of experts that the ranks divide")
 
 
 # ---- Collectives as the compiler names them --------------------------------------------------------------------------
@@ -526,12 +503,8 @@ def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: in
     Exchanges and messages have a port each.
     """
     if num_nodes < 1 or per_node < 1:
-        raise problem(
-            f"cluster `{cluster.name}`",
-            f"join {per_node} GPUs in each of {num_nodes} nodes",
-            "a group has at least one",
-            "give both as 1 or more",
-        )
+        asked = f"join {per_node} GPUs in each of {num_nodes} nodes"
+        raise problem(f"cluster `{cluster.name}`", asked, "a group has at least one", "give both as 1 or more")
     measured = cluster.measured(axes, permute=kind in _MESSAGES)
     if measured is not None:
         return measured
@@ -559,12 +532,9 @@ def roofline_s(flops: float, moved_bytes: float, *, flops_per_s: float, bytes_pe
     Williams, Waterman, Patterson 2009, "Roofline: An Insightful Visual Performance Model for Multicore Architectures".
     """
     if flops < 0 or moved_bytes < 0 or not flops_per_s > 0 or not bytes_per_s > 0:
-        raise problem(
-            "roofline",
-            f"time {flops} FLOPs at {flops_per_s} FLOP/s and {moved_bytes} bytes at {bytes_per_s} bytes/s",
-            "work is at least 0 and rates are above 0",
-            "give them in FLOPs, bytes and seconds",
-        )
+        asked = f"time {flops} FLOPs at {flops_per_s} FLOP/s and {moved_bytes} bytes at {bytes_per_s} bytes/s"
+        exists = "work is at least 0 and rates are above 0"
+        raise problem("roofline", asked, exists, "give them in FLOPs, bytes and seconds")
     return max(flops / flops_per_s, moved_bytes / bytes_per_s)
 
 

@@ -119,12 +119,8 @@ class Links(_Measured):
 
     def __post_init__(self) -> None:
         if not self.axes and not self.permutes:
-            raise problem(
-                f"profile `{self.name}`",
-                "hold links",
-                "it names no mesh axis",
-                "measure some: meshpar bench collectives --mesh data=8 --save my.json",
-            )
+            fix = "measure some: meshpar bench collectives --mesh data=8 --save my.json"
+            raise problem(f"profile `{self.name}`", "hold links", "it names no mesh axis", fix)
 
     @property
     def name(self) -> str:
@@ -231,12 +227,8 @@ class Cluster(_Measured):
         """
         nodes, along = self._nodes(axes, mesh)
         if nodes.size > self.num_devices:
-            raise problem(
-                f"cluster `{self.name}`",
-                f"hold a mesh of {nodes.size} devices",
-                f"it has {self.num_devices} GPUs",
-                "name a cluster of as many",
-            )
+            asked, fix = f"hold a mesh of {nodes.size} devices", "name a cluster of as many"
+            raise problem(f"cluster `{self.name}`", asked, f"it has {self.num_devices} GPUs", fix)
         groups = np.moveaxis(nodes, along, range(-len(along), 0)).reshape(
             -1, math.prod(nodes.shape[at] for at in along)
         )
@@ -312,12 +304,9 @@ class Cluster(_Measured):
         except MeshparError:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            raise problem(
-                "a cluster's profile",
-                "read it",
-                f"it lacks or garbles something: {type(error).__name__}: {error}",
-                'write {"gpu": "h100", "nodes": 8, "gpus_per_node": 8, "across": {"bytes_per_s": 5e10}}',
-            ) from None
+            exists = f"it lacks or garbles something: {type(error).__name__}: {error}"
+            fix = 'write {"gpu": "h100", "nodes": 8, "gpus_per_node": 8, "across": {"bytes_per_s": 5e10}}'
+            raise problem("a cluster's profile", "read it", exists, fix) from None
 
 
 Profile: TypeAlias = Cluster | Links
@@ -396,12 +385,9 @@ def peak_flops_per_s(device_kind: str, dtype: str = "bfloat16") -> float | None:
 
 
 def _no_gpu(name: str, links: Links) -> MeshparError:
-    return problem(
-        f"cluster profile `{name}`",
-        "stand for a cluster of GPUs",
-        f"it was measured on `{links.devices}` devices: it holds links, and nothing about a GPU",
-        'name GPUs, as h100:1x8; the profile itself serves algorithm="auto" and meshpar cost --axis',
-    )
+    exists = f"it was measured on `{links.devices}` devices: it holds links, and nothing about a GPU"
+    fix = 'name GPUs, as h100:1x8; the profile itself serves algorithm="auto" and meshpar cost --axis'
+    return problem(f"cluster profile `{name}`", "stand for a cluster of GPUs", exists, fix)
 
 
 def _load(path: Path) -> Profile:

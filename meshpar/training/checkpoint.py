@@ -165,12 +165,8 @@ class Checkpoints:
         self.wait()
         steps = _as_process_0_sees(self.steps())
         if step is not None and step not in steps:
-            raise problem(
-                f"checkpoints in {self.folder}",
-                f"restore step {step}",
-                f"there are steps {steps}",
-                "ask for one of them",
-            )
+            where = f"checkpoints in {self.folder}"
+            raise problem(where, f"restore step {step}", f"there are steps {steps}", "ask for one of them")
         damaged: dict[int, str] = {}
         for candidate in [step] if step is not None else reversed(steps):
             try:
@@ -535,12 +531,8 @@ def _leaves(state: TrainState) -> dict[str, Any]:
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(state):
         path = "/".join(_escaped(path_str((key,))) for key in key_path)
         if path in leaves:
-            raise problem(
-                f"`{path}`",
-                "name one array of a checkpoint",
-                "two arrays have this path",
-                "rename one: 1 and '1' are the same",
-            )
+            fix = "rename one: 1 and '1' are the same"
+            raise problem(f"`{path}`", "name one array of a checkpoint", "two arrays have this path", fix)
         leaves[path] = leaf
     return leaves
 
@@ -701,12 +693,8 @@ def _words(x: jax.Array) -> jax.Array:
 
 def _check_format(run: Mapping[str, Any], where: str) -> None:
     if run["format"] > FORMAT:
-        raise problem(
-            where,
-            f"be read by a meshpar that knows format {FORMAT}",
-            f"meshpar {run['meshpar']} wrote it in format {run['format']}",
-            f"install meshpar {run['meshpar']} or newer",
-        )
+        asked, fix = f"be read by a meshpar that knows format {FORMAT}", f"install meshpar {run['meshpar']} or newer"
+        raise problem(where, asked, f"meshpar {run['meshpar']} wrote it in format {run['format']}", fix)
 
 
 def _check_fits(stored: Mapping[str, Any], like: Mapping[str, Any], where: str) -> None:

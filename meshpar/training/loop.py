@@ -209,12 +209,9 @@ class Run:
         """
         assert self.reason is not None
         if self.reason == "exhausted":
-            raise problem(
-                "batches",
-                f"give the batch of step {self.step + 1} of {self.steps}",
-                f"they ended after {self.step - self.first_step}",
-                f"use batches that repeat, or steps={self.step}",
-            )
+            asked = f"give the batch of step {self.step + 1} of {self.steps}"
+            fix = f"use batches that repeat, or steps={self.step}"
+            raise problem("batches", asked, f"they ended after {self.step - self.first_step}", fix)
         return FitResult(
             state=self.state,
             step=self.step,
@@ -287,12 +284,9 @@ class Run:
             hook.on_record(self, record)
         if not finite and self.raise_nonfinite:
             self.reason = "nonfinite"
-            raise problem(
-                f"step {record.step}",
-                "update the parameters",
-                f"its loss is {record.loss}, its gradient norm {record.metrics.get('grad_norm')}: it was skipped",
-                "look at the batch, lower the learning rate or clip gradients; or train with nonfinite='skip'",
-            )
+            exists = f"its loss is {record.loss}, its gradient norm {record.metrics.get('grad_norm')}: it was skipped"
+            fix = "look at the batch, lower the learning rate or clip gradients; or train with nonfinite='skip'"
+            raise problem(f"step {record.step}", "update the parameters", exists, fix)
 
 
 def fit(
@@ -418,12 +412,8 @@ def move_data(batches: Any, data_state: Mapping[str, Any] | None, step: int) -> 
 def _check_names(metrics: Mapping[str, Any]) -> None:
     for name in metrics:
         if name in _RESERVED and name != "loss":
-            raise problem(
-                f"metric `{name}`",
-                "be recorded",
-                f"the loop's own numbers have the names {', '.join(_RESERVED)}",
-                "give it another name in the loss function",
-            )
+            exists = f"the loop's own numbers have the names {', '.join(_RESERVED)}"
+            raise problem(f"metric `{name}`", "be recorded", exists, "give it another name in the loss function")
 
 
 def _on_host(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -498,12 +488,8 @@ class Validator(Hook):
         of: Callable[[TrainState], TrainState] | None = None,
     ) -> None:
         if iter(batches) is batches:
-            raise problem(
-                "Validator(batches=...)",
-                "validate again and again",
-                "an iterator is spent after one pass",
-                "give a list, or an object whose __iter__ starts anew",
-            )
+            where, fix = "Validator(batches=...)", "give a list, or an object whose __iter__ starts anew"
+            raise problem(where, "validate again and again", "an iterator is spent after one pass", fix)
         self._step, self._batches, self._every = step, batches, _positive("Validator", every)
         self._of = of
 
@@ -854,12 +840,8 @@ class Preemption(Hook):
 
     def on_start(self, run: Run) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise problem(
-                "Preemption",
-                "watch for signals",
-                "Python allows it in the main thread only",
-                "call fit there, or leave the hook out",
-            )
+            exists = "Python allows it in the main thread only"
+            raise problem("Preemption", "watch for signals", exists, "call fit there, or leave the hook out")
         if jax.process_count() > 1:
             pod = this_pod()
             assert pod is not None, "jax has several processes, and they a service"

@@ -35,12 +35,8 @@ def check_rows(name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray) ->
       ValueError: an op of no known kind, microbatch or chunk, or not one row of parts for each stage.
     """
     if parts.ndim != 2 or len(parts) != len(rows):
-        raise problem(
-            f"schedule `{name}`",
-            f"run {len(rows)} rows of blocks",
-            f"there are {len(parts)} rows of `parts`",
-            "give [stage][chunk], one row for each stage",
-        )
+        asked, fix = f"run {len(rows)} rows of blocks", "give [stage][chunk], one row for each stage"
+        raise problem(f"schedule `{name}`", asked, f"there are {len(parts)} rows of `parts`", fix)
     for stage, row in enumerate(rows):
         for number, block in enumerate(row):
             for op in block:
@@ -78,28 +74,17 @@ class _Ops:
 def _check_numbers(schedule: Schedule) -> None:
     parts = np.unique(schedule.parts)
     if not np.array_equal(parts, np.arange(len(parts))):
-        raise problem(
-            f"`parts` of schedule `{schedule.name}`",
-            f"cut the model into parts {parts.tolist()}",
-            "they are not numbered from 0 without a gap",
-            f"number them 0 to {len(parts) - 1}",
-        )
+        asked, exists = f"cut the model into parts {parts.tolist()}", "they are not numbered from 0 without a gap"
+        raise problem(f"`parts` of schedule `{schedule.name}`", asked, exists, f"number them 0 to {len(parts) - 1}")
     for stage, held in enumerate(schedule.parts):
         if len(np.unique(held)) < len(held):
-            raise problem(
-                f"`parts` of schedule `{schedule.name}`, stage {stage}",
-                f"hold parts {held.tolist()}",
-                "one of them stands there twice",
-                "give each chunk of a stage a part of its own",
-            )
+            where, exists = f"`parts` of schedule `{schedule.name}`, stage {stage}", "one of them stands there twice"
+            raise problem(where, f"hold parts {held.tolist()}", exists, "give each chunk of a stage a part of its own")
     # Of a number that no table of this size can hold, nothing is counted up.
     if not is_whole(schedule.microbatches, 1) or schedule.microbatches > max(schedule.table.size, 1):
-        raise problem(
-            f"schedule `{schedule.name}`",
-            f"train on {schedule.microbatches!r} microbatches",
-            f"a step has at least 1, and the table {schedule.ticks} ticks",
-            "give a whole number of microbatches, and the table cells for each",
-        )
+        exists = f"a step has at least 1, and the table {schedule.ticks} ticks"
+        fix = "give a whole number of microbatches, and the table cells for each"
+        raise problem(f"schedule `{schedule.name}`", f"train on {schedule.microbatches!r} microbatches", exists, fix)
     microbatch, chunk = schedule.table[..., 0], schedule.table[..., 1]
     wrong = (microbatch >= schedule.microbatches) | ((microbatch >= 0) & ((chunk < 0) | (chunk >= schedule.chunks)))
     for tick, stage, kind in np.argwhere(wrong):
@@ -114,24 +99,16 @@ def _check_numbers(schedule: Schedule) -> None:
 def _check_blocks(schedule: Schedule) -> None:
     after = np.vstack([schedule.busy[1:], np.zeros_like(schedule.busy[:1])])
     for tick, stage in np.argwhere(schedule.joined & ~(schedule.busy & after)):
-        raise problem(
-            f"schedule `{schedule.name}`, tick {tick}, stage {stage}",
-            "join this cell and the next into one block",
-            "one of the two is idle",
-            "join only cells that follow each other",
-        )
+        asked, fix = "join this cell and the next into one block", "join only cells that follow each other"
+        raise problem(f"schedule `{schedule.name}`, tick {tick}, stage {stage}", asked, "one of the two is idle", fix)
 
 
 def _check_once(schedule: Schedule, ops: _Ops) -> None:
     count = np.bincount(ops.key, minlength=ops.at.size).reshape(ops.at.shape)
     for kind, microbatch, part in np.argwhere(count > 1):
         first, second, *_ = np.flatnonzero(ops.key == ops.key[ops.at[kind, microbatch, part]]).tolist()
-        raise problem(
-            ops.where(schedule, second),
-            f"run it for part {part} of the model",
-            f"stage {ops.stage[first]} has run it in tick {ops.tick[first]}",
-            "keep one of the two",
-        )
+        exists, fix = f"stage {ops.stage[first]} has run it in tick {ops.tick[first]}", "keep one of the two"
+        raise problem(ops.where(schedule, second), f"run it for part {part} of the model", exists, fix)
     for kind, microbatch, part in np.argwhere(count == 0):
         holders = np.flatnonzero((schedule.parts == part).any(1))
         raise problem(
@@ -146,12 +123,9 @@ def _check_places(schedule: Schedule, ops: _Ops) -> None:
     stage = ops.stage[ops.at]
     for kind in (B, W):
         for microbatch, part in np.argwhere(stage[kind] != stage[F]):
-            raise problem(
-                ops.where(schedule, ops.at[kind, microbatch, part]),
-                f"run it where part {part} of the model is",
-                f"what its F left lies on stage {stage[F, microbatch, part]}",
-                "run F, B and W of a microbatch on the same stage",
-            )
+            where = ops.where(schedule, ops.at[kind, microbatch, part])
+            asked, fix = f"run it where part {part} of the model is", "run F, B and W of a microbatch on the same stage"
+            raise problem(where, asked, f"what its F left lies on stage {stage[F, microbatch, part]}", fix)
     hop = (stage[F, :, 1:] - stage[F, :, :-1]) % schedule.stages
     far = (hop > 1) & (hop < schedule.stages - 1)
     for microbatch, part in np.argwhere(far):
@@ -191,9 +165,6 @@ def _in_time(schedule: Schedule, ops: _Ops, users: np.ndarray, makers: np.ndarra
         there = f"in tick {ops.tick[maker]} on stage {ops.stage[maker]}"
         part_of_block = schedule.joined[:, [ops.stage[user], ops.stage[maker]]].any()
         blocks = " (a block uses what it needs at its start, and gives when it ends)" if part_of_block else ""
-        raise problem(
-            ops.where(schedule, user),
-            f"use what {ops.text(schedule, maker)} on part {ops.part[maker]} of the model makes",
-            f"that is made {there}, and can be used from the next tick on{blocks}",
-            f"move it behind tick {ops.tick[maker]}",
-        )
+        asked = f"use what {ops.text(schedule, maker)} on part {ops.part[maker]} of the model makes"
+        exists = f"that is made {there}, and can be used from the next tick on{blocks}"
+        raise problem(ops.where(schedule, user), asked, exists, f"move it behind tick {ops.tick[maker]}")

@@ -79,12 +79,9 @@ def _parts(path: str, rows: Sequence[Sequence[list[tuple[int, str, int]]]]) -> l
     held = [sorted({part for block in row for part, _, _ in block}) for row in rows]
     for rank, parts in enumerate(held):
         if len(parts) != len(held[0]) or not parts:
-            raise problem(
-                f"{path}, row {rank}",
-                f"run global stages {parts} on that rank",
-                f"row 0 has {len(held[0])} of them; every rank holds equally many",
-                "give each rank a row, with the same number of global stages in each",
-            )
+            exists = f"row 0 has {len(held[0])} of them; every rank holds equally many"
+            fix = "give each rank a row, with the same number of global stages in each"
+            raise problem(f"{path}, row {rank}", f"run global stages {parts} on that rank", exists, fix)
     return held
 
 

@@ -99,12 +99,8 @@ def _stuck(name: str, begun: Sequence[Sequence[int]], rows: Sequence[Sequence[Bl
     ]
     for stage, number, event in waiting:
         if event not in at:
-            return problem(
-                where(stage, number),
-                f"use what {_words(event)} makes",
-                "no stage runs that op",
-                f"add {event[0]} of microbatch {event[1]} to the row of the stage that holds part {event[2]}",
-            )
+            fix = f"add {event[0]} of microbatch {event[1]} to the row of the stage that holds part {event[2]}"
+            return problem(where(stage, number), f"use what {_words(event)} makes", "no stage runs that op", fix)
     for (kind, microbatch, part), (stage, number) in at.items():
         before = {"F": None, "B": "F", "W": "B"}[kind]
         source = at.get((before, microbatch, part)) if before else None
@@ -122,12 +118,8 @@ def _stuck(name: str, begun: Sequence[Sequence[int]], rows: Sequence[Sequence[Bl
         seen.add(stage)
         stage = at[first[stage][1]][0]
     number, event = first[stage]
-    return problem(
-        where(stage, number),
-        f"wait for {_words(event)}",
-        f"stage {at[event][0]}, which runs it, waits in the end for this one: a deadlock",
-        "change the order of one of their rows",
-    )
+    exists = f"stage {at[event][0]}, which runs it, waits in the end for this one: a deadlock"
+    return problem(where(stage, number), f"wait for {_words(event)}", exists, "change the order of one of their rows")
 
 
 def _words(event: Event) -> str:

@@ -52,12 +52,9 @@ class Schedule:
         for field, (dtype, dims) in shapes.items():
             array: np.ndarray = np.array(getattr(self, field), dtype)
             if array.ndim != dims:
-                raise problem(
-                    f"`{field}` of schedule `{self.name}`",
-                    f"hold it as an array of {dims} dims",
-                    f"its shape is {array.shape}",
-                    "give [tick, stage, kind, (microbatch, chunk)], [stage, chunk] and [tick, stage]",
-                )
+                where = f"`{field}` of schedule `{self.name}`"
+                fix = "give [tick, stage, kind, (microbatch, chunk)], [stage, chunk] and [tick, stage]"
+                raise problem(where, f"hold it as an array of {dims} dims", f"its shape is {array.shape}", fix)
             array.setflags(write=False)
             object.__setattr__(self, field, array)
         if (
@@ -124,21 +121,13 @@ class Schedule:
         table = np.full((len(cells), stages, len(KINDS), 2), -1, np.int32)
         for tick, row in enumerate(cells):
             if len(row) != stages:
-                raise problem(
-                    f"tick {tick} of schedule `{name}`",
-                    "read its cells",
-                    f"it has {len(row)}, tick 0 has {stages}",
-                    "give one cell to each stage, None where it idles",
-                )
+                where, exists = f"tick {tick} of schedule `{name}`", f"it has {len(row)}, tick 0 has {stages}"
+                raise problem(where, "read its cells", exists, "give one cell to each stage, None where it idles")
             for stage, cell in enumerate(row):
                 for op in _ops(cell, f"schedule `{name}`, tick {tick}, stage {stage}"):
                     if table[tick, stage, op.number, 0] >= 0:
-                        raise problem(
-                            f"schedule `{name}`, tick {tick}, stage {stage}",
-                            f"run {op.text()} there",
-                            f"the cell has another {op.kind} already",
-                            "give each to a tick of its own",
-                        )
+                        where, fix = f"schedule `{name}`, tick {tick}, stage {stage}", "give each to a tick of its own"
+                        raise problem(where, f"run {op.text()} there", f"the cell has another {op.kind} already", fix)
                     table[tick, stage, op.number] = op.microbatch, op.chunk
         held = _held(name, parts, stages)
         count = int(table[..., 0].max(initial=-1)) + 1 if microbatches is None else microbatches
@@ -395,12 +384,8 @@ def _held(name: str, parts: Sequence[Sequence[int]] | None, stages: int) -> np.n
     rows = [list(row) for row in parts]
     alike = len({len(row) for row in rows}) < 2
     if not alike or not all(isinstance(part, int | np.integer) and abs(part) < _MOST for row in rows for part in row):
-        raise problem(
-            f"`parts` of schedule `{name}`",
-            f"hold {rows}",
-            "it is [stage][chunk], whole numbers, equally many for every stage",
-            "write [[0], [1]] for two stages with one part each",
-        )
+        where, fix = f"`parts` of schedule `{name}`", "write [[0], [1]] for two stages with one part each"
+        raise problem(where, f"hold {rows}", "it is [stage][chunk], whole numbers, equally many for every stage", fix)
     return np.array(rows, np.int32)
 
 
@@ -413,12 +398,8 @@ def _ops(cell: Cell, where: str) -> Iterable[StageOp]:
             isinstance(number, int | np.integer) and 0 <= number < _MOST for number in op[1:]
         )
         if not whole or op[0] not in tuple(KINDS):
-            raise problem(
-                where,
-                f"run {json.dumps(op, default=str)}",
-                "an op is one of F, B, W with the numbers of its microbatch and its chunk",
-                'write it as ("F", 3, 0), and None for an idle tick',
-            )
+            asked, fix = f"run {json.dumps(op, default=str)}", 'write it as ("F", 3, 0), and None for an idle tick'
+            raise problem(where, asked, "an op is one of F, B, W with the numbers of its microbatch and its chunk", fix)
         yield StageOp(*op)
 
 

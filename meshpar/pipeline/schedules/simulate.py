@@ -90,12 +90,9 @@ def _per_stage(schedule: Schedule, name: str, value: Costs) -> np.ndarray:
     given = np.asarray(value)
     found = given.astype(float) if given.dtype.kind in "iuf" else np.full(given.shape, np.nan)
     if found.shape not in ((), (schedule.stages,)) or not np.all((found >= 0) & (found <= MOST)):
-        raise problem(
-            f"`{name}` of schedule `{schedule.name}`",
-            f"simulate with costs {given.tolist()!r}",
-            f"it takes a number from 0 to {MOST:g}, or one for each of {schedule.stages} stages",
-            f"give {name}=1.0, or {schedule.stages} of them",
-        )
+        exists = f"it takes a number from 0 to {MOST:g}, or one for each of {schedule.stages} stages"
+        fix = f"give {name}=1.0, or {schedule.stages} of them"
+        raise problem(f"`{name}` of schedule `{schedule.name}`", f"simulate with costs {given.tolist()!r}", exists, fix)
     return np.broadcast_to(found, (schedule.stages,))
 
 

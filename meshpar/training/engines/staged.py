@@ -470,12 +470,9 @@ def _share(traced: Callable[..., Any], given: tuple[PyTree, Any, PyTree], where:
 
     closed, _ = flat_jaxpr(slope, *given)
     if depends(closed.jaxpr, [True] * len(closed.jaxpr.invars))[0]:
-        raise problem(
-            f"the loss under {where}",
-            "be made of the layers' auxiliary loss",
-            "its derivative by that is no constant, and no other stage would know it in time",
-            "write `loss + aux.loss`, or times a constant",
-        )
+        exists = "its derivative by that is no constant, and no other stage would know it in time"
+        fix = "write `loss + aux.loss`, or times a constant"
+        raise problem(f"the loss under {where}", "be made of the layers' auxiliary loss", exists, fix)
     return Cut(closed, first=[True]).run_first([None] * len(closed.jaxpr.invars))[0][0]
 
 
@@ -488,12 +485,9 @@ def _zeros(like: list[Any]) -> list[Any]:
 
 def _check_once(calls: int) -> None:
     if calls != 1:
-        raise problem(
-            "the model under pipeline_parallel",
-            "be cut where it runs its stacked layers",
-            f"it calls meshpar.scan_layers {calls or 'no'} times",
-            "run the layers that stages are to share by one call of it",
-        )
+        exists = f"it calls meshpar.scan_layers {calls or 'no'} times"
+        fix = "run the layers that stages are to share by one call of it"
+        raise problem("the model under pipeline_parallel", "be cut where it runs its stacked layers", exists, fix)
 
 
 def _check_options(options: StepOptions, setup: Setup) -> None:
@@ -503,12 +497,9 @@ def _check_options(options: StepOptions, setup: Setup) -> None:
         ("a strategy that quantizes", setup.strategy.quantize is not None),
     ):
         if is_given:
-            raise problem(
-                f"{given} under {setup.strategy.label}",
-                "be done by stages",
-                "a pipeline sums the gradients of its own microbatches and sends weights as they are",
-                "leave it out; more microbatches are what accumulation and slices would be",
-            )
+            exists = "a pipeline sums the gradients of its own microbatches and sends weights as they are"
+            fix = "leave it out; more microbatches are what accumulation and slices would be"
+            raise problem(f"{given} under {setup.strategy.label}", "be done by stages", exists, fix)
 
 
 def _check_remat(options: StepOptions, setup: Setup) -> None:
@@ -526,33 +517,20 @@ def _check_remat(options: StepOptions, setup: Setup) -> None:
 def _check(setup: Setup, schedule: Schedule, pipelined: PipelinePart, batch_axes: tuple[str, ...]) -> None:
     where, sizes = f"strategy {setup.strategy.label}", axis_sizes(setup.mesh)
     if pipelined.axis in batch_axes:
-        raise problem(
-            where,
-            f"run stages over mesh axis `{pipelined.axis}`",
-            "that axis splits the batch",
-            "give the stages one of their own: MeshSpec(stage=...)",
-        )
+        fix = "give the stages one of their own: MeshSpec(stage=...)"
+        raise problem(where, f"run stages over mesh axis `{pipelined.axis}`", "that axis splits the batch", fix)
     if schedule.microbatches != pipelined.microbatches:
-        raise problem(
-            where,
-            f"cut the batch into {pipelined.microbatches} microbatches",
-            f"schedule `{pipelined.schedule}` runs {schedule.microbatches}",
-            f"write pipeline_parallel(microbatches={schedule.microbatches}, ...), or give another file",
-        )
+        asked = f"cut the batch into {pipelined.microbatches} microbatches"
+        fix = f"write pipeline_parallel(microbatches={schedule.microbatches}, ...), or give another file"
+        raise problem(where, asked, f"schedule `{pipelined.schedule}` runs {schedule.microbatches}", fix)
     if sizes.get(pipelined.axis) != schedule.stages:
-        raise problem(
-            where,
-            f"run {schedule.stages} stages over mesh axis `{pipelined.axis}`",
-            f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items())}",
-            f"write MeshSpec({pipelined.axis}={schedule.stages}, ...), or pipeline_parallel(stages=...) of its size",
-        )
+        asked = f"run {schedule.stages} stages over mesh axis `{pipelined.axis}`"
+        fix = f"write MeshSpec({pipelined.axis}={schedule.stages}, ...), or pipeline_parallel(stages=...) of its size"
+        raise problem(where, asked, f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items())}", fix)
     for path in sorted(setup.model.random_keys()):
-        raise problem(
-            f"`{path}` of the model under {where}",
-            "be drawn from in every microbatch",
-            "a model's own random stream would give all of them the same numbers",
-            "draw random numbers from the key the loss function is given",
-        )
+        exists = "a model's own random stream would give all of them the same numbers"
+        fix = "draw random numbers from the key the loss function is given"
+        raise problem(f"`{path}` of the model under {where}", "be drawn from in every microbatch", exists, fix)
 
 
 def _split_inside(setup: Setup) -> tuple[str, ...]:
