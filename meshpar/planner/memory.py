@@ -58,6 +58,9 @@ SPLITS, MOST_SPLIT = 4, 196_608
 """Parts of a product that fills no GPU, each summed in float32, and the numbers that the largest such gives: two at a
 time, so 6 MB at the most. As in programs of 20 to 50 MB compiled without a GPU, which would choose by measuring."""
 
+HANDED = 0.15
+"""Of what a B hands on to its W, the part that is there twice while a pipeline's cell makes it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryEstimate(Plain):
@@ -111,7 +114,7 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     small = between / work.compute_itemsize
     parts = 8 * SPLITS * int(max(whole.small, small if small <= MOST_SPLIT else 0))
     if placed.strategy.pipeline is not None:
-        kept, layer = _staged(placed, kept, rows), 2 * _ends_bytes(placed)
+        kept, layer = _staged(placed, kept, rows), _ends_bytes(placed)
         head = max(2 * logits, logits + whole.head)
     return MemoryEstimate(
         state_bytes=placed.state_bytes,
@@ -191,7 +194,9 @@ def _staged(placed: Placed, kept: int, rows: int) -> int:
     held = holds(pipelined)
     inside = (each for each, one in _held(placed, "stages") if one.layers and one.itemsize == work.compute_itemsize)
     handed = rows * sum(inside)
-    return int((kept * held.microbatches + handed * (held.between + 1.5 * held.share)) / pipelined.stages)
+    # A slot alone is written where it is; of several, what goes there is made beside them.
+    beside = held.share * (HANDED + (held.between > held.share))
+    return int((kept * held.microbatches + handed * (held.between + beside)) / pipelined.stages)
 
 
 def _ends_bytes(placed: Placed) -> int:
