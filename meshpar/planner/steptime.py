@@ -56,7 +56,7 @@ two take as long as one of the others, and so do those of a pipeline's ticks."""
 SHARED_RUN = 0.5
 """Time of a pass through whole arrays over that of a kernel that transposes, which is what is measured of them."""
 COPIES = 1.3
-"""How often a tick of a pipeline moves what its stage holds: sums of gradients and slots of buffers, read and written."""
+"""How often a tick of a pipeline moves what its stage holds: sums of gradients and slots of buffers."""
 HIDDEN: Mapping[str, float] = {
     WEIGHTS: 0.45, GRADIENTS: 0.45, "prefetched": 0.8, "context": 0.15, "exchange": 0.3, "other": 0.15,
     "interleaved": 0.65,
