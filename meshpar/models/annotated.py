@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,19 +15,9 @@ from jaxtyping import Array, Float
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.types import PAIR, problem
 from meshpar.training.layers import keeps_are_others
-from meshpar.training.precision import dot_general
+from meshpar.training.precision import NamedDot, dot_general
 
 Initializer = nnx.initializers.Initializer
-
-
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """`dot_general` with a weight whose dims have names."""
-
-    names: tuple[str | None, ...]
-
-    def __call__(self, *operands: Any, **options: Any) -> Array:
-        return dot_general(*operands, names=self.names, **options)
 
 
 def into_residual(cfg: TransformerConfig) -> Initializer:
@@ -52,7 +41,7 @@ def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
             use_bias=False,
             param_dtype=jnp.dtype(cfg.param_dtype),
             kernel_init=nnx.with_partitioning(init or nnx.initializers.lecun_normal(), names),
-            dot_general=_Product(names),
+            dot_general=NamedDot(names),
             rngs=rngs,
         )
 
@@ -147,7 +136,7 @@ def linen_linear(
         use_bias=False,
         param_dtype=jnp.dtype(cfg.param_dtype),
         kernel_init=nn.with_logical_partitioning(init or nn.initializers.lecun_normal(), names),
-        dot_general=_Product(names) if dot is dot_general else dot,
+        dot_general=NamedDot(names) if dot is dot_general else dot,
         name=name,
     )
 

@@ -290,3 +290,13 @@ def dot_general(
     if reduce == rhs.dtype:
         return plain(lhs, rhs)
     return wide_gradient_dot(plain, contracting, batch, reduce, lhs, rhs)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedDot:
+    """`dot_general` with a weight whose dims have these names; equal where they are, as Flax compares layers."""
+
+    names: tuple[str | None, ...]
+
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        return dot_general(*operands, names=self.names, **options)
