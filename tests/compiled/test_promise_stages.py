@@ -516,16 +516,16 @@ def test_no_tick_copies_its_buffers(pod, schedule):
     """What the cells keep stays where it is: a buffer of several slots is written a slot at a time."""
     case = Case(mp.MeshSpec(stage=4, fsdp=2), schedule, 8, mp.fsdp(), compute="bfloat16", remat="full")
     step, state, batch = case.step(case.mesh.abstract(devices=8), size=4)
-    program = pod.compile(step.trace(state, batch), "h100:1x8")
+    program = pod.compile(step.trace(state, batch), "h100:1x8", options=step.compile_options(state.setup))
     table = case.strategy.pipeline.table()
     kept = {(count,) for name, count in Plan.of(table).buffers().items() if name in ("stash", "backlog")} - {(1,)}
-    rows = T * 4 * D * 4  # numbers between layers
+    handed_on = 4 * (T * 4) * (D * 4)  # numbers of a microbatch between layers: rows, tokens, width
     ticks = [visit for visit in executed(program.module) if visit.loops and visit.loops[0].trip_count == table.ticks]
     copied = [
         ins.name
         for visit in ticks
         for ins in visit.computation
-        if ins.opcode == "copy" and ins.shape.dims[:1] in kept and ins.shape.size >= ins.shape.dims[0] * rows
+        if ins.opcode == "copy" and ins.shape.dims[:1] in kept and ins.shape.size >= ins.shape.dims[0] * handed_on
     ]
     assert ticks
     assert not copied
