@@ -7,7 +7,6 @@ does not tell how often each is picked; the table it was made from does.
     cell                        the kind of the table's cell              ticks with such a cell
     cell/.../if_first           whether the cell's part is the first      of those, ticks of the first part
     cell/.../if_last            whether it is the last                    of those, ticks of the last part
-    keep                        whether a B hands on to a later W         ticks with such a B
     send_up, send_down          whether some stage has a message          ticks with one, the same on all stages
 
 Any other conditional is the model's own, and counts as if it were picked.
@@ -23,7 +22,7 @@ import numpy as np
 from meshpar.compiled import scopes
 from meshpar.compiled.module import Module
 from meshpar.compiled.walk import Branch, Visit, executed
-from meshpar.pipeline.executor import CELL, IF_FIRST, IF_LAST, KEEP, SENDS, Plan
+from meshpar.pipeline.executor import CELL, IF_FIRST, IF_LAST, SENDS, Plan
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.schedules.ops import B, F
 from meshpar.pipeline.schedules.slots import SHIFTS
@@ -109,8 +108,6 @@ class Cells:
             kind = F if scope == "forward" else B
             part = 0 if last == IF_FIRST else self.schedule.num_parts - 1
             is_so = columns["part"][..., kind] == part
-        elif last == KEEP:
-            is_so = columns["backlog"][..., B] >= 0
         elif lane := _LANE.match(last):
             sent = self._plan.moves[:, SENDS.index(lane.group(1)), int(lane.group(2) or 0)] > 0
             is_so = np.repeat(sent[:, None], self.schedule.stages, axis=1)

@@ -33,7 +33,7 @@ from meshpar.training.sums import Sums, weighed_by
 
 Buffers: TypeAlias = tuple[jax.Array, ...]
 
-CELL, IF_FIRST, IF_LAST, KEEP, SENDS = "cell", "if_first", "if_last", "keep", ("send_up", "send_down")
+CELL, IF_FIRST, IF_LAST, SENDS = "cell", "if_first", "if_last", ("send_up", "send_down")
 """Scopes of the choices of a tick: which branch runs is in the schedule's table, not in the program."""
 
 
@@ -304,26 +304,12 @@ class _Trace:
             totals, (stash, turn, backlog), up, down = lax.switch(
                 at["branch"], branches, carry.totals, held, carry.inbox, at
             )
-        if self._has_places:
-            backlog = self._kept(carry.backlog, at["backlog"][B], backlog)
         inbox = self._messages(carry.inbox, (up, down), at, moves)
         below, above = carry.below, carry.above
         if late.size:
             with jax.named_scope("late"):
                 below, above = self._send(below + late, 1, False), self._send(above + late, -1, False)
         return _Carry(stash=stash, backlog=backlog, inbox=inbox, turn=turn, totals=totals, below=below, above=above)
-
-    @property
-    def _has_places(self) -> bool:
-        """Whether the backlog has several slots. One alone is what the last B handed on, and cells pass it along. Of
-        several, that some cells read and others write, XLA for GPUs copies all in every cell that they pass through;
-        so cells give what they hand on, and it is written behind them."""
-        return self.plan.buffers()["backlog"] > 1
-
-    def _kept(self, backlog: Buffers, slot: jax.Array, handed: Buffers) -> Buffers:
-        """The backlog with what a B hands on."""
-        with jax.named_scope(KEEP):
-            return lax.cond(slot >= 0, put, lambda backlog, slot, handed: backlog, backlog, slot, handed)
 
     def _send(self, x: PyTree, by: int, ring: bool) -> PyTree:
         """To the stage `by` further; the ends of a line get zeros."""
@@ -368,7 +354,6 @@ class _Trace:
 
         def run(totals: StageTotals, held: Any, inbox: PyTree, at: Mapping[str, jax.Array]) -> Any:
             stash, turn, backlog = held
-            kept = _zeros(self._handed) if self._has_places else backlog
             whole = self._weights_of(at)
             up, down = _zeros(self.x), _zeros(self.x)
             read_stash = {kind: read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
@@ -389,8 +374,8 @@ class _Trace:
                 sums = sums.replace(loss=sums.loss + aux_loss.astype(sums.loss.dtype))
                 aux = {k: x.at[at["chunk"][F]].add(more[k].astype(x.dtype)) for k, x in aux.items()}
             if has_b and not own and backlog:
-                kept = handed if self._has_places else put(backlog, at["backlog"][B], handed)
-            return StageTotals(sums, aux), (stash, turn, kept), self._laid(up), self._laid(down)
+                backlog = put(backlog, at["backlog"][B], handed)
+            return StageTotals(sums, aux), (stash, turn, backlog), self._laid(up), self._laid(down)
 
         return run
 
