@@ -375,7 +375,8 @@ def value_and_grad(
 
     Returns:
       `f(params, batch, key=None, late=None) -> (Result, gradients)`, compiled; also inside a `jax.jit` of yours, to
-      which on CPUs `compiler_options={"xla_cpu_copy_insertion_use_region_analysis": True}` saves copies of buffers.
+      which `compiler_options={"xla_gpu_copy_insertion_use_region_analysis": True}` saves copies of buffers; on CPUs
+      it is `xla_cpu_...`.
 
     Raises:
       ValueError: a schedule that does not validate, or does not fit the mesh; an option that does not exist.

@@ -515,7 +515,7 @@ def test_the_clock_has_the_bubble_and_no_flop_twice(across_nodes):
 def test_no_tick_copies_its_buffers(pod, schedule):
     """What the cells keep stays where it is: a buffer of several slots is written a slot at a time."""
     if schedule != "1f1b" and jax.__version_info__ < (0, 12):
-        pytest.skip("XLA before jax 0.12 copies a backlog of several slots: run it with Python 3.12")
+        pytest.skip("the XLA of jax below 0.12 copies a backlog of several slots; Python 3.12 brings a newer jax")
     case = Case(mp.MeshSpec(stage=4, fsdp=2), schedule, 8, mp.fsdp(), compute="bfloat16", remat="full")
     step, state, batch = case.step(case.mesh.abstract(devices=8), size=4)
     program = pod.compile(step.trace(state, batch), "h100:1x8", options=step.compile_options(state.setup))
