@@ -24,6 +24,8 @@ from tests.grid import cases
 from tests.models import test_moe as moe
 from tests.parallel import test_equality as dense
 
+STAGES = "pipeline_parallel(stages=2, microbatches=2"
+SEQUENCE = "fsdp() | tensor_parallel(sequence=True)"
 AHEAD = "fsdp(prefetch=1) | tensor_parallel(sequence=True)"
 CASES = {
     **{name: one for name, one in dense.CASES.items() if "accumulate" not in name},
@@ -31,6 +33,15 @@ CASES = {
     "once": (mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp(), {"accumulate": 2, "accumulate_mode": "once"}),
     "ring": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), {}),
     "explicit": (mp.MeshSpec(fsdp=4, tensor=2, axis_types="explicit"), parse_strategy(AHEAD), {"remat": "full"}),
+    "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), parse_strategy(f"{SEQUENCE} | {STAGES}, schedule='zb-h1')"), {}),
+    "stages, chunks": (
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2),
+        parse_strategy(f"{SEQUENCE} | {STAGES}, schedule='1f1b', gather='microbatch')"),
+        {"remat": "full"},
+    ),
+    "stages, whole": (
+        mp.MeshSpec(stage=2, data=2, tensor=2), parse_strategy(f"ddp() | tensor_parallel() | {STAGES})"), {}
+    ),
 }
 
 

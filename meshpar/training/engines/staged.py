@@ -493,12 +493,11 @@ def _check_once(calls: int) -> None:
 def _check_options(options: StepOptions, setup: Setup) -> None:
     for given, is_given in (
         (f"train_step(accumulate={options.accumulate})", options.accumulate > 1),
-        (f"train_step(interleave={options.interleave})", options.interleave > 1),
         ("a strategy that quantizes", setup.strategy.quantize is not None),
     ):
         if is_given:
             exists = "a pipeline sums the gradients of its own microbatches and sends weights as they are"
-            fix = "leave it out; more microbatches are what accumulation and slices would be"
+            fix = "leave it out; more microbatches are what accumulation would be"
             raise problem(f"{given} under {setup.strategy.label}", "be done by stages", exists, fix)
 
 
