@@ -42,7 +42,7 @@ from meshpar.training.layers import Aux, Layer, Run, offloads, running, scanned,
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
-from meshpar.training.xla import IN_PLACE, Options
+from meshpar.training.xla import APART, IN_PLACE, Options
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
@@ -96,8 +96,10 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
 
 
 def compile_options(setup: Setup, options: StepOptions) -> Options:
-    """What keeps a stage's buffers in their place."""
-    return IN_PLACE
+    """What keeps a stage's buffers in their place; and slices of the rows apart, as `prefetch.compile_options` says."""
+    if options.interleave == 1:
+        return IN_PLACE
+    return {**IN_PLACE, **APART}
 
 
 def reads_of_layers(
