@@ -121,6 +121,8 @@ MORE = {
     "dualpipe-v": Case(mp.MeshSpec(stage=2, fsdp=4), "dualpipe-v", 4, mp.fsdp()),
     "interleaved": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "interleaved-1f1b", 4, mp.fsdp() | mp.tensor_parallel(),
                         gather="microbatch"),
+    "eager": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "eager-1f1b", 4,
+                  mp.fsdp() | mp.tensor_parallel(sequence=True), gather="microbatch", remat="full"),
     "zero1": Case(mp.MeshSpec(stage=2, fsdp=4), "gpipe", 2, mp.zero1()),
     "hsdp": Case(mp.MeshSpec(data=2, stage=2, fsdp=2), "zb-h2", 4, mp.hsdp()),
     "microbatch, decoder": Case(
@@ -310,7 +312,9 @@ def test_a_collective_of_a_stage_names_the_models_own_line(built):
     assert {c.module.rpartition("/")[2] for c in found} >= {"attention", "mlp", GATHERED}
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved-1f1b", "eager-1f1b", "zb-h2", "zb-v", "dualpipe"]
+)
 def test_ticks_of_one_length_last_as_long_as_the_schedule(name):
     """Stages that wait for messages only are no slower than all in step, and no faster than without waiting."""
     schedule = make(name, 4, 8)
