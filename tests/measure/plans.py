@@ -444,6 +444,41 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "accumulate=2",
         ),
     ),
+    (
+        B8,
+        "h100:8x8",
+        (
+            "strategy=pipeline_parallel(stages=4,microbatches=32)|zero1()|tensor_parallel(sequence=True)",
+            "mesh=data=4,stage=4,tensor=4",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=128",
+        ),
+    ),
+    (
+        B8,
+        "h100:8x8",
+        (
+            "strategy=pipeline_parallel(stages=4,microbatches=32,schedule='eager-1f1b')|zero1()|"
+            "tensor_parallel(sequence=True)",
+            "mesh=data=4,stage=4,tensor=4",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=256",
+            "interleave=2",
+        ),
+    ),
+    (
+        B8,
+        "h100:8x8",
+        (
+            "strategy=pipeline_parallel(stages=4,microbatches=16,schedule='eager-1f1b',chunks=2)|fsdp()",
+            "mesh=stage=4,fsdp=16",
+            "remat=full",
+            "accumulate=1",
+            "batch_size=256",
+        ),
+    ),
 )
 """A recipe, a cluster, and fields of the recipe; rows are whole unless these interleave them."""
 

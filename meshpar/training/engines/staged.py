@@ -68,7 +68,9 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     schedule = pipelined.table()
     _check(setup, schedule, pipelined, batch_axes)
     sizes = axis_sizes(setup.mesh)
-    check_rows(batch, {axis: sizes[axis] for axis in batch_axes}, schedule.microbatches, "microbatches")
+    count, slices = schedule.microbatches, options.interleave
+    what = "microbatches" if slices == 1 else f"slices (microbatches={count}, interleave={slices})"
+    check_rows(batch, {axis: sizes[axis] for axis in batch_axes}, count * slices, what)
     cut = _Cut.of(setup, schedule, pipelined)
     behind = _Behind.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}", weight)
     run = StagedRun(
