@@ -196,9 +196,9 @@ def pipeline_parallel(
     Args:
       stages: ranks of `axis`.
       microbatches: into which the rows of every device are cut; the loss is the mean over them.
-      schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file. "eager-1f1b" takes as long as its
-        work and "1f1b" a fifth longer where layers are recomputed, for stages meet in every tick; it holds twice as
-        many microbatches.
+      schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file. Stages meet in every tick: by
+        "1f1b" one's forward then waits for another's backward, which is longer where layers are recomputed; by
+        "eager-1f1b" all do the same, and it holds twice as many microbatches.
       chunks: shares of the layers on one stage, for "interleaved-1f1b" and "eager-1f1b".
       gather: with `fsdp()`, weights are gathered once a "step" and held, or for every "microbatch" and dropped again.
       fewer_layers: how many layers fewer than the parts between them the first and the last part of the model have, to

@@ -83,10 +83,11 @@ def makespan(slots: Slots, lengths: np.ndarray) -> float:
     """
     sends = slots.sends >= 0
     at = np.zeros(lengths.shape[1])
-    for length, moved in zip(lengths, sends.any((1, 3)), strict=True):
+    moved: np.ndarray = np.any(sends, axis=(1, 3))
+    for length, moves in zip(lengths, moved, strict=True):
         at = at + length
         for direction in (UP, DOWN):
-            if moved[direction]:
+            if moves[direction]:
                 by = SHIFTS[direction]
                 first, last = (0, -1) if by > 0 else (-1, 0)
                 other = np.roll(at, by)

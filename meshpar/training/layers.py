@@ -196,13 +196,19 @@ def scan_layers(
       ValueError: an Aux whose loss is no scalar; a layer that gives back another x; caches under stages; parameters
         to be gathered with a path that no parameter has.
     """
-    context, run, rows = current().numerics, current().run, (params, extra, caches)
+    context, rows = current().numerics, (params, extra, caches)
     count = 1 if context is None or caches is not None else context.interleave
     if count > 1:
         check_rows(x, beside, count)
-        body = _in_context(in_slices(lambda *given: with_aux(layer(*given)), beside, count), at)
-    else:
-        body = _in_context(layer if beside is None else lambda *given: layer(*given, beside), at)
+        return _scan(in_slices(lambda *given: with_aux(layer(*given)), beside, count), x, rows, at, staged, count)
+    return _scan(layer if beside is None else lambda *given: layer(*given, beside), x, rows, at, staged)
+
+
+def _scan(
+    layer: Callable[..., Any], x: Any, rows: tuple[PyTree, PyTree, PyTree], at: str, staged: bool, count: int = 1
+) -> Any:
+    """The layers, which are of so many slices, as the step and its strategy ask."""
+    run, body, caches = current().run, _in_context(layer, at), rows[2]
     if run is None or not staged:
         with jax.named_scope(at):
             return _on_slices(count, x, lambda x: _one_by_one(body, x, rows, at))

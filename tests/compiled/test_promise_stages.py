@@ -319,9 +319,7 @@ def test_a_collective_of_a_stage_names_the_models_own_line(built):
     assert {c.module.rpartition("/")[2] for c in found} >= {"attention", "mlp", GATHERED}
 
 
-@pytest.mark.parametrize(
-    "name", ["gpipe", "1f1b", "interleaved-1f1b", "eager-1f1b", "zb-h2", "zb-v", "dualpipe"]
-)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "eager-1f1b", "zb-h2", "zb-v", "dualpipe"])
 def test_ticks_of_one_length_last_as_long_as_the_schedule(name):
     """Stages that wait for messages only are no slower than all in step, and no faster than without waiting."""
     schedule = make(name, 4, 8)
@@ -525,8 +523,10 @@ def test_the_clock_has_the_bubble_and_no_flop_twice(across_nodes):
 @pytest.mark.parametrize("schedule", cases("1f1b", grid=["1f1b", "eager-1f1b", "zb-h1", "zb-h2"]))
 def test_no_tick_copies_its_buffers(pod, schedule):
     """What the cells keep stays where it is: a buffer of several slots is written a slot at a time."""
-    if schedule.startswith("zb") and jax.__version_info__ < (0, 12):
-        pytest.skip("the XLA of jax below 0.12 copies a backlog of several slots; Python 3.12 brings a newer jax")
+    if schedule != "1f1b" and jax.__version_info__ < (0, 12):
+        pytest.skip(
+            "the XLA of jax below 0.12 copies buffers that a cell reads and writes; Python 3.12 brings a newer jax"
+        )
     case = Case(mp.MeshSpec(stage=4, fsdp=2), schedule, 8, mp.fsdp(), compute="bfloat16", remat="full")
     step, state, batch = case.step(case.mesh.abstract(devices=8), size=4)
     program = pod.compile(step.trace(state, batch), "h100:1x8", options=step.compile_options(state.setup))

@@ -40,7 +40,9 @@ CASES = {
         {"remat": "full"},
     ),
     "stages, whole": (
-        mp.MeshSpec(stage=2, data=2, tensor=2), parse_strategy(f"ddp() | tensor_parallel() | {STAGES})"), {}
+        mp.MeshSpec(stage=2, data=2, tensor=2),
+        parse_strategy(f"ddp() | tensor_parallel() | {STAGES})"),
+        {},
     ),
 }
 
@@ -261,7 +263,7 @@ def test_a_microbatch_without_a_row_for_each_slice():
 @pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_experts_in_stages_on_slices(framework):
-    """Losses on means over rows left out, five steps are those of one device; a stage's loads are those of whole rows."""
+    """Without losses on means over rows, five steps are those of one device, and loads those of whole rows."""
     cfg = moe.mixtral_like(param_dtype="float64", losses={"auxiliary_weight": 0.0, "z_weight": 0.0})
     expected = moe.five_steps(cfg, framework, *moe.ONE)
     strategy = parse_strategy(f"fsdp() | expert_parallel() | {STAGES}, schedule='eager-1f1b')")

@@ -63,9 +63,9 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
 def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
     """1F1B with as many forwards ahead as let every stage run one forward and one whole backward in every tick.
 
-    In 1F1B one stage runs its forward while the next one runs a backward, so stages that meet in every tick wait for the
-    longest of the three ops: 3(p−1+m) max(F, B, W). Here the ticks between fill and drain are alike on all stages, and
-    lockstep costs nothing: bubble (p−1)(F+B+W)/v, whatever an op takes, and (p−m)(v−1)(F+B+W)/v more where m < p;
+    In 1F1B one stage runs its forward while the next runs a backward, and stages that meet in every tick wait for the
+    longest op: up to 3(p−1+m) max(F, B, W). Here the ticks between fill and drain are alike on all stages, and meeting
+    costs nothing: bubble (p−1)(F+B+W)/v, whatever an op takes, and (p−m)(v−1)(F+B+W)/v more where m < p;
     activations min(2p, m)·M, or p(1 + 1/v)·M with v > 1 chunks a stage where p divides m and is less. Zhuang et al., On
     Optimizing the Communication of Model Parallelism, arXiv 2211.05322; with chunks Narayanan et al., arXiv 2104.04473.
     """
