@@ -165,11 +165,12 @@ class ScheduleComparison:
 
     def __rich__(self) -> RenderableType:
         first = self.looks[0].schedule
-        columns = ("schedule", "makespan", "bubble of a step", "of a stage's span", "peak activations", "parameters")
+        columns = ("schedule", "makespan", "in lockstep", "bubble of a step", "of a span", "activations", "parameters")
         rows = [
             (
                 look.schedule.name,
                 f"{look.times.free.makespan:.4g}",
+                f"{look.times.lockstep.makespan:.4g}",
                 f"{look.times.free.bubble_fraction:.2%}",
                 f"{look.times.free.span_bubble_fraction:.2%}",
                 f"{look.schedule.peak_activations.max() * look.schedule.stages / look.schedule.num_parts:g} M",
@@ -177,6 +178,9 @@ class ScheduleComparison:
             )
             for look in self.looks
         ]
-        caption = "M: one microbatch's activations on one stage; a stage's span: from its first op to its last"
+        caption = (
+            "in lockstep: where stages meet in every tick, as at the most they do in a step of mp.pipeline_parallel; "
+            "span: from a stage's first op to its last; M: one microbatch's activations on one stage, held at once"
+        )
         title = f"{first.stages} stages, {first.microbatches} microbatches"
         return table(title, columns, rows, left=("schedule",), caption=caption)
