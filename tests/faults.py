@@ -185,7 +185,7 @@ FAULTS = (
     ),
     Fault(
         "the loss of the token that was read", "models/loss.py",
-        "CrossEntropy(log_BT - target_BT, target_BT == 0,", "CrossEntropy(log_BT, target_BT == 0,",
+        "TokenLosses(log_BT - target_BT, target_BT == 0,", "TokenLosses(log_BT, target_BT == 0,",
         "models/test_loss.py",
     ),
     Fault(

@@ -78,7 +78,7 @@ VOCAB_MULTIPLE = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """What became of a run."""
 
     folder: Path
@@ -99,7 +99,7 @@ def train(
     from_hf: str | Path | None = None,
     profile: tuple[int, int] | None = None,
     stream: IO[str] | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Train a recipe, or go on with a run of the same name, and report.
 
     Args:
@@ -464,7 +464,7 @@ def _report(
     *,
     steps_taken: int,
     goodput: Goodput,
-) -> Outcome:
+) -> RunOutcome:
     done = result.reason == "done"
     curves = list(read_lines(folder / "metrics.jsonl"))
     valid = _last_validation(curves)
@@ -497,7 +497,7 @@ def _report(
                 _plot_loads(folder / "experts.png", recipe, loads)
         _write(folder / "summary.json", summary)
         _show(screen, recipe, summary, folder)
-    return Outcome(folder=folder, reason=result.reason, summary=summary)
+    return RunOutcome(folder=folder, reason=result.reason, summary=summary)
 
 
 def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:

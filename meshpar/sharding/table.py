@@ -186,7 +186,7 @@ def shardings(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class TableLayout:
     """The table, and for each part a tree of PartitionSpecs with the shape of that part."""
 
     table: ShardingTable
@@ -210,7 +210,7 @@ def lay_out(
     tx: optax.GradientTransformation | None,
     precision: Precision,
     trainable: Trainable = None,
-) -> Layout:
+) -> TableLayout:
     """Resolve every leaf of the state and check the decisions as a whole; errors as in `shardings`."""
     mesh = with_auto_axes("mesh", mesh)
     _check_kinds(model, tx)
@@ -242,7 +242,7 @@ def lay_out(
     def specs(decisions: Sequence[Decision], like: PyTree) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(like), [d.spec for d in decisions])
 
-    return Layout(
+    return TableLayout(
         table=ShardingTable(
             mesh=axis_sizes(mesh),
             strategy=strategy.label,

@@ -20,7 +20,7 @@ from meshpar.sharding.context import apart, in_place_of_others, tracing
 from meshpar.sharding.lay import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
+from meshpar.sharding.table import ShardingTable, TableLayout, Trainable, lay_out, only
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
 from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.muon import Updating
@@ -37,7 +37,7 @@ class Setup:
     """As the user gave it: what arrays lie on between steps, with its types."""
     strategy: Strategy
     precision: Precision
-    layout: Layout
+    layout: TableLayout
     trainable: Trainable = None
 
     @property
