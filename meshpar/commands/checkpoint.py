@@ -119,9 +119,6 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     new_folder(out)  # minutes before it is written
     folder, step = _chosen(run, step)
     index = read_index(folder, step)
-    if index["format"] == 1:
-        fix = "restore it once in training, which writes the newer one"
-        raise problem(f"checkpoint {folder}/{step}", "read single arrays of it", "it is of format 1", fix)
     leaves = {path: leaf for path, leaf in index["leaves"].items() if path.startswith("params/")}
 
     def dtype_now(path: str) -> Any:
