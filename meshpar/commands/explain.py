@@ -121,9 +121,7 @@ def explain(
     from meshpar.compiled.budget import Budget
 
     # A recipe's own exception is not a finding: Python's exit code for it, 1, would say that it is one.
-    crashes = crashes_explained(
-        {path: path.partition(":")[0] for path in (recipe, against) if path}, "explain its step"
-    )
+    files = {path: path.partition(":")[0] for path in (recipe, against) if path}
     # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
     with contextlib.redirect_stdout(sys.stderr), crashes_explained(files, "explain its training step"):
         held_to = Budget.load(budget) if budget else None
