@@ -4,7 +4,7 @@ model FLOPs   6 for each token and matrix parameter, the output layer among them
               of `12 L H D T`; recomputation is not counted
 utilisation   model FLOPs over time, against the data sheet's peak for bfloat16 (for 8 bits, too) and against the
               best product of square matrices measured in the same run
-predicted     `explain`'s clock of the same step, products at the rates that were measured by size
+predicted     the same step as `explain` simulates it, products at the rates that were measured by size
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Steps(Printed, Plain):
     times: tuple[StepTime, ...]
     """In bfloat16, in 8 bits, and in plain Flax under `jax.jit`."""
     predicted_s: float | None
-    """The bfloat16 step by the clock."""
+    """The bfloat16 step, simulated."""
     kernels: tuple[KernelTime, ...]
     """Of the profiled bfloat16 step, largest first."""
     notes: tuple[str, ...]
@@ -164,7 +164,7 @@ class Steps(Printed, Plain):
         shown = [table(title, columns, map(_cells, self.times), left=("step",), caption=_CONVENTION)]
         if self.predicted_s is not None:
             off = "" if self.ratio is None else f"; measured over predicted {self.ratio:.3g}"
-            shown.append(f"predicted by the clock: {si(self.predicted_s, 's')}{off}")
+            shown.append(f"simulated: {si(self.predicted_s, 's')}{off}")
         if self.kernels:
             rows = [(one.name, one.kind, si(one.time_s, "s"), f"{one.share:.1%}", one.where) for one in self.kernels]
             left = ("kernel", "kind", "where")
@@ -278,7 +278,7 @@ def timed(
 
 
 def predicted_s(report: Report, cluster: Cluster | None) -> float | None:
-    """The step by the clock, products at the rates that the cluster has of their sizes; None without a timeline."""
+    """The step simulated, products at the rates that the cluster has of their sizes; None without a timeline."""
     if report.timeline is None or report.program is None or cluster is None:
         return None
     return bracket(report.program.module, report.timeline, cluster).high_s

@@ -332,7 +332,7 @@ def _with_frozen(leaves: list[Leaf], trainable: Trainable) -> list[Leaf]:
         raise problem(where, "choose parameters by it", exists, fix) from error
     said = {path: chosen(path) for path in paths}
     for path in (path for path in paths if callable(trainable) and not isinstance(said[path], bool)):
-        exists = f"of `{path}` it says {said[path]!r}, no truth"
+        exists = f"of `{path}` it says {said[path]!r}, neither True nor False"
         raise problem(where, "choose parameters by it", exists, "return True or False, as lambda path: 'lora' in path")
     if not any(said.values()):
         exists = f"it chooses none of the model's {len(paths)} parameters"

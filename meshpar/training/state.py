@@ -384,7 +384,9 @@ def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
         return x.astype(leaf.dtype)
     if not bool(jnp.isfinite(x).all() if isinstance(x, jax.Array) else np.isfinite(x.astype(np.float64)).all()):
         where, exists = f"load_params, `{path}`", "some are infinite or not a number"
-        raise problem(where, "train from these weights", exists, "look at where they come from: a step cannot mend it")
+        raise problem(
+            where, "train from these weights", exists, "look at where they come from: no step makes them finite again"
+        )
     with np.errstate(over="ignore"):
         cast = x.astype(leaf.dtype)
     _check_kept(path, x, leaf.dtype, bool(jnp.isfinite(cast).all()))
