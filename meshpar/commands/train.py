@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -170,7 +169,7 @@ def _state(
     """Where the run goes on, or begins."""
     if from_hf is not None and jax.process_index() == 0 and not checkpoints.steps():
         keep_beside(from_hf, folder)  # later, its weights are those that the run began with, whatever is named
-    init = Setup.init if from_hf is None else functools.partial(_pretrained, from_hf)
+    init = Setup.init if from_hf is None else lambda setup, key: load_hf(from_hf, setup, key=key)
     return restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
 
 
@@ -182,10 +181,6 @@ def _begun_with(recipe: Recipe, from_hf: str | Path, folder: Path, fresh: bool) 
     else:
         check_source(from_hf, folder)
     return recipe
-
-
-def _pretrained(from_hf: str | Path, setup: Setup, key: int) -> TrainState:
-    return load_hf(from_hf, setup, key=key)
 
 
 def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:

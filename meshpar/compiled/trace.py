@@ -174,7 +174,8 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
     whole_s = np.mean([max(o.end_ns for o in some) - min(o.begin_ns for o in some) for some in by_device.values()])
     step_s = float(whole_s) / 1e9 / num_steps
     scale = 1e9 * num_steps * len(by_device)
-    busy_s = sum(_length(_union((o.begin_ns, o.end_ns) for o in some)) for some in by_device.values()) / scale
+    busy = [_union((o.begin_ns, o.end_ns) for o in some) for some in by_device.values()]
+    busy_s = sum(end - begin for some in busy for begin, end in some) / scale
     times = _times(by_device.values(), scale)
     known = {} if report is None else {sent.collective.name: sent for sent in report.collectives}
     links = HOST_DEVICES if links is None and report is not None and report.target == "cpu" else links
@@ -292,10 +293,6 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
         else:
             found.append((begin, end))
     return found
-
-
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in intervals)
 
 
 def _covered(begin: float, end: float, by: np.ndarray) -> float:
