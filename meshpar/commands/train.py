@@ -215,6 +215,14 @@ def check_left_to_folder(folder: str, assignments: Sequence[str], tokenizer: str
             raise problem(option, f"train with it and --from-hf {folder}", exists, fix)
 
 
+def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
+    """The recipe under the first of the plans in a file. Raises `ValueError`: no plans there."""
+    from meshpar.planner.plan import load_plans
+
+    layout = load_plans(path)[0].layout
+    return recipe.replace(**{one.name: getattr(layout, one.name) for one in dataclasses.fields(layout)})
+
+
 def _agree(pod: Pod, setup: Setup, source: Source, batches: Batches, program: str) -> None:
     """All processes have the same data, shardings and program: compared before a device of one waits for another's."""
     facts = {

@@ -43,7 +43,7 @@ from meshpar.parallel.promise import (
     split_axes,
     with_layers,
 )
-from meshpar.parallel.tensor import VOCABULARY
+from meshpar.parallel.split_matmuls import VOCABULARY
 from meshpar.pipeline.schedules.ops import F, W
 from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.sharding.types import axis_sizes, is_spec

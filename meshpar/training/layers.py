@@ -203,8 +203,11 @@ def scan_layers(
         each = in_slices(lambda *given: with_aux(layer(*given)), beside, count)
         out, aux = with_aux(_scan(each, slices(x, count), (params, extra, None), at, staged))
         return joined(out) if aux is None else (joined(out), aux)
-    reading = layer if beside is None else lambda *given: layer(*given, beside)
-    return _scan(reading, x, (params, extra, caches), at, staged)
+    return _scan(layer if beside is None else _reading(layer, beside), x, (params, extra, caches), at, staged)
+
+
+def _reading(layer: Callable[..., Any], beside: PyTree) -> Callable[..., Any]:
+    return lambda *given: layer(*given, beside)
 
 
 def _scan(layer: Callable[..., Any], x: Any, rows: tuple[PyTree, PyTree, PyTree], at: str, staged: bool) -> Any:
