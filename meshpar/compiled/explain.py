@@ -271,7 +271,7 @@ def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: in
 
 def _check_equal_parts(state: TrainState) -> None:
     pipelined = state.setup.strategy.pipeline
-    stacks = {d.leaf.shape[0] for d in state.setup.table.params if (d.leaf.names or ())[:1] == ("layers",)}
+    stacks = {d.leaf.shape[0] for d in state.setup.table.params if d.leaf.is_stacked}
     if pipelined is None or len(stacks) != 1:
         return
     num_parts, num_layers = pipelined.table().num_parts, stacks.pop()
