@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     "--save-latencies",
     metavar="FILE.pbtxt",
     type=click.Path(dir_okay=False),
-    help="Write the simulated times of kernels and collectives, of the quickest of three rounds, for XLA to schedule "
+    help="Write what kernels and collectives take by the clock, of the quickest of three rounds, for XLA to schedule "
     "by: --xla xla_gpu_pgle_profile_file_or_directory_path=FILE.pbtxt.",
 )
 @click.option(
@@ -154,7 +154,7 @@ def _check_written(html: str | None, save_budget: str | None, save_latencies: st
         if cluster is None:
             where, asked = f"--save-latencies {save_latencies}", "write what kernels and collectives take"
             fix = "name a cluster, as --cluster h100:8x8"
-            raise problem(where, asked, "steps are simulated for the GPUs of a cluster", fix)
+            raise problem(where, asked, "the clock has times for the GPUs of a cluster", fix)
 
 
 def _save_page(found: Explained, subject: Subject, path: str) -> None:
