@@ -28,7 +28,7 @@ COLORS = {"F": ("#8ecae6", "#5aa9d6"), "B": ("#a8d8a0", "#6dbb6a"), "W": ("#ffd1
 @click.argument("name", required=False)
 @click.option("--stages", metavar="P", type=click.IntRange(min=1), help="Stages of the pipeline.  [default: 4]")
 @click.option("--microbatches", metavar="M", type=click.IntRange(min=1), help="Microbatches of a step.  [default: 2P]")
-@click.option("--chunks", metavar="V", type=int, help="Parts of the model on a stage (interleaved-1f1b).")
+@click.option("--chunks", metavar="V", type=int, help="Parts of the model on a stage (interleaved, eager).")
 @click.option("--limit", metavar="K", type=int, help="Microbatches whose activations a stage may hold (zb-h2).")
 @click.option("--f", default=1.0, show_default=True, help="Time of one stage's forward.")
 @click.option("--b", default=1.0, show_default=True, help="Time of its gradient to the input.")
@@ -43,9 +43,9 @@ def schedule(
 ) -> None:  # fmt: skip
     """Show a pipeline schedule: `meshpar schedule zb-h2 --stages 4 --microbatches 8`.
 
-    NAME is gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe or dualpipe-v, or a file of your own: a .csv in
-    torch.distributed.pipelining's compute-only format, or a .json that this command printed. Without it: all side by
-    side.
+    NAME is gpipe, 1f1b, interleaved-1f1b, eager-1f1b, zb-h1, zb-h2, zb-v, dualpipe or dualpipe-v, or a file of your
+    own: a .csv in torch.distributed.pipelining's compute-only format, or a .json that this command printed. Without it:
+    all side by side.
     """
     prepare_devices(1, start="nothing")  # for what imports jax without using it: pictures and errors
     if png is not None and Path(png).suffix.lower() not in ("", ".png"):

@@ -233,13 +233,14 @@ class _Staged:
             uses = count.first[stage] * (path in parts.first) + count.last[stage] * (path in parts.last)
             of_part = layers * parts.schedule.stages // parts.schedule.num_parts
             runs = int(count.ops[stage, W] * of_part if is_layer else uses)
+            slices = facts.interleave if is_layer else 1
             yield Promised(
                 role="gradients of a split sequence",
                 kind="sum",
                 axes=axes,
                 elements=decision.leaf.size // layers // facts.ways(kept),
                 dtype=facts.wire(facts.reduce_dtype(decision)),
-                count=(runs, runs),
+                count=(runs, slices * runs),
                 tensors=(path,),
             )
 
