@@ -384,16 +384,13 @@ def _train(
 
     from meshpar.commands.processes import shrunk
     from meshpar.commands.recipe import load_recipe
-    from meshpar.commands.train import check_left_to_folder
+    from meshpar.commands.train import check_left_to_folder, with_plan
     from meshpar.commands.train import train as run
     from meshpar.training.profile import check_steps, parse_steps
 
     steps_traced = None if profile is None else parse_steps(profile)
     found = load_recipe(recipe, devices=len(here))
-    if plan is not None:
-        from meshpar.commands.plan import with_plan
-
-        found = with_plan(found, plan)
+    found = found if plan is None else with_plan(found, plan)
     own = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
     found = found.override(*assignments, *(f"{field}={value}" for field, value in own if value is not None))
     found = found.replace(mesh=shrunk(found.mesh))

@@ -43,7 +43,7 @@ from meshpar.parallel.promise import (
     split_axes,
     with_layers,
 )
-from meshpar.parallel.tensor import VOCABULARY
+from meshpar.parallel.split_matmuls import VOCABULARY
 from meshpar.pipeline.schedules.ops import F, W
 from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.sharding.types import axis_sizes, is_spec
@@ -219,7 +219,7 @@ class _Staged:
         )
 
     def summed_in_cells(self, stage: int) -> Iterator[Promised]:
-        """Gradients of what is whole over axes that split the sequence, norm scales say: summed over them in each W."""
+        """Gradients of what is replicated over the sequence's axes, norm scales say: summed over them in each W."""
         facts, count, parts = self.facts, self.traffic, self.parts
         for weight, whole in zip(self.weights, facts.weights, strict=True):
             decision, is_layer = weight.decision, whole.decision.leaf.is_stacked

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshpar as mp
-from meshpar.commands.plan import with_plan
 from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
+from meshpar.commands.train import with_plan
 from meshpar.compiled.clock.work import causal_share
 from meshpar.compiled.program import compile_here
 from meshpar.compiled.target import traced_for
