@@ -572,6 +572,9 @@ def _run(args: Sequence[str]) -> None:
 def _usage(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     see = f" See {context.command_path} --help." if context is not None else ""
+    if context is not None and "unexpected extra" in error.format_message() and "=" in error.format_message():
+        takes = any("--set" in one.opts for one in context.command.params)
+        see = f" Fields of a recipe are set as --set NAME=VALUE.{see}" if takes else see
     return re.sub(r"\s+", " ", error.format_message()) + see
 
 

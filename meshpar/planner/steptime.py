@@ -46,6 +46,8 @@ from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import Decision
 
+PARTIAL_SUMS = "partial sums, backward"
+"""Why tensor ranks sum gradients of a block's input: for CPUs XLA sums those of every product by themselves."""
 PASSES = 3
 """How often what the backward pass would keep of a layer is moved: written, read back, and its gradient."""
 STATE_PASSES = 2
@@ -213,6 +215,7 @@ class Clock:
     def estimate(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> TimeEstimate:
         """The time of a step under a layout that holds so much."""
         facts, pipelined, update = placed.facts(layout), placed.strategy.pipeline, update_of(placed)
+        facts = dataclasses.replace(facts, on_cpu=True) if self.cluster.is_shared else facts
         network: dict[str, float] = defaultdict(float)
         hidden: dict[str, float] = defaultdict(float)
         sent: dict[str, float] = defaultdict(float)
@@ -385,6 +388,8 @@ def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, 
     if one.role == WEIGHTS:
         # Outside of the layers a micro-step gathers once for both directions.
         least = max(least, most // 2) if one.stack == 1 else least
+    elif facts.on_cpu and one.role == PARTIAL_SUMS:
+        least = most
     elif most > least and one.role != GRADIENTS and remat is not None:
         # A layer that is computed again sends again, but not what its policy keeps, nor what nothing behind it needs:
         # of exchanges all, of sums and gathers half, and seven eighths where a stage's F is another program.
