@@ -100,7 +100,8 @@ def test_without_a_name_all_stand_side_by_side(schedule):
     assert found["dualpipe"][-1] == "2x"
     code, out, _ = schedule(*EIGHT, "--b", 2)
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")][:3] for line in out.splitlines()]
-    assert ["1f1b", "44", "59"] in rows and ["eager-1f1b", "44", "44"] in rows
+    assert ["1f1b", "44", "59"] in rows
+    assert ["eager-1f1b", "44", "44"] in rows
     _, out, _ = schedule("--stages", 3, "--json")
     assert [one["name"] for one in json.loads(out)] == [name for name in command.SCHEDULES if name != "dualpipe"]
 
