@@ -51,6 +51,7 @@ def recipe(devices: int = 64) -> mp.Recipe:
         accumulate=4,
         precision=mp.Precision(compute="bfloat16"),
         remat="dots",
+        latency_rounds=1,
         nonfinite="skip",
         validate_every=1000,
         checkpoint_every=1000,

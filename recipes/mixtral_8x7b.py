@@ -53,6 +53,7 @@ def recipe(devices: int = 64) -> mp.Recipe:
         accumulate=2,
         precision=mp.Precision(compute="bfloat16"),
         remat="full",
+        latency_rounds=1,
         nonfinite="skip",
         validate_every=1000,
         checkpoint_every=500,

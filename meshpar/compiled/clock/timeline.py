@@ -67,6 +67,9 @@ class Op:
     """Named scopes it stands in: `decoder/mlp`."""
     queued_s: float = 0.0
     """Of a collective: from its start instruction until its link was free."""
+    scheduled_as: str = ""
+    """Its name when XLA scheduled it, where it has another one since: a collective with nothing to hide behind becomes
+    synchronous, and is named anew."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,11 +157,13 @@ class Timeline:
 
     @property
     def latencies(self) -> dict[str, float]:
-        """Seconds from the start of one run of every kernel, collective and inner loop until it is over, by its
-        instruction's name. A collective waits for those before it on its link: XLA's scheduler, which lets several run
-        at a time, knows of no link that they share.
+        """Seconds from the start of one run of every kernel, collective and inner loop until it is over, by the
+        name under which XLA's scheduler meets it. A collective waits for those before it on its link: the scheduler,
+        which lets several run at a time, knows of no link that they share.
         """
-        return {op.name: op.end_s - op.start_s + op.queued_s for one in self.segments for op in one.ops}
+        return {
+            op.scheduled_as or op.name: op.end_s - op.start_s + op.queued_s for one in self.segments for op in one.ops
+        }
 
     @property
     def loops(self) -> tuple[Segment, ...]:
@@ -345,6 +350,7 @@ class _Simulation:
                 kind="matmul" if kernel.flops else "kernel",
                 label="",
                 module=scopes.module_path(ins.metadata.op_name),
+                scheduled_as=ins.metadata.scheduling_name,
             )
         )
 
@@ -394,6 +400,7 @@ class _Simulation:
                     label=one.axes_label,
                     module=one.module,
                     queued_s=flight.queued_s,
+                    scheduled_as=self._module.computations[one.computation][one.name].metadata.scheduling_name,
                 )
             )
         block.ops.sort(key=lambda op: (op.start_s, op.end_s))

@@ -62,8 +62,6 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     is combined then than the layer's weights, and than its gradients as often as there are slices.
     Slices keep kernels of their own, too: XLA makes one of what both do by the same weights, norms say, and one slice
     would wait there for the other's messages.
-    Where XLA schedules by latencies, a layer's scatters with those of experts' gradients are one message too, which it
-    starts in time; it would hold several for side by side.
     """
     gathered, kept = bytes_of_a_layer(setup, options)
     combined = gathered if options.interleave > 1 else max(gathered, 2**30)
@@ -74,12 +72,10 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
         if options.interleave > 1:
             thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = kept * options.interleave
     else:
-        several = 3
         if _ranks_own_experts(setup):  # tokens go to experts while weights come
             thresholds[OVERLAP_LIMIT] = 4
-            several = 1 if LATENCIES in options.xla else 3
-        thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(kept // several, 1)
-    if options.interleave > 1 and (others or LATENCIES in options.xla):
+        thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(kept // 3, 1)
+    if options.interleave > 1 and (others or options.latency_rounds or LATENCIES in options.xla):
         thresholds["xla_disable_hlo_passes"] = "multi_output_fusion"
     return {**thresholds, **pipelined("reduce_scatter"), **pipelined("all_reduce")}
 
