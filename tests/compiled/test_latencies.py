@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +21,7 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.commands.train import Screen, _Rounds
 from meshpar.compiled import latencies
 from meshpar.compiled.clock.timeline import Op, Segment, Timeline
 from meshpar.compiled.latencies import Compiled, in_rounds
@@ -168,6 +175,15 @@ def test_a_step_is_compiled_in_rounds_once_for_each_shape(mesh8, timed):
     assert len(timed.compiled) == 4
 
 
+def test_train_says_once_what_rounds_gave(mesh8, timed):
+    step, state = step_and_state(mesh8, latency_rounds=1)
+    shown = io.StringIO()
+    hook = _Rounds(step, Screen(shown))
+    batches = [{"x": np.ones((8, 8), np.float32)}] * 2
+    mp.fit(step, state, batches, steps=2, hooks=[hook])
+    assert re.fullmatch(r"latency rounds: without latencies: 3 s .*; round 1: 2 s .*, kept\n", shown.getvalue())
+
+
 def test_a_round_that_is_slower_is_told(mesh8, timed):
     timed.steps = [2.0, 3.0]
     step, state = step_and_state(mesh8, latency_rounds=1)
@@ -248,3 +264,22 @@ def test_a_round_hides_more_and_its_profile_reaches_xla(tmp_path):
         again = mp.explain(named, state, batch, cluster, pod=pod)
         assert again.timeline == report.timeline
         assert again.memory == report.memory
+
+
+@pytest.mark.matrix
+def test_two_processes_with_clocks_of_their_own_run_one_program():
+    """Over jax's own service: process 1 would go by other latencies, and keep the program without."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root), "XLA_FLAGS": ""}
+    command = [sys.executable, str(Path(__file__).with_name("rounds_of_processes.py"))]
+    both = [
+        subprocess.Popen([*command, str(number), str(port)], stdout=subprocess.PIPE, text=True, env=env, cwd=root)
+        for number in range(2)
+    ]
+    said = [json.loads(one.communicate(timeout=600)[0].splitlines()[-1]) for one in both]
+    assert said[0] == said[1]
+    assert said[0]["kept"] == 1
+    assert [costs({PROFILE: text.encode()}) for text in said[0]["profiles"]] == [[], [("gather", "1000000.000")]]
