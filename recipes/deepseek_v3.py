@@ -65,7 +65,6 @@ def recipe(devices: int = 2048) -> mp.Recipe:
         interleave=2,
         precision=mp.Precision(compute="bfloat16"),
         remat="full",
-        latency_rounds=1,
         nonfinite="skip",
         validate_every=1000,
         checkpoint_every=500,
