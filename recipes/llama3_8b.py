@@ -8,9 +8,9 @@
 Hardware: 64 GPUs of 80 GB. State is 12 bytes a parameter over 64 devices: 1.51 GB each, so memory goes to activations.
 One step is 2,097,152 tokens. Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
-`explain` takes two minutes and 0.9 GB on two busy CPU cores. It finds 31 GB of 80 in use, 233 GB sent by each GPU in a step
-(weights gathered twice, gradients scattered once), and a step of 2.2 s at best, 95 % of the communication hidden. It
-compiles twice: by XLA's own estimate of what messages take (--set latency_rounds=0) it is 2.3 s and 84 %, and without
+`explain` takes two minutes and 0.9 GB on two busy CPU cores. It finds 31 GB of 80 in use, 233 GB sent by each GPU in a
+step (weights gathered twice, gradients scattered once), and a step of 2.2 s at best, 95 % of the communication hidden.
+It compiles twice: by XLA's own estimate of what messages take (--set latency_rounds=0) it is 2.3 s and 84 %; without
 prefetch (--strategy 'fsdp()') it was 2.8 s and 20 %.
 """
 
@@ -37,8 +37,8 @@ def recipe(devices: int = 64) -> mp.Recipe:
     # Optimizer: the published peak rate, warm-up and weight decay.
     optimizer = mp.AdamW(lr=3e-4, warmup_steps=2000, weight_decay=0.1, clip_norm=1.0)
 
-    # Run: bfloat16 compute on float32 parameters, four rows a GPU in four micro-steps; layers keep matmul results. XLA schedules
-    # by the clock's latencies.
+    # Run: bfloat16 compute on float32 parameters, four rows a GPU in four micro-steps; layers keep matmul results.
+    # XLA schedules by the clock's latencies.
     return mp.Recipe(
         name="llama3_8b",
         mesh=mesh,

@@ -60,8 +60,8 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     With axes that split layers, whose collectives stand between, several are let run at a time, and scatters are one.
     Slices of the rows have messages of their own there, which combined would make one slice wait for the other: no more
     is combined then than the layer's weights, and than its gradients as often as there are slices.
-    Slices keep kernels of their own there, too: XLA makes one of what both do by the same weights, norms say, and one slice
-    would wait there for the other's messages.
+    Slices keep kernels of their own there, too: XLA makes one of what both do by the same weights, norms say, and one
+    slice would wait for the other's messages.
     """
     gathered, kept = bytes_of_a_layer(setup, options)
     combined = gathered if options.interleave > 1 else max(gathered, 2**30)
