@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
+import numpy as np
 
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.census import Collective, census
@@ -172,7 +173,10 @@ def at_hand(step: TrainStep, jitted: Callable[[Options], Any], state: TrainState
         found = Rounds(reason=f"the clock does not know GPU `{kind}`")
         warnings.warn(f"latency_rounds={rounds}: {found.reason}; the step is compiled once, without", stacklevel=2)
         return jitted({}), found
-    cells = None if setup.strategy.pipeline is None else Cells(parts_of(step, setup.abstract, batch).schedule)
+    cells = None
+    if setup.strategy.pipeline is not None:
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.result_type(x)), batch)
+        cells = Cells(parts_of(step, setup.abstract, rows).schedule)
     options = step.compile_options(setup)
 
     def compiled(more: Options) -> Compiled[Any]:

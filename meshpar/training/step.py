@@ -150,7 +150,7 @@ class TrainStep(_Program):
         setup, options = state.setup, self.options
         if not options.latency_rounds or why_no_rounds(setup.mesh):
             return program
-        shapes = jax.tree.structure(batch), tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
+        shapes = jax.tree.structure(batch), tuple((np.shape(x), np.result_type(x)) for x in jax.tree.leaves(batch))
         known = self._by_latencies.setdefault(setup, {})
         if shapes not in known:
             lies = lying(batch, setup.batch_sharding)
