@@ -9,7 +9,7 @@ parameter, experts over all 64 GPUs, the rest over eight. One step is 4,194,304 
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
 `explain` finds 49 GB of 80 in use, and in a step of two micro-steps 180 GB of tokens sent by each GPU over expert,
-inside a node, and 99 GB of weights and gradients over fsdp; with --check it passes. A step takes 11.4 s at best, 78 %
+inside a node, and 99 GB of weights and gradients over fsdp; with --check it passes. A step takes 11.4 s at best, 80.5 %
 of the communication hidden. It compiles twice: by XLA's own estimate of what messages take (--set latency_rounds=0) it
 is 12.4 s and 42 %. With --set model.moe.chunks=2 tokens travel under experts' compute, 87 % is hidden, but the experts'
 products end in twice as many blocks that are not full, and the step takes 11.8 s. Where 49 GB are too much,

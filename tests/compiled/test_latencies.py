@@ -64,8 +64,8 @@ def test_each_round_is_compiled_by_the_mean_of_those_before():
         return made(len(seen) - 1, programs[len(seen) - 1])
 
     best, found = in_rounds(compiled, 3)
-    # A time on the wire of 3 s behind a queue of 1 s; then halfway to 7 + 1, and halfway from there to 1 + 1.
-    assert seen == [[], *([("gather", f"{time_s}000000.000")] for time_s in (4, 6, 4))]
+    # Twice a time on the wire of 3 s behind a queue of 1 s; then halfway to 7 + 1, and halfway from there to 1 + 1.
+    assert seen == [[], *([("gather", f"{time_s}000000.000")] for time_s in (8, 12, 8))]
     assert (best.what, found.kept) == (1, 1)
     assert [one.step_s for one in found.schedules] == [9.0, 5.0, 8.0, 6.0]
     assert "round 1: 5 s a step" in str(found)
@@ -88,7 +88,7 @@ def test_what_is_slower_or_does_not_fit_is_not_kept(steps, peaks, kept):
 
 def test_a_collective_goes_by_the_name_that_the_scheduler_knows():
     """One that nothing hides is synchronous in the program, and has another name there."""
-    assert simulation(1.0, 1.0, "all-gather-start.3").latencies == {"all-gather-start.3": 2.0}
+    assert simulation(1.0, 1.0, "all-gather-start.3").latencies == {"all-gather-start.3": 4.0}
 
 
 def test_without_a_clock_there_are_no_rounds():
@@ -113,7 +113,7 @@ def test_processes_whose_clocks_differ_compile_by_one_text():
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(process, [1, 2])) == [1, 1]
-    assert seen[1] == seen[2] == [[], [("gather", "4000000.000")]]
+    assert seen[1] == seen[2] == [[], [("gather", "8000000.000")]]
 
 
 def test_a_process_that_does_not_speak_is_named():
@@ -282,4 +282,4 @@ def test_two_processes_with_clocks_of_their_own_run_one_program():
     said = [json.loads(one.communicate(timeout=600)[0].splitlines()[-1]) for one in both]
     assert said[0] == said[1]
     assert said[0]["kept"] == 1
-    assert [costs({PROFILE: text.encode()}) for text in said[0]["profiles"]] == [[], [("gather", "1000000.000")]]
+    assert [costs({PROFILE: text.encode()}) for text in said[0]["profiles"]] == [[], [("gather", "2000000.000")]]

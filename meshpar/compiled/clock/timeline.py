@@ -47,6 +47,11 @@ from meshpar.sharding.types import problem
 Stream = Literal["compute", "communication"]
 Cover = Literal["matmul", "kernels", "nothing"]
 
+MARGIN = 2.0
+"""What XLA's scheduler is told a collective takes, over what the clock says: it then starts messages earlier. Llama 3.1
+8B on 64 H100 takes 2.17 s a step, 98 % hidden (told the time itself 2.20 s and 95 %); Mixtral 8x7B 11.365 s and 80.5 %
+(11.354 s and 78.3 %). Compiled with jax 0.12."""
+
 _MAX_HOPS = 64
 
 
@@ -159,10 +164,13 @@ class Timeline:
     def latencies(self) -> dict[str, float]:
         """Seconds from the start of one run of every kernel, collective and inner loop until it is over, by the
         name under which XLA's scheduler meets it. A collective waits for those before it on its link: the scheduler,
-        which lets several run at a time, knows of no link that they share.
+        which lets several run at a time, knows of no link that they share. It counts `MARGIN` times, queue and all.
         """
         return {
-            op.scheduled_as or op.name: op.end_s - op.start_s + op.queued_s for one in self.segments for op in one.ops
+            op.scheduled_as or op.name: (op.end_s - op.start_s + op.queued_s)
+            * (MARGIN if op.stream == "communication" else 1.0)
+            for one in self.segments
+            for op in one.ops
         }
 
     @property
