@@ -218,7 +218,7 @@ def pretrained(path: Path) -> Path:
 
 def files_written(words: list[str]) -> list[str]:
     """Files that a command is told to write."""
-    options = ("--png", "--html", "--save", "--plot", "--save-budget", "--save-latencies")
+    options = ("--png", "--html", "--save", "--plot", "--save-budget")
     return [words[at + 1] for at, word in enumerate(words) if word in options]
 
 

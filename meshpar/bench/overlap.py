@@ -6,25 +6,24 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshpar.compiled.census import census
 from meshpar.compiled.clock.prediction import overlap
-from meshpar.compiled.clock.timeline import Timed, Timeline, timeline
+from meshpar.compiled.clock.timeline import Timed, Timeline
 from meshpar.compiled.explain import on_cluster
-from meshpar.compiled.latencies import by_latencies, quickest, rounds
+from meshpar.compiled.latencies import Compiled, in_rounds, simulated
 from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.program import Program
 from meshpar.compiled.target import traced_for
 from meshpar.planner.hardware import Cluster
 from meshpar.sharding.printing import Plain, Printed, table
-from meshpar.sharding.types import PyTree, axis_sizes, near, problem
+from meshpar.sharding.types import PyTree, near, problem
 from meshpar.training.engines.prefetch import bytes_of_a_layer
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
-from meshpar.training.xla import OVERLAP_LIMIT, overlap_limit, pipelined
+from meshpar.training.xla import OVERLAP_LIMIT, pipelined
 
 Options = Mapping[str, Any]
 
-OWN, BY_LATENCIES = "as train has them", "as train has them, by latencies"
+OWN, BY_LATENCIES = "the step's own", "the step's own, a round of latencies"
 
 
 def layer_bytes(step: TrainStep, state: TrainState) -> int:
@@ -65,7 +64,7 @@ SETS: Mapping[str, Options] = {
 }  # fmt: skip
 """XLA flags by the name of their set; a function is of (step, state). NVIDIA's: JAX Toolbox, "GPU performance".
 
-The last two are the step's own: see `TrainStep.compile_options` and `meshpar.compiled.latencies`."""
+The last two are what `train` has without rounds of latencies, and with as many as the step has, one at least."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,21 +130,18 @@ def rows(
     with traced_for(cluster):
         lowered = step.trace(on_cluster(cluster, state), batch).lower(lowering_platforms=("cuda",))
     with PodProcess() as pod:
-
-        def compiled(options: Options) -> tuple[Program, Timeline]:
-            program = pod.compile(lowered, cluster, options=options)
-            collectives = census(program.module, axis_sizes(state.setup.mesh))
-            return program, timeline(program.module, collectives, cluster, overlap_limit=overlap_limit(options))
-
         for name, given in sets.items():
             progress(f"{recipe}: {name}")
             options = {flag: value(step, state) if callable(value) else value for flag, value in given.items()}
-            options |= step.compile_options(of) if name == OWN else step.options.xla
-            if name == BY_LATENCIES:
-                best = quickest(rounds(lambda file: compiled(by_latencies(step, file).compile_options(of))))
-                program, times = best.what, best.timeline
-            else:
-                program, times = compiled(options)
+            options |= step.compile_options(of) if name in (OWN, BY_LATENCIES) else step.options.xla
+
+            def compiled(more: Options, options: Options = options) -> Compiled[None]:
+                return simulated(None, pod.compile(lowered, cluster, options={**options, **more}), of, cluster, options)
+
+            rounds = max(step.options.latency_rounds, 1) if name == BY_LATENCIES else 0
+            found, _ = in_rounds(compiled, rounds)
+            program, times = found.program, found.timeline
+            assert times is not None
             yield _row(recipe, name, program, times)
 
 

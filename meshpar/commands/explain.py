@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from meshpar.compiled.against import Comparison
     from meshpar.compiled.budget import Budget, Difference
     from meshpar.compiled.clock.timeline import Timeline
-    from meshpar.compiled.latencies import Scheduled
     from meshpar.compiled.pod import PodProcess
     from meshpar.compiled.report import Report
     from meshpar.planner.hardware import Cluster
@@ -69,13 +68,6 @@ if TYPE_CHECKING:
     "--save-budget", metavar="FILE", type=click.Path(dir_okay=False), help="Write down what is sent and held."
 )
 @click.option(
-    "--save-latencies",
-    metavar="FILE.pbtxt",
-    type=click.Path(dir_okay=False),
-    help="Write what kernels and collectives take by the clock, of the quickest of three rounds, for XLA to schedule "
-    "by: --xla xla_gpu_pgle_profile_file_or_directory_path=FILE.pbtxt.",
-)
-@click.option(
     "--budget", metavar="FILE", type=click.Path(), help="Compare with a saved budget; --check holds the step to it."
 )
 @click.option(
@@ -96,7 +88,6 @@ def explain(
     html: str | None,
     check: bool,
     save_budget: str | None,
-    save_latencies: str | None,
     budget: str | None,
     table: bool,
 ) -> int:
@@ -116,7 +107,7 @@ def explain(
         return 0
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'.", click.get_current_context())
-    _check_written(html, save_budget, save_latencies, cluster)
+    _check_written(html, save_budget)
     from meshpar.commands.recipe import crashes_explained
     from meshpar.compiled.budget import Budget
 
@@ -130,7 +121,7 @@ def explain(
         if held_to is not None:
             held_to.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
         other = subject.against(against) if against else None
-        found = _explained(subject, other, held_to, save_latencies)
+        found = _explained(subject, other, held_to)
     print_report(found, as_json=as_json)
     if html:
         _save_page(found, subject, html)
@@ -143,18 +134,10 @@ def explain(
     return 1 if reasons else 0
 
 
-def _check_written(html: str | None, save_budget: str | None, save_latencies: str | None, cluster: str | None) -> None:
-    """Raises `ValueError` for files that cannot be written, or not be read again, before anything is compiled."""
-    from meshpar.training.xla import check_latencies
-
-    for path in filter(None, (html, save_budget, save_latencies)):
+def _check_written(html: str | None, save_budget: str | None) -> None:
+    """Raises `ValueError` for files that cannot be written, before anything is compiled."""
+    for path in filter(None, (html, save_budget)):
         check_folder(path)
-    if save_latencies:
-        check_latencies("--save-latencies", save_latencies)
-        if cluster is None:
-            where, asked = f"--save-latencies {save_latencies}", "write what kernels and collectives take"
-            fix = "name a cluster, as --cluster h100:8x8"
-            raise problem(where, asked, "the clock has times for the GPUs of a cluster", fix)
 
 
 def _save_page(found: Explained, subject: Subject, path: str) -> None:
@@ -262,31 +245,11 @@ class Subject:
         state = abstract_state(model, tx, mesh=self.mesh, strategy=recipe.strategy, precision=recipe.precision)
         return build_step(recipe), state
 
-    def without_missing(self, latencies: str | None) -> Subject:
-        """The same without a file of latencies that is about to be written, and is not there yet."""
-        from meshpar.training.xla import LATENCIES
-
-        xla = dict(self.recipe.xla)
-        if latencies is None or xla.get(LATENCIES) != latencies or os.path.exists(latencies):
-            return self
-        del xla[LATENCIES]
-        return dataclasses.replace(self, recipe=self.recipe.replace(xla=xla))
-
     def explained(self, pod: PodProcess | None) -> Report:
         """The report about it."""
         from meshpar.compiled.explain import explain as report_on
 
         return report_on(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod)
-
-    def scheduled(self, pod: PodProcess | None, path: str) -> Scheduled:
-        """The programs that latencies make of it; those of the quickest are written to a file."""
-        from meshpar.compiled.latencies import schedule
-
-        assert self.cluster is not None
-        found = schedule(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod)
-        with writing(path):
-            Path(path).write_text(found.quickest.latencies, encoding="utf-8")
-        return found.named(path)
 
 
 def _mesh_here(recipe: Recipe) -> AnyMesh:
@@ -364,8 +327,6 @@ class Explained:
     report: Report
     comparison: Comparison | None = None
     budget: Budget | None = None
-    scheduled: Scheduled | None = None
-    """The programs of which the report is about the quickest."""
 
     @property
     def differences(self) -> tuple[Difference, ...]:
@@ -387,10 +348,6 @@ class Explained:
         if self.budget is not None:
             broken = any(one.is_over for one in self.differences)
             more["budget"] = plain({"differences": self.differences, "is_kept": not broken})
-        if self.scheduled is not None:
-            rounds = [_schedule(one.what) for one in self.scheduled.rounds]
-            own, is_gain = _schedule(self.scheduled.own), self.scheduled.is_gain
-            more["latencies"] = plain({"own": own, "rounds": rounds, "is_gain": is_gain})
         return {**self.report.to_json(), **more}
 
     @property
@@ -405,15 +362,6 @@ class Explained:
             )
             parts = lines or (Cell("✔ as the budget says", "good"),)
             found.append(Section(title="Budget", parts=parts))
-        if self.scheduled is not None:
-            said = [f"without: {_schedule_text(self.scheduled.own)}"]
-            for number, one in enumerate(self.scheduled.rounds, 1):
-                shown = ", written and shown here" * (one.what is self.report)
-                said.append(f"round {number}: {_schedule_text(one.what)}{shown}")
-            gain = Cell("✔ quicker than without", "good")
-            if not self.scheduled.is_gain:
-                gain = Cell("✘ no gain: compile without them", "bad")
-            found.append(Section(title="Compiled by latencies", parts=(*(Cell(f"· {one}") for one in said), gain)))
         return tuple(found)
 
     def __rich__(self) -> Any:
@@ -424,21 +372,7 @@ class Explained:
         return Group(self.report, *(rich_of([section]) for section in self.sections))
 
 
-def _schedule(report: Report) -> dict[str, Any]:
-    assert report.timeline is not None
-    hidden = report.overlap.hidden_fraction
-    return {"step_s": report.timeline.step_s, "hidden_fraction": hidden, "peak_bytes": report.memory.peak_bytes}
-
-
-def _schedule_text(report: Report) -> str:
-    from meshpar.planner.units import si
-
-    found = _schedule(report)
-    hidden = "" if found["hidden_fraction"] is None else f", {found['hidden_fraction']:.0%} hidden"
-    return f"{si(found['step_s'], 's')} a step{hidden}, {si(found['peak_bytes'], 'B')} a device"
-
-
-def _explained(subject: Subject, other: Subject | None, budget: Budget | None, latencies: str | None) -> Explained:
+def _explained(subject: Subject, other: Subject | None, budget: Budget | None) -> Explained:
     from meshpar.compiled.against import Comparison
     from meshpar.compiled.pod import PodError, PodProcess
 
@@ -446,17 +380,15 @@ def _explained(subject: Subject, other: Subject | None, budget: Budget | None, l
         click.echo(f"compiling {subject.recipe.name} for {subject.target} …", err=True)
     try:
         with contextlib.nullcontext() if subject.cluster is None else PodProcess() as pod:
-            # Before latencies are written: it may be compiled by what the file holds now.
-            second = other.without_missing(latencies).explained(pod) if other is not None else None
-            scheduled = subject.scheduled(pod, latencies) if latencies else None
-            report = scheduled.quickest.what if scheduled else subject.explained(pod)
+            second = other.explained(pod) if other is not None else None
+            report = subject.explained(pod)
     except PodError as error:
         raise click.ClickException(f"the compiler failed: {error}") from error
     comparison = None
     if second is not None and other is not None:
         labels = (_label(subject, other), _label(other, subject))
         comparison = Comparison(first=report, second=second, labels=labels)
-    return Explained(report=report, comparison=comparison, budget=budget, scheduled=scheduled)
+    return Explained(report=report, comparison=comparison, budget=budget)
 
 
 def _label(subject: Subject, other: Subject) -> str:

@@ -299,6 +299,8 @@ class Recipe:
     """What to do when loss or gradients are not finite."""
     xla: Mapping[str, int | float | bool | str] = dataclasses.field(default_factory=dict)
     """XLA's compile options, names without dashes; they join and override those for GPUs."""
+    latency_rounds: int = 0
+    """How often the step is compiled again on GPUs by the latencies of its simulated schedule, as in `train_step`."""
     seed: int = 0
     """Chooses the initial weights, dropout and the order of the data."""
     validate_every: int | None = None
@@ -347,6 +349,7 @@ class Recipe:
             nonfinite=self.nonfinite,
             weight=self.weight or getattr(self.data, "weight", None),
             xla=self.xla,
+            latency_rounds=self.latency_rounds,
         )
 
     def replace(self, **changes: Any) -> Recipe:
@@ -526,8 +529,8 @@ def _plain(value: Any) -> Any:
 
 
 RESUMABLE = (
-    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "xla", "validate_every", "checkpoint_every",
-    "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
+    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "xla", "latency_rounds", "validate_every",
+    "checkpoint_every", "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
 )  # fmt: skip
 """Fields that may differ when a run is resumed: none of them changes what is trained on what."""
 

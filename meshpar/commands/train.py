@@ -57,6 +57,7 @@ from meshpar.training.loop import (
     Preemption,
     ProgressBar,
     Record,
+    Run,
     Validator,
     fit,
     read_lines,
@@ -68,7 +69,7 @@ from meshpar.training.profile import Profile
 from meshpar.training.state import Setup, TrainState, make_setup
 from meshpar.training.step import TrainStep, eval_step
 from meshpar.training.writers import check_writers, writers
-from meshpar.training.xla import fingerprint
+from meshpar.training.xla import fingerprint, why_no_rounds
 
 KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
 """Fields of a recipe's model that stay where it begins with a folder of Hugging Face's."""
@@ -142,7 +143,7 @@ def train(
             screen.line(_where_it_starts(before, recipe.steps))
             screen.line(program)
             goodput = Goodput(folder / "goodput.json", metrics=folder / "metrics.jsonl", began_s=began_s)
-            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput)
+            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput, step)
             worth: dict[str, Any] = _worth_of_a_step(recipe, batches, setup)
             worth["hooks"] = hooks + _profile(profile, folder, program)
             result = fit(step, state, batches, steps=recipe.steps, **worth)
@@ -242,6 +243,7 @@ def _hooks(
     checkpoints: Checkpoints,
     screen: Screen,
     goodput: Goodput,
+    step: TrainStep,
 ) -> list[Hook]:
     # Ten looks in a short run, one every hundred steps in a long one.
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
@@ -254,6 +256,7 @@ def _hooks(
     return [
         expert_load,
         goodput,
+        _Rounds(step, screen),
         JsonlWriter(folder / "metrics.jsonl", also=also),
         *writers(recipe.writers, folder, config=_finite(recipe.to_json()), also=also),
         ProgressBar(stream=screen.stream, also=expert_load.words),
@@ -261,6 +264,18 @@ def _hooks(
         Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
         Preemption(),
     ]
+
+
+class _Rounds(Hook):
+    """Says once what rounds of latencies gave, behind the first step, in whose call they are made."""
+
+    def __init__(self, step: TrainStep, screen: Screen) -> None:
+        self._step, self._screen, self._is_said = step, screen, False
+
+    def on_dispatched(self, run: Run) -> None:
+        if not self._is_said and self._step.rounds is not None:
+            self._screen.line(f"latency rounds: {self._step.rounds}")
+        self._is_said = True
 
 
 def _profile(steps: tuple[int, int] | None, folder: Path, program: str) -> list[Hook]:
@@ -272,8 +287,12 @@ def _profile(steps: tuple[int, int] | None, folder: Path, program: str) -> list[
 def _program(step: TrainStep, setup: Setup, batches: Batches) -> str:
     """The fingerprint of what is about to run, and the options it is compiled by; `meshpar explain` has the same."""
     options = step.compile_options(setup)
-    words = " ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-    return f"program {fingerprint(step.lower(setup.abstract, batches.spec), options)}" + f" with {words}" * bool(words)
+    words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
+    if rounds := step.options.latency_rounds:
+        why = why_no_rounds(setup.mesh)
+        words.append(f"latency_rounds={rounds}" + f" (left out: {why})" * bool(why))
+    found = fingerprint(step.lower(setup.abstract, batches.spec), options, rounds)
+    return f"program {found}" + f" with {' '.join(words)}" * bool(words)
 
 
 def _where_it_starts(step: int, steps: int) -> str:

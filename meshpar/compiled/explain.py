@@ -16,12 +16,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshpar.compiled.cells import Cells
-from meshpar.compiled.census import Collective, census, on_stage
+from meshpar.compiled.census import Collective, on_stage
 from meshpar.compiled.clock.prediction import compute, overlap, why_not_timed
-from meshpar.compiled.clock.timeline import Timeline, timeline
+from meshpar.compiled.clock.timeline import Timeline
 from meshpar.compiled.holding import SMALL_SHARE, Promise, hold, most_of
+from meshpar.compiled.latencies import Compiled, in_rounds, simulated
 from meshpar.compiled.lint import Finding, lint
-from meshpar.compiled.memory import memory, remedies
+from meshpar.compiled.memory import limit_bytes, memory, remedies
 from meshpar.compiled.model_flops import model_flops, traced_alone
 from meshpar.compiled.parts import Parts, parts_of
 from meshpar.compiled.pod import PodProcess
@@ -35,17 +36,18 @@ from meshpar.compiled.traced import by_stage, enters, messages, vocab_chunks
 from meshpar.compiled.uses import uses
 from meshpar.models import lookup
 from meshpar.parallel.promise import Uses
-from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_cluster
+from meshpar.planner.hardware import Cluster, cluster_here, parse_cluster
 from meshpar.sharding.context import apart
-from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem
+from meshpar.sharding.types import PyTree, axis_sizes, problem
 from meshpar.training.batch import as_rows
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import cast_back_fix, wide_work
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep, lays_nothing_out
-from meshpar.training.xla import fingerprint, overlap_limit
+from meshpar.training.xla import Options, fingerprint
 
-Compile = Callable[[jax.stages.Traced | jax.stages.Lowered], Program]
+Compile = Callable[..., Program]
+"""Of a traced or lowered step; with `options` in place of the step's own."""
 
 
 @apart()
@@ -81,7 +83,9 @@ def explain(
     batch = as_rows(jax.tree.map(_shape_of, batch), None, state.setup.strategy.activations)
     if cluster is None:
         state = _here(state)
-        return _explain(step, state, batch, compile_here, _cluster_here(state.setup.mesh), advise)
+        mesh = state.setup.mesh
+        devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
+        return _explain(step, state, batch, compile_here, cluster_here(devices), advise)
     cluster = parse_cluster(cluster)
     require_aot(cluster.name)
     state = on_cluster(cluster, state)
@@ -100,20 +104,23 @@ def _explain(
     setup, sizes = state.setup, axis_sizes(state.setup.mesh)
     traced = step.trace(state, batch)
     lowered = traced.lower(lowering_platforms=None if compiler is compile_here else ("cuda",))
-    program, options = compiler(lowered), step.compile_options(setup)
-    on_cpu = program.target == "cpu"
+    options, rounds = step.compile_options(setup), step.options.latency_rounds
     parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
     cells = Cells(parts.schedule) if parts is not None else None
-    collectives = census(program.module, sizes, cells)
+
+    def compiled(more: Options) -> Compiled[None]:
+        program = compiler(lowered, options={**options, **more}) if more else compiler(lowered)
+        timed = None if why_not_timed(program.target, cluster) else cluster
+        return simulated(None, program, setup, timed, options, cells)
+
+    found, scheduled = in_rounds(compiled, rounds, limit_bytes=limit_bytes(setup, cluster))
+    program, collectives, times = found.program, found.collectives, found.timeline
+    on_cpu, reason = program.target == "cpu", why_not_timed(program.target, cluster)
     account = memory(program, setup, batch, cluster, options=step.options)
     if advise and account.fits is False:
         assert account.limit_bytes is not None
         tried = remedies(step, setup, batch, compiler, account.limit_bytes)
         account = dataclasses.replace(account, remedies=tried)
-    reason = why_not_timed(program.target, cluster)
-    times = None
-    if not reason and cluster is not None:
-        times = timeline(program.module, collectives, cluster, cells, overlap_limit=overlap_limit(options))
     asked = model_flops(step, state, batch)
     used = _uses(step, state, batch)
     held = held_to(setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=used)
@@ -139,9 +146,10 @@ def _explain(
         findings=(*findings, *_other_dtypes(held, step.options), *_wide_compute(step, setup, traced.jaxpr)),
         compile_s=program.compile_s,
         compile_options=options,
-        fingerprint=fingerprint(lowered, options),
+        fingerprint=fingerprint(lowered, options, rounds),
         notes=tuple(_notes(program, collectives, account.host_bytes)),
         stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
+        rounds=scheduled if rounds else None,
         timeline=times,
         program=program,
     )
@@ -308,16 +316,6 @@ def _here(state: TrainState) -> TrainState:
         fix = 'name a cluster, explain(..., cluster="h100:1x8"), or build the mesh with MeshSpec.build()'
         raise problem("explain", "compile for the devices at hand", exists, fix)
     return state.setup.abstract
-
-
-def _cluster_here(mesh: AnyMesh) -> Cluster | None:
-    """The GPUs at hand as a cluster; None when the catalogue does not know them."""
-    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
-    gpu = gpu_of_kind(devices[0].device_kind) if devices else None
-    if gpu is None:
-        return None
-    nodes = len({device.process_index for device in devices})
-    return cluster_of(gpu, nodes=nodes, gpus_per_node=-(-len(devices) // nodes))
 
 
 def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:

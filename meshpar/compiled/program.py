@@ -57,7 +57,13 @@ def compile_here(
 ) -> Program:
     """Compiles for the devices it was traced for, and keeps what the compiler says."""
     lowered = traced if isinstance(traced, jax.stages.Lowered) else traced.lower()
-    with messages.catch_stderr() as caught, _compiled_anew():
+    with _compiled_anew():
+        return program_of(lowered, options)
+
+
+def program_of(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> Program:
+    """The same through jax's caches: a call of the function that was lowered finds what it gives without options."""
+    with messages.catch_stderr() as caught:
         start = time.perf_counter()
         compiled = lowered.compile(dict(options) if options else None)
         compile_s = time.perf_counter() - start

@@ -11,6 +11,7 @@ from meshpar.compiled.census import Collective, Total
 from meshpar.compiled.clock.prediction import Compute, Overlap
 from meshpar.compiled.clock.timeline import Timeline
 from meshpar.compiled.holding import Promise
+from meshpar.compiled.latencies import Rounds
 from meshpar.compiled.lint import Finding
 from meshpar.compiled.memory import Memory
 from meshpar.compiled.program import Program
@@ -68,11 +69,13 @@ class Report(Plain):
     compile_options: Mapping[str, Any]
     """XLA's options by which it was compiled, beside its own defaults."""
     fingerprint: str
-    """Of the lowered program and its options: `meshpar train` prints the same where it runs the same."""
+    """Of the lowered program, its options and rounds: `meshpar train` prints the same where it runs the same."""
     notes: tuple[str, ...] = ()
     """What the reader of the numbers should know about the target."""
     stages: Stages | None = None
     """How stages share the work; None without them."""
+    rounds: Rounds | None = None
+    """The programs of which this is about the kept one, where the step has `latency_rounds`."""
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
     """The simulated step, to draw; not part of the JSON."""
     program: Program | None = dataclasses.field(default=None, repr=False, compare=False)

@@ -23,7 +23,7 @@ from meshpar.compiled import messages
 from meshpar.compiled.program import Program, memory_of
 from meshpar.planner.hardware import Cluster, Gpu, cluster_of, parse_cluster
 from meshpar.sharding.types import AnyMesh, problem
-from meshpar.training.xla import GPU_OPTIONS
+from meshpar.training.xla import GPU_OPTIONS, PROFILE
 
 
 def topology(cluster: str | Cluster) -> list[jax.Device]:
@@ -179,7 +179,8 @@ def compile_stablehlo(
     Args:
       module: what `stablehlo_of` gave.
       cluster: the pod.
-      options: XLA flags without their dashes; they join and override those by which a step is compiled for GPUs.
+      options: XLA flags without their dashes; they join and override those by which a step is compiled for GPUs. What
+        kernels and collectives take is among them, as `PROFILE`.
       listen: keep the compiler's warnings; False when whoever started this process reads its standard error.
     """
     # jax compiles a Lowered for other devices only when its mesh is abstract; a live step has a concrete one. So this
@@ -192,6 +193,7 @@ def compile_stablehlo(
     devices = topology(cluster)
     client = devices[0].client
     overrides: dict[str, Any] = {**GPU_OPTIONS, **(options or {})}
+    profile = overrides.pop(PROFILE, None)
     with mlir.make_ir_context() as context, ir.Location.unknown(context):
         parsed = ir.Module.parse(module)
         main: Any = ir.SymbolTable(parsed.operation)["main"]
@@ -200,6 +202,7 @@ def compile_stablehlo(
             num_partitions=len(devices),
             device_assignment=np.array([[device.id for device in devices]]),
             env_options_overrides=overrides,
+            fdo_profile=profile,
             backend=client,
         )
         build = compile_options.executable_build_options

@@ -371,6 +371,15 @@ def gpu_of_kind(device_kind: str) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if device_kind in gpu.device_kinds), None)
 
 
+def cluster_here(devices: Sequence[Any]) -> Cluster | None:
+    """The GPUs at hand, as jax lists them, as a cluster; None when the catalogue does not know them."""
+    gpu = gpu_of_kind(devices[0].device_kind) if len(devices) else None
+    if gpu is None:
+        return None
+    nodes = len({device.process_index for device in devices})
+    return cluster_of(gpu, nodes=nodes, gpus_per_node=-(-len(devices) // nodes))
+
+
 def peak_flops_per_s(device_kind: str, dtype: str = "bfloat16") -> float | None:
     """Peak FLOP/s of a device by the name jax gives its kind, for utilisation; None when it is not known (a CPU).
 

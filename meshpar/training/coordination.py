@@ -121,6 +121,27 @@ class Pod:
             time.sleep(_TURN_S)
         return max(mine, *found.values())
 
+    def of_first(self, about: str, mine: Any, *, first: int = 0, timeout_s: float = WAIT_S) -> Any:
+        """What one process has to say, in every process that asks.
+
+        Args:
+          about: what it is, the same word in every process, which all ask as often.
+          mine: a JSON value, not None; only that of process `first` counts.
+          first: the process that says it.
+          timeout_s: how long to wait for it, in seconds.
+
+        Raises:
+          ValueError: it did not come.
+        """
+        key = self.another(f"first/{about}")
+        if self.process_id == first:
+            self.put(key, mine)
+            return mine
+        found = self.get(key, timeout_s=timeout_s)
+        if found is None:
+            raise self._absent(about, [first])
+        return found
+
     def _verdict(self, key: str, about: str, timeout_s: float) -> dict[str, Any]:
         """Process 0's: who did not come; or the first process with another digest than most, and one of those."""
         deadline = time.monotonic() + timeout_s

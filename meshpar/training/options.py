@@ -8,7 +8,7 @@ from typing import Literal
 from meshpar.sharding.types import problem
 from meshpar.training.layers import check_remat
 from meshpar.training.precision import Precision
-from meshpar.training.xla import Options, check_kind
+from meshpar.training.xla import LATENCIES, Options, check_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,18 @@ class StepOptions:
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     weight: str | None = None
     xla: Options = dataclasses.field(default_factory=dict, hash=False)
+    latency_rounds: int = 0
 
     def __post_init__(self) -> None:
-        for field, what in (("accumulate", "micro-steps"), ("interleave", "slices of the rows beside each other")):
+        for field, what, least in (
+            ("accumulate", "run that many micro-steps", 1),
+            ("interleave", "run that many slices of the rows beside each other", 1),
+            ("latency_rounds", "compile that often by simulated latencies", 0),
+        ):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise problem(
-                    f"{field}={value!r}", f"run that many {what}", "that is no positive integer", "use 1 or more"
-                )
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                exists = "that is no positive integer" if least else "that is no whole number"
+                raise problem(f"{field}={value!r}", what, exists, f"use {least} or more")
         for field, known in (("accumulate_mode", ("each", "once")), ("nonfinite", ("raise", "skip", "ignore"))):
             if getattr(self, field) not in known:
                 raise problem(
@@ -38,6 +42,10 @@ class StepOptions:
                 )
         check_remat(self.remat)
         check_kind(self.xla)
+        if self.latency_rounds and LATENCIES in self.xla:
+            exists = f"xla={{{LATENCIES!r}: ...}} names measured ones, and XLA goes by one of the two"
+            asked = "compile by simulated latencies"
+            raise problem(f"latency_rounds={self.latency_rounds}", asked, exists, "leave out one of them")
 
     @property
     def is_once(self) -> bool:

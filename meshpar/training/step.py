@@ -47,7 +47,7 @@ from meshpar.training.precision import Numerics, Precision, check_bits, dot_gene
 from meshpar.training.reports import check_numbers, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
-from meshpar.training.xla import Options, Value, check_kind, check_options, options_for
+from meshpar.training.xla import Options, Value, check_kind, check_options, options_for, why_no_rounds
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 """(model, batch, key) -> (loss, metrics): a scalar mean over the batch, and a dict of scalars.
@@ -97,7 +97,11 @@ class _Program:
         if state.setup not in self._told:
             self._told.add(state.setup)
             self._tell(state.setup, _traced(program.trace, state, batch))
-        return program(state, batch)
+        return self._scheduled(program, state, batch)(state, batch)
+
+    def _scheduled(self, program: Any, state: TrainState, batch: PyTree) -> Any:
+        """The jitted function that is called, for these shapes."""
+        return program
 
     def _tell(self, setup: Setup, traced: Any) -> None:
         """Before the first step, what its trace shows to be unlike what was asked. The call uses the same trace."""
@@ -110,7 +114,8 @@ class _Program:
 
     @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
-        """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract."""
+        """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract. Compiled by `.compile()` it is
+        compiled once, without rounds of latencies."""
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).lower, state, batch)
 
@@ -128,6 +133,9 @@ class TrainStep(_Program):
         super().__init__()
         self.loss_fn, self.options = loss_fn, options
         self._num_micro_steps, self._num_slices, self._xla = options.accumulate, options.interleave, options.xla
+        self._by_latencies: weakref.WeakKeyDictionary[Setup, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.rounds: Any = None
+        """What rounds of latencies gave, a `meshpar.compiled.latencies.Rounds`, once a call has made some."""
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         own = getattr(engine_of(setup, self.options), "compile_options", None)
@@ -137,6 +145,23 @@ class TrainStep(_Program):
         wide = wide_work(traced.jaxpr.jaxpr, self.options.precision, setup.strategy.activations.dtypes)
         if wide is not None:
             warnings.warn(f"{wide}. To change it, {wide.fix}.", stacklevel=4)
+
+    def _scheduled(self, program: Any, state: TrainState, batch: PyTree) -> Any:
+        setup, options = state.setup, self.options
+        if not options.latency_rounds or why_no_rounds(setup.mesh):
+            return program
+        shapes = jax.tree.structure(batch), tuple((np.shape(x), np.result_type(x)) for x in jax.tree.leaves(batch))
+        known = self._by_latencies.setdefault(setup, {})
+        if shapes not in known:
+            lies = lying(batch, setup.batch_sharding)
+
+            def jitted(profile: Options) -> Any:
+                return self._jit(setup, {**self.compile_options(setup), **profile}, lies) if profile else program
+
+            # What simulates programs stands on steps, so it is looked up here.
+            latencies = importlib.import_module("meshpar.compiled.latencies")
+            known[shapes], self.rounds = latencies.at_hand(self, jitted, state, batch)
+        return known[shapes]
 
     def loss_of(self, setup: Setup) -> Loss:
         """The loss of some rows, with what the model adds to it."""
@@ -193,13 +218,14 @@ def train_step(
     nonfinite: Literal["raise", "skip", "ignore"] = "raise",
     weight: str | None = None,
     xla: Options | None = None,
+    latency_rounds: int = 0,
 ) -> TrainStep:
     """Make a training step from a loss.
 
     Args:
       loss_fn: (model, batch, key) -> (loss, metrics): a scalar mean over the batch it is given, and a dict of scalars.
         `model` is what the adapter promised: the NNX module, the bound Linen module, or `apply` with parameters.
-      accumulate: micro-steps that share one update; the batch is split so that every device keeps its own rows.
+      accumulate: micro-steps that share one update; every device keeps its own rows.
       accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" keeps replicated sums and
         reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and gives the
         loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
@@ -207,9 +233,8 @@ def train_step(
       remat: what the layers that the model runs by `meshpar.scan_layers` keep for the backward pass, which makes the
         rest again. "full": their input; "dots": what matmuls with weights give, too; "minimal": and what attention
         gives; "all_dots": what all matmuls give; "save:NAMES": what the model marks by `checkpoint_name` with one of
-        these names, joined by commas; "offload:NAMES": the same in pinned memory of the host. `+` joins several:
-        "dots+offload:attention". The shipped decoders mark `query`, `key`, `value`, `attention`, `attention_out`,
-        `gate`, `up` and `mlp_out`.
+        these names, joined by commas; "offload:NAMES": the same in pinned memory of the host. `+` joins several. The
+        shipped decoders mark `query`, `key`, `value`, `attention`, `attention_out`, `gate`, `up` and `mlp_out`.
       interleave: slices of each device's rows that layers run beside each other, so that messages of one (of tensor
         parallelism, or to experts) hide behind matmuls of another, at the price of a gradient reduction for each
         slice; under stages they are of each microbatch's rows, and gradients are reduced once as ever. Means that a
@@ -219,11 +244,13 @@ def train_step(
         `state.skipped`; "raise" does the same, and `fit` raises when it sees the metric; "ignore" does not look.
       weight: name of a metric (say the number of real tokens) by which micro-steps are weighed in the mean.
       xla: compile options, names of XLA's flags without dashes; they join and override `compile_options`.
+      latency_rounds: how often the step is compiled again on GPUs by what kernels and collectives take in the simulated
+        schedule before, so that XLA starts messages in time; the quickest runs, by process 0's clock. On other devices
+        nothing happens. Not beside `jax_enable_pgle`, by which jax does the same with measured times.
 
     Returns:
       `step(state, batch) -> (state, metrics)`. The state given is donated. Metrics are device scalars: the loss,
-      `grad_norm` (not with "ignore"), `finite`, and the loss function's own: means over micro-steps; sums of whole
-      numbers, for those are counts.
+      `grad_norm` (not with "ignore"), `finite`, and the loss function's own: means over micro-steps, sums of counts.
 
     Raises:
       ValueError: an option that does not exist; when called, a batch that does not divide.
@@ -238,6 +265,7 @@ def train_step(
         nonfinite=nonfinite,
         weight=weight,
         xla={} if xla is None else xla,
+        latency_rounds=latency_rounds,
     )
     return TrainStep(loss_fn, options)
 

@@ -37,8 +37,11 @@ the same weights, norms say, and one slice would wait there for the other's mess
 
 
 LATENCIES = "xla_gpu_pgle_profile_file_or_directory_path"
-"""The option that names a file of what kernels and collectives take, by which XLA's scheduler hides them. Left to its
-own estimate it gives all collectives one latency. `meshpar explain --save-latencies` writes one without a GPU."""
+"""The option that names a file of what kernels and collectives were measured to take, by which XLA's scheduler hides
+them. Left to its own estimate it gives all collectives one latency."""
+
+PROFILE = "fdo_profile"
+"""jax's compile option with the same as bytes, of no file: part of jax's cache key, and not one of XLA's flags."""
 
 
 def overlap_limit(options: Options) -> int:
@@ -90,12 +93,7 @@ def check_options(options: Options) -> Options:
                 exists = f"values are Python's numbers, bools or words, no {type(value).__name__}"
             raise problem(where, f"set {name!r} to {value!r}", exists, fix)
         if name == LATENCIES:
-            check_latencies(where, str(value))
-            fix = "write one with meshpar explain RECIPE --cluster GPUS --save-latencies FILE"
-            if not Path(str(value)).is_file():
-                raise problem(where, f"schedule by {value}", "there is no such file", fix)
-            if not Path(str(value)).read_text(encoding="utf-8", errors="replace").startswith("costs {"):
-                raise problem(where, f"schedule by {value}", "it does not begin with `costs {`, as latencies do", fix)
+            _check_latencies(where, str(value))
         # Made anew each time: jax's cache takes 1 for an option that it knows as True.
         nothing = jax.jit(lambda: 0, compiler_options={name: value})
         try:  # XLA alone knows its options, and looks at them before it compiles
@@ -114,31 +112,42 @@ def check_options(options: Options) -> Options:
     return options
 
 
-def fingerprint(lowered: jax.stages.Lowered, options: Options) -> str:
-    """Of a lowered program and its compile options: twelve hexadecimal digits, equal where both are.
+def fingerprint(lowered: jax.stages.Lowered, options: Options, latency_rounds: int = 0) -> str:
+    """Of a lowered program, its compile options and rounds: twelve hexadecimal digits, equal where all are.
 
-    A file of latencies counts by what it holds.
+    A file of latencies counts by what it holds. Those of rounds follow from the rest, and count by how many there are.
     Devices are the same where a program is lowered for as many of one kind in one order: their numbers are part of it.
     """
     if LATENCIES in options:
         held = Path(str(options[LATENCIES])).read_bytes()
         options = {**options, LATENCIES: hashlib.sha256(held).hexdigest()}
-    words = json.dumps([jax.__version__, sorted(options.items()), lowered.as_text()])
+    rounds = [latency_rounds] if latency_rounds else []
+    words = json.dumps([jax.__version__, sorted(options.items()), lowered.as_text(), *rounds])
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
-def check_latencies(where: str, path: str) -> None:
-    """Raises `ValueError` for a name by which XLA would read the text as binary, and so leave it out without a word."""
+def _check_latencies(where: str, path: str) -> None:
+    """Raises `ValueError` for a file that XLA would leave out without a word."""
+    asked, fix = f"schedule by {path}", "name one that a profiler wrote, or let the step make its own: latency_rounds=1"
     if not path.endswith(".pbtxt"):
-        raise problem(where, f"keep latencies in {path}", "XLA reads its text from *.pbtxt only", "name it FILE.pbtxt")
+        raise problem(where, asked, "XLA reads its text from *.pbtxt only", "name it FILE.pbtxt")
+    if not Path(path).is_file():
+        raise problem(where, asked, "there is no such file", fix)
+    if not Path(path).read_text(encoding="utf-8", errors="replace").startswith("costs {"):
+        raise problem(where, asked, "it does not begin with `costs {`, as latencies do", fix)
 
 
-def save_latencies(path: str | Path, latencies: Mapping[str, float]) -> None:
-    """Writes what kernels and collectives take, for `LATENCIES`: a text of XLA's `ProfiledInstructionsProto`.
+def profile(latencies: Mapping[str, float]) -> str:
+    """What kernels and collectives take as a text of XLA's `ProfiledInstructionsProto`, for `PROFILE`.
 
     Args:
-      path: of the file.
       latencies: seconds by instruction, as `Timeline.latencies`.
     """
     lines = (f'costs {{ name: "{name}" cost_us: {seconds * 1e6:.3f} }}' for name, seconds in latencies.items())
-    Path(path).write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return "\n".join([*lines, ""])
+
+
+def why_no_rounds(mesh: AnyMesh) -> str:
+    """Why a step is compiled without rounds of latencies on the devices of a mesh; empty where it is not."""
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "gpu"
+    return "" if platform == "gpu" else f"only XLA's compiler for GPUs schedules by latencies, these are {platform}s"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from types import SimpleNamespace
 
@@ -18,12 +17,11 @@ import meshpar as mp
 from meshpar.commands.explain import Subject
 from meshpar.commands.recipe import build_model, build_optimizer, build_step, load_recipe
 from meshpar.commands.train import _program
-from meshpar.compiled import latencies
 from meshpar.compiled.target import missing_aot, topology, traced_for
 from meshpar.models import TransformerConfig
 from meshpar.planner.hardware import parse_cluster
 from meshpar.training.state import make_setup
-from meshpar.training.xla import GPU_OPTIONS, LATENCIES, check_options, fingerprint, options_for, save_latencies
+from meshpar.training.xla import GPU_OPTIONS, LATENCIES, check_options, fingerprint, options_for, profile
 
 PODS = {
     "llama3_8b": "h100:8x8", "llama3_70b": "h100:64x8", "llama3_405b": "h100:512x8", "mixtral_8x7b": "h100:8x8",
@@ -123,76 +121,23 @@ def test_options_of_the_command_line_reach_the_compiler(meshpar, monkeypatch):
     assert type(seen[ALL]) is int
 
 
-def test_latencies_are_a_text_that_xla_reads_by_its_name(mesh8, tmp_path, meshpar):
+def test_latencies_of_a_profiler_are_a_text_that_xla_reads_by_its_name(mesh8, tmp_path):
     step, state = step_and_state(mesh8)
     lowered, file = step.lower(state, BATCH), tmp_path / "of.pbtxt"
     found = []
     for seconds in (1e-6, 2.5e-3):
-        save_latencies(file, {"fusion.1": seconds, "all-gather-start": 1e-3})
+        file.write_text(profile({"fusion.1": seconds, "all-gather-start": 1e-3}))
         found.append(fingerprint(lowered, {LATENCIES: str(file)}))
     assert file.read_text().splitlines()[0] == 'costs { name: "fusion.1" cost_us: 2500.000 }'
     assert found[0] != found[1]
     assert dict(check_options({LATENCIES: str(file)})) == {LATENCIES: str(file)}
-    with pytest.raises(mp.MeshparError, match=r"there is no such file.*--save-latencies"):
+    with pytest.raises(mp.MeshparError, match=r"there is no such file.*latency_rounds=1"):
         check_options({LATENCIES: str(tmp_path / "none.pbtxt")})
     with pytest.raises(mp.MeshparError, match=r"from \*.pbtxt only"):
         check_options({LATENCIES: str(tmp_path / "of.txt")})
-    code, _, error = meshpar("explain", "recipes/gpt_stdlib.py", "--save-latencies", tmp_path / "of.txt")
-    assert code != 0
-    assert "pbtxt" in error
-
-
-def test_latencies_that_a_step_names_already_are_made_anew(tmp_path, monkeypatch):
-    """What is compiled without latencies has none of those, and their file need not be there."""
-    seen = []
-
-    def report(step, state, *_, **__):
-        seen.append(step.options.xla)
-        times = SimpleNamespace(latencies={"fusion.1": 1e-6}, step_s=1.0)
-        return SimpleNamespace(timeline=times, compile_options=step.compile_options(state.setup))
-
-    monkeypatch.setattr(latencies, "explain", report)
-    monkeypatch.setattr(latencies, "on_cluster", lambda _, state: state)
-    no_devices = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    missing = str(tmp_path / "none.pbtxt")
-    step, state = step_and_state(no_devices, xla={LATENCIES: missing, THRESHOLD: 7})
-    latencies.schedule(step, state, BATCH, None)
-    assert seen[0] == {THRESHOLD: 7}
-    assert len(seen) == 4
-    assert all(xla.keys() == {LATENCIES, THRESHOLD} and xla[LATENCIES] != missing for xla in seen[1:])
-
-
-def test_a_file_that_a_recipe_misses_is_not_the_one_to_be_written(tmp_path, monkeypatch):
-    def missing(*_, **__):
-        raise FileNotFoundError("weights.npz")
-
-    monkeypatch.setattr(Subject, "step_and_state", missing)
-    one = Subject.of("recipes/gpt_stdlib.py", "h100:1x8", layout=["mesh=fsdp=8"], assignments=[], shapes=None)
-    with pytest.raises(FileNotFoundError, match="weights"):
-        one.scheduled(None, str(tmp_path / "of.pbtxt"))
-
-
-@pytest.mark.pod
-def test_a_step_is_scheduled_by_latencies(tmp_path, meshpar):
-    """Layers of 70B: gathers between nodes take longer than a matmul, which XLA cannot know by itself."""
-    file = tmp_path / "of.pbtxt"
-    fields = ["model.num_layers=4", "batch_size=32", "accumulate=1", "interleave=2"]
-    given = ["--cluster", "h100:8x8", "--mesh", "fsdp=8,tensor=8", *(word for one in fields for word in ("--set", one))]
-    code, out, _ = meshpar("explain", "recipes/llama3_70b.py", *given, "--json", "--check", "--save-latencies", file)
-    found = json.loads(out)
-    own, rounds = found["latencies"]["own"], found["latencies"]["rounds"]
-    assert code == 0
-    assert len(rounds) == 3
-    assert found["compile_options"][LATENCIES] == str(file)
-    assert own["step_s"] not in [one["step_s"] for one in rounds]
-    kept = Subject.of(
-        "recipes/llama3_70b.py", "h100:8x8", layout=["mesh=fsdp=8,tensor=8"],
-        assignments=[*fields, f"xla.{LATENCIES}={file}"], shapes=None,
-    )  # fmt: skip
-    again = kept.explained(None)
-    assert again.timeline.step_s == min(one["step_s"] for one in rounds)
-    assert (again.compile_options, again.fingerprint) == (found["compile_options"], found["fingerprint"])
-    assert again.compile_options["xla_disable_hlo_passes"] == "multi_output_fusion"
+    file.write_text("nothing")
+    with pytest.raises(mp.MeshparError, match=r"begin with `costs {`"):
+        check_options({LATENCIES: str(file)})
 
 
 @pytest.mark.parametrize("given", ["text", ["a"], 5])
@@ -234,6 +179,16 @@ class Lowering:
         raise Compiled(lowered, options)
 
 
+def test_what_train_says_counts_rounds_and_that_cpus_leave_them_out(mesh8):
+    found = []
+    for rounds in (0, 1):
+        step, state = step_and_state(mesh8, latency_rounds=rounds)
+        found.append(_program(step, state.setup, SimpleNamespace(spec=BATCH)))
+    assert "latency_rounds" not in found[0]
+    assert re.search(r" with latency_rounds=1 \(left out: only XLA's compiler for GPUs.*these are cpus\)$", found[1])
+    assert found[0].split()[1] != found[1].split()[1]
+
+
 @pytest.mark.pod
 @pytest.mark.parametrize("name", PODS)
 def test_what_train_runs_is_what_explain_compiles(name):
@@ -251,4 +206,7 @@ def test_what_train_runs_is_what_explain_compiles(name):
     setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
     with traced_for(cluster):
         line = _program(build_step(recipe), setup, SimpleNamespace(spec=subject.batch))
-    assert re.match(r"program (\w{12}) with xla_gpu", line)[1] == fingerprint(*stopped.value.args)
+    assert re.match(r"program (\w{12}) with xla_gpu", line)[1] == fingerprint(
+        *stopped.value.args, recipe.latency_rounds
+    )
+    assert ("latency_rounds=1" in line) == (name in ("llama3_8b", "mixtral_8x7b"))

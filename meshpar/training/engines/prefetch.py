@@ -32,7 +32,7 @@ from meshpar.training.options import StepOptions
 from meshpar.training.slice_sums import Own, SliceRows, summed_first
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums
-from meshpar.training.xla import LATENCIES, OVERLAP_LIMIT, Value, pipelined
+from meshpar.training.xla import OVERLAP_LIMIT, Value, pipelined
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
@@ -60,10 +60,8 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     With axes that split layers, whose collectives stand between, several are let run at a time, and scatters are one.
     Slices of the rows have messages of their own there, which combined would make one slice wait for the other: no more
     is combined then than the layer's weights, and than its gradients as often as there are slices.
-    Slices keep kernels of their own, too: XLA makes one of what both do by the same weights, norms say, and one slice
-    would wait there for the other's messages.
-    Where XLA schedules by latencies, a layer's scatters with those of experts' gradients are one message too, which it
-    starts in time; it would hold several for side by side.
+    Slices keep kernels of their own there, too: XLA makes one of what both do by the same weights, norms say, and one
+    slice would wait for the other's messages.
     """
     gathered, kept = bytes_of_a_layer(setup, options)
     combined = gathered if options.interleave > 1 else max(gathered, 2**30)
@@ -73,14 +71,11 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
         thresholds[OVERLAP_LIMIT] = 4
         if options.interleave > 1:
             thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = kept * options.interleave
+            thresholds["xla_disable_hlo_passes"] = "multi_output_fusion"
     else:
-        several = 3
         if _ranks_own_experts(setup):  # tokens go to experts while weights come
             thresholds[OVERLAP_LIMIT] = 4
-            several = 1 if LATENCIES in options.xla else 3
-        thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(kept // several, 1)
-    if options.interleave > 1 and (others or LATENCIES in options.xla):
-        thresholds["xla_disable_hlo_passes"] = "multi_output_fusion"
+        thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(kept // 3, 1)
     return {**thresholds, **pipelined("reduce_scatter"), **pipelined("all_reduce")}
 
 

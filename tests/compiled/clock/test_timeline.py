@@ -20,7 +20,7 @@ import meshpar as mp
 from meshpar.compiled import hlo
 from meshpar.compiled.census import census
 from meshpar.compiled.clock import prediction, work
-from meshpar.compiled.clock.timeline import Timeline, timeline
+from meshpar.compiled.clock.timeline import MARGIN, Timeline, timeline
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.planner.catalogue import GPUS
 from meshpar.planner.hardware import Cluster, Link, parse_cluster
@@ -159,7 +159,7 @@ def test_two_collectives_queue():
     assert (first.hidden_s, second.hidden_s) == (pytest.approx(MS), pytest.approx(0))
     assert (first.cover, second.cover) == ("kernels", "kernels")
     assert second.has_nothing_to_hide_behind
-    assert [found.latencies[name] for name in ("s1", "s2")] == pytest.approx([MS, 2 * MS])
+    assert [found.latencies[name] for name in ("s1", "s2")] == pytest.approx([MARGIN * MS, MARGIN * 2 * MS])
     check(found)
 
 
