@@ -9,7 +9,7 @@ from typing import Any
 from meshpar.compiled.clock.prediction import overlap
 from meshpar.compiled.clock.timeline import Timed, Timeline
 from meshpar.compiled.explain import on_cluster
-from meshpar.compiled.latencies import Compiled, in_rounds, simulated
+from meshpar.compiled.latencies import Candidate, in_rounds, simulated
 from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.program import Program
 from meshpar.compiled.target import traced_for
@@ -135,7 +135,7 @@ def rows(
             options = {flag: value(step, state) if callable(value) else value for flag, value in given.items()}
             options |= step.compile_options(of) if name in (OWN, BY_LATENCIES) else step.options.xla
 
-            def compiled(more: Options, options: Options = options) -> Compiled[None]:
+            def compiled(more: Options, options: Options = options) -> Candidate[None]:
                 return simulated(None, pod.compile(lowered, cluster, options={**options, **more}), of, cluster, options)
 
             rounds = max(step.options.latency_rounds, 1) if name == BY_LATENCIES else 0

@@ -20,7 +20,7 @@ from meshpar.compiled.census import Collective, on_stage
 from meshpar.compiled.clock.prediction import compute, overlap, why_not_timed
 from meshpar.compiled.clock.timeline import Timeline
 from meshpar.compiled.holding import SMALL_SHARE, Promise, hold, most_of
-from meshpar.compiled.latencies import Compiled, in_rounds, simulated
+from meshpar.compiled.latencies import Candidate, in_rounds, simulated
 from meshpar.compiled.lint import Finding, lint
 from meshpar.compiled.memory import limit_bytes, memory, remedies
 from meshpar.compiled.model_flops import model_flops, traced_alone
@@ -108,7 +108,7 @@ def _explain(
     parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
     cells = Cells(parts.schedule) if parts is not None else None
 
-    def compiled(more: Options) -> Compiled[None]:
+    def compiled(more: Options) -> Candidate[None]:
         program = compiler(lowered, options={**options, **more}) if more else compiler(lowered)
         timed = None if why_not_timed(program.target, cluster) else cluster
         return simulated(None, program, setup, timed, options, cells)

@@ -38,7 +38,7 @@ What = TypeVar("What")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule(Plain):
+class Round(Plain):
     """One program of a step by the clock."""
 
     step_s: float
@@ -58,7 +58,7 @@ class Schedule(Plain):
 class Rounds(Plain):
     """What rounds of latencies gave."""
 
-    schedules: tuple[Schedule, ...] = ()
+    schedules: tuple[Round, ...] = ()
     """Without latencies first, then each round's."""
     kept: int = 0
     """Which of them runs; 0: no round was quicker."""
@@ -77,7 +77,7 @@ class Rounds(Plain):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compiled(Generic[What]):
+class Candidate(Generic[What]):
     """A program, its simulation, and what was compiled."""
 
     what: What
@@ -88,12 +88,12 @@ class Compiled(Generic[What]):
 
 
 def in_rounds(
-    compiled: Callable[[Options], Compiled[What]],
+    compiled: Callable[[Options], Candidate[What]],
     rounds: int,
     *,
     limit_bytes: int | None = None,
     shared: Callable[[str, Any], Any] = lambda about, mine: mine,
-) -> tuple[Compiled[What], Rounds]:
+) -> tuple[Candidate[What], Rounds]:
     """The quickest of the program without latencies and of those compiled by them, each by those of the ones before.
 
     Args:
@@ -119,10 +119,10 @@ def in_rounds(
     return found[kept], Rounds(schedules=tuple(schedules), kept=kept)
 
 
-def _schedule(one: Compiled[Any], limit_bytes: int | None) -> Schedule:
+def _schedule(one: Candidate[Any], limit_bytes: int | None) -> Round:
     assert one.timeline is not None
     peak = one.program.peak_bytes
-    return Schedule(
+    return Round(
         step_s=one.timeline.step_s,
         hidden_fraction=overlap(one.timeline).hidden_fraction,
         peak_bytes=peak,
@@ -132,7 +132,7 @@ def _schedule(one: Compiled[Any], limit_bytes: int | None) -> Schedule:
 
 def simulated(
     what: What, program: Program, setup: Setup, cluster: Cluster | None, options: Options, cells: Cells | None = None
-) -> Compiled[What]:
+) -> Candidate[What]:
     """A program of a step with its simulation.
 
     Args:
@@ -147,7 +147,7 @@ def simulated(
     times = None
     if cluster is not None:
         times = timeline(program.module, collectives, cluster, cells, overlap_limit=overlap_limit(options))
-    return Compiled(what=what, program=program, collectives=collectives, timeline=times)
+    return Candidate(what=what, program=program, collectives=collectives, timeline=times)
 
 
 def at_hand(step: TrainStep, jitted: Callable[[Options], Any], state: TrainState, batch: PyTree) -> tuple[Any, Rounds]:
@@ -179,7 +179,7 @@ def at_hand(step: TrainStep, jitted: Callable[[Options], Any], state: TrainState
         cells = Cells(parts_of(step, setup.abstract, rows).schedule)
     options = step.compile_options(setup)
 
-    def compiled(more: Options) -> Compiled[Any]:
+    def compiled(more: Options) -> Candidate[Any]:
         function = jitted(more)
         return simulated(function, program_of(function.lower(state, batch)), setup, cluster, options, cells)
 

@@ -31,7 +31,7 @@ def main(number: int, port: int) -> None:
         # The second round is quicker by process 0's clock, slower by that of process 1.
         time_s = 5.0 - len(profiles) if number == 0 else 1.0 + len(profiles)
         times = dataclasses.replace(simulation(float(number), time_s), cluster="h100:1x8")
-        return latencies.Compiled(what=what, program=program, collectives=(), timeline=times)
+        return latencies.Candidate(what=what, program=program, collectives=(), timeline=times)
 
     latencies.simulated = clock
     step, state = step_and_state(mp.MeshSpec(fsdp=4).build(), latency_rounds=1)

@@ -24,7 +24,7 @@ import meshpar as mp
 from meshpar.commands.train import Screen, _Rounds
 from meshpar.compiled import latencies
 from meshpar.compiled.clock.timeline import Op, Segment, Timeline
-from meshpar.compiled.latencies import Compiled, in_rounds
+from meshpar.compiled.latencies import Candidate, in_rounds
 from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.target import missing_aot
 from meshpar.models import TransformerConfig, next_token_loss
@@ -46,9 +46,9 @@ def simulation(time_s: float, step_s: float, scheduled_as: str = "") -> Timeline
     )  # fmt: skip
 
 
-def made(number, timeline, peak_bytes=1) -> Compiled:
+def made(number, timeline, peak_bytes=1) -> Candidate:
     program = SimpleNamespace(peak_bytes=peak_bytes, target="h100:1x8")
-    return Compiled(what=number, program=program, collectives=(), timeline=timeline)
+    return Candidate(what=number, program=program, collectives=(), timeline=timeline)
 
 
 def costs(options) -> list:
@@ -149,7 +149,7 @@ def timed(monkeypatch):
         time_s = found.steps[min(len(found.compiled), len(found.steps) - 1)]
         found.compiled.append(program)
         times = dataclasses.replace(simulation(1.0, time_s), cluster=cluster.name)
-        return Compiled(what=what, program=program, collectives=(), timeline=times)
+        return Candidate(what=what, program=program, collectives=(), timeline=times)
 
     monkeypatch.setattr(latencies, "simulated", clock)
     return found
