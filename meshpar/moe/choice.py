@@ -27,7 +27,10 @@ def target() -> tuple[str, tuple[int, int] | None]:
         return _TARGET.value
     platform = jax.default_backend()
     known = getattr(jax.devices()[0], "compute_capability", None) if platform in GPUS else None
-    return platform, None if known is None else tuple(int(number) for number in str(known).split("."))
+    if known is None:
+        return platform, None
+    major, _, minor = str(known).partition(".")
+    return platform, (int(major), int(minor or 0))
 
 
 def platform_of_mesh() -> str | None:
