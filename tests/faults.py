@@ -1,6 +1,6 @@
 """Planted faults: each is put into a copy of the source, and `make test`'s own cases must catch it.
 
-    python tests/faults.py                  # all of them, about a quarter of an hour
+    python tests/faults.py                  # all of them, about half an hour
     python tests/faults.py ring scale       # those whose names hold one of these words
 
 A fault names the test files that are about what it breaks. They are run with `make test`'s selection, so a fault that
@@ -185,7 +185,7 @@ FAULTS = (
     ),
     Fault(
         "the loss of the token that was read", "models/loss.py",
-        "CrossEntropy(log_BT - target_BT, target_BT == 0,", "CrossEntropy(log_BT, target_BT == 0,",
+        "TokenLosses(log_BT - target_BT, target_BT == 0,", "TokenLosses(log_BT, target_BT == 0,",
         "models/test_loss.py",
     ),
     Fault(
@@ -210,6 +210,40 @@ FAULTS = (
     Fault(
         "a batch of the step before", "data/batches.py",
         "first = step * self._batch_size", "first = max(step - 1, 0) * self._batch_size", "data/test_batches.py",
+    ),
+    # What came after the list above.
+    Fault(
+        "8-bit products keep one of two scales", "training/products.py",
+        "batch), x.scale * w.scale, rhs.dtype, split)", "batch), x.scale, rhs.dtype, split)",
+        "training/test_float8.py",
+    ),
+    Fault(
+        "averages follow the last step", "training/ema.py",
+        "decay * a + (1 - decay) * p.astype(a.dtype)", "(1 - decay) * a + decay * p.astype(a.dtype)",
+        "training/test_ema.py",
+    ),
+    Fault(
+        "adapters count once, whatever alpha is", "training/lora.py",
+        "return self.alpha / self.rank", "return 1.0", "training/test_lora.py",
+    ),
+    Fault(
+        "a part of a file's dim is read from its beginning", "interop/table.py",
+        "return DimPart(tuple(range(start, stop)), size)", "return DimPart(tuple(range(stop - start)), size)",
+        "interop/test_hf.py interop/test_peft.py interop/test_published.py",
+    ),
+    Fault(
+        "positions go on from conversation to conversation", "data/chat.py",
+        '"positions"][number, to] = np.arange(len(one.ids) - 1)',
+        '"positions"][number, to] = np.arange(to.start, to.stop)', "data/test_chat.py",
+    ),
+    Fault(
+        "what a Linen module sows outlives its call", "sharding/adapters.py",
+        "**_without(self.extra, self.sown)}", "**self.extra}", "sharding/test_adapters.py",
+    ),
+    Fault(
+        "messages over one link do not wait for each other", "compiled/clock/timeline.py",
+        "start_s = max(block.duration_s, *(block.free_s.get(link, 0.0) for link in links))",
+        "start_s = block.duration_s", "compiled/clock/test_timeline.py",
     ),
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ model FLOPs   6 for each token and matrix parameter, the output layer among them
               of `12 L H D T`; recomputation is not counted
 utilisation   model FLOPs over time, against the data sheet's peak for bfloat16 (for 8 bits, too) and against the
               best product of square matrices measured in the same run
-predicted     `explain`'s clock of the same step, products at the rates that were measured by size
+predicted     the same step as `explain` simulates it, products at the rates that were measured by size
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _PRODUCT = re.compile(r"(wrapped_)?dot|convolution|.*(gemm|matmul|nvjet|cutlass|
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Size(Plain):
+class DecoderSize(Plain):
     """What is trained."""
 
     config: TransformerConfig
@@ -102,7 +102,7 @@ class StepTime(Plain):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernel(Plain):
+class KernelTime(Plain):
     """What takes time of the profiled step."""
 
     name: str
@@ -118,7 +118,7 @@ class Kernel(Plain):
 class Steps(Printed, Plain):
     """Whole steps as measured. Prints as tables."""
 
-    size: Size
+    size: DecoderSize
     num_params: int
     remat: str
     ceiling_flops_per_s: float
@@ -126,8 +126,8 @@ class Steps(Printed, Plain):
     times: tuple[StepTime, ...]
     """In bfloat16, in plain Flax under `jax.jit`, and in 8 bits by a scale a tensor and by one a row."""
     predicted_s: float | None
-    """The bfloat16 step by the clock."""
-    kernels: tuple[Kernel, ...]
+    """The bfloat16 step, simulated."""
+    kernels: tuple[KernelTime, ...]
     """Of the profiled bfloat16 step, largest first."""
     notes: tuple[str, ...]
     """What did not run, and why."""
@@ -140,7 +140,7 @@ class Steps(Printed, Plain):
         return None if first is None or not self.predicted_s else first / self.predicted_s
 
     @property
-    def largest(self) -> tuple[Kernel, ...]:
+    def largest(self) -> tuple[KernelTime, ...]:
         """The three largest costs that are no matmul."""
         return tuple(one for one in self.kernels if one.kind != "matmul")[:3]
 
@@ -164,7 +164,7 @@ class Steps(Printed, Plain):
         shown = [table(title, columns, map(_cells, self.times), left=("step",), caption=_CONVENTION)]
         if self.predicted_s is not None:
             off = "" if self.ratio is None else f"; measured over predicted {self.ratio:.3g}"
-            shown.append(f"predicted by the clock: {si(self.predicted_s, 's')}{off}")
+            shown.append(f"simulated: {si(self.predicted_s, 's')}{off}")
         if self.kernels:
             rows = [(one.name, one.kind, si(one.time_s, "s"), f"{one.share:.1%}", one.where) for one in self.kernels]
             left = ("kernel", "kind", "where")
@@ -186,16 +186,16 @@ BFLOAT16, FP8, FP8_ROWS, PLAIN = "bfloat16", "fp8", BY_ROW, "plain Flax, bfloat1
 _CONVENTION = "model FLOPs: 6 a token and matrix parameter, attention's causal half, no recomputation; peak: bfloat16's"
 
 
-def size_for(platform: str, memory_bytes: float) -> Size:
+def size_for(platform: str, memory_bytes: float) -> DecoderSize:
     """The decoder that is measured on a device."""
     if platform == "cpu":
-        return Size(config=TINY, rows=2, seq_len=64)
+        return DecoderSize(config=TINY, rows=2, seq_len=64)
     layers, rows = next((layers, rows) for least, layers, rows in _BY_MEMORY if memory_bytes >= least)
-    return Size(config=dataclasses.replace(_OF_80_GB, num_layers=layers), rows=rows, seq_len=4096)
+    return DecoderSize(config=dataclasses.replace(_OF_80_GB, num_layers=layers), rows=rows, seq_len=4096)
 
 
 def steps(
-    size: Size,
+    size: DecoderSize,
     *,
     ceiling_flops_per_s: float,
     cluster: Cluster | None = None,
@@ -265,7 +265,9 @@ class _Parts:
 # ---- Arithmetic ------------------------------------------------------------------------------------------------------
 
 
-def timed(name: str, size: Size, took_s: list[float], loss: float, peak: float | None, ceiling: float) -> StepTime:
+def timed(
+    name: str, size: DecoderSize, took_s: list[float], loss: float, peak: float | None, ceiling: float
+) -> StepTime:
     """What times of a step say of the device."""
     low, median, high = quartiles(took_s)
     rate = size.flops / median
@@ -276,13 +278,13 @@ def timed(name: str, size: Size, took_s: list[float], loss: float, peak: float |
 
 
 def predicted_s(report: Report, cluster: Cluster | None) -> float | None:
-    """The step by the clock, products at the rates that the cluster has of their sizes; None without a timeline."""
+    """The step simulated, products at the rates that the cluster has of their sizes; None without a timeline."""
     if report.timeline is None or report.program is None or cluster is None:
         return None
     return bracket(report.program.module, report.timeline, cluster).high_s
 
 
-def kernels_of(found: trace.Trace, module: Module | None) -> tuple[Kernel, ...]:
+def kernels_of(found: trace.Trace, module: Module | None) -> tuple[KernelTime, ...]:
     """The costs of a profile by kind, largest first.
 
     Args:
@@ -297,7 +299,7 @@ def kernels_of(found: trace.Trace, module: Module | None) -> tuple[Kernel, ...]:
         return kinds.get(name) or ("attention" if "fmha" in name else "matmul" if _PRODUCT.match(name) else "other")
 
     return tuple(
-        Kernel(name=one.what, kind=kind(one.what), time_s=one.time_s, share=one.share, where=one.where)
+        KernelTime(name=one.what, kind=kind(one.what), time_s=one.time_s, share=one.share, where=one.where)
         for one in found.costs
     )
 
@@ -321,12 +323,12 @@ def _kinds(module: Module) -> Mapping[str, str]:
 
 # ---- What is run -----------------------------------------------------------------------------------------------------
 
-Way = Callable[[Size], Iterator[jax.Array]]
+Way = Callable[[DecoderSize], Iterator[jax.Array]]
 """Steps, one after the other: each gives its loss, at which the device may still be at work."""
 
 
 def _ours(matmul: str | None) -> Way:
-    def run(size: Size) -> Iterator[jax.Array]:
+    def run(size: DecoderSize) -> Iterator[jax.Array]:
         setup, step = _prepared(size, matmul)
         state, batch = setup.init(0), jax.device_put(_batch(size), setup.batch_sharding)
         while True:
@@ -336,7 +338,7 @@ def _ours(matmul: str | None) -> Way:
     return run
 
 
-def _plain(size: Size) -> Iterator[jax.Array]:
+def _plain(size: DecoderSize) -> Iterator[jax.Array]:
     step, params, opt_state = plain.begin(size.config, _optimizer(), "bfloat16")
     batch = jax.device_put(_batch(size), jax.devices()[0])
     while True:
@@ -345,7 +347,7 @@ def _plain(size: Size) -> Iterator[jax.Array]:
 
 
 @functools.lru_cache(maxsize=1)
-def _prepared(size: Size, matmul: str | None) -> tuple[Setup, TrainStep]:
+def _prepared(size: DecoderSize, matmul: str | None) -> tuple[Setup, TrainStep]:
     """Once for what is timed, explained and profiled: it compiles once."""
     precision, mesh = _precision(matmul), MeshSpec(fsdp=1).build(jax.devices()[:1])
     setup = make_setup(size.config.build(), _optimizer(), mesh=mesh, strategy=fsdp(), precision=precision)
@@ -360,13 +362,15 @@ def _optimizer() -> optax.GradientTransformation:
     return optax.adamw(3e-4)
 
 
-def _batch(size: Size) -> dict[str, np.ndarray]:
+def _batch(size: DecoderSize) -> dict[str, np.ndarray]:
     shape = (size.rows, size.seq_len + 1)
     tokens = np.random.default_rng(0).integers(0, size.config.vocab_size, shape, dtype=np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def _fitting(name: str, way: Way, size: Size, repeats: int, notes: list[str]) -> tuple[Size, list[float], float]:
+def _fitting(
+    name: str, way: Way, size: DecoderSize, repeats: int, notes: list[str]
+) -> tuple[DecoderSize, list[float], float]:
     """The size that fits, seconds of each step and the last loss."""
     while True:
         try:
@@ -385,19 +389,19 @@ def _run(running: Iterator[jax.Array], repeats: int) -> tuple[list[float], float
     return took_s, float(next(running))
 
 
-def _profile_step(size: Size) -> tuple[Setup, TrainStep]:
+def _profile_step(size: DecoderSize) -> tuple[Setup, TrainStep]:
     setup, step = _prepared(size, None)
     if jax.default_backend() == "cpu":
         return setup, step
     return setup, train_step(next_token_loss, precision=_precision(None), remat=_REMAT, xla=_UNGRAPHED)
 
 
-def _explained(size: Size) -> Report:
+def _explained(size: DecoderSize) -> Report:
     setup, step = _profile_step(size)
     return explain(step, setup.abstract, _batch(size), advise=False)
 
 
-def _profiled(size: Size, report: Report | None, folder: str | Path | None, top: int) -> tuple[Kernel, ...]:
+def _profiled(size: DecoderSize, report: Report | None, folder: str | Path | None, top: int) -> tuple[KernelTime, ...]:
     setup, step = _profile_step(size)
     batch = jax.device_put(_batch(size), setup.batch_sharding)
     state = jax.block_until_ready(step(setup.init(0), batch))[0]

@@ -53,7 +53,7 @@ COUNTED_TOKENS = 4096
 Program = Callable[[], object]
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """Of a layer."""
 
     num_experts: int
@@ -150,7 +150,7 @@ class Layer(NamedTuple):
     """(x, weights) -> (y, choices dropped)."""
 
 
-def layer(form: str, shape: Shape) -> Layer:
+def layer(form: str, shape: LayerShape) -> Layer:
     """The layer of a form, traced on the first `num_ranks` devices."""
     options: dict[str, dict[str, Any]] = {
         "dropless, bound 2": {"bound_factor": 2.0},
@@ -179,7 +179,7 @@ def layer(form: str, shape: Shape) -> Layer:
     return Layer(mesh, theirs if form == ONE_HOT else ours)
 
 
-def arrays(shape: Shape, mesh: Mesh, *, abstract: bool = False) -> tuple[jax.Array, Weights, jax.Array]:
+def arrays(shape: LayerShape, mesh: Mesh, *, abstract: bool = False) -> tuple[jax.Array, Weights, jax.Array]:
     """Tokens [N, T, d], weights, and the cotangent of y."""
     split, whole = NamedSharding(mesh, P(tuple(mesh.axis_names))), NamedSharding(mesh, P())
     rng = np.random.default_rng(0)
@@ -200,7 +200,7 @@ def arrays(shape: Shape, mesh: Mesh, *, abstract: bool = False) -> tuple[jax.Arr
     return made(split, 1.0, *tokens), weights, made(split, 1.0, *tokens)
 
 
-def compiled(made: Layer, shape: Shape, *, abstract: bool = False) -> tuple[Any, Any, tuple[Any, ...]]:
+def compiled(made: Layer, shape: LayerShape, *, abstract: bool = False) -> tuple[Any, Any, tuple[Any, ...]]:
     """(forward, forward and backward, their arguments): the gradients are of the tokens and of all weights."""
 
     def loss(x: jax.Array, weights: Weights, cotangent: jax.Array) -> jax.Array:
@@ -321,7 +321,7 @@ def layers(
     Raises:
       ValueError: an unknown form; numbers that are none; experts that the devices do not divide.
     """
-    shapes = [Shape(num, tokens, top_k, width, hidden, len(jax.devices())) for num in num_experts]
+    shapes = [LayerShape(num, tokens, top_k, width, hidden, len(jax.devices())) for num in num_experts]
     _check(forms, shapes, repeats)
     before = load()
     rows = [row for shape in shapes for row in _rows(forms, shape, repeats, progress)]
@@ -335,7 +335,7 @@ def layers(
     )  # fmt: skip
 
 
-def _check(forms: Sequence[str], shapes: Sequence[Shape], repeats: int) -> None:
+def _check(forms: Sequence[str], shapes: Sequence[LayerShape], repeats: int) -> None:
     where = "bench moe"
     for form in forms:
         if form not in FORMS:
@@ -353,7 +353,7 @@ def _check(forms: Sequence[str], shapes: Sequence[Shape], repeats: int) -> None:
             )  # fmt: skip
 
 
-def _rows(forms: Sequence[str], shape: Shape, repeats: int, progress: Callable[[str], None]) -> list[MoERow]:
+def _rows(forms: Sequence[str], shape: LayerShape, repeats: int, progress: Callable[[str], None]) -> list[MoERow]:
     made = {}
     for form in forms:
         progress(f"{form}, {shape.num_experts} experts")
@@ -399,7 +399,7 @@ def _wins(rows: Sequence[MoERow]) -> list[Measure]:
     ]  # fmt: skip
 
 
-def _counted(like: Shape) -> list[Measure]:
+def _counted(like: LayerShape) -> list[Measure]:
     """FLOPs and temporaries of a layer that is only compiled: on all devices, and on one that has all tokens."""
     found = []
     for num_ranks in sorted({1, like.num_ranks}):

@@ -41,12 +41,12 @@ def halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int)
 
     2 log2 P steps, 2(P-1)/P n bytes sent (two steps of n bytes each more when N > P)
     """
+
+    def both(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
+        return unflat(doubled(halved(flat_parts(x, num_ranks), axis, combine), axis, num_ranks), x)
+
     with jax.named_scope("halving_doubling"):
-        return _folded(x, axis, combine, num_ranks, _halving_doubling)
-
-
-def _halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-    return unflat(doubled(halved(flat_parts(x, num_ranks), axis, combine), axis, num_ranks), x)
+        return _folded(x, axis, combine, num_ranks, both)
 
 
 def halved(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:

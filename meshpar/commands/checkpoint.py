@@ -18,7 +18,7 @@ step_option = click.option("--step", metavar="N", type=int, help="Which; by defa
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Table(Plain):
+class Listing(Plain):
     """Rows to print, in JSON a list of them."""
 
     title: str
@@ -26,9 +26,9 @@ class Table(Plain):
 
     def __rich__(self) -> Any:
         from rich.console import Group
-        from rich.table import Table as RichTable
+        from rich.table import Table
 
-        table = RichTable(*(self.rows[0] if self.rows else ()), box=None)
+        table = Table(*(self.rows[0] if self.rows else ()), box=None)
         for row in self.rows:
             table.add_row(*(str(value) for value in row.values()))
         return Group(self.title, table)  # a table's own title is broken to the table's width
@@ -51,7 +51,7 @@ def ls(run: str, as_json: bool) -> None:
 
     folder, steps = _found(run)
     rows = tuple({"step": step, "bytes": f"{bytes_of(folder / str(step)):,}"} for step in steps)
-    print_report(Table(title=str(folder), rows=rows), as_json=as_json)
+    print_report(Listing(title=str(folder), rows=rows), as_json=as_json)
 
 
 @checkpoint.command("inspect")
@@ -68,7 +68,7 @@ def inspect(run: str, step: int | None, as_json: bool) -> None:
         {"path": path, "shape": leaf["shape"], "dtype": leaf["dtype"], "fingerprint": leaf.get("fingerprint", "")}
         for path, leaf in index["leaves"].items()
     )
-    print_report(Table(title=f"step {step}, written by meshpar {index['meshpar']}", rows=rows), as_json=as_json)
+    print_report(Listing(title=f"step {step}, written by meshpar {index['meshpar']}", rows=rows), as_json=as_json)
 
 
 @checkpoint.command("verify")
@@ -88,7 +88,7 @@ def verify(run: str, step: int | None, as_json: bool) -> None:
         steps = [_chosen(run, step)[1]]
     found = {one: damage_of(folder, one) for one in steps}
     rows = tuple({"step": one, "is": "whole" if why is None else f"damaged: {why}"} for one, why in found.items())
-    print_report(Table(title=str(folder), rows=rows), as_json=as_json)
+    print_report(Listing(title=str(folder), rows=rows), as_json=as_json)
     raise SystemExit(1 if any(found.values()) else 0)
 
 
@@ -119,9 +119,6 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     new_folder(out)  # minutes before it is written
     folder, step = _chosen(run, step)
     index = read_index(folder, step)
-    if index["format"] == 1:
-        fix = "restore it once in training, which writes the newer one"
-        raise problem(f"checkpoint {folder}/{step}", "read single arrays of it", "it is of format 1", fix)
     leaves = {path: leaf for path, leaf in index["leaves"].items() if path.startswith("params/")}
 
     def dtype_now(path: str) -> Any:

@@ -384,16 +384,13 @@ def _train(
 
     from meshpar.commands.processes import shrunk
     from meshpar.commands.recipe import load_recipe
-    from meshpar.commands.train import check_left_to_folder
+    from meshpar.commands.train import check_left_to_folder, with_plan
     from meshpar.commands.train import train as run
     from meshpar.training.profile import check_steps, parse_steps
 
     steps_traced = None if profile is None else parse_steps(profile)
     found = load_recipe(recipe, devices=len(here))
-    if plan is not None:
-        from meshpar.commands.plan import with_plan
-
-        found = with_plan(found, plan)
+    found = found if plan is None else with_plan(found, plan)
     own = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
     found = found.override(*assignments, *(f"{field}={value}" for field, value in own if value is not None))
     found = found.replace(mesh=shrunk(found.mesh))
@@ -575,6 +572,9 @@ def _run(args: Sequence[str]) -> None:
 def _usage(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     see = f" See {context.command_path} --help." if context is not None else ""
+    if context is not None and "unexpected extra" in error.format_message() and "=" in error.format_message():
+        takes = any("--set" in one.opts for one in context.command.params)
+        see = f" Fields of a recipe are set as --set NAME=VALUE.{see}" if takes else see
     return re.sub(r"\s+", " ", error.format_message()) + see
 
 

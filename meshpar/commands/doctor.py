@@ -25,7 +25,7 @@ _OWN_FLAGS = ("--xla_force_host_platform_device_count", "--xla_cpu_collective_ca
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class Diagnosis:
     """Something that looks wrong."""
 
     what: str
@@ -34,7 +34,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
+class MachineFacts:
     """What is looked at: gathered once, judged by `findings`."""
 
     versions: Mapping[str, str]
@@ -54,11 +54,11 @@ class Facts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report(Plain):
+class DoctorReport(Plain):
     """What was found, and what looks wrong."""
 
-    facts: Facts
-    findings: tuple[Finding, ...]
+    facts: MachineFacts
+    findings: tuple[Diagnosis, ...]
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -92,12 +92,12 @@ def doctor(devices: int | None, out: str, check: bool, as_json: bool) -> None:
     environment = dict(os.environ)  # as the user set it
     prepare_devices(devices)
     facts = gather(environment, out=out)
-    report = Report(facts=facts, findings=findings(facts))
+    report = DoctorReport(facts=facts, findings=findings(facts))
     print_report(report, as_json=as_json)
     raise SystemExit(1 if check and report.findings else 0)
 
 
-def gather(env: Mapping[str, str], *, out: str | Path) -> Facts:
+def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
     """Look at this process and its host; starts jax's devices."""
     import jax
 
@@ -110,7 +110,7 @@ def gather(env: Mapping[str, str], *, out: str | Path) -> Facts:
     shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else 0
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     versions = {name: version_of(name) for name in (*PACKAGES, *PLUGINS)}
-    return Facts(
+    return MachineFacts(
         versions={name: version for name, version in versions.items() if name in PACKAGES or version[0].isdigit()},
         devices={"here": f"{len(found)} × {', '.join(sorted(kinds))} ({found[0].platform}){memory}"},
         links=_links(),
@@ -129,13 +129,13 @@ def gather(env: Mapping[str, str], *, out: str | Path) -> Facts:
     )
 
 
-def findings(facts: Facts) -> tuple[Finding, ...]:
+def findings(facts: MachineFacts) -> tuple[Diagnosis, ...]:
     """What looks wrong in what was gathered; asks nothing of the machine."""
     env, found = facts.environment, []
 
     def say(wrong: bool, what: str, fix: str) -> None:
         if wrong:
-            found.append(Finding(what=what, fix=fix))
+            found.append(Diagnosis(what=what, fix=fix))
 
     version = facts.versions.get("jax", "")
     for name in ("jaxlib", *PLUGINS[:2]):

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from meshpar.commands.cli import (
     with_model,
     writing,
 )
-from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.errors import problem
 from meshpar.sharding.printing import plain
 
 if TYPE_CHECKING:
@@ -117,10 +117,13 @@ def explain(
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'.", click.get_current_context())
     _check_written(html, save_budget, save_latencies, cluster)
+    from meshpar.commands.recipe import crashes_explained
     from meshpar.compiled.budget import Budget
 
+    # A recipe's own exception is not a finding: Python's exit code for it, 1, would say that it is one.
+    files = {path: path.partition(":")[0] for path in (recipe, against) if path}
     # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
-    with contextlib.redirect_stdout(sys.stderr), _crashes_explained(recipe, against):
+    with contextlib.redirect_stdout(sys.stderr), crashes_explained(files, "explain its training step"):
         held_to = Budget.load(budget) if budget else None
         layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
         subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch, from_hf=from_hf)
@@ -465,25 +468,6 @@ def _label(subject: Subject, other: Subject) -> str:
     if subject.recipe.mesh != other.recipe.mesh:
         return _axes(subject.recipe.mesh)
     return str(subject.recipe.strategy)
-
-
-@contextlib.contextmanager
-def _crashes_explained(recipe: str, against: str | None) -> Iterator[None]:
-    """A recipe's own exception is not a finding: Python's exit code for it, 1, would say that it is one."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        if isinstance(error, click.ClickException | MeshparError):
-            raise
-        files = {path: str(Path(path.partition(":")[0]).resolve()) for path in (recipe, against) if path}
-        from meshpar.commands.recipe import raised_at
-
-        file, line = raised_at(error, tuple(files.values()))
-        said = "; ".join(filter(None, str(error).strip().split("\n")[:1])) or "no message"
-        where = f"recipe `{next((path for path, own in files.items() if own == file), recipe)}`"
-        exists = f"it raised {type(error).__name__} ({said}) at {os.path.basename(file)}:{line}"
-        fix = "correct that line; --traceback shows how it got there"
-        raise problem(where, "explain its training step", exists, fix) from error
 
 
 def _pictures(found: Explained) -> dict[str, str]:

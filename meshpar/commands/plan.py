@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -27,7 +25,6 @@ from meshpar.commands.cli import (
 from meshpar.sharding.errors import problem
 
 if TYPE_CHECKING:
-    from meshpar.commands.recipe import Recipe
     from meshpar.planner.plan import Plans
 
 _OF_MOE = ("bound_factor", "nodes_visited", "row_bytes")
@@ -144,11 +141,3 @@ def plans_for(
         xla=recipe.xla,
         **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in _OF_MOE},
     )
-
-
-def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
-    """The recipe under the first of the plans in a file. Raises `ValueError`: no plans there."""
-    from meshpar.planner.plan import load_plans
-
-    layout = load_plans(path)[0].layout
-    return recipe.replace(**{one.name: getattr(layout, one.name) for one in dataclasses.fields(layout)})

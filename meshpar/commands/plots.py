@@ -79,6 +79,7 @@ SCHEDULES = {
     "gpipe": "#7d8a97",
     "1f1b": "#22303c",
     "interleaved-1f1b": "#2f7fc1",
+    "eager-1f1b": "#3aa6a0",
     "zb-h1": "#e0a32e",
     "zb-h2": "#d1495b",
     "zb-v": "#4a9e5c",

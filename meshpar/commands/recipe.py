@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
+import click
 import jax
 import optax
 
@@ -416,7 +417,7 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
       ValueError: no such file or function, or one that returns something else.
     """
     file, _, function = str(path).partition(":")
-    with _told_as_of(str(path), file):
+    with crashes_explained({str(path): file}, "call it"):
         make = _function_of(Path(file), function or "recipe")
         asks = "devices" in inspect.signature(make).parameters
         recipe = make(devices=devices) if asks and devices is not None else make()
@@ -427,21 +428,27 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
 
 
 @contextlib.contextmanager
-def _told_as_of(recipe: str, file: str) -> Iterator[None]:
-    """What a recipe file raises is its author's to correct: told with its line. What meshpar says about it stays."""
+def crashes_explained(recipes: Mapping[str, str], asked: str) -> Iterator[None]:
+    """What recipe files raise is their author's to correct: told with its line. What meshpar says about it stays.
+
+    Args:
+      recipes: files by the name that each was given; the first is blamed for what none of them raised.
+      asked: of a recipe.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
-        if isinstance(error, MeshparError):
+        if isinstance(error, click.ClickException | MeshparError):
             raise
-        name, line = raised_at(error, (os.path.realpath(file),))
-        said = "; ".join(filter(None, str(error).strip().split("\n")[:1])) or "no message"
-        exists = f"it raised {type(error).__name__} ({said[:300]}) at {os.path.basename(name)}:{line}"
-        fix = "correct that line; --traceback shows how it got there"
-        raise problem(f"recipe `{recipe[:200]}`", "call it", exists, fix) from error
+        names = {os.path.realpath(file): name for name, file in recipes.items()}
+        file, line = _raised_at(error, tuple(names))
+        said = next(iter(str(error).strip().split("\n")), "") or "no message"
+        exists = f"it raised {type(error).__name__} ({said[:300]}) at {os.path.basename(file)}:{line}"
+        where = f"recipe `{names.get(file, next(iter(recipes)))[:200]}`"
+        raise problem(where, asked, exists, "correct that line; --traceback shows how it got there") from error
 
 
-def raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
+def _raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
     """The line of a recipe that an exception went through last, else the line it is from."""
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno or 0

@@ -28,7 +28,7 @@ COLORS = {"F": ("#8ecae6", "#5aa9d6"), "B": ("#a8d8a0", "#6dbb6a"), "W": ("#ffd1
 @click.argument("name", required=False)
 @click.option("--stages", metavar="P", type=click.IntRange(min=1), help="Stages of the pipeline.  [default: 4]")
 @click.option("--microbatches", metavar="M", type=click.IntRange(min=1), help="Microbatches of a step.  [default: 2P]")
-@click.option("--chunks", metavar="V", type=int, help="Parts of the model on a stage (interleaved-1f1b).")
+@click.option("--chunks", metavar="V", type=int, help="Parts of the model on a stage (interleaved, eager).")
 @click.option("--limit", metavar="K", type=int, help="Microbatches whose activations a stage may hold (zb-h2).")
 @click.option("--f", default=1.0, show_default=True, help="Time of one stage's forward.")
 @click.option("--b", default=1.0, show_default=True, help="Time of its gradient to the input.")
@@ -43,9 +43,9 @@ def schedule(
 ) -> None:  # fmt: skip
     """Show a pipeline schedule: `meshpar schedule zb-h2 --stages 4 --microbatches 8`.
 
-    NAME is gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe or dualpipe-v, or a file of your own: a .csv in
-    torch.distributed.pipelining's compute-only format, or a .json that this command printed. Without it: all side by
-    side.
+    NAME is gpipe, 1f1b, interleaved-1f1b, eager-1f1b, zb-h1, zb-h2, zb-v, dualpipe or dualpipe-v, or a file of your
+    own: a .csv in torch.distributed.pipelining's compute-only format, or a .json that this command printed. Without it:
+    all side by side.
     """
     prepare_devices(1, start="nothing")  # for what imports jax without using it: pictures and errors
     if png is not None and Path(png).suffix.lower() not in ("", ".png"):
@@ -165,11 +165,12 @@ class ScheduleComparison:
 
     def __rich__(self) -> RenderableType:
         first = self.looks[0].schedule
-        columns = ("schedule", "makespan", "bubble of a step", "of a stage's span", "peak activations", "parameters")
+        columns = ("schedule", "makespan", "in lockstep", "bubble of a step", "of a span", "activations", "parameters")
         rows = [
             (
                 look.schedule.name,
                 f"{look.times.free.makespan:.4g}",
+                f"{look.times.lockstep.makespan:.4g}",
                 f"{look.times.free.bubble_fraction:.2%}",
                 f"{look.times.free.span_bubble_fraction:.2%}",
                 f"{look.schedule.peak_activations.max() * look.schedule.stages / look.schedule.num_parts:g} M",
@@ -177,6 +178,9 @@ class ScheduleComparison:
             )
             for look in self.looks
         ]
-        caption = "M: one microbatch's activations on one stage; a stage's span: from its first op to its last"
+        caption = (
+            "in lockstep: where stages meet in every tick, as at the most they do in a step of mp.pipeline_parallel; "
+            "span: from a stage's first op to its last; M: one microbatch's activations on one stage, held at once"
+        )
         title = f"{first.stages} stages, {first.microbatches} microbatches"
         return table(title, columns, rows, left=("schedule",), caption=caption)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -78,7 +77,7 @@ VOCAB_MULTIPLE = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """What became of a run."""
 
     folder: Path
@@ -99,7 +98,7 @@ def train(
     from_hf: str | Path | None = None,
     profile: tuple[int, int] | None = None,
     stream: IO[str] | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Train a recipe, or go on with a run of the same name, and report.
 
     Args:
@@ -170,7 +169,7 @@ def _state(
     """Where the run goes on, or begins."""
     if from_hf is not None and jax.process_index() == 0 and not checkpoints.steps():
         keep_beside(from_hf, folder)  # later, its weights are those that the run began with, whatever is named
-    init = Setup.init if from_hf is None else functools.partial(_pretrained, from_hf)
+    init = Setup.init if from_hf is None else lambda setup, key: load_hf(from_hf, setup, key=key)
     return restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
 
 
@@ -182,10 +181,6 @@ def _begun_with(recipe: Recipe, from_hf: str | Path, folder: Path, fresh: bool) 
     else:
         check_source(from_hf, folder)
     return recipe
-
-
-def _pretrained(from_hf: str | Path, setup: Setup, key: int) -> TrainState:
-    return load_hf(from_hf, setup, key=key)
 
 
 def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
@@ -218,6 +213,14 @@ def check_left_to_folder(folder: str, assignments: Sequence[str], tokenizer: str
             exists = f"the folder says it; of the recipe's model stay {', '.join(KEPT)}"
             fix = "leave it out, or change a copy of the folder"
             raise problem(option, f"train with it and --from-hf {folder}", exists, fix)
+
+
+def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
+    """The recipe under the first of the plans in a file. Raises `ValueError`: no plans there."""
+    from meshpar.planner.plan import load_plans
+
+    layout = load_plans(path)[0].layout
+    return recipe.replace(**{one.name: getattr(layout, one.name) for one in dataclasses.fields(layout)})
 
 
 def _agree(pod: Pod, setup: Setup, source: Source, batches: Batches, program: str) -> None:
@@ -464,7 +467,7 @@ def _report(
     *,
     steps_taken: int,
     goodput: Goodput,
-) -> Outcome:
+) -> RunOutcome:
     done = result.reason == "done"
     curves = list(read_lines(folder / "metrics.jsonl"))
     valid = _last_validation(curves)
@@ -497,7 +500,7 @@ def _report(
                 _plot_loads(folder / "experts.png", recipe, loads)
         _write(folder / "summary.json", summary)
         _show(screen, recipe, summary, folder)
-    return Outcome(folder=folder, reason=result.reason, summary=summary)
+    return RunOutcome(folder=folder, reason=result.reason, summary=summary)
 
 
 def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:

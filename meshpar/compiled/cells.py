@@ -25,7 +25,7 @@ from meshpar.compiled.walk import Branch, Visit, executed
 from meshpar.pipeline.executor import CELL, IF_FIRST, IF_LAST, SENDS, Plan
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.schedules.ops import B, F
-from meshpar.pipeline.schedules.slots import SHIFTS
+from meshpar.pipeline.traffic import makespan
 
 _LANE = re.compile(rf"({'|'.join(SENDS)})(?:_([0-9]+))?\Z")
 
@@ -72,19 +72,7 @@ class Cells:
         Args:
           lengths: `[tick, stage]`, of ticks.
         """
-        sends = self._plan.slots.sends >= 0
-        at = np.zeros(self.schedule.stages)
-        moves: np.ndarray = np.any(self._plan.moves, axis=2)[:, : len(SENDS)]
-        for length, moved in zip(lengths, moves, strict=True):
-            at = at + length
-            for direction in np.flatnonzero(moved).tolist():
-                by = SHIFTS[direction]
-                first, last = (0, -1) if by > 0 else (-1, 0)
-                other = np.roll(at, by)
-                if not sends[:, last, direction].any():  # a line and no ring: nothing comes to its first stage
-                    other[first] = 0
-                at = np.maximum(at, other)
-        return float(at.max())
+        return makespan(self._plan.slots, lengths)
 
     def picked(self, visit: Visit) -> tuple[int, np.ndarray] | None:
         """Which of a computation's loops is the one over ticks, and bool `[tick, stage]`: where it runs."""

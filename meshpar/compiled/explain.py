@@ -254,7 +254,7 @@ def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding
 def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: int) -> list[str]:
     notes = []
     if host_bytes:
-        notes.append("the link to the host is not on the clock: what is offloaded crosses it twice a step")
+        notes.append("the link to the host is not simulated: what is offloaded crosses it twice a step")
     if program.target == "cpu":
         notes.append("XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, which sends twice the bytes")
         notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and waits for every collective")
@@ -285,7 +285,7 @@ def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
 
 def _check_equal_parts(state: TrainState) -> None:
     pipelined = state.setup.strategy.pipeline
-    stacks = {d.leaf.shape[0] for d in state.setup.table.params if (d.leaf.names or ())[:1] == ("layers",)}
+    stacks = {d.leaf.shape[0] for d in state.setup.table.params if d.leaf.is_stacked}
     if pipelined is None or len(stacks) != 1:
         return
     num_parts, num_layers = pipelined.table().num_parts, stacks.pop()

@@ -521,7 +521,7 @@ def _fix(one: Collective, weight: str, scopes_above: int | None) -> str:
             if scopes_above is None
             else f"say by path how what its module and the one before give lies, {rule_for(one.module, scopes_above)}"
         )
-        return f"an activation is needed whole over {where}: {lay}, so that no operation asks for another layout"
+        return f"an activation is needed replicated over {where}: {lay}, so that no operation asks for another layout"
     if kind == "all-reduce" and weight:
         return (
             f"a gradient is summed over {where} once more, or whole where it should be scattered: see that its rule in "

@@ -169,27 +169,6 @@ class PodProcess:
         return os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
 
 
-def compile_for(
-    traced: jax.stages.Traced | jax.stages.Lowered,
-    cluster: str | Cluster,
-    *,
-    options: Mapping[str, Any] | None = None,
-    timeout_s: float | None = None,
-) -> Program:
-    """Compiles one traced step for a cluster in a process of its own; see `PodProcess.compile`."""
-    require_aot(parse_cluster(cluster).name)
-    with PodProcess() as pod:
-        return pod.compile(traced, cluster, options=options, timeout_s=timeout_s)
-
-
-def run_in_pod_process(
-    target: str | Callable[..., Any], *, kwargs: Mapping[str, Any] | None = None, timeout_s: float | None = None
-) -> Any:
-    """Calls one function in a process of its own, set up to compile for pods; see `PodProcess.call`."""
-    with PodProcess() as pod:
-        return pod.call(target, kwargs=kwargs, timeout_s=timeout_s)
-
-
 def environment() -> dict[str, str]:
     """Environment of a process that compiles for pods: CUDA's plugin is loaded, and no GPU is used if there is one."""
     return {

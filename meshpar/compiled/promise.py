@@ -43,7 +43,7 @@ from meshpar.parallel.promise import (
     split_axes,
     with_layers,
 )
-from meshpar.parallel.tensor import VOCABULARY
+from meshpar.parallel.split_matmuls import VOCABULARY
 from meshpar.pipeline.schedules.ops import F, W
 from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.sharding.types import axis_sizes, is_spec
@@ -219,7 +219,7 @@ class _Staged:
         )
 
     def summed_in_cells(self, stage: int) -> Iterator[Promised]:
-        """Gradients of what is whole over axes that split the sequence, norm scales say: summed over them in each W."""
+        """Gradients of what is replicated over the sequence's axes, norm scales say: summed over them in each W."""
         facts, count, parts = self.facts, self.traffic, self.parts
         for weight, whole in zip(self.weights, facts.weights, strict=True):
             decision, is_layer = weight.decision, whole.decision.leaf.is_stacked
@@ -233,13 +233,14 @@ class _Staged:
             uses = count.first[stage] * (path in parts.first) + count.last[stage] * (path in parts.last)
             of_part = layers * parts.schedule.stages // parts.schedule.num_parts
             runs = int(count.ops[stage, W] * of_part if is_layer else uses)
+            slices = facts.interleave if is_layer else 1
             yield Promised(
                 role="gradients of a split sequence",
                 kind="sum",
                 axes=axes,
                 elements=decision.leaf.size // layers // facts.ways(kept),
                 dtype=facts.wire(facts.reduce_dtype(decision)),
-                count=(runs, runs),
+                count=(runs, slices * runs),
                 tensors=(path,),
             )
 

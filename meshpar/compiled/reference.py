@@ -39,7 +39,7 @@ BATCH = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class ReferenceCase:
     """A strategy on a mesh of eight devices."""
 
     strategy: str
@@ -54,21 +54,23 @@ class Case:
 
 
 CASES = (
-    Case(strategy="ddp()", mesh="data=8", split="the batch"),
-    Case(strategy="zero1()", mesh="fsdp=8", split="+ optimizer state"),
-    Case(strategy="zero2()", mesh="fsdp=8", split="+ gradients"),
-    Case(strategy="zero3()", mesh="fsdp=8", split="+ parameters"),
-    Case(strategy="hsdp()", mesh="data=2,fsdp=4", split="as zero3 in a group of 4; two groups side by side"),
-    Case(strategy="ddp() | tensor_parallel()", mesh="tensor=8", split="weight matrices inside a layer"),
-    Case(strategy="ddp() | tensor_parallel(sequence=True)", mesh="tensor=8", split="+ the sequence between them"),
-    Case(strategy="fsdp() | tensor_parallel()", mesh="fsdp=4,tensor=2", split="every weight twice"),
-    Case(strategy="ddp() | context_parallel()", mesh="context=8", split="the sequence"),
-    Case(
+    ReferenceCase(strategy="ddp()", mesh="data=8", split="the batch"),
+    ReferenceCase(strategy="zero1()", mesh="fsdp=8", split="+ optimizer state"),
+    ReferenceCase(strategy="zero2()", mesh="fsdp=8", split="+ gradients"),
+    ReferenceCase(strategy="zero3()", mesh="fsdp=8", split="+ parameters"),
+    ReferenceCase(strategy="hsdp()", mesh="data=2,fsdp=4", split="as zero3 in a group of 4; two groups side by side"),
+    ReferenceCase(strategy="ddp() | tensor_parallel()", mesh="tensor=8", split="weight matrices inside a layer"),
+    ReferenceCase(
+        strategy="ddp() | tensor_parallel(sequence=True)", mesh="tensor=8", split="+ the sequence between them"
+    ),
+    ReferenceCase(strategy="fsdp() | tensor_parallel()", mesh="fsdp=4,tensor=2", split="every weight twice"),
+    ReferenceCase(strategy="ddp() | context_parallel()", mesh="context=8", split="the sequence"),
+    ReferenceCase(
         strategy="ddp() | context_parallel(kind='all-to-all')",
         mesh="context=8",
         split="the sequence; heads inside attention",
     ),
-    Case(strategy="fsdp(quantize='int8')", mesh="fsdp=8", split="as zero3, what travels in int8"),
+    ReferenceCase(strategy="fsdp(quantize='int8')", mesh="fsdp=8", split="as zero3, what travels in int8"),
 )
 """The rows of the table."""
 
@@ -78,7 +80,7 @@ def step() -> TrainStep:
     return train_step(next_token_loss, precision=Precision(compute="bfloat16"))
 
 
-def report(case: Case, pod: PodProcess, cluster: str = CLUSTER) -> Report:
+def report(case: ReferenceCase, pod: PodProcess, cluster: str = CLUSTER) -> Report:
     """What the compiled step of a case sends and holds."""
     return explain(step(), case.state(), BATCH, cluster, pod=pod)
 
@@ -91,7 +93,7 @@ class StrategyTable:
     """What each strategy splits and sends; `markdown` is what the README shows."""
 
     cluster: str
-    cases: tuple[Case, ...]
+    cases: tuple[ReferenceCase, ...]
     reports: tuple[Report, ...]
 
     @property
@@ -129,7 +131,7 @@ def strategy_table(cluster: str | None = None, *, pod: PodProcess | None = None)
     return StrategyTable(cluster=target.name, cases=CASES, reports=reports)
 
 
-def _row(case: Case, found: Report) -> tuple[str, ...]:
+def _row(case: ReferenceCase, found: Report) -> tuple[str, ...]:
     sent = sum(one.collective.bytes_sent_per_step for one in found.collectives)
     strategy = " &#124; ".join(f"`mp.{part}`" for part in case.strategy.split(" | "))
     in_layer, once = (_words(_counts(found, in_layer=where)) for where in (True, False))

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -205,7 +205,7 @@ def compile_stablehlo(
         compile_options = compiler.get_compile_options(
             num_replicas=1,
             num_partitions=len(devices),
-            device_assignment=_assignment(devices),
+            device_assignment=np.array([[device.id for device in devices]]),
             env_options_overrides=overrides,
             backend=client,
         )
@@ -226,10 +226,6 @@ def compile_stablehlo(
         compile_s=compile_s,
         warnings=messages.warnings_in(caught.text),
     )
-
-
-def _assignment(devices: Sequence[jax.Device]) -> Any:
-    return np.array([device.id for device in devices]).reshape(1, -1)
 
 
 def _unsharded(attributes: Any) -> list[bool]:

@@ -59,7 +59,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost(Plain):
+class Spent(Plain):
     """What takes time of a step."""
 
     what: str
@@ -72,7 +72,7 @@ class Cost(Plain):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Timed(Plain):
+class MeasuredCollective(Plain):
     """One collective, measured and predicted, a step and a device."""
 
     name: str
@@ -111,9 +111,9 @@ class Trace(Printed, Plain):
     """Of devices, where the program is known: `forward`, `backward`, `optimizer`, `other`."""
     host: Mapping[str, float]
     """What the loop did beside steps, a step: `data`, `save` and so on."""
-    collectives: tuple[Timed, ...]
+    collectives: tuple[MeasuredCollective, ...]
     """Longest first."""
-    costs: tuple[Cost, ...]
+    costs: tuple[Spent, ...]
     """What takes most, largest first: idle time, exposed collectives, operations."""
     notes: tuple[str, ...] = ()
 
@@ -174,7 +174,8 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
     whole_s = np.mean([max(o.end_ns for o in some) - min(o.begin_ns for o in some) for some in by_device.values()])
     step_s = float(whole_s) / 1e9 / num_steps
     scale = 1e9 * num_steps * len(by_device)
-    busy_s = sum(_length(_union((o.begin_ns, o.end_ns) for o in some)) for some in by_device.values()) / scale
+    busy = [_union((o.begin_ns, o.end_ns) for o in some) for some in by_device.values()]
+    busy_s = sum(end - begin for some in busy for begin, end in some) / scale
     times = _times(by_device.values(), scale)
     known = {} if report is None else {sent.collective.name: sent for sent in report.collectives}
     links = HOST_DEVICES if links is None and report is not None and report.target == "cpu" else links
@@ -294,10 +295,6 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
     return found
 
 
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
 def _covered(begin: float, end: float, by: np.ndarray) -> float:
     """How much of an interval sorted intervals `by` [n, 2] cover."""
     first, last = np.searchsorted(by[:, 1], begin), np.searchsorted(by[:, 0], end)
@@ -322,7 +319,7 @@ def _times(devices: Iterable[Sequence[Event]], scale: float) -> dict[str, _Time]
     return found
 
 
-def _timed(name: str, time: _Time, sent: Any, links: Links | None, runs: int) -> Timed | None:
+def _timed(name: str, time: _Time, sent: Any, links: Links | None, runs: int) -> MeasuredCollective | None:
     if time.kind is None:
         return None
     own: Collective | None = None if sent is None else sent.collective
@@ -330,7 +327,7 @@ def _timed(name: str, time: _Time, sent: Any, links: Links | None, runs: int) ->
     hidden = None if sent is None else sent.hidden_fraction
     if own is not None and predicted_s is None and links is not None:
         predicted_s = _by_links(own, links)
-    return Timed(
+    return MeasuredCollective(
         name=name,
         kind=time.kind,
         count=time.count / runs,
@@ -367,12 +364,18 @@ def _phase(op_name: str) -> str:
 
 
 def _costs(
-    times: Mapping[str, _Time], timed: Sequence[Timed], idle_s: float, step_s: float, places: Mapping[str, str]
-) -> list[Cost]:
+    times: Mapping[str, _Time],
+    timed: Sequence[MeasuredCollective],
+    idle_s: float,
+    step_s: float,
+    places: Mapping[str, str],
+) -> list[Spent]:
     found = [("idle", idle_s, "")]
     found += [(f"{one.name} (exposed)", one.exposed_s, _place(one.name, places)) for one in timed]
     found += [(name, one.time_s, _place(name, places)) for name, one in times.items() if one.kind is None]
-    costs = [Cost(what=what, time_s=s, share=s / step_s if step_s else 0.0, where=at) for what, s, at in found if s > 0]
+    costs = [
+        Spent(what=what, time_s=s, share=s / step_s if step_s else 0.0, where=at) for what, s, at in found if s > 0
+    ]
     return sorted(costs, key=lambda one: -one.time_s)
 
 
@@ -381,7 +384,9 @@ def _place(name: str, places: Mapping[str, str]) -> str:
     return ", ".join(filter(None, (scopes.module_path(op_name), _phase(op_name)))) if op_name else ""
 
 
-def _notes(file: Path, timed: Sequence[Timed], report: Report | None, links: Links | None) -> Iterator[str]:
+def _notes(
+    file: Path, timed: Sequence[MeasuredCollective], report: Report | None, links: Links | None
+) -> Iterator[str]:
     if report is None:
         yield "name the recipe for axes, bytes, phases and what is predicted: meshpar trace FILE RECIPE"
         return
@@ -407,7 +412,7 @@ def _facts(trace: Trace) -> Any:
     return table("a step", ("", "mean"), [row for row in rows if row[1]], left=("",))
 
 
-def _table(collectives: Sequence[Timed]) -> Any:
+def _table(collectives: Sequence[MeasuredCollective]) -> Any:
     columns = ("collective", "axes", "bytes", "runs", "measured", "predicted", "÷", "exposed", "pred. exposed")
     rows = [_cells(one) for one in collectives]
     kept = [at for at, _ in enumerate(columns) if any(row[at] for row in rows)]
@@ -419,7 +424,7 @@ def _time(seconds: float | None) -> str:
     return "" if seconds is None else si(seconds, "s")
 
 
-def _cells(one: Timed) -> tuple[str, ...]:
+def _cells(one: MeasuredCollective) -> tuple[str, ...]:
     return (
         one.name,
         "" if one.axes is None else "*".join(one.axes),

@@ -24,7 +24,7 @@ def check_fraction(where: str, fraction: float) -> None:
         )
 
 
-class Split:
+class DocumentSplit:
     """Holds out about `valid_fraction` of the documents, at least one; of a single document, its tail.
 
         while not split.settled:

@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 from jaxtyping import UInt
 
-from meshpar.data.split import Split
+from meshpar.data.split import DocumentSplit
 from meshpar.data.text import Document, File, Reading, digest
 from meshpar.data.tokens import Tokenizer, token_dtype
 from meshpar.sharding.host import check_name, read_json
@@ -65,7 +65,7 @@ def token_streams(
         want the same one, one makes it and the others wait. None: a temporary file that goes with the process.
 
     Raises:
-      ValueError: what `Reading` and `Split` raise; no room for the tokens; a file of the cache that is damaged.
+      ValueError: what `Reading` and `DocumentSplit` raise; no room for the tokens; a file of the cache that is damaged.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     try:
@@ -85,7 +85,7 @@ def token_streams(
 
 def _write(files: Iterable[IO[bytes]], reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> dict[str, Any]:
     """Writes the streams of the two sides, as bare tokens; what they hold."""
-    files, split = list(files), Split(valid_fraction)
+    files, split = list(files), DocumentSplit(valid_fraction)
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=dtype).tobytes()
     facts: dict[str, Any] = {}

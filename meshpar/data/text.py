@@ -205,12 +205,18 @@ def _nothing_found(entry: str, root: Path, suffixes: Sequence[str]) -> ValueErro
 def _documents(files: Iterable[File], text_field: str, skipped: list[str]) -> Iterator[Document]:
     """Documents of the files in order; the names of undecodable files that were not asked for go to `skipped`."""
     for file in files:
-        if file.path.suffix == ".jsonl":
-            yield from _jsonl(file, text_field)
-        elif file.path.suffix == ".parquet":
-            yield from _parquet(file, text_field)
-        else:
+        if file.path.suffix not in (".jsonl", ".parquet"):
             yield from _plain(file, skipped)
+            continue
+        for name, where, text in records([file], text_field):
+            if not isinstance(text, str):
+                fix = "set `text_field` to a field of strings, or correct the file"
+                asked, exists = f"take the text from field `{text_field}`", f"the field holds a {type(text).__name__}"
+                raise problem(where, asked, exists, fix)
+            try:
+                yield from _document(name, text)
+            except UnicodeError as error:
+                raise _not_utf8(where, error) from error
 
 
 def _document(name: str, text: str, *, goes_on: bool = False) -> Iterator[Document]:
@@ -261,14 +267,6 @@ def _decoded(file: File) -> Iterator[str]:
                 return
 
 
-def _jsonl(file: File, text_field: str) -> Iterator[Document]:
-    for name, where, row in _json_rows(file):
-        try:
-            yield from _document(name, _text_of(where, row, text_field))
-        except UnicodeError as error:
-            raise _not_utf8(where, error) from error
-
-
 def _json_rows(file: File) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Every line that is not empty, one at a time: (name, where, object)."""
     with _opened(file) as lines:
@@ -307,30 +305,21 @@ def records(files: Iterable[File], field: str) -> Iterator[tuple[str, str, Any]]
     for file in files:
         if file.path.suffix == ".parquet":
             with _table(file) as table:
-                if field not in table.schema_arrow.names:
-                    fix = f"name another ({near(field, table.schema_arrow.names)})"
-                    raise problem(f"{file.path}", f"take column `{field}`", "it has no such column", fix)
-                _check_once(file, table.schema_arrow, field)
+                names = table.schema_arrow.names
+                if names.count(field) != 1:
+                    exists = f"it has {names.count(field) or 'no'} column{'s' * (field in names)} of that name"
+                    fix = f"name another ({near(field, names)})" + ", or write it again with one" * (field in names)
+                    raise problem(f"{file.path}", f"take column `{field}`", exists, fix)
                 for number, value in enumerate(_values(file, table, field), start=1):
                     yield f"{file.name}:{number}", f"{file.path}, row {number}", value
         elif file.path.suffix == ".jsonl":
             for name, where, row in _json_rows(file):
                 if field not in row:
-                    raise problem(where, f"take field `{field}`", "it has no such field", near(field, row))
+                    fix = f"name another ({near(field, row)})"
+                    raise problem(where, f"take field `{field}`", "it has no such field", fix)
                 yield name, where, row[field]
         else:
             raise problem(f"{file.path}", "read its rows", "it is neither .jsonl nor .parquet", "name one of these")
-
-
-def _text_of(where: str, row: dict[str, Any], text_field: str) -> str:
-    if text_field not in row:
-        fix = f"set `text_field` to the one that holds the text ({near(text_field, row)})"
-        raise problem(where, f"take the text from field `{text_field}`", "it has no such field", fix)
-    if not isinstance(row[text_field], str):
-        kind = type(row[text_field]).__name__
-        fix = "set `text_field` to a field of strings, or correct the line"
-        raise problem(where, f"take the text from field `{text_field}`", f"the field holds a {kind}", fix)
-    return row[text_field]
 
 
 def _table(file: File) -> Any:
@@ -343,14 +332,6 @@ def _table(file: File) -> Any:
     except (pyarrow.ArrowInvalid, OSError) as error:
         fix = "name a parquet file, or rename a file of another kind"
         raise problem(f"{file.path}", "read it as parquet", f"it is not ({error})", fix) from error
-
-
-def _parquet(file: File, text_field: str) -> Iterator[Document]:
-    with _table(file) as table:
-        _check_column(file, table.schema_arrow, text_field)
-        for row, text in enumerate(_values(file, table, text_field), start=1):
-            where = f"{file.path}, row {row}"
-            yield from _document(f"{file.name}:{row}", _text_of(where, {text_field: text}, text_field))
 
 
 def _values(file: File, table: Any, column: str) -> Iterator[Any]:
@@ -366,32 +347,9 @@ def _values(file: File, table: Any, column: str) -> Iterator[Any]:
     except UnicodeError as error:
         raise _not_utf8(f"{file.path}, column `{column}`", error) from error
     except (pyarrow.ArrowException, OSError) as error:
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         fix = "bring the file back from a copy, or leave it out"
-        raise problem(f"{file.path}", "read its rows", f"the file is damaged ({_first_line(error)})", fix) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _check_column(file: File, schema: Any, text_field: str) -> None:
-    import pyarrow
-
-    asked = f"take the text from column `{text_field}`"
-    if text_field not in schema.names:
-        fix = f"set `text_field` to the one that holds the text ({near(text_field, schema.names)})"
-        raise problem(f"{file.path}", asked, "it has no such column", fix)
-    _check_once(file, schema, text_field)
-    kind = schema.field(text_field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise problem(f"{file.path}", asked, f"the column holds {kind}", "set `text_field` to a column of strings")
-
-
-def _check_once(file: File, schema: Any, column: str) -> None:
-    times = schema.names.count(column)
-    if times > 1:
-        exists = f"it has {times} columns of that name"
-        raise problem(f"{file.path}", f"take column `{column}`", exists, "write it again with one, or name another")
+        raise problem(f"{file.path}", "read its rows", f"the file is damaged ({said})", fix) from error
 
 
 @contextlib.contextmanager

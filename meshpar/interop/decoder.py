@@ -8,7 +8,7 @@ from typing import Any
 
 from meshpar.interop.blocks import CONFIG_FIELD
 from meshpar.interop.fields import Field, typed
-from meshpar.interop.table import Tensor
+from meshpar.interop.table import FileTensor
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.types import near, problem
 
@@ -30,7 +30,7 @@ class Family:
     """Its class in transformers."""
     fields: Sequence[Field]
     """What of config.json is ours."""
-    tensors: Callable[[TransformerConfig], list[Tensor]]
+    tensors: Callable[[TransformerConfig], list[FileTensor]]
     """What of its files is ours."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields that our decoders know in one way only, with that value; a missing one is that."""
@@ -42,7 +42,7 @@ class Family:
     """Adds to the fields' values, or refuses: (where, document, values by path)."""
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda cfg: {}
     """The same for writing."""
-    kept: Callable[[TransformerConfig, Mapping[str, Any]], list[Tensor]] = lambda cfg, document: []
+    kept: Callable[[TransformerConfig, Mapping[str, Any]], list[FileTensor]] = lambda cfg, document: []
     """Tensors of its files that our decoders have no use for, and that are carried along: (config, document)."""
 
 
@@ -114,18 +114,18 @@ def sizes_of(cfg: TransformerConfig) -> dict[str, int]:
     return sizes
 
 
-def ends(cfg: TransformerConfig) -> list[Tensor]:
+def ends(cfg: TransformerConfig) -> list[FileTensor]:
     """The embedding table, the last norm, and the output layer where it is no table."""
     sizes = sizes_of(cfg)
     found = [
-        Tensor("model.embed_tokens.weight", "embed/embedding", "V E -> V E", sizes),
-        Tensor("model.norm.weight", "final_norm/scale", "E -> E", sizes),
+        FileTensor("model.embed_tokens.weight", "embed/embedding", "V E -> V E", sizes),
+        FileTensor("model.norm.weight", "final_norm/scale", "E -> E", sizes),
     ]
-    head = Tensor("lm_head.weight", "head/kernel", "V E -> E V", sizes)
+    head = FileTensor("lm_head.weight", "head/kernel", "V E -> E V", sizes)
     return found if cfg.tied_embeddings else [*found, head]
 
 
-def layers(cfg: TransformerConfig, *rows: tuple[str, str, str], dense: bool = False) -> list[Tensor]:
+def layers(cfg: TransformerConfig, *rows: tuple[str, str, str], dense: bool = False) -> list[FileTensor]:
     """Tensors of stacked layers: rows of (their name, our path, dims), below each layer.
 
     Args:
@@ -137,7 +137,8 @@ def layers(cfg: TransformerConfig, *rows: tuple[str, str, str], dense: bool = Fa
     at, first = ("dense_layers", 0) if dense else ("layers", cfg.num_dense_layers)
     sizes = {**sizes_of(cfg), "L": count}
     return [
-        Tensor("model.layers.{L}." + theirs, f"{at}/{ours}", dims, sizes, first=first) for theirs, ours, dims in rows
+        FileTensor("model.layers.{L}." + theirs, f"{at}/{ours}", dims, sizes, first=first)
+        for theirs, ours, dims in rows
     ]
 
 

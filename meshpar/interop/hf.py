@@ -28,7 +28,7 @@ from meshpar.interop.decoder import Family, check_known
 from meshpar.interop.families import BY_TYPE, LACKING
 from meshpar.interop.fields import built, read_rope, write_rope
 from meshpar.interop.files import INDEX, SINGLE, Folder, assigned, in_order, read_json, whole_folder, write, write_json
-from meshpar.interop.table import Tensor
+from meshpar.interop.table import FileTensor
 from meshpar.models.config import PARAM_DTYPES, TransformerConfig
 from meshpar.parallel import Strategy
 from meshpar.sharding.context import apart
@@ -290,7 +290,7 @@ def _check(files: Folder, described: Described) -> None:
             )
 
 
-def _shapes(tensors: Iterable[Tensor], most: int, path: Path) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Iterable[FileTensor], most: int, path: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for one in tensors:
         if one.num_names > most:
@@ -332,7 +332,7 @@ def _mapped(f: Any, tree: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def born(files: Folder, tensor: Tensor, like: jax.ShapeDtypeStruct) -> jax.Array:
+def born(files: Folder, tensor: FileTensor, like: jax.ShapeDtypeStruct) -> jax.Array:
     """An array in its shards, each read from the files by itself and let go of before the next one is read."""
     owners: dict[Any, list[jax.Device]] = {}
     indices: dict[Any, Any] = {}
@@ -499,7 +499,7 @@ class Made:
     """The tensors of a model to write, made one at a time of the arrays they are parts of."""
 
     def __init__(
-        self, tensors: list[Tensor], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None,
+        self, tensors: list[FileTensor], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None,
         *, together: bool = False,
     ) -> None:  # fmt: skip
         self.files, self.dtype = files, dtype
@@ -507,7 +507,7 @@ class Made:
         self.kept: tuple[str, ...] = ()
         arrays = dict(tree_leaves_with_paths(params))
         beside = dict(tree_leaves_with_paths(extra))
-        self.pieces: dict[str, list[tuple[Tensor, Any, tuple[int, ...]]]] = {}
+        self.pieces: dict[str, list[tuple[FileTensor, Any, tuple[int, ...]]]] = {}
         for one in tensors:
             found = arrays.get(one.ours)
             if one.is_extra:

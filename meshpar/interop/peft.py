@@ -28,7 +28,7 @@ import numpy as np
 
 from meshpar.interop.files import Folder, read_json, whole_folder, write, write_json
 from meshpar.interop.hf import Made, born, check_dtype, describe, family_of, tell_rounded
-from meshpar.interop.table import Tensor, run
+from meshpar.interop.table import FileTensor, run
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import PAIR, matrix_of, near, problem, tree_leaves_with_paths
@@ -173,7 +173,7 @@ def _lora_of(state: TrainState, where: str) -> Lora:
 
 def _rows(
     config: TransformerConfig, like: str | Path | None, document: Mapping[str, Any], path: Path = Path(CONFIG)
-) -> list[Tensor]:
+) -> list[FileTensor]:
     """The family's matrices that may have a pair; of stacked experts in the tensors that the document says.
 
     Raises:
@@ -201,7 +201,9 @@ def _rows(
     return rows
 
 
-def _tensors(table: list[Tensor], pairs: Mapping[str, Any], rank: int, files: Folder | None = None) -> list[Tensor]:
+def _tensors(
+    table: list[FileTensor], pairs: Mapping[str, Any], rank: int, files: Folder | None = None
+) -> list[FileTensor]:
     """The table of adapters: for each of ours, PEFT's tensors, as they are in files or are to be written."""
     of = {row.ours: row for row in table}
     chosen = [of.get(matrix_of(path.rpartition("/")[0])) for path in sorted(pairs)]
@@ -219,13 +221,13 @@ def _tensors(table: list[Tensor], pairs: Mapping[str, Any], rank: int, files: Fo
     return found
 
 
-def _is_shared(files: Folder | None, pair: Tensor) -> bool:
+def _is_shared(files: Folder | None, pair: FileTensor) -> bool:
     """Whether files have one pair of the adapters' own rank for a matrix that is several of ours."""
     entry = None if files is None else files.entries.get(next(name for name, _ in pair.names()))
     return entry is not None and entry.shape == pair.their_shape
 
 
-def _pair_of(one: Tensor, path: str, *, is_inward: bool, rank: int) -> Tensor:
+def _pair_of(one: FileTensor, path: str, *, is_inward: bool, rank: int) -> FileTensor:
     out, into = (f"({' '.join(group)})" if len(group) > 1 else group for group in one.groups)
     outputs, inputs = one.groups
     lead = [letter for letter in one.letters if letter not in outputs + inputs]
@@ -251,9 +253,9 @@ def _check_patterns(document: Mapping[str, Any], path: Path) -> None:
             raise problem(where, f"be {dict(ranks or alphas)!r}"[:80], exists, "merge it by PEFT first")
 
 
-def _check_blocks(files: Folder, tensors: list[Tensor]) -> None:
+def _check_blocks(files: Folder, tensors: list[FileTensor]) -> None:
     """Raises `ValueError` where a pair of a matrix that is several of ours has numbers that are none of theirs."""
-    of_name: dict[str, list[Tensor]] = {}
+    of_name: dict[str, list[FileTensor]] = {}
     for one in tensors:
         if one.ours.endswith(PAIR[1]) and one.parts:
             for name in dict.fromkeys(name for name, _ in one.names()):
@@ -273,7 +275,7 @@ def _module_of(name: str) -> str:
     return name.rpartition(".lora_")[0]
 
 
-def _targets(pairs: Iterable[str], rows: list[Tensor]) -> dict[str, Any]:
+def _targets(pairs: Iterable[str], rows: list[FileTensor]) -> dict[str, Any]:
     """What to name as `target_modules`, and as `target_parameters` the rest.
 
     With transformers 5 PEFT takes any module whose name ends as an expert's for one that it stacks with the others:
@@ -296,7 +298,7 @@ def _ends(chosen: set[str], known: set[str]) -> list[str]:
     raise AssertionError
 
 
-def _modules(files: Folder, rows: list[Tensor]) -> list[str]:
+def _modules(files: Folder, rows: list[FileTensor]) -> list[str]:
     """Paths of our layers whose adapters a folder of PEFT's has."""
     of_name: dict[str, set[str]] = {}
     for one in rows:

@@ -1,6 +1,6 @@
 """The table of a family: which of its tensors is which of ours, cut and transposed how; read in both directions.
 
-    Tensor("model.layers.{L}.self_attn.q_proj.weight", "layers/attention/query/kernel", "(H D) E -> L E H D")
+    FileTensor("model.layers.{L}.self_attn.q_proj.weight", "layers/attention/query/kernel", "(H D) E -> L E H D")
 
 says that a file's matrix has rows of H heads of D and columns of E, that ours is `[L, E, H, D]`, and that a dim which
 the matrix has not, L or X, is a number in its name.
@@ -23,7 +23,7 @@ Read = Callable[[str, Slices], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class DimPart:
     """The part of a file's dim that is one of ours: other parts are other arrays' or it stands in another order."""
 
     order: tuple[int, ...]
@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class FileTensor:
     """One of our arrays, and the tensors of a file that it is made of."""
 
     theirs: str
@@ -44,7 +44,7 @@ class Tensor:
     """`"their dims -> our dims"`; dims of theirs that are several of ours stand in brackets."""
     sizes: Mapping[str, int]
     """Of our dims; L is the number of layers in the stack."""
-    parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+    parts: Mapping[str, DimPart] = dataclasses.field(default_factory=dict)
     """Of the dims that are a part of the file's."""
     first: int = 0
     """Number of the first layer."""
@@ -154,6 +154,6 @@ def _run(order: tuple[int, ...]) -> slice | list[int]:
     return slice(order[0], order[0] + len(order)) if is_run else list(order)
 
 
-def run(start: int, stop: int, size: int) -> Part:
+def run(start: int, stop: int, size: int) -> DimPart:
     """A run of a file's dim."""
-    return Part(tuple(range(start, stop)), size)
+    return DimPart(tuple(range(start, stop)), size)

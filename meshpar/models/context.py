@@ -3,8 +3,8 @@
     tokens ─► zigzag order ─► layers, each position beside its own ─► final norm ─► natural order ─► logits, loss
                                 └─ attention: keys and values round the ring
 
-Tokens are whole over the axes that split the sequence, so they are put into zigzag order where they are; hidden states
-go back in two messages a step. In between only attention looks across positions, and it knows which rank has which.
+Tokens are replicated over the axes that split the sequence, so they are put into zigzag order where they are; hidden
+states go back in two messages a step. In between only attention looks across positions, and knows which rank has which.
 
 All of this is for rules that split the sequence inside attention (`attn_seq`). Where they keep it whole there, it stays
 in its natural order everywhere, and heads are split over its axes instead:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from meshpar.models.unembed import CrossEntropy, Unembedding, chunked_cross_entropy
+from meshpar.models.unembed import TokenLosses, Unembedding, chunked_cross_entropy
 
 
 def next_token_loss(
@@ -54,7 +54,7 @@ def next_token_loss(
         return nats + z_loss * mean(jnp.square(log_z_BT)), {**metrics, "nats": nats}
 
 
-def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, "B T"]) -> CrossEntropy:
+def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, "B T"]) -> TokenLosses:
     """Cross entropy with integer targets.
 
     Every step over the vocabulary is element-wise or a reduction, so split logits stay split and devices exchange three
@@ -66,4 +66,4 @@ def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, 
     is_target_BTV = targets_BT[..., None] == jax.lax.broadcasted_iota(targets_BT.dtype, logits_BTV.shape, 2)
     target_BT = jnp.where(is_target_BTV, below_BTV, 0).sum(-1)
     log_BT = jnp.log(jnp.exp(below_BTV).sum(-1))
-    return CrossEntropy(log_BT - target_BT, target_BT == 0, log_BT + max_BT1[..., 0])
+    return TokenLosses(log_BT - target_BT, target_BT == 0, log_BT + max_BT1[..., 0])

@@ -50,7 +50,7 @@ class Unembedding:
     """Logits l are `cap tanh(l / cap)`; None: as the matrix makes them."""
 
 
-class CrossEntropy(NamedTuple):
+class TokenLosses(NamedTuple):
     """Of every token."""
 
     nats_BT: Float[Array, "B T"]
@@ -60,7 +60,7 @@ class CrossEntropy(NamedTuple):
     """Logarithm of the sum of all exponentials."""
 
 
-def chunked_cross_entropy(logits: Unembedding, targets_BT: Integer[Array, "B T"]) -> CrossEntropy:
+def chunked_cross_entropy(logits: Unembedding, targets_BT: Integer[Array, "B T"]) -> TokenLosses:
     """What `cross_entropy` makes of whole logits.
 
     The largest array holds logits of one chunk, `[B, T, C]` in float32 at the least, forward and backward; the backward
@@ -75,7 +75,7 @@ def chunked_cross_entropy(logits: Unembedding, targets_BT: Integer[Array, "B T"]
     h_BTE, matrix = logits.h_BTE.astype(dtype), logits.matrix.astype(dtype)
     plan = _Plan.of(matrix, logits)
     nats_BT, best_BT, log_z_BT = _cross_entropy(plan, h_BTE, matrix, targets_BT)
-    return CrossEntropy(nats_BT, best_BT, log_z_BT)
+    return TokenLosses(nats_BT, best_BT, log_z_BT)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -200,8 +200,8 @@ def _each(function: Callable[..., Any], experts: Sequence[Any], *others: Sequenc
 def _nested(kernel: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
     """The kernel per device inside a region that is per device already.
 
-    Nothing there says what varies over which axes, and gradients of what is whole over some are summed on the way out,
-    in the dtype it came in: the router's in float32 at the least, and on CPUs, whose compiler aborts on sums of
+    Nothing there says what varies over which axes, and gradients of what is replicated over some are summed on the way
+    out, in the dtype it came in: the router's in float32 at the least, and on CPUs, whose compiler aborts on sums of
     bfloat16, the tokens' too.
     """
     here = ambient()
@@ -235,8 +235,8 @@ _FORMS = frozenset({"convert_element_type", "pcast", "pvary", "copy"})
 def _keeps(primitive: Any, *operands: Any, **params: Any) -> bool:
     """A policy for `jax.checkpoint`: not the backward pass's to keep are weights as they are used here.
 
-    They are whole over axes whose ranks hold a shard of each, and are gathered again. Of a frozen one `whole` stands
-    there as a call, for it has no gradient.
+    They are replicated over axes whose ranks hold a shard of each, and are gathered again. Of a frozen one `whole`
+    stands there as a call, for it has no gradient.
     """
     inner = getattr(params.get("call_jaxpr"), "eqns", ())
     names = {one.primitive.name for one in inner} or {primitive.name}

@@ -152,10 +152,10 @@ def context_parallel(*, axis: str = "context", kind: Kind = "ring") -> Strategy:
       multiple of the ranks, with `tensor_parallel` of those of both axes; key/value heads that are not are repeated
       until they are (`Rules(attn_kv_heads="context")` makes that an error).
 
-    Weights are whole over `axis` unless another strategy splits them, as in `mp.fsdp(axis=("fsdp", "context")) |
-    mp.context_parallel()`, and their gradients are reduced over it. The batch is whole over `axis`: each rank takes its
-    positions of every row. With `tensor_parallel(sequence=True)`, joined in either order, the residual stream is split
-    over both.
+    Weights are replicated over `axis` unless another strategy splits them, as in `mp.fsdp(axis=("fsdp", "context")) |
+    mp.context_parallel()`, and their gradients are reduced over it. The batch is replicated over `axis`: each rank
+    takes its positions of every row. With `tensor_parallel(sequence=True)`, joined in either order, the residual stream
+    is split over both.
 
     Args:
       axis: the mesh axis to split over, one of your own: MeshSpec(fsdp=2, context=4).

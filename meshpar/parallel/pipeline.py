@@ -148,7 +148,7 @@ class Pipeline(Part):
         return tuple(dataclasses.replace(self, microbatches=self.microbatches * times) for times in (2, 4, 8))
 
 
-_TRIED = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1}
+_TRIED = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "eager-1f1b": 1}
 """What a planner tries, each with its parts a stage: a copy of the model, as DualPipe keeps, is asked for by name."""
 
 
@@ -196,8 +196,10 @@ def pipeline_parallel(
     Args:
       stages: ranks of `axis`.
       microbatches: into which the rows of every device are cut; the loss is the mean over them.
-      schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file.
-      chunks: shares of the layers on one stage, for the interleaved schedule.
+      schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file. Stages meet in every tick: by
+        "1f1b" one's forward then waits for another's backward, which is longer where layers are recomputed; by
+        "eager-1f1b" all do the same, and it holds twice as many microbatches.
+      chunks: shares of the layers on one stage, for "interleaved-1f1b" and "eager-1f1b".
       gather: with `fsdp()`, weights are gathered once a "step" and held, or for every "microbatch" and dropped again.
       fewer_layers: how many layers fewer than the parts between them the first and the last part of the model have, to
         make up for embedding and head.

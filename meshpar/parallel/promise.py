@@ -52,7 +52,7 @@ class Promised:
     whole: bool | Literal["only"] = False
     """Of a scattered sum: whether XLA may, or is sure to, sum all of it on every rank first."""
     elements: int
-    """Numbers of one array whole over its axes; with `multiple`, any multiple of it."""
+    """Numbers of one array replicated over its axes; with `multiple`, any multiple of it."""
     multiple: bool = False
     dtype: str
     """On the wire, as HLO names it."""

@@ -49,7 +49,7 @@ def _of_columns(facts: Facts, decision: Decision) -> Iterator[Promised]:
     of_sum, of_columns = _split(facts, decision, contracted), _split(facts, decision, columns)
     stack, tensor = leaf.num_layers, set(facts.tensor_axes)
     if facts.is_prefetched or facts.is_once or facts.by_stages or facts.quantize is not None:
-        of_sum, of_columns = of_sum & tensor, of_columns & tensor  # it is whole over the others
+        of_sum, of_columns = of_sum & tensor, of_columns & tensor  # it is replicated over the others
     runs, recomputed = stack * facts.accumulate, facts.recomputed(stack)
     slices = facts.interleave if stack > 1 else 1
     width = math.prod(leaf.shape[dim] for dim in columns)

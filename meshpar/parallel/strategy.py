@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from meshpar.parallel import leaves, scales
 from meshpar.parallel.part import Need, Part, RuleSets, activations, axes_of
 from meshpar.parallel.promise import Facts, Promised, Uses, Weight, has_vocabulary, merged
+from meshpar.parallel.split_matmuls import contracted
 from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
 from meshpar.sharding.types import MeshLike, axes_of_spec, axis_sizes, near, problem
 
@@ -257,7 +258,7 @@ class Bare(Part):
         return RuleSets(self.given, self.given, self.given, activations("default") | self.given.without_paths())
 
     def promise(self, facts: Facts) -> Iterator[Promised]:
-        return _contracted(facts)
+        return contracted(facts)  # rules by hand may split weights over any axis, as `tensor_parallel` does
 
     def to_json(self) -> dict[str, Any]:
         return {"part": self.name, **self.given.to_json()}
@@ -290,7 +291,7 @@ class Custom(Part):
         return RuleSets(self.params, self.grads, self.optimizer, self.activations)
 
     def promise(self, facts: Facts) -> Iterator[Promised]:
-        return _contracted(facts)
+        return contracted(facts)  # rules by hand may split weights over any axis, as `tensor_parallel` does
 
     def to_json(self) -> dict[str, Any]:
         changed = self.arguments()
@@ -303,13 +304,6 @@ class Custom(Part):
         given = self.rules()._asdict()
         is_default = self.activations == activations("default")
         return {name: rules for name, rules in given.items() if name != "activations" or not is_default}
-
-
-def _contracted(facts: Facts) -> Iterator[Promised]:
-    """Rules by hand may split weights over any axis, as `tensor_parallel` does."""
-    from meshpar.parallel.tensor import contracted
-
-    return contracted(facts)
 
 
 def custom(*, params: Rules, grads: Rules, optimizer: Rules, activations: Rules | None = None) -> Strategy:

@@ -16,6 +16,7 @@ from meshpar.pipeline.schedules import (
     StageOp,
     dualpipe,
     dualpipe_v,
+    eager_1f1b,
     gpipe,
     interleaved_1f1b,
     make,
@@ -36,6 +37,6 @@ __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "SCHEDULES", "Aux", "Micro", "Params", "Result", "Schedule", "ScheduleTimeline", "Simulation", "Slots", "SplitVjp",
-    "StageOp", "dualpipe", "dualpipe_v", "gpipe", "interleaved_1f1b", "make", "one_f_one_b", "scan_layers", "split_vjp",
-    "value_and_grad", "zb_h1", "zb_h2", "zb_v",
+    "StageOp", "dualpipe", "dualpipe_v", "eager_1f1b", "gpipe", "interleaved_1f1b", "make", "one_f_one_b",
+    "scan_layers", "split_vjp", "value_and_grad", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip

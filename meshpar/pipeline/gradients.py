@@ -228,7 +228,7 @@ class _Share:
         return (out if run.sync else jax.tree.map(lambda x: x[None], out)), grads
 
     def _entering(self, specs: Params) -> Params:
-        """How parameters enter the loop: whole over the axes that split the batch, unless every cell gathers them."""
+        """How parameters enter the loop: replicated over the batch's axes, unless every cell gathers them."""
 
         def whole(spec: P, own: P) -> P:
             return without_axes(spec, set(self.batch_axes) - set(axes_of_spec(own)))
@@ -237,7 +237,7 @@ class _Share:
         return Params(parts, _each(lambda spec: without_axes(spec, self.batch_axes), specs.ends))
 
     def _gatherer(self, sharded: PyTree, auto: PyTree) -> Callable[[PyTree], PyTree]:
-        """Of a part's shards its weights, whole over the axes that split the batch and split as ever over others."""
+        """Of a part's shards its weights, replicated over the batch's axes and split as ever over others."""
         if self.run.gather == "step" or not self.batch_axes:
             return lambda params: params
 

@@ -23,7 +23,7 @@ RETURNED = "return_gradients"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Round:
+class MoveRound:
     """Parts that move at the same time, at most one from each stage and one to each."""
 
     pairs: tuple[tuple[int, int], ...]
@@ -42,7 +42,7 @@ class WeightPlacement:
     rows: int
     """Parts a stage holds between steps."""
     chunks: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[MoveRound, ...]
 
     @staticmethod
     def of(schedule: Schedule, axis: str) -> WeightPlacement:
@@ -69,7 +69,7 @@ class WeightPlacement:
                 row[source], chunk[goal] = of_row, to_chunk
                 pairs += [] if in_place else [(source, goal)]
             moves = left
-            rounds.append(Round(pairs=tuple(pairs), row=row, chunk=chunk))
+            rounds.append(MoveRound(pairs=tuple(pairs), row=row, chunk=chunk))
         return WeightPlacement(axis=axis, rows=rows, chunks=schedule.chunks, rounds=tuple(rounds))
 
     @property

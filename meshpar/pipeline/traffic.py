@@ -18,7 +18,7 @@ import numpy as np
 from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.schedules.ops import B, F, W
-from meshpar.pipeline.schedules.slots import DOWN, UP
+from meshpar.pipeline.schedules.slots import DOWN, SHIFTS, UP, Slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +72,29 @@ def traffic(schedule: Schedule) -> StageTraffic:
         messages=int((sends[:, :, [UP, DOWN]] >= 0).sum()),
         rounds=sum(bool(one.pairs) for one in WeightPlacement.of(schedule, "stage").rounds),
     )
+
+
+def makespan(slots: Slots, lengths: np.ndarray) -> float:
+    """When the executor's last stage is done: who takes part in a permute waits for what comes by it.
+
+    Args:
+      slots: of the schedule.
+      lengths: `[tick, stage]`, of its cells.
+    """
+    sends = slots.sends >= 0
+    at = np.zeros(lengths.shape[1])
+    moved: np.ndarray = np.any(sends, axis=(1, 3))
+    for length, moves in zip(lengths, moved, strict=True):
+        at = at + length
+        for direction in (UP, DOWN):
+            if moves[direction]:
+                by = SHIFTS[direction]
+                first, last = (0, -1) if by > 0 else (-1, 0)
+                other = np.roll(at, by)
+                if not sends[:, last, direction].any():  # a line and no ring: nothing comes to its first stage
+                    other[first] = 0
+                at = np.maximum(at, other)
+    return float(at.max())
 
 
 def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:

@@ -92,11 +92,15 @@ def memory(*, params: int = 70 * 10**9, tensor: int = 1, stages: int = 1, ranks:
 def bubble(*, stages: int = 4, microbatches: int = 8, chunks: int = 2) -> Sheet:
     """Bubble fractions in closed form, F = B = W; `meshpar schedule` simulates the tables."""
     p, m, v = stages, microbatches, chunks
+    least, between = 2 * p - 1, "between a stage's first op and its last"
+    none = ("zb-h2, zb-v", 0.0, "", f"0 from m = 2p−1 on, {between}")
+    if m < least:
+        none = ("microbatches without, zb-h2, zb-v", least, "", f"2p−1: from there on no bubble {between}")
     rows = (
         ("gpipe, 1f1b", (p - 1) / (m + p - 1), "", "(p−1)/(m+p−1)"),
         ("interleaved-1f1b", (p - 1) / (v * m + p - 1), "", "(p−1)/(v m+p−1)"),
         ("zb-h1", (p - 1) / (3 * m + p - 1), "", "(p−1)(F+B−W) over itself and m(F+B+W)"),
-        ("zb-h2, zb-v", 0.0, "", "0 from m = 2p−1 on, between a stage's first op and its last"),
+        none,
     )
     return Sheet(title=f"bubbles of {p:g} stages, {m:g} microbatches, {v:g} chunks", rows=rows)
 

@@ -17,7 +17,7 @@ the buffers of compiled programs hold at their peak, which is in the backward pa
     of both         sums over micro-steps, laid out as the update; a stack of the layers' gradients in the compute
                     dtype; the whole gradient of a table that is looked up, unless rows are exchanged
 
-Of stages a device holds what waits between a microbatch's B and W, and one and a half of it more.
+Of stages a device holds what waits between a microbatch's B and W, among it gradients of experts, and part of it more.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from meshpar.parallel.promise import (
     Facts,
     Weight,
     has_vocabulary,
+    is_expert,
     is_looked_up,
     is_router,
     layer_elements,
@@ -114,7 +115,7 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     small = between / work.compute_itemsize
     parts = 8 * SPLITS * int(max(whole.small, small if small <= MOST_SPLIT else 0))
     if placed.strategy.pipeline is not None:
-        kept, layer = _staged(placed, kept, rows), _ends_bytes(placed)
+        kept, layer = _staged(placed, kept, rows) + _of_waiting_experts(placed, facts), _ends_bytes(placed)
         head = max(2 * logits, logits + whole.head)
     return MemoryEstimate(
         state_bytes=placed.state_bytes,
@@ -197,6 +198,20 @@ def _staged(placed: Placed, kept: int, rows: int) -> int:
     # A slot alone is written where it is; of several, what goes there is made beside them.
     beside = held.share * (HANDED + (held.between > held.share))
     return int((kept * held.microbatches + handed * (held.between + beside)) / pipelined.stages)
+
+
+def _of_waiting_experts(placed: Placed, facts: Facts) -> int:
+    """Gradients of a stage's experts that wait for their W: B makes them, with those of their rows, and holds what it
+    makes beside, stacked once more where a stage has several layers."""
+    pipelined, width = placed.strategy.pipeline, placed.workload.compute_itemsize
+    assert pipelined is not None
+    held, found = holds(pipelined), 0
+    beside = held.share * (1 + (placed.workload.num_layers > pipelined.stages))
+    for one in facts.weights:
+        if is_expert(one.decision) and not is_router(one.decision):
+            spec = without_axes(one.decision.spec, gather_axes(facts, one))
+            found += width * one.decision.leaf.size // num_shards(spec, placed.sizes)
+    return int(found * (held.between + beside))
 
 
 def _ends_bytes(placed: Placed) -> int:

@@ -334,9 +334,12 @@ def _nothing_fits(search: Search) -> MeshparError:
 
 
 def _nearest(search: Search) -> str:
-    """The nearest change that would fit: more nodes, or else a smaller batch."""
+    """The nearest change that would fit: another batch, more nodes, or else fewer rows at once."""
     if search.smallest is None:
-        return "use a batch whose rows the GPUs divide, or another number of GPUs"
+        rows, num = search.workload.rows, search.cluster.num_devices
+        near = [one for one in (rows // num * num, -(-rows // num) * num) if one]
+        fewer = max((one for one in range(1, num) if rows % one == 0), default=1)
+        return f"use a batch of {' or '.join(map(str, near))} rows, or {fewer} of the {num} GPUs"
     cluster, held = search.cluster, search.smallest.memory
     shared = held.state_bytes + held.gradients_bytes + held.copies_bytes  # among all GPUs, where parameters are split
     spare = search.limit_bytes - (held.peak_bytes - shared)

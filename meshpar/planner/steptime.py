@@ -34,7 +34,9 @@ from meshpar.parallel.promise import (
     owned_axes,
     split_axes,
 )
-from meshpar.pipeline.traffic import traffic
+from meshpar.pipeline.schedules import Schedule
+from meshpar.pipeline.schedules.ops import B
+from meshpar.pipeline.traffic import makespan, traffic
 from meshpar.planner import cost
 from meshpar.planner.hardware import MATMUL_EFFICIENCY, Cluster
 from meshpar.planner.layout import Layout, Placed
@@ -44,6 +46,8 @@ from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import Decision
 
+PARTIAL_SUMS = "partial sums, backward"
+"""Why tensor ranks sum gradients of a block's input: for CPUs XLA sums those of every product by themselves."""
 PASSES = 3
 """How often what the backward pass would keep of a layer is moved: written, read back, and its gradient."""
 STATE_PASSES = 2
@@ -55,7 +59,7 @@ stack of the layers and out of it, and what is sent: for CPUs XLA fuses less. As
 two take as long as one of the others, and so do those of a pipeline's ticks."""
 SHARED_RUN = 0.5
 """Time of a pass through whole arrays over that of a kernel that transposes, which is what is measured of them."""
-COPIES = 1.3
+COPIES = 1.0
 """How often a tick of a pipeline moves what its stage holds: sums of gradients and slots of buffers."""
 HIDDEN: Mapping[str, float] = {
     WEIGHTS: 0.45, GRADIENTS: 0.45, "prefetched": 0.8, "context": 0.15, "exchange": 0.3, "other": 0.15,
@@ -128,18 +132,34 @@ class Rhythm:
 
 
 @functools.lru_cache(maxsize=256)
-def rhythm(pipelined: Pipeline, recomputed: float) -> Rhythm:
-    """Of a schedule whose backward pass runs so much of the forward pass again.
+def rhythm(pipelined: Pipeline, recomputed: float, head: float, num_layers: int) -> Rhythm:
+    """Of a schedule whose backward pass runs so much of the forward pass again, as the executor runs it.
 
-    From three times as many microbatches as stages on, each more takes as long as its work.
+    From three times as many microbatches as stages on, each more takes as long as the one before.
+
+    Args:
+      pipelined, num_layers: which layers are on which stage.
+      recomputed: of the forward pass of the layers.
+      head: what stands behind the layers, both ways, over the forward pass of all layers.
     """
-    count = pipelined.microbatches
-    most = min(count, 3 * pipelined.stages) if not pipelined.schedule.endswith(".csv") else count
-    table = dataclasses.replace(pipelined, microbatches=most).table()
-    times, lanes, work = table.simulate(f=1.0, b=1.0 + recomputed, w=1.0), traffic(table), 3 + recomputed
-    longer = count / most
-    span = times.free.makespan + (count - most) * work
-    return Rhythm(span / (count * work), round(table.ticks * longer), round(longer * sum((*lanes.up, *lanes.down))))
+    count, stages, costs = pipelined.microbatches, pipelined.stages, np.array([1.0, 1.0 + recomputed, 1.0])
+
+    def table_of(microbatches: int) -> tuple[Schedule, float]:
+        table = dataclasses.replace(pipelined, microbatches=microbatches).table()
+        has, part = table.table[..., 0] >= 0, table.parts[np.arange(stages)[:, None], table.table[..., 1]]
+        layers = np.array(pipelined.layers_of_parts(num_layers, table.num_parts)) * (stages / num_layers)
+        lengths = (has * layers[part]) @ costs
+        lengths += head * stages * (has & (part == table.num_parts - 1))[..., B]
+        return table, makespan(table.slots(), lengths)
+
+    is_long = count > 4 * stages and not pipelined.schedule.endswith(".csv")
+    most = 3 * stages if is_long else count
+    table, span = table_of(most)
+    if is_long:
+        span += (count - most) * (table_of(most + stages)[1] - span) / stages
+    lanes, longer = traffic(table), count / most
+    hops = round(longer * sum((*lanes.up, *lanes.down)))
+    return Rhythm(span / (count * (costs.sum() + head)), round(table.ticks * longer), hops)
 
 
 class Clock:
@@ -195,6 +215,7 @@ class Clock:
     def estimate(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> TimeEstimate:
         """The time of a step under a layout that holds so much."""
         facts, pipelined, update = placed.facts(layout), placed.strategy.pipeline, update_of(placed)
+        facts = dataclasses.replace(facts, on_cpu=True) if self.cluster.is_shared else facts
         network: dict[str, float] = defaultdict(float)
         hidden: dict[str, float] = defaultdict(float)
         sent: dict[str, float] = defaultdict(float)
@@ -217,7 +238,8 @@ class Clock:
         compute_s, stretch, copied = self._compute_s(placed, layout), 1.0, 0.0
         if pipelined is not None:
             work = placed.workload
-            beat = rhythm(pipelined, round(3 * work.flops[layout.remat] / work.model_flops - 3, 1))
+            recomputed = round(3 * work.flops[layout.remat] / work.model_flops - 3, 1)
+            beat = rhythm(pipelined, recomputed, round(work.head_share, 2), work.num_layers)
             stretch = beat.stretch
             copied = COPIES * beat.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
             copied *= SHARED_RUN if self.cluster.is_shared else 1.0
@@ -366,6 +388,8 @@ def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, 
     if one.role == WEIGHTS:
         # Outside of the layers a micro-step gathers once for both directions.
         least = max(least, most // 2) if one.stack == 1 else least
+    elif facts.on_cpu and one.role == PARTIAL_SUMS:
+        least = most
     elif most > least and one.role != GRADIENTS and remat is not None:
         # A layer that is computed again sends again, but not what its policy keeps, nor what nothing behind it needs:
         # of exchanges all, of sums and gathers half, and seven eighths where a stage's F is another program.

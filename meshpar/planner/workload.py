@@ -124,6 +124,13 @@ class Workload:
     def num_layers(self) -> int:
         return max((leaf.num_layers for leaf in self.leaves), default=1)
 
+    @functools.cached_property
+    def head_share(self) -> float:
+        """FLOPs of the output layer, both ways, over those of what stands before it, forward."""
+        size = max((leaf.size for leaf in self.leaves if _has_vocabulary(leaf)), default=0)
+        forward = 2 * (self.seq_len or 1) * size
+        return 3 * forward / max(self.model_flops / 3 - forward, 1.0)
+
     @property
     def batch_bytes(self) -> int:
         """Of the global batch, as jax takes it."""

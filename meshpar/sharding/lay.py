@@ -32,7 +32,8 @@ def lay(x: jax.Array, layout: PartitionSpec | NamedSharding) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     spec = layout.spec if isinstance(layout, NamedSharding) else layout
     if AxisType.Explicit not in mesh.axis_types:
-        is_free = isinstance(layout, NamedSharding) or AxisType.Auto in mesh.axis_types or axes_of_spec(_named(spec))
+        named = [entry for entry in spec if entry is not PartitionSpec.UNCONSTRAINED]
+        is_free = isinstance(layout, NamedSharding) or AxisType.Auto in mesh.axis_types or axes_of_spec(named)
         return jax.lax.with_sharding_constraint(x, layout) if is_free else x
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     before = jax.typeof(x).sharding.spec
@@ -43,10 +44,6 @@ def lay(x: jax.Array, layout: PartitionSpec | NamedSharding) -> jax.Array:
     typed = jax.sharding.reshard(x, without_axes(_only(entries, kinds, AxisType.Explicit), alone))
     constrained = _only(entries, kinds, AxisType.Auto)
     return jax.lax.with_sharding_constraint(typed, constrained) if axes_of_spec(constrained) else typed
-
-
-def _named(spec: PartitionSpec) -> list[Any]:
-    return [entry for entry in spec if entry is not PartitionSpec.UNCONSTRAINED]
 
 
 def _only(entries: Iterable[Any], kinds: dict[str, AxisType], kind: AxisType) -> PartitionSpec:

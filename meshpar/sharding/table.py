@@ -186,7 +186,7 @@ def shardings(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class TableLayout:
     """The table, and for each part a tree of PartitionSpecs with the shape of that part."""
 
     table: ShardingTable
@@ -210,7 +210,7 @@ def lay_out(
     tx: optax.GradientTransformation | None,
     precision: Precision,
     trainable: Trainable = None,
-) -> Layout:
+) -> TableLayout:
     """Resolve every leaf of the state and check the decisions as a whole; errors as in `shardings`."""
     mesh = with_auto_axes("mesh", mesh)
     _check_kinds(model, tx)
@@ -242,7 +242,7 @@ def lay_out(
     def specs(decisions: Sequence[Decision], like: PyTree) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(like), [d.spec for d in decisions])
 
-    return Layout(
+    return TableLayout(
         table=ShardingTable(
             mesh=axis_sizes(mesh),
             strategy=strategy.label,
@@ -332,7 +332,7 @@ def _with_frozen(leaves: list[Leaf], trainable: Trainable) -> list[Leaf]:
         raise problem(where, "choose parameters by it", exists, fix) from error
     said = {path: chosen(path) for path in paths}
     for path in (path for path in paths if callable(trainable) and not isinstance(said[path], bool)):
-        exists = f"of `{path}` it says {said[path]!r}, no truth"
+        exists = f"of `{path}` it says {said[path]!r}, neither True nor False"
         raise problem(where, "choose parameters by it", exists, "return True or False, as lambda path: 'lora' in path")
     if not any(said.values()):
         exists = f"it chooses none of the model's {len(paths)} parameters"

@@ -44,7 +44,7 @@ from meshpar.training.ema import averages_of
 from meshpar.training.state import Setup, TrainState
 
 FORMAT = 2
-"""Version of what is written; raised when an older reader would misread it. Format 1 keeps fingerprints in `state`."""
+"""Version of what is written, and of all that is read; raised when an older reader would misread it."""
 SET_ASIDE = "set_aside"
 """Folder beside the checkpoints for those a run goes on without: damaged, or later than where it restarted."""
 
@@ -340,11 +340,9 @@ class Checkpoints:
         dtypes = [x.dtype for x in like.values()]
         if weights_only == "averaged" and run.get("averages"):
             like = _of_averages(like, run)
-        stored = _agreed(lambda: self._read_arrays(step, like, setup, format_=run["format"]))
+        stored = _agreed(lambda: _read_arrays(self.folder / str(step), {"leaves": _nested(like)}))
         values = _flat(stored["leaves"], like)
-        written = [run["leaves"][path].get("fingerprint") for path in like]
-        if run["format"] == 1:
-            written = np.asarray(stored["fingerprints"]).tolist()
+        written = [run["leaves"][path]["fingerprint"] for path in like]
         wrong = [path for path, a, b in zip(like, _fingerprints(values, setup), written, strict=True) if a != b]
         if wrong:
             raise _DamagedError(f"contents of {_some(wrong)} are not what was written")
@@ -353,16 +351,7 @@ class Checkpoints:
             whole = setup.begin(*_weights(setup, dict(zip(values, narrow, strict=True))), 0)
             return Restored(state=whole, data_state=None, step=step)
         state = jax.tree.unflatten(jax.tree.structure(setup.abstract), values.values())
-        if int(state.step) != step:  # format 1 binds no run to its arrays
-            raise _DamagedError(f"the arrays are those of step {int(state.step)}")
         return Restored(state=state, data_state=run["data_state"], step=step)
-
-    def _read_arrays(self, step: int, like: dict[str, Any], setup: Setup, *, format_: int) -> PyTree:
-        target = {"leaves": _nested(like)}
-        if format_ == 1:
-            whole = NamedSharding(_concrete(setup), PartitionSpec())
-            target["fingerprints"] = jax.ShapeDtypeStruct((len(like),), np.uint32, sharding=whole)
-        return _read_arrays(self.folder / str(step), target)
 
     def _set_aside(self, steps: Sequence[int]) -> None:
         """Move checkpoints out of the way of a run that restarted before them: they would be taken for its newest."""
@@ -432,8 +421,6 @@ def damage_of(folder: Any, step: int) -> str | None:
     """
     try:
         run = _index(folder, step)
-        if run["format"] == 1:
-            return "format 1, which only a restore can verify"
         _read_here(folder, run, run["leaves"])
         return None
     except _DamagedError as error:
@@ -445,7 +432,7 @@ def read_leaf(folder: Any, index: Mapping[str, Any], path: str) -> np.ndarray:
 
     Args:
       folder: of the checkpoints.
-      index: from `read_index`, of format 2.
+      index: from `read_index`.
       path: of the array, one of `index["leaves"]`.
 
     Raises:
@@ -692,8 +679,10 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _check_format(run: Mapping[str, Any], where: str) -> None:
-    if run["format"] > FORMAT:
-        asked, fix = f"be read by a meshpar that knows format {FORMAT}", f"install meshpar {run['meshpar']} or newer"
+    if run["format"] != FORMAT:
+        newer = f"install meshpar {run['meshpar']} or newer"
+        fix = newer if run["format"] > FORMAT else "train anew: no release has written it"
+        asked = f"be read by a meshpar that knows format {FORMAT}"
         raise problem(where, asked, f"meshpar {run['meshpar']} wrote it in format {run['format']}", fix)
 
 

@@ -196,32 +196,46 @@ def scan_layers(
       ValueError: an Aux whose loss is no scalar; a layer that gives back another x; caches under stages; parameters
         to be gathered with a path that no parameter has.
     """
-    context = current().numerics
+    context, rows = current().numerics, (params, extra, caches)
     count = 1 if context is None or caches is not None else context.interleave
     if count > 1:
         check_rows(x, beside, count)
-        each = in_slices(lambda *given: with_aux(layer(*given)), beside, count)
-        out, aux = with_aux(_scan(each, slices(x, count), (params, extra, None), at, staged))
-        return joined(out) if aux is None else (joined(out), aux)
-    return _scan(layer if beside is None else _reading(layer, beside), x, (params, extra, caches), at, staged)
+        return _scan(in_slices(lambda *given: with_aux(layer(*given)), beside, count), x, rows, at, staged, count)
+    return _scan(layer if beside is None else lambda *given: layer(*given, beside), x, rows, at, staged)
 
 
-def _reading(layer: Callable[..., Any], beside: PyTree) -> Callable[..., Any]:
-    return lambda *given: layer(*given, beside)
-
-
-def _scan(layer: Callable[..., Any], x: Any, rows: tuple[PyTree, PyTree, PyTree], at: str, staged: bool) -> Any:
-    """The layers as the step and its strategy ask."""
-    run, body = current().run, _in_context(layer, at)
-    caches = rows[2]
+def _scan(
+    layer: Callable[..., Any], x: Any, rows: tuple[PyTree, PyTree, PyTree], at: str, staged: bool, count: int = 1
+) -> Any:
+    """The layers, which are of so many slices, as the step and its strategy ask."""
+    run, body, caches = current().run, _in_context(layer, at), rows[2]
     if run is None or not staged:
         with jax.named_scope(at):
-            return _one_by_one(body, x, rows, at)
+            return _on_slices(count, x, lambda x: _one_by_one(body, x, rows, at))
     if caches is not None:
         exists = "stages run whole sequences, and keep nothing of them"
         fix = "decode with a strategy without stages; checkpoints move to it"
         raise problem("scan_layers(caches=...) under mp.pipeline_parallel", "decode by stages", exists, fix)
-    return run.run(body, x, rows)
+    return run.run(body if count == 1 else _OnSlices(body, count), x, rows)
+
+
+def _on_slices(count: int, x: Any, run: Callable[[Any], Any]) -> Any:
+    """What is run on a tuple of slices of the rows, of whole rows; of one slice it is given x itself."""
+    if count == 1:
+        return run(x)
+    out, aux = with_aux(run(slices(x, count)))
+    return joined(out) if aux is None else (joined(out), aux)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OnSlices:
+    """A layer of slices as one of whole rows: those that `scanned` runs are cut once, and joined behind the last."""
+
+    layer: Layer
+    count: int
+
+    def __call__(self, x: Any, row: PyTree) -> Any:
+        return _on_slices(self.count, x, lambda xs: self.layer(xs, row))
 
 
 def _in_context(layer: Callable[..., Any], at: str) -> Layer:
@@ -256,6 +270,8 @@ def _one_by_one(layer: Layer, x: Any, rows: tuple[PyTree, PyTree, PyTree], at: s
 
 def scanned(layer: Layer, x: Any, rows: PyTree, *, with_caches: bool = False) -> Any:
     """The layers, one after the other."""
+    if isinstance(layer, _OnSlices):
+        return _on_slices(layer.count, x, lambda xs: scanned(layer.layer, xs, rows, with_caches=with_caches))
 
     def step(x: Any, row: PyTree) -> Any:
         out, aux = with_aux(layer(x, row))

@@ -35,7 +35,7 @@ _CALLS = frozenset({"checkpoint", "jit", "pjit", "remat", "remat2", "shard_map"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class SliceRows:
     """How the rows of a slice lie: in equal parts on the ranks of some axes, as the first dim of activations."""
 
     mesh: AnyMesh
@@ -88,7 +88,7 @@ class Own:
 
     parts: jax.Array
     """`[ranks, ...]`: what each rank's rows give."""
-    rows: Rows = dataclasses.field(metadata={"static": True})
+    rows: SliceRows = dataclasses.field(metadata={"static": True})
 
     def reduced(self, spec: PartitionSpec) -> jax.Array:
         """The sum over ranks, laid out like that: scattered first over the axes of which each rank keeps a part."""
@@ -105,7 +105,7 @@ class Own:
         return x
 
 
-def summed_first(fn: Callable[..., Any], marks: PyTree, rows: Rows | None) -> Callable[..., Any]:
+def summed_first(fn: Callable[..., Any], marks: PyTree, rows: SliceRows | None) -> Callable[..., Any]:
     """A backward pass, with what it gives for weights summed before it is rounded, or reduced.
 
     Args:
@@ -133,7 +133,7 @@ class _New(NamedTuple):
     jaxpr: Jaxpr
     is_new: list[bool]
     """Of each result: whether it is another than before."""
-    rows: list[Rows | None]
+    rows: list[SliceRows | None]
     """Of each result: where it is what ranks have of their own."""
 
 
@@ -150,7 +150,7 @@ class _Term(NamedTuple):
         return str((shapes, self.product.params, [(one.primitive.name, one.params) for one in self.layouts]))
 
 
-def _rewritten(jaxpr: Jaxpr, marked: Sequence[bool], rows: Rows | None, *, is_called: bool = False) -> _New:
+def _rewritten(jaxpr: Jaxpr, marked: Sequence[bool], rows: SliceRows | None, *, is_called: bool = False) -> _New:
     program = _Program(jaxpr, rows, is_called)
     twins = [program.twin(out) if mark else None for out, mark in zip(jaxpr.outvars, marked, strict=True)]
     outvars = [old if new is None else new for old, new in zip(jaxpr.outvars, twins, strict=True)]
@@ -162,12 +162,12 @@ def _rewritten(jaxpr: Jaxpr, marked: Sequence[bool], rows: Rows | None, *, is_ca
 class _Program:
     """Variables of a traced program and their twins: the same numbers before they are rounded, or each rank's own."""
 
-    def __init__(self, jaxpr: Jaxpr, rows: Rows | None, is_called: bool) -> None:
+    def __init__(self, jaxpr: Jaxpr, rows: SliceRows | None, is_called: bool) -> None:
         self.made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
         self.rows = rows
         self.is_called = is_called
         """Whether a matmul alone is a sum, too: the caller may add what another call makes."""
-        self.own: dict[Any, Rows | None] = {}
+        self.own: dict[Any, SliceRows | None] = {}
         """Twins that are each rank's own."""
         self._twins: dict[Var, Var | None] = {}
         self._behind: dict[int, list[JaxprEqn]] = {}

@@ -20,7 +20,7 @@ from meshpar.sharding.context import apart, in_place_of_others, tracing
 from meshpar.sharding.lay import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.table import Layout, ShardingTable, Trainable, lay_out, only
+from meshpar.sharding.table import ShardingTable, TableLayout, Trainable, lay_out, only
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
 from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.muon import Updating
@@ -37,7 +37,7 @@ class Setup:
     """As the user gave it: what arrays lie on between steps, with its types."""
     strategy: Strategy
     precision: Precision
-    layout: Layout
+    layout: TableLayout
     trainable: Trainable = None
 
     @property
@@ -384,7 +384,9 @@ def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
         return x.astype(leaf.dtype)
     if not bool(jnp.isfinite(x).all() if isinstance(x, jax.Array) else np.isfinite(x.astype(np.float64)).all()):
         where, exists = f"load_params, `{path}`", "some are infinite or not a number"
-        raise problem(where, "train from these weights", exists, "look at where they come from: a step cannot mend it")
+        raise problem(
+            where, "train from these weights", exists, "look at where they come from: no step makes them finite again"
+        )
     with np.errstate(over="ignore"):
         cast = x.astype(leaf.dtype)
     _check_kept(path, x, leaf.dtype, bool(jnp.isfinite(cast).all()))

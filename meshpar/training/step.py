@@ -212,8 +212,9 @@ def train_step(
         `gate`, `up` and `mlp_out`.
       interleave: slices of each device's rows that layers run beside each other, so that messages of one (of tensor
         parallelism, or to experts) hide behind matmuls of another, at the price of a gradient reduction for each
-        slice. Means that a layer takes over rows, as routers do, are then means over slices. A layer draws other
-        random numbers for each slice by typed keys (`jax.random.key`) in `scan_layers(extra=...)` only.
+        slice; under stages they are of each microbatch's rows, and gradients are reduced once as ever. Means that a
+        layer takes over rows, as routers do, are then means over slices. A layer draws other random numbers for each
+        slice by typed keys (`jax.random.key`) in `scan_layers(extra=...)` only.
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in
         `state.skipped`; "raise" does the same, and `fit` raises when it sees the metric; "ignore" does not look.
       weight: name of a metric (say the number of real tokens) by which micro-steps are weighed in the mean.

@@ -59,7 +59,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
 }
 """Options of `train_step` likewise."""
 _CUT = ("accumulate", "accumulate_mode", "interleave")
-"""Options that cut the rows."""
+"""Options that cut the rows; the first two are none of pipelines."""
 STEPS = 3
 """The optimizer's state of the first shows in the third."""
 MOST_SHRUNK = 24
@@ -360,8 +360,8 @@ class _Held:
 
     def _case(self, sizes: Mapping[str, int], parts: tuple[Part, ...], options: Mapping[str, Any]) -> Case:
         strategy = Strategy(parts)
-        cut = not self.left_out and strategy.pipeline is None
-        options = {name: value for name, value in options.items() if cut or name not in _CUT}
+        without = _CUT if self.left_out else _CUT[:2] if strategy.pipeline is not None else ()
+        options = {name: value for name, value in options.items() if name not in without}
         if options.get("accumulate", 1) == 1:
             options.pop("accumulate_mode", None)
         stacked = self._trial(sizes).num_layers > 1

@@ -31,6 +31,10 @@ IN_PLACE: Options = MappingProxyType(
 OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 """The option that says how many collectives may run at a time; XLA gives each its stream."""
 
+APART: Options = MappingProxyType({OVERLAP_LIMIT: 4, "xla_disable_hlo_passes": "multi_output_fusion"})
+"""For slices of the rows: messages of several at a time, and kernels of their own. XLA makes one of what slices do by
+the same weights, norms say, and one slice would wait there for the other's messages."""
+
 
 LATENCIES = "xla_gpu_pgle_profile_file_or_directory_path"
 """The option that names a file of what kernels and collectives take, by which XLA's scheduler hides them. Left to its

@@ -11,13 +11,13 @@ import pytest
 
 from meshpar import moe
 from meshpar.bench import moe as bench
-from meshpar.bench.moe import FORMS, ONE_HOT, Shape
+from meshpar.bench.moe import FORMS, ONE_HOT, LayerShape
 from meshpar.commands import cli
 from meshpar.moe import Routing
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 
-SHAPE = Shape(num_experts=8, tokens=16, top_k=2, width=8, hidden=12, num_ranks=2)
+SHAPE = LayerShape(num_experts=8, tokens=16, top_k=2, width=8, hidden=12, num_ranks=2)
 
 
 def swiglu(params, x):

@@ -15,7 +15,7 @@ from meshpar.commands import doctor, launch
 from meshpar.planner.search import FILL
 
 LAUNCH = Path(__file__).parents[2] / "recipes" / "launch"
-WELL = doctor.Facts(
+WELL = doctor.MachineFacts(
     versions={"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.1"},
     devices={}, links={}, host={}, environment={}, platform="gpu", shm_bytes=int(16e9), disk_bytes=int(1e12),
     open_files=65536, nvidia=True,

@@ -92,12 +92,16 @@ def test_a_picture_is_drawn(schedule, tmp_path):
 def test_without_a_name_all_stand_side_by_side(schedule):
     code, out, _ = schedule(*EIGHT)
     assert code == 0
-    rows = {cells[0]: cells[1:] for line in out.splitlines() if len(cells := line.strip("│ ").split("│")) == 6}
+    rows = {cells[0]: cells[1:] for line in out.splitlines() if len(cells := line.strip("│ ").split("│")) == 7}
     found = {name.strip(): [cell.strip() for cell in cells] for name, cells in rows.items()}
-    assert found["gpipe"] == ["33", "27.27%", "27.27%", "8 M", "1x"]
-    assert found["interleaved-1f1b"] == ["28.5", "15.79%", "15.79%", "5.5 M", "1x"]
-    assert found["zb-v"] == ["25.5", "5.88%", "0.00%", "4 M", "1x"]
+    assert found["gpipe"] == ["33", "33", "27.27%", "27.27%", "8 M", "1x"]
+    assert found["interleaved-1f1b"] == ["28.5", "28.5", "15.79%", "15.79%", "5.5 M", "1x"]
+    assert found["zb-v"] == ["25.5", "25.5", "5.88%", "0.00%", "4 M", "1x"]
     assert found["dualpipe"][-1] == "2x"
+    code, out, _ = schedule(*EIGHT, "--b", 2)
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")][:3] for line in out.splitlines()]
+    assert ["1f1b", "44", "59"] in rows
+    assert ["eager-1f1b", "44", "44"] in rows
     _, out, _ = schedule("--stages", 3, "--json")
     assert [one["name"] for one in json.loads(out)] == [name for name in command.SCHEDULES if name != "dualpipe"]
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from meshpar.compiled import target
 from meshpar.compiled.census import census, totals
 from meshpar.compiled.clock import work
-from meshpar.compiled.pod import PodError, PodProcess, compile_for, environment, run_in_pod_process
+from meshpar.compiled.pod import PodError, PodProcess, environment
 from meshpar.compiled.target import stablehlo_of, target_config, topology
 from meshpar.planner.catalogue import GPUS
 from meshpar.planner.hardware import parse_cluster
@@ -179,13 +179,6 @@ def test_a_function_may_build_the_program_inside_the_process(pod):
     assert (found.kind, found.axes, found.payload_bytes) == ("all-reduce", ("tensor",), 8 * 8 * 4)
 
 
-def test_one_shot_compilation(mesh8):
-    if target.missing_aot():
-        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {target.missing_aot()}")
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh8, P("fsdp", "tensor")))
-    assert compile_for(jax.jit(jnp.sin).trace(x), "h100:1x8").argument_bytes == 32
-
-
 def test_the_topology_of_a_cluster(pod):
     """In this process too, CPU backend and all."""
     devices = topology("h100:2x4")
@@ -222,7 +215,8 @@ def test_a_process_that_dies_or_hangs_is_told():
         process.call("os:_exit", kwargs={"status": 3})
     with PodProcess() as process, pytest.raises(PodError, match=r"within 0\.01 s"):
         process.call("os:getpid", timeout_s=0.01)
-    assert run_in_pod_process("os:getenv", kwargs={"key": "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"}) == "1"
+    with PodProcess() as process:
+        assert process.call("os:getenv", kwargs={"key": "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"}) == "1"
 
 
 def test_the_last_words_of_a_process_that_dies_are_told():
@@ -250,7 +244,7 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     with pytest.raises(MeshparError, match=r"CUDA plugin is not installed.*pip install 'meshpar\[aot\]'"):
         topology("h100:1x8")
     with pytest.raises(MeshparError, match=r"meshpar\[aot\]"):
-        compile_for(None, "h100:1x8")
+        target.require_aot("h100:1x8")
 
 
 def test_without_ptxas_the_error_says_so(monkeypatch):

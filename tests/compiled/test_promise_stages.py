@@ -55,6 +55,7 @@ class Case:
     curved: bool = False
     """Whether the gradient of a weight depends on its own value."""
     experts: bool = False
+    interleave: int = 1
 
     @property
     def strategy(self):
@@ -64,10 +65,11 @@ class Case:
     def step(self, mesh, size=1, rows=None):
         """(step, state, batch): sizes times `size`."""
         model, loss, batch = (decoder if self.deep else matmuls)(self, size)
-        rows = rows or self.microbatches * mesh.size
+        rows = rows or self.microbatches * self.interleave * mesh.size
         batch = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in batch.items()}
         state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=self.strategy)
-        return mp.train_step(loss, precision=mp.Precision(compute=self.compute), remat=self.remat), state, batch
+        asked = {"remat": self.remat, "interleave": self.interleave}
+        return mp.train_step(loss, precision=mp.Precision(compute=self.compute), **asked), state, batch
 
 
 def decoder(case, size):
@@ -114,6 +116,7 @@ CASES = {
     "microbatch, read by W": Case(
         mp.MeshSpec(stage=2, fsdp=2), "zb-h1", 4, mp.fsdp(), "microbatch", deep=False, curved=True
     ),
+    "slices": Case(mp.MeshSpec(stage=2, tensor=2), "eager-1f1b", 2, mp.tensor_parallel(sequence=True), interleave=2),
 }  # fmt: skip
 MORE = {
     "1f1b, tensor": Case(mp.MeshSpec(stage=4, tensor=2), "1f1b", 8, mp.tensor_parallel()),
@@ -121,6 +124,12 @@ MORE = {
     "dualpipe-v": Case(mp.MeshSpec(stage=2, fsdp=4), "dualpipe-v", 4, mp.fsdp()),
     "interleaved": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "interleaved-1f1b", 4, mp.fsdp() | mp.tensor_parallel(),
                         gather="microbatch"),
+    "eager": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "eager-1f1b", 4,
+                  mp.fsdp() | mp.tensor_parallel(sequence=True), gather="microbatch", remat="full"),
+    "slices, whole": Case(mp.MeshSpec(stage=2, data=2, tensor=2), "zb-h1", 4, mp.ddp() | mp.tensor_parallel(),
+                          remat="full", interleave=2),
+    "slices, fsdp": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "1f1b", 4,
+                         mp.fsdp() | mp.tensor_parallel(sequence=True), gather="microbatch", interleave=2),
     "zero1": Case(mp.MeshSpec(stage=2, fsdp=4), "gpipe", 2, mp.zero1()),
     "hsdp": Case(mp.MeshSpec(data=2, stage=2, fsdp=2), "zb-h2", 4, mp.hsdp()),
     "microbatch, decoder": Case(
@@ -310,7 +319,7 @@ def test_a_collective_of_a_stage_names_the_models_own_line(built):
     assert {c.module.rpartition("/")[2] for c in found} >= {"attention", "mlp", GATHERED}
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "eager-1f1b", "zb-h2", "zb-v", "dualpipe"])
 def test_ticks_of_one_length_last_as_long_as_the_schedule(name):
     """Stages that wait for messages only are no slower than all in step, and no faster than without waiting."""
     schedule = make(name, 4, 8)
@@ -511,11 +520,13 @@ def test_the_clock_has_the_bubble_and_no_flop_twice(across_nodes):
 
 
 @pytest.mark.pod
-@pytest.mark.parametrize("schedule", cases("1f1b", grid=["1f1b", "zb-h1", "zb-h2"]))
+@pytest.mark.parametrize("schedule", cases("1f1b", grid=["1f1b", "eager-1f1b", "zb-h1", "zb-h2"]))
 def test_no_tick_copies_its_buffers(pod, schedule):
     """What the cells keep stays where it is: a buffer of several slots is written a slot at a time."""
     if schedule != "1f1b" and jax.__version_info__ < (0, 12):
-        pytest.skip("the XLA of jax below 0.12 copies a backlog of several slots; Python 3.12 brings a newer jax")
+        pytest.skip(
+            "the XLA of jax below 0.12 copies buffers that a cell reads and writes; Python 3.12 brings a newer jax"
+        )
     case = Case(mp.MeshSpec(stage=4, fsdp=2), schedule, 8, mp.fsdp(), compute="bfloat16", remat="full")
     step, state, batch = case.step(case.mesh.abstract(devices=8), size=4)
     program = pod.compile(step.trace(state, batch), "h100:1x8", options=step.compile_options(state.setup))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshpar.data.split import Split, split_rows
+from meshpar.data.split import DocumentSplit, split_rows
 from meshpar.data.text import Document
 from meshpar.sharding.types import MeshparError
 
@@ -23,7 +23,7 @@ def documents(names, text="text"):
 
 def split(documents, fraction):
     """The documents of each side in order, and the words."""
-    how = Split(fraction)
+    how = DocumentSplit(fraction)
     while not how.settled:
         sides = [[], []]
         for document, is_held_out in how(iter(documents)):

@@ -196,7 +196,7 @@ def test_a_bad_jsonl_line_is_named(tmp_path, line, said):
 def test_bad_parquet_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"texts": ["a", None], "n": [1, 2]}), path)
-    for field, said in (("text", "`texts`"), ("n", "int64"), ("texts", "row 2")):
+    for field, said in (("text", "`texts`"), ("n", "a int"), ("texts", "row 2")):
         with pytest.raises(MeshparError) as error:
             texts(path, text_field=field)
         message(error, path, said)

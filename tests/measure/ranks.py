@@ -85,25 +85,27 @@ def _decoder(num_layers: int, embed_dim: int, mlp_dim: int, **more: Any) -> Tran
 
 
 SUBJECTS: Mapping[str, Subject] = {
-    "small": Subject(_decoder(4, 256, 1024), 32, 64, LAYOUTS),
+    "small": Subject(_decoder(4, 320, 1120), 32, 72, LAYOUTS),
     "wide": Subject(
-        _decoder(2, 512, 1536, vocab_size=2048), 16, 128,
+        _decoder(2, 560, 1680, vocab_size=2080), 16, 120,
         (*LAYOUTS[:4], ("fsdp=8", "fsdp()", None, 2), *LAYOUTS[5:8],
          ("tensor=8", LAYOUTS[8][1], "full", 2),
          ("data=4,stage=2", "pipeline_parallel(stages=2, microbatches=4) | ddp()", None, 1)),
     ),
-    "deep": Subject(_decoder(8, 128, 512), 32, 128, LAYOUTS),
+    "deep": Subject(_decoder(8, 160, 480), 32, 120, LAYOUTS),
     "experts": Subject(
-        _decoder(4, 128, 256, moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=256)), 32, 64, OF_EXPERTS
+        _decoder(4, 160, 240, moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=240)), 32, 72, OF_EXPERTS
     ),
 }  # fmt: skip
-"""The planner's constants of shared cores were rounded from programs of `small`; the others change nothing in them. Of
-`deep`, whose widths are powers of two, not even the bytes that its compiled programs move tell the order (τ 0.33)."""
+"""No width is a power of two. Rows of 4 kB fall into the same few lines of a core's cache, and the kernels that
+transpose such activations (256 x 1024) took 0.69 s of one program and 4.5 s of another that differed in how the
+optimizer's state lies: which of the two depends on where buffers happen to lie, so no estimate can tell. The planner's
+constants of shared cores were rounded from a model of 4 layers as wide as 256; none was from these."""
 FLOAT32 = mp.Precision()
 FLOAT32_BYTES = 4
 WHAT = "products and activations measured on all host devices at once"
 OF_LINKS: dict[str, Any] = {"min_bytes": 4e4, "max_bytes": 4e6, "repeats": 3}
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """As glibc's malloc.h numbers them."""
 CUTS = slice(None), slice(0, None, 2), slice(1, None, 2)
 """All rounds, and every other one."""
@@ -155,10 +157,12 @@ def profile() -> Cluster:
 
 
 def keep_memory() -> None:
-    """Have the allocator keep what it was given: glibc's returns arrays of 32 MB and more to the system at once, which
-    clears their pages anew in every step; a device has its memory for good."""
+    """Have the allocator keep what it was given: glibc's returns large arrays to the system at once, and what lies in
+    other heaps than the first even then, which clears their pages anew in every step (58,000 page faults in one of
+    `ddp`, a tenth of its time); a device has its memory for good. To be called before XLA's threads start."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_ARENA_MAX, 1)
         for setting in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             mallopt(setting, 2**31 - 1)
 
@@ -223,7 +227,6 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
 
 def ranked(subject: Subject, cluster: Cluster, *, repeats: int = 7) -> Figures:
     """Told and measured step times of every layout, and how alike their orders are."""
-    keep_memory()
     times, found = measured(subject, repeats=repeats), told(cluster, subject)
     rows, agree, estimates = [], [], [one.step_s for one in found]
     for layout, estimate, each in zip(layouts(subject.layouts), found, times, strict=True):
@@ -248,6 +251,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(SUBJECTS), metavar="MODEL", help=", ".join(SUBJECTS))
     parser.add_argument("--repeats", type=int, default=7, help="rounds; the median is kept")
     asked = parser.parse_args()
+    keep_memory()
     cluster = profile()
     for name in asked.models:
         rich.print(f"{name}:", ranked(SUBJECTS[name], cluster, repeats=asked.repeats))

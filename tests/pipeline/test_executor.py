@@ -250,7 +250,7 @@ def same(run: Run) -> None:
 
 def label(case: Case) -> str:
     changed = [f.name for f in dataclasses.fields(case) if getattr(case, f.name) != f.default]
-    return "-".join(f"{name}={getattr(case, name)}" for name in changed if name != "schedule") + f"-{case.schedule}"
+    return "-".join(f"{name}={getattr(case, name)}" for name in changed if name != "schedule") + f"-{case.table.name}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,6 +263,8 @@ CROSSED = [
     pytest.param(
         Case(schedule="interleaved-1f1b", fsdp=2, tensor=2, gather="microbatch", remat="full"), marks=pytest.mark.matrix
     ),
+    Case(schedule="eager-1f1b", fsdp=2, tensor=2, gather="microbatch", remat="full"),
+    pytest.param(Case(schedule=make("eager-1f1b", 2, 4, chunks=2), fsdp=2), marks=pytest.mark.matrix),
     # Of two streams and of two axes that split the batch: their parts are in other cases.
     pytest.param(Case(schedule="zb-v", fsdp=2, aux=True), marks=pytest.mark.matrix),
     pytest.param(Case(schedule="dualpipe", expert=2, fsdp=2), marks=pytest.mark.matrix),
@@ -279,6 +281,7 @@ FOLDED = Case(schedule="dualpipe-v", p=4, m=8, tied=True, aux=True)
 EVERY = [
     *(Case(schedule=name, p=4, m=8) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe")),
     Case(schedule="zb-h2", p=4, m=8, tied=True),
+    Case(schedule="eager-1f1b", p=4, m=8, tied=True),
     FOLDED,
 ]
 

@@ -26,7 +26,11 @@ TWO_RANKS = """\
 def test_csv_round_trips(name, p, m, tmp_path):
     schedule = make(name, p, m)
     schedule.to_csv(tmp_path / "schedule.csv")
-    assert Schedule.from_csv(tmp_path / "schedule.csv", name=name) == schedule
+    found = Schedule.from_csv(tmp_path / "schedule.csv", name=name)
+    if name == "eager-1f1b":  # the order alone is in the file, and not that three ops share a tick
+        assert found.order() == schedule.order()
+    else:
+        assert found == schedule
 
 
 def test_csv_is_written_as_the_format_says(tmp_path):

@@ -35,6 +35,7 @@ CLOSED = {
         lambda p, m: 3 * (p - 1) / 2,
         lambda p, m: min(2 * m, 2 * p + p - 1 + largest_group(p, m) - p),
     ),
+    "eager-1f1b": (lambda p, m: 3 * (p - 1), lambda p, m: min(2 * p, m)),
     "zb-h1": (lambda p, m: p - 1, lambda p, m: p),
     "zb-h2": (lambda p, m: max(0, 2 * p - 1 - m), lambda p, m: min(m, 2 * p - 1)),
     "zb-v": (lambda p, m: max(0, 2 * p - 1 - m) / 2, lambda p, m: 2 * min(p, m)),
@@ -43,7 +44,7 @@ CLOSED = {
 }
 MAKESPAN_BUBBLE = {
     "gpipe": 0.2727, "1f1b": 0.2727, "interleaved-1f1b": 0.1579, "zb-h1": 0.1111, "zb-h2": 0.1111, "zb-v": 0.0588,
-    "dualpipe-v": 0.1111,
+    "dualpipe-v": 0.1111, "eager-1f1b": 0.2727,
 }  # fmt: skip
 """At p = 4, m = 8 (FACTS 5)."""
 
@@ -87,6 +88,10 @@ STATED = {
     "interleaved-1f1b": (
         ["(p−1)(F+B+W)/v, and (p−m)(v−1)(F+B+W)/v more where m < p"],
         lambda p, m, f, b, w: (p - 1 + max(0, p - m)) * (f + b + w) / 2,
+    ),
+    "eager-1f1b": (
+        ["(p−1)(F+B+W)/v, whatever an op takes"],
+        lambda p, m, f, b, w: (p - 1) * (f + b + w),
     ),
     "zb-h1": (
         ["(p−1)(F+B−W) where W ≤ F, and (p−m)W more where m < p"],

@@ -30,7 +30,7 @@ def test_every_op_finds_what_is_meant_for_it(name):
     ("name", "up", "down", "stay"),
     [
         ("gpipe", 1, 1, 0), ("1f1b", 1, 1, 0), ("interleaved-1f1b", 1, 1, 0), ("zb-h1", 1, 1, 0), ("zb-h2", 1, 1, 0),
-        ("zb-v", 1, 1, 1), ("dualpipe", 2, 2, 0), ("dualpipe-v", 2, 2, 2),
+        ("zb-v", 1, 1, 1), ("dualpipe", 2, 2, 0), ("dualpipe-v", 2, 2, 2), ("eager-1f1b", 1, 1, 0),
     ],
 )  # fmt: skip
 def test_messages_of_a_tick(name, up, down, stay):
@@ -69,7 +69,7 @@ def test_a_stale_slot_is_caught(name, buffer):
         with pytest.raises(Stale, match=r"tick \d+, stage \d, .*: wants what [FB] of microbatch"):
             replay(schedule, dataclasses.replace(slots, **{buffer: stale}))
         checked += 1
-    assert checked
+    assert checked or (name, buffer) == ("eager-1f1b", "backlog")  # each W stands in the cell of its B
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -57,6 +57,8 @@ def test_bubbles_facts_5(p, m, percent):
         assert round(found["interleaved-1f1b"], 4) == 0.1579
         assert round(bubble(stages=4, microbatches=8, chunks=4)["interleaved-1f1b"], 4) == 0.0857
         assert round(found["zb-h1"], 4) == 0.1111
+    # Closed forms have no bubble of zb-h2 for fewer microbatches than it needs.
+    assert found["microbatches without, zb-h2, zb-v" if m < 2 * p - 1 else "zb-h2, zb-v"] == (7 if m == 1 else 0)
 
 
 def test_experts_facts_6():

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshpar as mp
-from meshpar.commands.plan import with_plan
 from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
+from meshpar.commands.train import with_plan
 from meshpar.compiled.clock.work import causal_share
 from meshpar.compiled.program import compile_here
 from meshpar.compiled.target import traced_for
@@ -379,6 +379,36 @@ def test_devices_that_share_cores_hide_nothing_and_fill_each_others_bubbles(smal
     assert more[0] - more[1] == pytest.approx(4 * (kept[0] - kept[1]))
 
 
+def test_host_devices_sum_each_products_share_of_an_inputs_gradient(small):
+    """XLA for GPUs sums them first: five products of a layer and the head's, against two; and in bfloat16."""
+    layout = Layout(mesh=mp.MeshSpec(tensor=4), strategy=mp.tensor_parallel())
+    host = dataclasses.replace(parse_cluster("h100:1x4"), is_shared=True)
+    there, here = (Search(small, one).estimate(layout).time for one in (parse_cluster("h100:1x4"), host))
+    placed = Search(small, host).placer.place(layout.mesh.resolve(4), layout.strategy)
+    nbytes = memory.residual_row_bytes(placed) * small.rows
+    more = (here.sent_bytes["tensor"] - there.sent_bytes["tensor"]) / (2 * 3 / 4 * nbytes)
+    layers, forward = small.num_layers, 2 * small.num_layers + 1
+    assert more == pytest.approx(2 * (forward + 5 * layers + 1) - (forward + 2 * layers), rel=0.01)
+
+
+OF_STAGES = {
+    "fsdp() | pipeline_parallel(stages=2, microbatches=16) | tensor_parallel(sequence=True)": (
+        2, {"stage": 2, "fsdp": 2, "tensor": 2}, "dots", 22_527_253,
+    ),
+    "fsdp() | pipeline_parallel(stages=2, microbatches=8)": (4, {"stage": 2, "fsdp": 4}, "full", 86_999_077),
+}  # fmt: skip
+"""Layers, mesh, remat, and the peak of the program compiled for H100 (jax 0.10.2)."""
+
+
+@pytest.mark.parametrize("strategy", OF_STAGES)
+def test_gradients_of_a_stages_experts_wait_for_their_w(strategy):
+    num_layers, mesh, remat, compiled = OF_STAGES[strategy]
+    work = workload(dataclasses.replace(MOE, num_layers=num_layers), 64, 64)
+    layout = Layout(mesh=mp.MeshSpec(**mesh), strategy=mp.parallel.parse_strategy(strategy), remat=remat)
+    found = Search(work, parse_cluster("h100:1x8")).estimate(layout)
+    assert found.memory.peak_bytes == pytest.approx(compiled, rel=0.1)
+
+
 def test_a_layers_backward_pass_holds_what_tensor_ranks_sum_and_parts_of_small_products(small, monkeypatch):
     """By hand: 16 rows of 64 tokens of width 256 in bfloat16, weights of 256 x 512."""
     held = {}
@@ -616,6 +646,9 @@ def test_mistakes_say_what_is_short_and_what_would_fit():
             mp.plan(CONFIG, tokens(16, 64), named)
     with pytest.raises(mp.MeshparError, match="it is a whole number from 1 on"):
         mp.plan(CONFIG, tokens(16, 64), "h100:1x8", top=0)
+    with pytest.raises(mp.MeshparError, match="a batch of 14 or 21 rows, or 4 of the 7 GPUs"):
+        mp.plan(CONFIG, tokens(16, 64), "h100:1x7")
+    assert mp.plan(CONFIG, tokens(14, 64), "h100:1x7").plans  # as the error says
 
 
 def test_the_nearest_change_counts_all_that_more_gpus_share(small):
@@ -695,6 +728,7 @@ TIGHT = (
     (CONFIG, (2, 512), "h100:1x8", 60e6, 1),  # rows are cut, by context_parallel() too
     (FEW_EXPERTS, (64, 64), "h100:1x8", 30e6, 1),
     (FEW_EXPERTS, (64, 64), "h100:1x8", 70e6, 1),
+    (FEW_EXPERTS, (64, 64), "h100:1x8", 22e6, 1),
 )
 """A model, rows and their length, a cluster, what one of its GPUs holds: less than DDP takes; and how many plans of it
 are compiled."""

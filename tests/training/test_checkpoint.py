@@ -507,50 +507,6 @@ def test_a_read_that_fails_leaves_nothing_behind(setup, folder, monkeypatch):
         assert getattr(sys, name) is hook
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Format 1
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def save_in_format_1(folder: Path, state: TrainState, position: int) -> None:
-    """As it was written: fingerprints beside the arrays, none of them in the document."""
-    import orbax.checkpoint as ocp
-
-    leaves = checkpoint._leaves(state)
-    whole = NamedSharding(state.setup.mesh, PartitionSpec())
-    fingerprints = jax.device_put(np.array(checkpoint._fingerprints(leaves, state.setup), np.uint32), whole)
-    document = {
-        "format": 1,
-        "meshpar": "0.1.0",
-        "step": int(state.step),
-        "leaves": {path: {"shape": list(x.shape), "dtype": x.dtype.name} for path, x in leaves.items()},
-        "data_state": {"step": position},
-    }
-    stored = {"leaves": checkpoint._nested(leaves), "fingerprints": fingerprints}
-    with ocp.CheckpointManager(folder) as manager:
-        manager.save(
-            int(state.step),
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(stored), run=ocp.args.JsonSave(checkpoint._sealed(document))
-            ),
-        )
-
-
-def test_format_1_comes_back_and_its_damage_is_seen(tmp_path, setup):
-    states = {step: trained(setup, step) for step in (1, 2)}
-    for step, state in states.items():
-        save_in_format_1(tmp_path, state, step)
-    restored = Checkpoints(tmp_path).restore(setup)
-    assert (restored.step, restored.data_state) == (2, {"step": 2})
-    assert_same(restored.state, on_host(states[2]))
-    shutil.copytree(tmp_path / "2", tmp_path / "whole")
-    for name in ("bits flipped", "run of the step before", "arrays of the step before", "all of the step before"):
-        DAMAGES[name](tmp_path / "2")
-        with pytest.raises(mp.MeshparError, match="step 2 is damaged"):
-            Checkpoints(tmp_path).restore(setup, 2)
-        replace_folder(tmp_path / "whole", tmp_path / "2")
-
-
 def test_a_damaged_one_asked_for_by_step_is_an_error(setup, folder):
     DAMAGES["bits flipped"](folder / "2")
     with pytest.raises(mp.MeshparError, match="restore step 2, but step 2 is damaged"):
@@ -645,6 +601,12 @@ def test_a_misfit_is_no_damage(setup, two_steps):
     """It must not make an older checkpoint be taken."""
     with pytest.raises(mp.MeshparError, match="be restored into this state"):
         Checkpoints(two_steps[0]).restore(make(model=make_model(mlp=32)))
+
+
+def test_an_older_format_is_refused(setup, folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", 3)
+    with pytest.raises(mp.MeshparError, match=r"format 3.*wrote it in format 2.*train anew"):
+        Checkpoints(folder).restore(setup)
 
 
 def test_a_newer_format_is_refused(setup, folder, monkeypatch):

@@ -24,6 +24,8 @@ from tests.grid import cases
 from tests.models import test_moe as moe
 from tests.parallel import test_equality as dense
 
+STAGES = "pipeline_parallel(stages=2, microbatches=2"
+SEQUENCE = "fsdp() | tensor_parallel(sequence=True)"
 AHEAD = "fsdp(prefetch=1) | tensor_parallel(sequence=True)"
 CASES = {
     **{name: one for name, one in dense.CASES.items() if "accumulate" not in name},
@@ -31,6 +33,17 @@ CASES = {
     "once": (mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp(), {"accumulate": 2, "accumulate_mode": "once"}),
     "ring": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), {}),
     "explicit": (mp.MeshSpec(fsdp=4, tensor=2, axis_types="explicit"), parse_strategy(AHEAD), {"remat": "full"}),
+    "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), parse_strategy(f"{SEQUENCE} | {STAGES}, schedule='zb-h1')"), {}),
+    "stages, chunks": (
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2),
+        parse_strategy(f"{SEQUENCE} | {STAGES}, schedule='1f1b', gather='microbatch')"),
+        {"remat": "full"},
+    ),
+    "stages, whole": (
+        mp.MeshSpec(stage=2, data=2, tensor=2),
+        parse_strategy(f"ddp() | tensor_parallel() | {STAGES})"),
+        {},
+    ),
 }
 
 
@@ -237,11 +250,26 @@ def test_x_without_rows(x, said):
 
 
 @pytest.mark.matrix
-def test_stages_refuse_slices():
+def test_a_microbatch_without_a_row_for_each_slice():
     strategy = mp.pipeline_parallel(stages=2, microbatches=2)
     state = mp.init_state(
         CONFIG.build(), optax.adam(1e-2), mesh=mesh_of(mp.MeshSpec(stage=2)), strategy=strategy, key=0
     )
-    batch = {name: np.zeros((8, 4), np.int32) for name in ("inputs", "targets")}
-    with pytest.raises(MeshparError, match="interleave=2.*under pipeline_parallel"):
+    batch = {name: np.zeros((6, 4), np.int32) for name in ("inputs", "targets")}
+    with pytest.raises(MeshparError, match=r"microbatches=2, interleave=2.*use a batch of 8"):
         mp.train_step(mp.models.next_token_loss, interleave=2)(state, batch)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_experts_in_stages_on_slices(framework):
+    """Without losses on means over rows, five steps are those of one device, and loads those of whole rows."""
+    cfg = moe.mixtral_like(param_dtype="float64", losses={"auxiliary_weight": 0.0, "z_weight": 0.0})
+    expected = moe.five_steps(cfg, framework, *moe.ONE)
+    strategy = parse_strategy(f"fsdp() | expert_parallel() | {STAGES}, schedule='eager-1f1b')")
+    spec = mp.MeshSpec(stage=2, fsdp=2, expert=2)
+    found = moe.five_steps.__wrapped__(cfg, framework, spec, strategy, start=expected.start, interleave=2)
+    for metrics, wanted in zip(found.metrics, expected.metrics, strict=True):
+        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-9)
+        np.testing.assert_array_equal(metrics["moe/load"], wanted["moe/load"])
+    assert_same(found.params, expected.params, atol=1e-9)

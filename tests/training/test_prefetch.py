@@ -18,7 +18,7 @@ from meshpar.compiled.traced import messages
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import parse_strategy
 from meshpar.sharding.types import MeshparError
-from meshpar.training.engines.prefetch import Layout, prefetched
+from meshpar.training.engines.prefetch import LayerLayout, prefetched
 from meshpar.training.layers import REMAT_POLICIES, Aux, scanned
 from tests.compiled.overlap_counter import per_loop
 from tests.equal import assert_same, mesh_of, model_of
@@ -80,7 +80,7 @@ def test_five_steps_of_experts_are_those_of_the_plain_scan(cfg, framework, remat
 # The scan itself
 # ---------------------------------------------------------------------------------------------------------------------
 
-HERE = Layout(lambda weights: weights, lambda grads: grads)
+HERE = LayerLayout(lambda weights: weights, lambda grads: grads)
 
 
 def layer(x, row, scale=1.0):

@@ -12,7 +12,7 @@ from meshpar.models import TransformerConfig
 from meshpar.models.transformer_linen import LinenMLP
 from meshpar.training.precision import Precision, numerics
 from meshpar.training.precision import dot_general as dot
-from meshpar.training.slice_sums import Own, Rows, summed_first
+from meshpar.training.slice_sums import Own, SliceRows, summed_first
 from tests.equal import mesh_of
 from tests.grid import cases
 
@@ -57,7 +57,7 @@ APART = {
 
 def gradient(use, mesh, dtype, *, first):
     """A jitted function of two slices and a weight: its gradient, by `summed_first` or by autodiff alone."""
-    rows = Rows(mesh, ("fsdp",), ROWS)
+    rows = SliceRows(mesh, ("fsdp",), ROWS)
 
     @jax.jit
     def run(xs, w):
@@ -123,7 +123,7 @@ def test_sums_keep_the_dtype_they_are_made_in():
 
 def test_a_result_that_others_read_keeps_its_value():
     """A weight's gradient that is another result's, too, in the call that makes it."""
-    rows = Rows(mesh_of(mp.MeshSpec(fsdp=4)), ("fsdp",), ROWS)
+    rows = SliceRows(mesh_of(mp.MeshSpec(fsdp=4)), ("fsdp",), ROWS)
     xs, w = arrays(rows.mesh)
 
     def back(a, b, w):
@@ -165,7 +165,7 @@ def test_every_matrix_of_an_mlp_is_summed_first():
     def back(params, x):
         with mp.use(mesh, mp.fsdp()), numerics(Precision(compute="bfloat16"), None, 2):
             y, vjp = jax.vjp(lambda params: [mlp.apply(params, x) for _ in range(2)], params)
-            return summed_first(lambda dy: vjp(dy)[0], True, Rows(mesh, ("fsdp",), ROWS))(y)
+            return summed_first(lambda dy: vjp(dy)[0], True, SliceRows(mesh, ("fsdp",), ROWS))(y)
 
     found = jax.tree.leaves(jax.eval_shape(back, params, x), is_leaf=lambda one: isinstance(one, Own))
     assert [isinstance(one, Own) for one in found] == [True] * 3

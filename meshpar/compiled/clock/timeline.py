@@ -244,6 +244,23 @@ class _ComputationRun:
             self.waits.append((self.duration_s, until_s))
             self.duration_s = until_s
 
+    def add(self, inner: _ComputationRun, times: float) -> None:
+        """The sums of so many runs of another."""
+        self.compute_s += times * inner.compute_s
+        self.memory_s += times * inner.memory_s
+        self.bubble_s += times * inner.bubble_s
+        for label, time_s in inner.network_s.items():
+            self.network_s[label] += times * time_s
+            self.hidden_s[label] += times * inner.hidden_s[label]
+
+    def computed(self, ins: Instruction, kind: str, start_s: float) -> None:
+        """Notes what has run on the compute stream until now."""
+        module = scopes.module_path(ins.metadata.op_name)
+        end_s = self.duration_s
+        self.ops.append(
+            Op(name=ins.name, stream="compute", start_s=start_s, end_s=end_s, kind=kind, label="", module=module)
+        )
+
     def works(self, cover: Cover) -> None:
         """Notes that compute works while the pending flights are under way."""
         for flight in (flight for flights in self.pending.values() for flight in flights):
@@ -336,17 +353,7 @@ class _Simulation:
         block.compute_s += kernel.time_s * kernel.is_compute_bound
         block.memory_s += kernel.time_s * (not kernel.is_compute_bound)
         block.works("matmul" if kernel.flops else "kernels")
-        block.ops.append(
-            Op(
-                name=ins.name,
-                stream="compute",
-                start_s=start_s,
-                end_s=block.duration_s,
-                kind="matmul" if kernel.flops else "kernel",
-                label="",
-                module=scopes.module_path(ins.metadata.op_name),
-            )
-        )
+        block.computed(ins, "matmul" if kernel.flops else "kernel", start_s)
 
     def _communicates(self, computation: Computation, ins: Instruction, hops: int) -> Iterator[Collective | None]:
         """The collectives an instruction runs on the communication stream; None for one that sends nothing."""
@@ -412,18 +419,7 @@ class _Simulation:
             self._loops[ins.name] = _segment(body, ins, times)
             start_s = self._repeat(block, body, 1 if times is None else times)
         if block.duration_s > start_s:
-            op_name = ins.metadata.op_name
-            block.ops.append(
-                Op(
-                    name=ins.name,
-                    stream="compute",
-                    start_s=start_s,
-                    end_s=block.duration_s,
-                    kind="loop",
-                    label="",
-                    module=scopes.module_path(op_name),
-                )
-            )
+            block.computed(ins, "loop", start_s)
 
     def _ticks(self, body: Computation, choices: Mapping[str, np.ndarray]) -> tuple[_ComputationRun, _ComputationRun]:
         """The longest tick of a pipeline's loop, and all its ticks for the mean stage."""
@@ -443,13 +439,9 @@ class _Simulation:
         length_s = self.cells.makespan(np.array([one.duration_s for one in blocks])[which])
         whole = _ComputationRun(duration_s=length_s, bubble_s=length_s)
         for one, times in zip(blocks, runs.tolist(), strict=True):
+            whole.add(one, times)
             whole.bubble_s -= times * one.duration_s
-            whole.compute_s += times * one.compute_s
-            whole.memory_s += times * one.memory_s
             whole.cover = _better(whole.cover, one.cover)
-            for label, time_s in one.network_s.items():
-                whole.network_s[label] += times * time_s
-                whole.hidden_s[label] += times * one.hidden_s[label]
         return max(blocks, key=lambda one: one.duration_s), whole
 
     def _inline(self, block: _ComputationRun, inner: _ComputationRun) -> None:
@@ -463,12 +455,7 @@ class _Simulation:
             block.wait(max(block.free_s.values(), default=0.0))
         start_s = block.duration_s
         block.duration_s += times * inner.duration_s
-        block.compute_s += times * inner.compute_s
-        block.memory_s += times * inner.memory_s
-        block.bubble_s += times * inner.bubble_s
-        for label, time_s in inner.network_s.items():
-            block.network_s[label] += times * time_s
-            block.hidden_s[label] += times * inner.hidden_s[label]
+        block.add(inner, times)
         if times and inner.duration_s:
             block.works(inner.cover)
         return start_s

@@ -260,16 +260,6 @@ def _near(computation: Computation, ins: Instruction) -> Instruction | None:
     return at or next((user for user in computation.users[ins.name] if _module(user)), None)
 
 
-def with_shape(computation: Computation, dims: Sequence[int], dtype: str | None = None) -> tuple[Instruction, ...]:
-    """Instructions that give an array of these dims (alone or in a tuple); of any element type unless one is named."""
-    wanted = tuple(dims)
-
-    def fits(shape: ArrayShape) -> bool:
-        return shape.dims == wanted and dtype in (None, shape.dtype)
-
-    return tuple(ins for ins in computation if any(fits(leaf) for leaf in ins.shape.leaves()))
-
-
 def _flops(computation: Computation, ins: Instruction) -> int:
     if ins.opcode == "dot":
         return _product_flops(computation, ins, _dims(ins.attributes.get("lhs_contracting_dims", "")))

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshpar.interop.decoder import MLP, NORMS, Family, Row, ends, experts, fields, layers, refuse, sizes_of
 from meshpar.interop.fields import Field, typed
-from meshpar.interop.table import Part, Tensor, run
+from meshpar.interop.table import DimPart, FileTensor, run
 from meshpar.models.config import TransformerConfig
 
 BIAS_RATE = 1e-3
@@ -25,17 +25,17 @@ _SHARED: tuple[Row, ...] = (
 )
 
 
-def _attention(cfg: TransformerConfig, *, dense: bool) -> list[Tensor]:
+def _attention(cfg: TransformerConfig, *, dense: bool) -> list[FileTensor]:
     latent = cfg.latent
     assert latent is not None
     nope, rope, rank, value = latent.nope_dim, latent.rope_dim, latent.kv_rank, latent.v_dim
     of_query = "q_proj" if latent.q_rank is None else "q_b_proj"
     query = "query" if latent.q_rank is None else "query_up"
     in_pairs = tuple(nope + i for i in (*range(0, rope, 2), *range(1, rope, 2)))
-    parts: dict[str, dict[str, Part]] = {
-        f"attention/{query}/kernel": {"D": Part((*range(nope), *in_pairs), nope + rope)},
+    parts: dict[str, dict[str, DimPart]] = {
+        f"attention/{query}/kernel": {"D": DimPart((*range(nope), *in_pairs), nope + rope)},
         "attention/latent_down/kernel": {"C": run(0, rank, rank + rope)},
-        "attention/key_rope/kernel": {"R": Part(tuple(rank - nope + i for i in in_pairs), rank + rope)},
+        "attention/key_rope/kernel": {"R": DimPart(tuple(rank - nope + i for i in in_pairs), rank + rope)},
         "attention/key_up/kernel": {"N": run(0, nope, nope + value)},
         "attention/value_up/kernel": {"W": run(nope, nope + value, nope + value)},
     }
@@ -63,7 +63,7 @@ def _attention(cfg: TransformerConfig, *, dense: bool) -> list[Tensor]:
     ]  # fmt: skip
 
 
-def _tensors(cfg: TransformerConfig) -> list[Tensor]:
+def _tensors(cfg: TransformerConfig) -> list[FileTensor]:
     assert cfg.moe is not None
     found = [*ends(cfg), *layers(cfg, *NORMS), *_attention(cfg, dense=False)]
     found += layers(cfg, *experts("mlp"), *(_SHARED if cfg.moe.shared_experts else ()))
@@ -75,7 +75,7 @@ def _tensors(cfg: TransformerConfig) -> list[Tensor]:
     return found
 
 
-def _kept(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[Tensor]:
+def _kept(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[FileTensor]:
     """The modules behind the last layer: each a layer with norms, a projection, an embedding and a head of its own."""
     count = typed("config.json, `num_nextn_predict_layers`", document.get("num_nextn_predict_layers") or 0, int)
     if not count:
@@ -87,7 +87,7 @@ def _kept(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[Tensor]:
         ("eh_proj.weight", "E T -> L E T"), ("shared_head.norm.weight", "E -> L E"),
         ("shared_head.head.weight", "V E -> L V E"),
     )  # fmt: skip
-    behind += [Tensor("model.layers.{L}." + theirs, f"kept/{theirs}", dims, sizes) for theirs, dims in rows]
+    behind += [FileTensor("model.layers.{L}." + theirs, f"kept/{theirs}", dims, sizes) for theirs, dims in rows]
     return [dataclasses.replace(one, first=cfg.num_layers, sizes={**one.sizes, "L": count}) for one in behind]
 
 

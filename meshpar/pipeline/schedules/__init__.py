@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshpar.pipeline.schedules.makers import SCHEDULES as SCHEDULES
 from meshpar.pipeline.schedules.makers import dualpipe as dualpipe
 from meshpar.pipeline.schedules.makers import dualpipe_v as dualpipe_v
+from meshpar.pipeline.schedules.makers import eager_1f1b as eager_1f1b
 from meshpar.pipeline.schedules.makers import gpipe as gpipe
 from meshpar.pipeline.schedules.makers import interleaved_1f1b as interleaved_1f1b
 from meshpar.pipeline.schedules.makers import make as make

@@ -60,6 +60,39 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
     return Schedule.from_order("interleaved-1f1b", rows, parts=parts)
 
 
+def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
+    """1F1B with as many forwards ahead as let every stage run one forward and one whole backward in every tick.
+
+    In 1F1B one stage runs its forward while the next runs a backward, and stages that meet in every tick wait for the
+    longest op: up to 3(p−1+m) max(F, B, W). Here the ticks between fill and drain are alike on all stages, and meeting
+    costs nothing: bubble (p−1)(F+B+W)/v, whatever an op takes, and (p−m)(v−1)(F+B+W)/v more where m < p;
+    activations min(2p, m)·M, or p(1 + 1/v)·M with v > 1 chunks a stage where p divides m and is less. Zhuang et al., On
+    Optimizing the Communication of Model Parallelism, arXiv 2211.05322; with chunks Narayanan et al., arXiv 2104.04473.
+    """
+    _check("eager-1f1b", stages, microbatches, chunks)
+    groups = np.array_split(np.arange(microbatches), max(1, microbatches // stages) if chunks > 1 else 1)
+    # A microbatch is on the last stage p ticks after it was on the first: only then the next chunk has it.
+    sizes = [max(len(group), stages) if chunks > 1 else len(group) for group in groups]
+    turned = (chunks - 1) * sizes[0] + stages
+    """The tick of the first backward, on the last stage: the one after its forward there."""
+    cells: list[list[list[tuple[str, int, int]]]] = [
+        [[] for _ in range(stages)] for _ in range(turned + chunks * sum(sizes) + stages - 1)
+    ]
+    begin = 0
+    for group, size in zip(groups, sizes, strict=True):
+        for chunk in range(chunks):
+            for at, i in enumerate(group.tolist()):
+                for stage in range(stages):
+                    cells[begin + chunk * size + at + stage][stage].append(("F", i, chunk))
+                    backward = cells[turned + begin + chunk * size + at + stages - 1 - stage][stage]
+                    backward += [("B", i, chunks - 1 - chunk), ("W", i, chunks - 1 - chunk)]
+        begin += chunks * size
+    while not any(cells[-1]):  # where a group is smaller than the room that it is given
+        cells.pop()
+    parts = [[chunk * stages + stage for chunk in range(chunks)] for stage in range(stages)]
+    return Schedule.from_table(cells, parts=parts, microbatches=microbatches, name="eager-1f1b")
+
+
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """1F1B with the weight gradients put off into what would be idle time, within 1F1B's memory.
 
@@ -149,6 +182,7 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved-1f1b": interleaved_1f1b,
+    "eager-1f1b": eager_1f1b,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
     "zb-v": zb_v,

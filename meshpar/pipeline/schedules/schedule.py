@@ -327,7 +327,8 @@ class Schedule:
         """Write it in torch.distributed.pipelining's compute_only format, blocks at their first tick.
 
         `from_csv` reads it, and so does torch, unless the schedule holds a part on two stages, as DualPipe does: there
-        torch wants one rank for each.
+        torch wants one rank for each. It says what follows what: a table whose cells hold three ops, as that of
+        `eager-1f1b`, is read as one of more ticks; `to_json` keeps these.
         """
         from meshpar.pipeline.schedules import csv
 

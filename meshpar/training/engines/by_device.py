@@ -58,7 +58,7 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     """Every device sums the gradients of its own rows; one reduction follows.
 
     Manual over the axes that split the batch, so that XLA sees no sum over devices inside the loop; other axes stay
-    XLA's. Parameters enter whole over those axes: gathered once.
+    XLA's. Parameters enter replicated over those axes: gathered once.
 
     On Explicit axes types could say it: of weights that are `reduced` over the batch's axes, gradients are `unreduced`
     till they are laid out behind the loop. That sends the same bytes there, and each micro-step's loss besides, and jax

@@ -29,7 +29,7 @@ from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, p
 from meshpar.training.engines import plain
 from meshpar.training.layers import Ahead, Aux, Layer, check_alike, leaf_at, scanned, with_aux
 from meshpar.training.options import StepOptions
-from meshpar.training.slice_sums import Own, Rows, summed_first
+from meshpar.training.slice_sums import Own, SliceRows, summed_first
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums
 from meshpar.training.xla import LATENCIES, OVERLAP_LIMIT, Value, pipelined
@@ -106,7 +106,7 @@ def bytes_of_a_layer(setup: Setup, options: StepOptions) -> tuple[int, int]:
     return gathered, kept
 
 
-class Layout(NamedTuple):
+class LayerLayout(NamedTuple):
     """How the weights of one layer lie."""
 
     whole: Callable[[PyTree], PyTree]
@@ -117,7 +117,7 @@ class Layout(NamedTuple):
     """A truth for each: whether it has a gradient. None: all have."""
     are_sliced: bool = False
     """Whether a layer runs on several slices of the rows: it uses each weight as often, and sums the gradients."""
-    rows: Rows | None = None
+    rows: SliceRows | None = None
     """Of a slice, where matmuls can leave a gradient as each device has it; `shards` then takes `Own`s, too."""
 
     def trained(self, tree: PyTree) -> PyTree:
@@ -152,18 +152,20 @@ def _run(setup: Setup, at: str, layer: Layer, x: Any, rows: tuple[PyTree, PyTree
     trained = jax.tree_util.tree_map_with_path(is_trained, rows[0])
     context = current().numerics
     sliced = context is not None and context.interleave > 1
-    layout = Layout(whole, functools.partial(laid, without=()), trained, sliced, _rows(setup, x) if sliced else None)
+    layout = LayerLayout(
+        whole, functools.partial(laid, without=()), trained, sliced, _rows(setup, x) if sliced else None
+    )
     return prefetched(layer, x, rows, layout)
 
 
-def _rows(setup: Setup, x: PyTree) -> Rows | None:
+def _rows(setup: Setup, x: PyTree) -> SliceRows | None:
     """How a slice's rows lie; None: axes split the sequence, or types say how arrays lie."""
     like = max(jax.tree.leaves(x), key=jnp.ndim)
     spec = spec_of(jax.ShapeDtypeStruct(like.shape[:2], like.dtype), *("batch", "seq")[: like.ndim])
     axes, others = (axes_of_spec(PartitionSpec(*part)) for part in (spec[:1], spec[1:]))
     if others or not axes or AxisType.Explicit in setup.mesh.axis_types:
         return None
-    return Rows(setup.mesh, tuple(axes), len(like))
+    return SliceRows(setup.mesh, tuple(axes), len(like))
 
 
 def _without(one: Decision, axes: tuple[str, ...]) -> PartitionSpec:
@@ -174,7 +176,7 @@ def _without(one: Decision, axes: tuple[str, ...]) -> PartitionSpec:
     return without_axes(PartitionSpec(*one.spec[1:]), [axis for axis in axes if axis not in kept])
 
 
-def prefetched(layer: Layer, x: Any, rows: tuple[PyTree, PyTree], layout: Layout) -> Any:
+def prefetched(layer: Layer, x: Any, rows: tuple[PyTree, PyTree], layout: LayerLayout) -> Any:
     """Stacked layers, one after the other, each layer's weights laid out `whole` while the one before it computes.
 
     Values and gradients are those of `layers.scanned`.
@@ -218,7 +220,7 @@ class _Ahead:
 
     body: Callable[..., Any]
     """(x, weights, smooth, fixed, *consts) -> ((y, loss), metrics)."""
-    layout: Layout
+    layout: LayerLayout
     vjps: dict[str, tuple[Any, list[int | None]]] = dataclasses.field(default_factory=dict)
     """Of the layers in the loop and of the last: the tree of the backward function, and which of its residuals are at
     hand again in the backward pass, a layer's weights before all: they are not stacked."""

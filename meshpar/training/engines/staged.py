@@ -42,7 +42,7 @@ from meshpar.training.layers import Aux, Layer, Run, offloads, running, scanned,
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
-from meshpar.training.xla import IN_PLACE, Options
+from meshpar.training.xla import APART, IN_PLACE, Options
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
@@ -68,7 +68,9 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     schedule = pipelined.table()
     _check(setup, schedule, pipelined, batch_axes)
     sizes = axis_sizes(setup.mesh)
-    check_rows(batch, {axis: sizes[axis] for axis in batch_axes}, schedule.microbatches, "microbatches")
+    count, slices = schedule.microbatches, options.interleave
+    what = "microbatches" if slices == 1 else f"slices (microbatches={count}, interleave={slices})"
+    check_rows(batch, {axis: sizes[axis] for axis in batch_axes}, count * slices, what)
     cut = _Cut.of(setup, schedule, pipelined)
     behind = _Behind.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}", weight)
     run = StagedRun(
@@ -96,8 +98,10 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
 
 
 def compile_options(setup: Setup, options: StepOptions) -> Options:
-    """What keeps a stage's buffers in their place."""
-    return IN_PLACE
+    """What keeps a stage's buffers in their place; and slices of the rows apart, as `prefetch.compile_options` says."""
+    if options.interleave == 1:
+        return IN_PLACE
+    return {**IN_PLACE, **APART}
 
 
 def reads_of_layers(
@@ -493,12 +497,11 @@ def _check_once(calls: int) -> None:
 def _check_options(options: StepOptions, setup: Setup) -> None:
     for given, is_given in (
         (f"train_step(accumulate={options.accumulate})", options.accumulate > 1),
-        (f"train_step(interleave={options.interleave})", options.interleave > 1),
         ("a strategy that quantizes", setup.strategy.quantize is not None),
     ):
         if is_given:
             exists = "a pipeline sums the gradients of its own microbatches and sends weights as they are"
-            fix = "leave it out; more microbatches are what accumulation and slices would be"
+            fix = "leave it out; more microbatches are what accumulation would be"
             raise problem(f"{given} under {setup.strategy.label}", "be done by stages", exists, fix)
 
 

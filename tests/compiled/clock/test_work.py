@@ -14,6 +14,15 @@ from meshpar.compiled.walk import executed
 VERSIONS = ("jax0.10", "jax0.12")
 
 
+def with_shape(computation, dims, dtype=None):
+    """Instructions that give an array of these dims, alone or in a tuple."""
+    return [
+        ins
+        for ins in computation
+        if any(leaf.dims == tuple(dims) and dtype in (None, leaf.dtype) for leaf in ins.shape.leaves())
+    ]
+
+
 def compiled(function, *shapes):
     return compile_here(jax.jit(function).trace(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)))
 
@@ -185,12 +194,12 @@ def test_shapes_are_looked_up_in_a_loop_body(saved, programs, version):
     module = saved["scan", "cuda", version]
     forward, backward = (v.computation for v in executed(module) if v.loops and v.loops[-1].body == v.computation.name)
     local = programs.HIDDEN // 2
-    gathered = work.with_shape(forward, (programs.EMBED, local), "bf16")
+    gathered = with_shape(forward, (programs.EMBED, local), "bf16")
     assert {"all-gather", "all-gather-start", "all-gather-done"} & {ins.opcode for ins in gathered}
     # No device holds a whole weight, [32, 64], in either loop; nor the gathered one as float32.
     for body in (forward, backward):
-        assert not work.with_shape(body, (programs.EMBED, programs.HIDDEN))
-        assert not work.with_shape(body, (programs.EMBED, local), "f32")
+        assert not with_shape(body, (programs.EMBED, programs.HIDDEN))
+        assert not with_shape(body, (programs.EMBED, local), "f32")
 
 
 # The walk
