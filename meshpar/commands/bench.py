@@ -140,9 +140,9 @@ def gpu(
     """What the first device reaches: square products by size, a copy, and whole training steps of a decoder.
 
     The decoder has 1.6e9 parameters on GPUs of 80 GB and rows of 4,096 tokens, on CPUs next to none. Its step runs in
-    bfloat16, with matmuls in 8 bits, and as plain Flax under jax.jit: time, utilisation of the data sheet's peak and of
-    the best product, the kernels of one profiled step, and the step that explain's clock predicts. What the device
-    cannot run is told in a line. Under eight minutes: nothing is begun behind seven.
+    bfloat16, with matmuls in 8 bits (fp8, fp8-rowwise), and as plain Flax under jax.jit: time, utilisation of the data
+    sheet's peak and of the best product, the kernels of one profiled step, and the step that explain's clock predicts.
+    What the device cannot run is told in a line. Under eight minutes: nothing is begun behind seven.
 
     With --save all stand in a profile beside links (`meshpar bench collectives --save`): `plan` and `explain` take the
     products in place of the assumed share of the data sheet's peak.

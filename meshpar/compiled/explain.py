@@ -35,6 +35,7 @@ from meshpar.compiled.target import mesh_on, require_aot, traced_for
 from meshpar.compiled.traced import by_stage, enters, messages, vocab_chunks
 from meshpar.compiled.uses import uses
 from meshpar.models import lookup
+from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
 from meshpar.parallel.promise import Uses
 from meshpar.planner.hardware import Cluster, cluster_here, parse_cluster
 from meshpar.sharding.context import apart
@@ -147,7 +148,7 @@ def _explain(
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options, rounds),
-        notes=tuple(_notes(program, collectives, account.host_bytes)),
+        notes=(*_notes(program, collectives, account.host_bytes), *_grouped_note(program, step.options)),
         stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
         rounds=scheduled if rounds else None,
         timeline=times,
@@ -272,6 +273,19 @@ def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: in
     if any(one.in_branch for one in collectives):
         notes.append("what a conditional may run is counted as if it ran")
     return notes
+
+
+def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
+    """Why experts' matmuls on GPUs are not a library's kernel: the pod's packages decide it as much as its devices."""
+    if program.target == "cpu" or f"/{SWIGLU}/" not in program.text:
+        return
+    dtype = options.precision.compute or options.precision.params or "float32"
+    why = "8-bit matmuls have no other"
+    if options.precision.matmul is None:
+        why = choose_grouped_matmul("cuda", dtype).why
+        if has_kernels() and not has_tokamax():
+            why += "; where it is (the extras cuda12 and cuda13), another program runs than this one"
+    yield f"experts' matmuls are the blocked form: {why}"
 
 
 # ---- Where to --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh
 
 from meshpar.compiled.clock.work import causal_share
 from meshpar.compiled.traced import inner_jaxprs, num_trips
+from meshpar.moe import kernels
 from meshpar.sharding.context import tracing
 from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.types import PyTree
@@ -143,10 +144,18 @@ def _attention_flops(equation: Any) -> int:
     return causal_share(whole, num_keys, params.get("sliding_window_length")) if is_causal else whole
 
 
+def _grouped_flops(equation: Any) -> int:
+    """tokamax's: rows there are with weights `[G, d, f]`, once forward and twice for the gradients of both."""
+    _, d, f = equation.invars[1].aval.shape
+    return 2 * equation.params["typical_rows"] * d * f * (2 if equation.primitive.name == kernels.GRADIENTS else 1)
+
+
 _PRODUCTS: Mapping[str, Callable[[Any], int]] = {
     "dot_general": _dot_flops,
     "conv_general_dilated": _convolution_flops,
     "ragged_dot_general": _ragged_dot_flops,
+    kernels.PRODUCT: _grouped_flops,
+    kernels.GRADIENTS: _grouped_flops,
 }
 _OPAQUE = frozenset({"custom_call", "ffi_call", "triton_kernel_call", "pure_callback", "io_callback"})
 

@@ -6,6 +6,7 @@ None of this needs a GPU or a driver; it needs the `aot` extra. `meshpar.compile
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -21,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.compiled import messages
 from meshpar.compiled.program import Program, memory_of
+from meshpar.moe.choice import compiled_for
 from meshpar.planner.hardware import Cluster, Gpu, cluster_of, parse_cluster
 from meshpar.sharding.types import AnyMesh, problem
 from meshpar.training.xla import GPU_OPTIONS, PROFILE
@@ -67,7 +69,7 @@ def traced_for(cluster: Cluster | None) -> Iterator[None]:
     """What cuDNN's attention and tokamax's kernels ask of the GPU at hand while they are traced is told of the pod's.
 
     They look at the process's own devices, whatever the mesh is made of: jax takes wide heads on newer GPUs only, and
-    tokamax has kernels for each generation.
+    tokamax has kernels for each generation. What chooses a kernel by the devices chooses as it would on the pod.
     """
     if cluster is None:
         yield
@@ -87,6 +89,7 @@ def traced_for(cluster: Cluster | None) -> Iterator[None]:
         return tuple(int(number) for number in text.split("."))
 
     with (
+        compiled_for("cuda", here),
         # Asked by tokamax alone: what only traces, as the planner does, loads no plugin for it.
         mock.patch.object(backend, "get_default_device", device),
         mock.patch.object(attention, "check_compute_capability", lambda text: here >= wanted(text)),
@@ -190,6 +193,10 @@ def compile_stablehlo(
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
 
+    if b"mosaic_gpu" in module:
+        importlib.import_module(
+            "jax.experimental.mosaic.gpu"
+        )  # says where the library is that its kernels are linked to
     devices = topology(cluster)
     client = devices[0].client
     overrides: dict[str, Any] = {**GPU_OPTIONS, **(options or {})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -11,6 +12,25 @@ IMPLEMENTATIONS = ("auto", "fixed", "ragged", "hierarchical", NODE_FIRST)
 TWO_LEVELS = ("hierarchical", NODE_FIRST)
 """Over a pair of axes, across the nodes and inside them."""
 GPUS = ("gpu", "cuda", "rocm")
+_TARGET = jax.make_user_context(None)
+"""(platform, compute capability) of the devices that a program is traced for; caches of traces go by it."""
+
+
+def compiled_for(platform: str, capability: tuple[int, int] | None = None) -> contextlib.AbstractContextManager[None]:
+    """What is traced inside is for these devices, whichever jax runs on: kernels are chosen as they would be there."""
+    return _TARGET((platform, capability))
+
+
+def target() -> tuple[str, tuple[int, int] | None]:
+    """Platform and compute capability that a program is traced for: those of `compiled_for`, else jax's own."""
+    if _TARGET.value is not None:
+        return _TARGET.value
+    platform = jax.default_backend()
+    known = getattr(jax.devices()[0], "compute_capability", None) if platform in GPUS else None
+    if known is None:
+        return platform, None
+    major, _, minor = str(known).partition(".")
+    return platform, (int(major), int(minor or 0))
 
 
 def platform_of_mesh() -> str | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -13,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import backend
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.check import check_choice, checked_count
 from meshpar.collectives.wire import varying_alike
+from meshpar.moe import kernels
 from meshpar.moe.check import check_array
-from meshpar.moe.choice import GPUS, KernelChoice
+from meshpar.moe.choice import GPUS, KernelChoice, target
 from meshpar.moe.order import blocks_of, room_for
 from meshpar.planner import cost
-from meshpar.sharding.types import MeshparError, problem
+from meshpar.sharding.types import problem
 from meshpar.training.layers import Adapted
 from meshpar.training.precision import BY_ROW, check_narrow, check_wide, matmul_here
 from meshpar.training.products import FORWARD, GRADIENT, Scaled, scaled
@@ -35,19 +34,23 @@ HOPPER = 9
 
 
 def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> KernelChoice:
-    """What `implementation="auto"` takes for rows of a dtype on a platform (`cpu`, `gpu`, ...); None: jax's own."""
-    if not _has_tokamax():  # asked first: whoever plans asks jax for no device, which loads its plugins, 300 MB
+    """What `implementation="auto"` takes for rows of a dtype.
+
+    Args:
+      platform: `cpu`, `gpu`, ...; None: the one that the program is traced for (`explain`'s cluster), else jax's own.
+      dtype: of rows and weights.
+    """
+    if not has_tokamax():  # asked first: whoever plans asks jax for no device, which loads its plugins, 300 MB
         return KernelChoice(implementation="blocked", why="tokamax, whose kernel is for GPUs, is not installed")
-    platform = platform or jax.default_backend()
+    platform = platform or target()[0]
     if platform not in GPUS:
         return KernelChoice(implementation="blocked", why=f"tokamax has kernels for GPUs, none for {platform}")
     if jnp.dtype(dtype).itemsize > 2:
         why = f"products of {jnp.dtype(dtype)} are to be as exact as that; tokamax's kernels are made for 16 bits"
         return KernelChoice(implementation="blocked", why=why)
-    # Of 0.0.17, for the weights' gradient: on Blackwell it has the other two.
-    capability = getattr(backend.get_default_device(), "compute_capability", HOPPER)
-    if int(float(capability)) != HOPPER:
-        why = f"tokamax has a kernel for every gradient on Hopper, not for compute capability {capability}"
+    if not has_kernels():
+        generation = ".".join(map(str, target()[1] or ()))
+        why = f"tokamax has a kernel for every gradient on Hopper, not for compute capability {generation}"
         return KernelChoice(implementation="blocked", why=why)
     return KernelChoice(implementation="tokamax", why="tokamax is installed, and its kernels are for GPUs")
 
@@ -116,7 +119,7 @@ def _multiplied(
             return _batched(rows, weights)
         rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(sizes, jnp.int32))
         if implementation == "tokamax":
-            return _tokamax(rows, weights, sizes)
+            return _tokamax(typical or num_rows, rows, weights, sizes)
         return _blocked(_Plan.of(num_rows, num_groups, block, typical, narrow), rows, weights, sizes)
 
 
@@ -187,7 +190,7 @@ def _checked_how(
         checked_count(KERNEL, "block", block)
     if typical_rows is not None:
         checked_count(KERNEL, "typical_rows", typical_rows)
-    if implementation == "tokamax" and not _has_tokamax():
+    if implementation == "tokamax" and not has_tokamax():
         fix = "install it (`pip install tokamax`), or take implementation='blocked'"
         raise problem(KERNEL, "use implementation='tokamax'", "the package tokamax is not installed", fix)
     if implementation == "tokamax":
@@ -208,8 +211,15 @@ def _activated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _has_tokamax() -> bool:
+def has_tokamax() -> bool:
+    """Whether the package is installed."""
     return importlib.util.find_spec("tokamax") is not None
+
+
+def has_kernels() -> bool:
+    """Whether the package, 0.0.17, has all kernels for what is traced for. Of weights' gradients Blackwell has none."""
+    capability = target()[1]
+    return capability is None or capability[0] == HOPPER
 
 
 def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, group_sizes: Any) -> None:
@@ -471,37 +481,20 @@ _blocked_swiglu.defvjp(_blocked_swiglu_forward, _blocked_swiglu_backward)
 # ---- tokamax's kernels -----------------------------------------------------------------------------------------------
 
 
-def _ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    import tokamax  # type: ignore[import-not-found,unused-ignore]
-
-    # Of these names the package takes the first that can do it; its own fallback to XLA's masked product is not there.
-    with _refusals(rows, weights):
-        return tokamax.ragged_dot(rows, weights, sizes, implementation=("mosaic", "triton"))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tokamax(typical: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _only_owned(kernels.product(rows, weights, sizes, typical_rows=typical), sizes)
 
 
-@contextlib.contextmanager
-def _refusals(rows: jax.Array, weights: jax.Array) -> Iterator[None]:
-    """What the package has no kernel for, on this device or with this release and jax, as an error of ours."""
-    try:
-        yield
-    except (NotImplementedError, ExceptionGroup, ValueError) as error:
-        if isinstance(error, MeshparError):
-            raise
-        asked = f"multiply {rows.dtype}{list(rows.shape)} and {weights.dtype}{list(weights.shape)} by tokamax's kernels"
-        raise problem(KERNEL, asked, f"it refuses: {error}", "take implementation='blocked'") from error
+def _tokamax_forward(typical: int, *given: jax.Array) -> tuple[jax.Array, tuple]:
+    return _tokamax(typical, *given), given
 
 
-@jax.custom_vjp
-def _tokamax(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _only_owned(_ragged_dot(rows, weights, sizes), sizes)
-
-
-def _tokamax_backward(saved: tuple, grad: jax.Array) -> tuple:
+def _tokamax_backward(typical: int, saved: tuple, grad: jax.Array) -> tuple:
     rows, weights, sizes = saved
     with jax.named_scope(KERNEL):
-        _, pull = jax.vjp(lambda r, w: _ragged_dot(r, w, sizes), _only_owned(rows, sizes), weights)
-        with _refusals(rows, weights):  # not all GPUs that have a kernel have those of its gradients
-            d_rows, d_weights = pull(_only_owned(grad, sizes))
+        given = _only_owned(rows, sizes), weights, sizes, _only_owned(grad, sizes)
+        d_rows, d_weights = kernels.gradients(*given, typical_rows=typical)
         # What a kernel does not visit it need not have filled: neither unassigned rows nor weights of empty groups.
         d_weights = jnp.where((sizes > 0)[:, None, None], d_weights, jnp.zeros_like(d_weights))
         return _only_owned(d_rows, sizes), d_weights, None
@@ -512,4 +505,4 @@ def _only_owned(x: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None], x, jnp.zeros_like(x))
 
 
-_tokamax.defvjp(lambda *args: (_tokamax(*args), args), _tokamax_backward)
+_tokamax.defvjp(_tokamax_forward, _tokamax_backward)

@@ -25,6 +25,7 @@ from meshpar.compiled.target import traced_for
 from meshpar.compiled.traced import inner_jaxprs, vocab_chunks
 from meshpar.models.lookup import GATHERED
 from meshpar.models.unembed import SCOPE
+from meshpar.moe.choice import compiled_for
 from meshpar.parallel import ddp
 from meshpar.parallel.promise import has_vocabulary, is_expert, is_router, size_of, with_layers
 from meshpar.planner.hardware import Cluster
@@ -190,7 +191,8 @@ def describe(
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((marker, *x.shape[1:]), x.dtype), batch)
     arrays = (made, variables.extra, few, jax.ShapeDtypeStruct((2,), np.uint32))
     how = functools.partial(_labelled, leaves=leaves, rows=marker, seq_len=seq_len)
-    with traced_for(cluster), use(one, ddp()):
+    # Experts' matmuls as the form that counts rows there are, whatever kernel the pod takes for them.
+    with traced_for(cluster), compiled_for("cpu"), use(one, ddp()):
         alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
         choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
         visited = _visited(alone, leaves) * choices * (seq_len or 1)

@@ -14,7 +14,7 @@ from flax import nnx
 
 import meshpar as mp
 from meshpar.bench import decoder, plain
-from meshpar.bench.decoder import BFLOAT16, FP8, PLAIN, TINY, Steps, kernels_of, size_for, timed
+from meshpar.bench.decoder import BFLOAT16, FP8, FP8_ROWS, PLAIN, TINY, Steps, kernels_of, size_for, timed
 from meshpar.compiled import trace
 from meshpar.compiled.hlo import parse
 from meshpar.models import next_token_loss
@@ -80,7 +80,8 @@ def test_a_profiles_kernels_go_by_what_is_in_them(tmp_path):
 
 def steps_of(folder, **changes):
     size, kernels = size_for("gpu", 64e9), kernels_of(recorded(folder), parse(PROGRAM))
-    times = tuple(timed(name, size, [0.2], 9.0, 989e12, 7e14) for name in (BFLOAT16, PLAIN))
+    took = {BFLOAT16: 0.2, PLAIN: 0.2, FP8_ROWS: 0.16}
+    times = tuple(timed(name, size, [took_s], 9.0, 989e12, 7e14) for name, took_s in took.items())
     made = {"times": times, "predicted_s": 0.16, "kernels": kernels, "notes": ("fp8 did not run: no such kernel",)}
     return Steps(
         size=size, num_params=size.config.num_params, remat="minimal", ceiling_flops_per_s=7e14,
@@ -93,13 +94,24 @@ def test_a_report_is_printed_and_kept_in_a_profile(tmp_path):
     assert found.ratio == pytest.approx(1.25)
     assert [one.name for one in found.largest] == ["custom-call.fmha.2", "fusion.8", "fusion.9"]
     text = str(dataclasses.replace(MEASURED, steps=found))
-    for told in ("measured over predicted 1.25", "plain Flax", "causal half", "fp8 did not run", "no matmul"):
+    for told in (
+        "measured over predicted 1.25",
+        "plain Flax",
+        "fp8-rowwise",
+        "causal half",
+        "fp8 did not run",
+        "no matmul",
+    ):
         assert told in text
     file = tmp_path / "my.json"
     dataclasses.replace(MEASURED, steps=found).profile(file).save(file)
     read = parse_cluster(str(file))
     assert read.products == MEASURED.flops_per_s
     assert read.steps["largest"][0]["kind"] == "attention"
+    wide, _, by_row = read.steps["times"]
+    assert by_row["name"] == "fp8-rowwise"
+    # Of the same peak as in 16 bits: what eight bits gain stands as it is.
+    assert by_row["of_peak"] == pytest.approx(wide["of_peak"] * 0.2 / 0.16)
     assert MEASURED.profile(file).steps == read.steps  # products measured anew leave them
     assert steps_of(tmp_path / "b", predicted_s=None).ratio is None
 
@@ -134,9 +146,9 @@ def test_what_cannot_run_leaves_the_rest(monkeypatch):
     monkeypatch.setattr(decoder, "_plain", steady)
     found = decoder.steps(size_for("cpu", 0), ceiling_flops_per_s=1e11, repeats=2)
     assert [one.name for one in found.times] == [PLAIN]
-    assert found.notes == ("bfloat16 did not run: cuDNN is missing", "fp8 did not run: cuDNN is missing")
+    assert found.notes == tuple(f"{name} did not run: cuDNN is missing" for name in (BFLOAT16, FP8, FP8_ROWS))
     late = decoder.steps(size_for("cpu", 0), ceiling_flops_per_s=1e11, began_s=-1e9)
-    assert (late.times, len(late.notes)) == ((), 3)
+    assert (late.times, len(late.notes)) == ((), 4)
 
 
 @pytest.mark.pod
@@ -184,7 +196,7 @@ def test_the_whole_command_on_this_machine(meshpar, tmp_path):
     )
     assert code == 0, error
     found = json.loads(out)["steps"]
-    assert [one["name"] for one in found["times"]] == [BFLOAT16, PLAIN, FP8]
+    assert [one["name"] for one in found["times"]] == [BFLOAT16, PLAIN, FP8, FP8_ROWS]
     assert all(one["of_peak"] is None and one["of_ceiling"] > 0 for one in found["times"])
     assert max(one["loss"] for one in found["times"]) < 7
     assert {"matmul", "other"} <= {one["kind"] for one in found["kernels"]}

@@ -11,18 +11,24 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
-from jax.extend import backend
 
 from meshpar.compiled import hlo
 from meshpar.compiled.clock import work
+from meshpar.compiled.explain import explain
 from meshpar.compiled.target import mesh_on, missing_aot, traced_for
-from meshpar.moe import choose_grouped_matmul, grouped_matmul, grouped_swiglu
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.moe import MoEConfig, Routing, choose_grouped_matmul, grouped_matmul, grouped_swiglu, kernels
+from meshpar.parallel import expert_parallel, fsdp
 from meshpar.planner import cost
 from meshpar.planner.hardware import parse_cluster
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.types import MeshparError
+from meshpar.training.precision import Precision
+from meshpar.training.state import abstract_state
+from meshpar.training.step import train_step
 from tests.grid import cases
 
 ROWS, WIDTH, COLUMNS, GROUPS = 37, 6, 5, 4
@@ -90,6 +96,8 @@ def fake_tokamax(monkeypatch):
     product.defvjp(lambda *saved: (product(*saved), saved), backward)
 
     def ragged_dot(lhs, rhs, group_sizes, *, implementation):
+        # What the package's own arithmetic, of one device, cannot be given under jax 0.12.
+        assert not any(jax.typeof(x).manual_axis_type.varying for x in (lhs, rhs, group_sizes))
         module.asked.append(implementation)
         return product(lhs, rhs, group_sizes)
 
@@ -310,14 +318,62 @@ def test_auto_takes_tokamax_on_gpus_that_have_it(fake_tokamax, monkeypatch):
     assert choose_grouped_matmul("cpu").implementation == "blocked"
     assert choose_grouped_matmul("gpu").implementation == "tokamax"
     assert choose_grouped_matmul("gpu", "float32").implementation == "blocked"
-    with monkeypatch.context() as blackwell:
-        blackwell.setattr(backend, "get_default_device", lambda: types.SimpleNamespace(compute_capability="10.0"))
-        assert "10.0" in choose_grouped_matmul("gpu").why
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     rows, weights, _ = operands("bfloat16")
-    jax.eval_shape(grouped_matmul, rows, weights, jnp.ones(GROUPS, jnp.int32))
+    jax.jit(grouped_matmul).lower(rows, weights, jnp.ones(GROUPS, jnp.int32))
     # Of its own implementations never the last resort, XLA's masked product.
     assert fake_tokamax.asked == [("mosaic", "triton")]
+
+
+def test_auto_goes_by_what_the_program_is_traced_for(fake_tokamax):
+    """`explain` on a laptop: the kernel of the pod, not of the laptop. One function, traced for three."""
+    rows, weights, _ = operands("bfloat16")
+    traced, found = jax.jit(lambda rows, weights: grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32))), []
+    for cluster in ("h100:1x1", "b200:1x1", None):
+        with traced_for(None if cluster is None else parse_cluster(cluster)):
+            found.append(kernels.PRODUCT in str(traced.trace(rows, weights).jaxpr))
+            assert (choose_grouped_matmul().implementation == "tokamax") is found[-1]
+    assert found == [True, False, False]
+    with traced_for(parse_cluster("b200:1x1")):
+        assert "10.0" in choose_grouped_matmul().why
+
+
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_tokamax_multiplies_what_varies_over_a_mesh(fake_tokamax, remat):
+    """In a region that follows what varies, in a loop, differentiated: as MoE layers call it."""
+    mesh, (rows, weights, _) = MeshSpec(expert=2).build(jax.devices()[:2]), operands("float32", rows=2 * ROWS)
+    sizes, spec = jnp.array([5, 0, 9, 3], jnp.int32), jax.sharding.PartitionSpec
+
+    def found(implementation):
+        def layer(rows, weight):
+            y = grouped_matmul(rows, weight, sizes, implementation=implementation)
+            return rows + jnp.pad(y, ((0, 0), (0, WIDTH - COLUMNS))), None
+
+        def loss(rows, weights):
+            last, _ = lax.scan(jax.checkpoint(layer) if remat else layer, rows, weights)
+            return lax.psum((last**2).sum(), "expert")
+
+        whole = jax.shard_map(loss, mesh=mesh, in_specs=(spec("expert"), spec()), out_specs=spec())
+        return jax.jit(jax.value_and_grad(whole, (0, 1)))(rows, jnp.stack([weights, weights + 1]))
+
+    pairs = zip(*map(jax.tree.leaves, (found("blocked"), found("tokamax"))), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)  # sums in another order
+    assert fake_tokamax.asked
+
+
+def test_tokamaxs_kernels_are_counted_by_the_rows_there_are():
+    call = """HloModule step
+
+ENTRY %main (rows: bf16[64,8], weights: bf16[4,8,16], sizes: s32[4]) -> bf16[64,16] {
+  %rows = bf16[64,8]{1,0} parameter(0)
+  %weights = bf16[4,8,16]{2,1,0} parameter(1)
+  %sizes = s32[4]{0} parameter(2)
+  ROOT %y = bf16[64,16]{1,0} custom-call(%rows, %weights, %sizes), custom_call_target="mosaic_gpu_v2", metadata={op_name="NAME"}
+}
+"""  # noqa: E501
+    for name, flops in ((f"a/{kernels.SCOPE}20/dot", 2 * 20 * 8 * 16), ("a/another/dot", 0)):
+        assert work.flops_per_step(hlo.parse(call.replace("NAME", name))) == flops
 
 
 def test_the_real_tokamax_refuses_where_it_has_no_kernel():
@@ -373,6 +429,27 @@ def test_the_real_tokamaxs_kernels_are_compiled_without_a_gpu():
     assert text.count('custom_call_target="mosaic_gpu') == 3
     assert " dot(" not in text
     assert "__cublas" not in text
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize(("cluster", "calls"), [("h100:1x8", 18), ("b200:1x8", 0)])
+def test_a_step_explained_holds_the_kernels_that_train_takes(pod, cluster, calls):
+    """Two MoE layers, forward and both gradients of three matmuls."""
+    real_tokamax()
+    config = TransformerConfig(
+        vocab_size=256, num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=512,
+        moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=512),
+    )  # fmt: skip
+    precision, mesh = Precision(compute="bfloat16"), MeshSpec(fsdp=4, expert=2).abstract()
+    how = {"mesh": mesh, "strategy": fsdp() | expert_parallel(), "precision": precision}
+    state = abstract_state(config.build(), optax.sgd(1e-3), **how)
+    batch = {name: jax.ShapeDtypeStruct((16, 256), np.int32) for name in ("inputs", "targets")}
+    step = train_step(next_token_loss, precision=precision)
+    report = explain(step, state, batch, cluster, pod=pod, advise=False)
+    assert report.compute.library_calls.get("mosaic_gpu_v2", 0) == calls
+    assert any("blocked form: tokamax has a kernel" in note for note in report.notes) == (not calls)
+    if calls:
+        assert report.compute.ratio == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.pod

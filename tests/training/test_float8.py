@@ -144,6 +144,27 @@ def test_scales_are_those_of_all_shards(framework, case, precision):
     assert_same(found.params, expected.params, atol=1e-5)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("sequence", [False, True], ids=["1f1b", "zb-h1, sequence"])
+def test_by_row_stages_give_what_one_device_gives(sequence):
+    """A row's scale is its own and a column's that of the whole weight: no microbatch changes either."""
+    spec, inside, schedule = mp.MeshSpec(stage=2, fsdp=4), mp.fsdp(), "1f1b"
+    if sequence:
+        spec, schedule = mp.MeshSpec(stage=2, fsdp=2, tensor=2), "zb-h1"
+        inside = mp.fsdp() | mp.tensor_parallel(sequence=True)
+    strategy, options = (
+        inside | mp.pipeline_parallel(stages=2, microbatches=4, schedule=schedule),
+        {"precision": BY_ROW},
+    )
+    with jax.enable_x64(True):
+        expected = five_steps("nnx", "float64", mp.MeshSpec(), mp.ddp(), options)
+        found = five_steps("nnx", "float64", spec, strategy, options, start=expected.start)
+        wide = five_steps("nnx", "float64", spec, strategy, {}, start=expected.start)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
+    assert_same(found.params, expected.params, atol=1e-9)
+    assert np.abs(np.subtract(found.losses, wide.losses)).min() > 1e-4  # 8 bits they are
+
+
 @pytest.mark.parametrize("word", EMULATED)
 @pytest.mark.parametrize("sizes", cases("5 0 9", grid=["5 0 9", "6 6 6"]))
 def test_experts_rows_and_weights_are_rounded_each_by_a_scale_of_its_own(sizes, word):

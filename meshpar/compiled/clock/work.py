@@ -11,9 +11,11 @@ from meshpar.compiled import scopes
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.hlo import ArrayShape, Computation, Instruction, Module, TupleShape
 from meshpar.compiled.walk import branches, executed, runs, trip_count
+from meshpar.moe.kernels import SCOPE
 
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)")
 _ATTENTION = re.compile(r"__cudnn\$fmha\w*?(Backward)?(?:F8)?$")
+_GROUPED = re.compile(rf"{SCOPE}(\d+)")
 _VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
 _COPY = re.compile(r"\.remat[0-9]*\Z")
 _MAX_HOPS = 64
@@ -269,7 +271,16 @@ def _flops(computation: Computation, ins: Instruction) -> int:
     if _GEMM.match(target):
         numbers = _nested(ins.backend_config, "gemm_backend_config", "dot_dimension_numbers")
         return _product_flops(computation, ins, _dims(str(numbers.get("lhs_contracting_dimensions", ""))))
+    if target.startswith("mosaic_gpu") and (rows := _GROUPED.search(ins.metadata.op_name)):
+        return 2 * int(rows[1]) * _weight_size(computation, ins)
     return 0
+
+
+def _weight_size(computation: Computation, ins: Instruction) -> int:
+    """Elements of one group's weight `[d, f]`, among the operands of tokamax's grouped matmul or its result."""
+    arrays = [leaf for name in ins.operands for leaf in computation[name].shape.leaves()]
+    weights = (one.dims for one in (*arrays, *ins.shape.leaves()) if len(one.dims) == 3)
+    return math.prod(next(weights, (0,))[1:])
 
 
 def _product_flops(computation: Computation, ins: Instruction, contracted: Sequence[int]) -> int:
