@@ -129,6 +129,10 @@ class Rhythm:
     ticks: int
     hops: int
     """Permutes between stages in a step."""
+    stages: int
+    chunks: int
+    rounds: int
+    """Permutes that bring the weights of a part to its stage, and as many back."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -156,10 +160,16 @@ def rhythm(pipelined: Pipeline, recomputed: float, head: float, num_layers: int)
     most = 3 * stages if is_long else count
     table, span = table_of(most)
     if is_long:
-        span += (count - most) * (table_of(most + stages)[1] - span) / stages
-    lanes, longer = traffic(table), count / most
-    hops = round(longer * sum((*lanes.up, *lanes.down)))
-    return Rhythm(span / (count * (costs.sum() + head)), round(table.ticks * longer), hops)
+        longer, more_s = table_of(most + stages)
+        span += (count - most) * (more_s - span) / stages
+    lanes = traffic(table)
+    hops, ticks = sum((*lanes.up, *lanes.down)), table.ticks
+    if is_long:
+        more = traffic(longer)
+        hops += (count - most) * (sum((*more.up, *more.down)) - hops) // stages
+        ticks += (count - most) * (longer.ticks - ticks) // stages
+    stretch = span / (count * (costs.sum() + head))
+    return Rhythm(stretch, ticks, hops, stages=stages, chunks=table.chunks, rounds=lanes.rounds)
 
 
 class Clock:
@@ -243,10 +253,10 @@ class Clock:
             stretch = beat.stretch
             copied = COPIES * beat.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
             copied *= SHARED_RUN if self.cluster.is_shared else 1.0
-            nbytes = self._handed_on(placed, layout)
             price = self._price("collective-permute", (pipelined.axis,), facts.sizes)
-            sent[pipelined.axis] += beat.hops * nbytes
-            network[pipelined.axis] += beat.hops * price.time_s(nbytes)
+            for count, nbytes in self._between_stages(placed, layout, facts, beat):
+                sent[pipelined.axis] += count * nbytes
+                network[pipelined.axis] += count * price.time_s(nbytes)
         moved = self._moved_bytes(placed, layout, memory) + copied + SHARED_SENT * buffers * self.cluster.is_shared
         memory_s = moved / self.cluster.gpu.memory_bytes_per_s
         # What is hidden is hidden behind compute, of which there may be less.
@@ -306,10 +316,21 @@ class Clock:
         each_block = BLOCK_BYTES if here == 1 else BLOCK_BYTES_OF_SEVERAL
         return each_block * one_expert * blocks + routed_bytes(placed, room)
 
-    def _handed_on(self, placed: Placed, layout: Layout) -> float:
-        """Bytes of what one microbatch hands on to the next stage."""
+    def _between_stages(
+        self, placed: Placed, layout: Layout, facts: Facts, beat: Rhythm
+    ) -> Iterator[tuple[int, float]]:
+        """Messages over the stages as (number, bytes): what a microbatch hands on; gradients of the ends, which all
+        stages keep; and parts of the layers that the schedule holds elsewhere, there and back."""
         rows = placed.workload.rows // (placed.batch_ways * layout.microbatches)
-        return rows * residual_row_bytes(placed)
+        yield beat.hops, rows * residual_row_bytes(placed) / facts.ways(facts.sequence_axes)
+        rounds = math.ceil(math.log2(beat.stages))
+        for weight in placed.weights:
+            decision = weight.decision
+            size, wide = decision.leaf.size // decision.shards, facts.reduce_dtype(decision).itemsize
+            if decision.leaf.num_layers == 1:
+                yield rounds, size * wide
+            elif beat.rounds:
+                yield beat.rounds, size / beat.chunks * (facts.compute_dtype(decision).itemsize + wide)
 
     def _price(self, kind: str, axes: tuple[str, ...], sizes: Mapping[str, int]) -> _Price:
         if self.cluster.is_shared and kind == "reduce-scatter":
