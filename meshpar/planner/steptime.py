@@ -326,7 +326,8 @@ class Clock:
         rounds = math.ceil(math.log2(beat.stages))
         for weight in placed.weights:
             decision = weight.decision
-            size, wide = decision.leaf.size // decision.shards, facts.reduce_dtype(decision).itemsize
+            size = decision.leaf.size // decision.shards
+            wide = facts.reduce_dtype(decision).itemsize if decision.leaf.is_trained else 0
             if decision.leaf.num_layers == 1:
                 yield rounds, size * wide
             elif beat.rounds:

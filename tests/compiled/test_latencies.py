@@ -235,7 +235,7 @@ def test_latencies_come_from_one_place():
 
 
 @pytest.mark.pod
-@pytest.mark.skipif(bool(missing_aot()), reason=f"compiles for GPUs: {missing_aot()}")
+@pytest.mark.skipif(bool(missing_aot()), reason=f"compiles for GPUs, which needs meshpar[aot]: {missing_aot()}")
 def test_the_profile_of_a_round_reaches_xla(tmp_path):
     """As bytes it does what a file of the same text does, and the quicker program is kept."""
     cluster = parse_cluster("h100:1x8")

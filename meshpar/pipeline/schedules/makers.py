@@ -73,8 +73,8 @@ def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
     groups = np.array_split(np.arange(microbatches), max(1, microbatches // stages) if chunks > 1 else 1)
     # A microbatch is on the last stage p ticks after it was on the first: only then the next chunk has it.
     sizes = [max(len(group), stages) if chunks > 1 else len(group) for group in groups]
+    # The tick of the first backward, on the last stage: the one after its forward there.
     turned = (chunks - 1) * sizes[0] + stages
-    """The tick of the first backward, on the last stage: the one after its forward there."""
     cells: list[list[list[tuple[str, int, int]]]] = [
         [[] for _ in range(stages)] for _ in range(turned + chunks * sum(sizes) + stages - 1)
     ]

@@ -32,7 +32,7 @@ from meshpar.training.options import StepOptions
 from meshpar.training.slice_sums import Own, SliceRows, summed_first
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums
-from meshpar.training.xla import OVERLAP_LIMIT, Value, pipelined
+from meshpar.training.xla import APART, OVERLAP_LIMIT, Value, pipelined
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
@@ -60,8 +60,7 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     With axes that split layers, whose collectives stand between, several are let run at a time, and scatters are one.
     Slices of the rows have messages of their own there, which combined would make one slice wait for the other: no more
     is combined then than the layer's weights, and than its gradients as often as there are slices.
-    Slices keep kernels of their own there, too: XLA makes one of what both do by the same weights, norms say, and one
-    slice would wait for the other's messages.
+    Slices keep kernels of their own there, too: see `APART`.
     """
     gathered, kept = bytes_of_a_layer(setup, options)
     combined = gathered if options.interleave > 1 else max(gathered, 2**30)
@@ -70,8 +69,7 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
     if others:
         thresholds[OVERLAP_LIMIT] = 4
         if options.interleave > 1:
-            thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = kept * options.interleave
-            thresholds["xla_disable_hlo_passes"] = "multi_output_fusion"
+            thresholds |= {"xla_gpu_reduce_scatter_combine_threshold_bytes": kept * options.interleave, **APART}
     else:
         if _ranks_own_experts(setup):  # tokens go to experts while weights come
             thresholds[OVERLAP_LIMIT] = 4
