@@ -70,7 +70,7 @@ class Products(Printed, Plain):
             for n, rate in self.flops_per_s.items()
         ]
         caption = (
-            f"copies move {si(self.bytes_per_s, 'B/s')}; a launch takes {self.launch_s * 1e6:.1f} µs; {self.source}"
+            f"copies move {si(self.bytes_per_s, 'B/s')}; a launch takes {si(self.launch_s, 's')}; {self.source}"
         )
         title, columns = f"{self.device}: {self.dtype} products", ("n", "rate", "of the data sheet")
         alone = table(title, columns, rows, caption=caption)
