@@ -310,8 +310,8 @@ class Clock:
             return 0.0
         ranks = facts.ways(owned_axes(facts, each[0]))
         here, one_expert = work.num_experts // ranks, sum(of_expert(facts, one, work.num_experts) for one in each)
-        routed = facts.tokens * work.choices
-        blocks = cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
+        routed, slices = facts.tokens * work.choices // facts.interleave, facts.interleave
+        blocks = slices * cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
         room = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
         each_block = BLOCK_BYTES if here == 1 else BLOCK_BYTES_OF_SEVERAL
         return each_block * one_expert * blocks + routed_bytes(placed, room)
@@ -375,13 +375,14 @@ def routed_bytes(placed: Placed, room: Any) -> Any:
 
 
 def product_size(placed: Placed, layout: Layout) -> float:
-    """n of the square matrices whose product has as many FLOPs as that of a micro-step's tokens with a weight of a
-    layer, the mean weight by its FLOPs."""
+    """n of the square matrices whose product has as many FLOPs as that of the tokens that a layer runs at once with a
+    weight of it, the mean weight by its FLOPs."""
     facts = placed.facts(layout)
     weights = [one for one in facts.weights if one.decision.leaf.is_stacked and one.decision.leaf.layer_ndim > 1]
     elements = [layer_elements(facts, one.decision, gather_axes(facts, one)) for one in weights]
     mean = sum(size * size for size in elements) / max(sum(elements), 1)
-    return max((facts.tokens or facts.rows or 1) * max(mean, 1), 1) ** (1 / 3)
+    at_once = (facts.tokens or facts.rows or 1) / facts.interleave
+    return max(at_once * max(mean, 1), 1) ** (1 / 3)
 
 
 class _Price(NamedTuple):

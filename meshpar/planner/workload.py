@@ -102,6 +102,8 @@ class Workload:
     """Elements of one row that are made narrow for these: what they take in, and the gradients of what they give."""
     held: Mapping[Remat | Literal["stages"], tuple[Held, ...]]
     """By policy; `stages`: without one, as stages run the layers, which recompute nothing within them."""
+    runs_layers: bool
+    """Whether layers are run by `scan_layers`, which can recompute and slice them."""
     looks_up: bool
     """Whether tokens are looked up by `models.lookup`."""
     choices: int
@@ -197,7 +199,7 @@ def describe(
         choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
         visited = _visited(alone, leaves) * choices * (seq_len or 1)
         forward, vocab_chunk = matmul_flops(alone) / marker + visited, _vocab_chunk(alone, leaves)
-        counted, held = _by_policy(functools.partial(value_of, known, loss, precision), arrays, how)
+        counted, held, runs_layers = _by_policy(functools.partial(value_of, known, loss, precision), arrays, how)
     flops, attention = ({remat: both[at] / marker for remat, both in counted.items()} for at in (0, 1))
     own = attention_flops(alone) / marker
     attention = {remat: own + count - attention[None] for remat, count in attention.items()}
@@ -209,7 +211,7 @@ def describe(
         model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
         tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
         narrow_share=narrow / marker / forward if forward else 0.0, narrowed=narrowed / marker, held=held,
-        looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
+        runs_layers=runs_layers, looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
         nodes_visited=nodes_visited, row_bytes=row_bytes,
         whole_bytes=sum(leaf_of(*one).nbytes for one in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
@@ -217,16 +219,23 @@ def describe(
 
 def _by_policy(
     value: Callable[[Remat], Any], arrays: PyTree, labelled: Callable[..., Iterator[Held]]
-) -> tuple[dict[Remat, tuple[float, float]], dict[Remat | Literal["stages"], tuple[Held, ...]]]:
-    """FLOPs of the backward pass, all and attention's, and what is kept for it, by policy; that by stages, too."""
+) -> tuple[dict[Remat, tuple[float, float]], dict[Remat | Literal["stages"], tuple[Held, ...]], bool]:
+    """FLOPs of the backward pass, all and attention's, and what is kept for it, by policy; that by stages, too; and
+    whether there are layers to do so with."""
+    scans: list[Any] = []
+
+    def run(layer: Any, x: Any, rows: Any) -> Any:
+        scans.append(layer)
+        return scanned(layer, x, rows)
+
     counted: dict[Remat, tuple[float, float]] = {}
     held: dict[Remat | Literal["stages"], tuple[Held, ...]] = {}
     for remat in POLICIES:
         counted[remat], kept = _kept(value(remat), arrays)
         held[remat] = tuple(labelled(kept, is_all=remat is None))
-    with running(lambda layer, x, rows: scanned(layer, x, rows)):
+    with running(run):
         _, kept = _kept(value(None), arrays)
-    return counted, {**held, "stages": tuple(labelled(kept, is_all=True))}
+    return counted, {**held, "stages": tuple(labelled(kept, is_all=True))}, bool(scans)
 
 
 def _zeros(variables: Variables, key: Any) -> Variables:
@@ -263,11 +272,13 @@ def _marker(leaves: Sequence[Leaf], batch: PyTree) -> int:
     return next(n for n in primes if all(size % n for size in dims if size))
 
 
-def value_of(model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat) -> Callable[..., jax.Array]:
+def value_of(
+    model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat, interleave: int = 1
+) -> Callable[..., jax.Array]:
     """The loss as a function of parameters, what else the model keeps, rows and a key."""
 
     def value(params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
-        with numerics(precision, remat):
+        with numerics(precision, remat, interleave):
             bound = model.bind(cast_floating(params, precision.compute), extra)
             return loss(bound, batch, jax.random.wrap_key_data(key))[0]
 

@@ -446,15 +446,17 @@ def with_memory(name, memory_bytes):
 
 
 def exhaustive(search):
-    """Step times of every mesh, strategy, policy and number of micro-steps that fit."""
+    """Step times of every mesh, strategy, policy and number of micro-steps and of slices that fit."""
     quickest, work = [], search.workload
     for sizes in search.meshes():
         for strategy in search.strategies(sizes):
-            for remat, count in itertools.product(POLICIES, (1,) if strategy.pipeline else (1, 2, 4)):
-                layout = Layout(mesh=mp.MeshSpec(**sizes), strategy=strategy, remat=remat, accumulate=count)
+            counts = (1,) if strategy.pipeline else (1, 2, 4)
+            for remat, count, slices in itertools.product(POLICIES, counts, (1, 2)):
+                cut = {"remat": remat, "accumulate": count, "interleave": slices}
+                layout = Layout(mesh=mp.MeshSpec(**sizes), strategy=strategy, **cut)
                 try:
                     placed = search.placer.place(sizes, strategy)
-                    if work.rows % (placed.batch_ways * layout.microbatches):
+                    if work.rows % (placed.batch_ways * layout.microbatches * slices):
                         continue
                     held = memory.estimate(placed, layout)
                     if held.peak_bytes <= search.limit_bytes:
