@@ -287,7 +287,9 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     "--from-hf", metavar="DIR", help="Begin with the model, weights and tokenizer of a folder of Hugging Face's."
 )
 @click.option(
-    "--plan", metavar="FILE", help="Mesh, strategy, remat, accumulate and interleave by the first plan of `meshpar plan`."
+    "--plan",
+    metavar="FILE",
+    help="Mesh, strategy and how a step is cut, by the first plan of `meshpar plan`.",
 )
 @click.option(
     "--stall-limit", metavar="SECONDS", type=click.IntRange(5, 86_400), default=40, show_default=True,

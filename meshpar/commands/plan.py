@@ -61,8 +61,8 @@ def plan(
 ) -> None:
     """The best layouts for a recipe: `meshpar plan recipes/llama3_8b.py --cluster h100:8x8 --verify 1`.
 
-    Meshes, strategies, recomputation and micro-steps for the recipe's model, global batch and optimizer: those that
-    fit, the quickest first. Nothing is run.
+    Meshes, strategies, recomputation, micro-steps and slices for the recipe's model, global batch and optimizer: those
+    that fit, the quickest first. Nothing is run.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
     prepare_devices(None)
@@ -130,8 +130,8 @@ def plans_for(
     pod = parse_cluster(cluster)
     for one in assignments:
         if (field := one.partition("=")[0].split(".")[0].strip()) in (known := [*Layout.__dataclass_fields__]):
-            exists, fix = f"{', '.join(known)} are what is looked for", "leave it out; --why-not tells of one mesh"
-            raise problem(f"--set {one}", f"plan with a `{field}` of your own", exists, fix)
+            exists, fix = f"{', '.join(known)} are what is looked for", "leave it out; or name a mesh to --why-not"
+            raise problem(f"--set {one}", f"plan with your own `{field}`", exists, fix)
     # The recipe's own micro-steps need not divide a batch that is given here: others are looked for.
     recipe = load_recipe(path, devices=pod.num_devices).override(*assignments, "accumulate=1")
     recipe = with_model(recipe, from_hf, assignments)

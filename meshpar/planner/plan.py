@@ -34,7 +34,7 @@ from meshpar.planner.search import MEMORY_ERROR, TIME_ERROR, Found, Search, shor
 from meshpar.planner.units import si
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
-from meshpar.sharding.context import use
+from meshpar.sharding.context import tracing
 from meshpar.sharding.host import read_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
@@ -236,7 +236,7 @@ def plan(
     bound_factor: float | None = None, nodes_visited: Callable[[int], int] | None = None,
     row_bytes: Callable[[str, int], int | None] | None = None, xla: Options = MappingProxyType({}),
 ) -> Plans:  # fmt: skip
-    """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps.
+    """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps, slices.
 
     Nothing is run. Memory and times are estimates, which the plans say the source and error of.
 
@@ -321,7 +321,7 @@ def _traces(search: Search, layout: Layout, loss: Callable[..., Any]) -> bool:
     )
     variables = work.model.abstract()
     try:
-        with traced_for(search.cluster), use(mesh, layout.strategy):
+        with traced_for(search.cluster), tracing(mesh, layout.strategy):
             value = value_of(work.model, loss, work.precision, layout.remat, layout.interleave)
             jax.eval_shape(value, variables.params, variables.extra, rows, jax.ShapeDtypeStruct((2,), "uint32"))
     except MeshparError:

@@ -1,6 +1,6 @@
 """Search: the layouts of a cluster that can be run, the quickest first.
 
-    meshes ─► strategies that parts try on them ─► placed ─► remat, micro-steps ─► fits? ─► step time ─► the best
+    meshes ─► strategies that parts try on them ─► placed ─► remat, micro-steps, slices ─► fits? ─► step time ─► the best
 
 Nothing here names a parallelism: parts say which mesh axes they live on and which of their forms to try
 (`Part.axes`, `Part.tried`), their rules say whether it can be, their promises what it sends. Branch and bound: layouts
@@ -346,7 +346,10 @@ class Search:
             raise problem(f"remat={layout.remat!r}", "tell what layers keep by it", exists, "take one of these")
         if not self.workload.runs_layers and (layout.remat, layout.interleave) != (None, 1):
             asked = f"run layers by remat={layout.remat!r}, interleave={layout.interleave}"
-            exists, fix = "the model never calls meshpar.scan_layers", "leave them out, or run its layers by scan_layers"
+            exists, fix = (
+                "the model never calls meshpar.scan_layers",
+                "leave them out, or run layers by scan_layers",
+            )
             raise problem(layout.label, asked, exists, fix)
 
     def _check_axes(self, strategy: Strategy, sizes: Mapping[str, int]) -> None:

@@ -231,9 +231,13 @@ class Clock:
         sent: dict[str, float] = defaultdict(float)
         buffers = 0.0
         # XLA combines the gradients of a layer into one message, and with prefetch its weights.
-        stacked = sum(one.decision.leaf.num_layers > 1 and one.decision.leaf.layer_ndim > 1 for one in placed.weights)
+        layers = {
+            one.decision.leaf.path: one.decision.leaf for one in placed.weights if one.decision.leaf.num_layers > 1
+        }
+        stacked = sum(leaf.layer_ndim > 1 for leaf in layers.values())
         key = layout.microbatches, layout.interleave, facts.is_remat, "sent"
         for one, share in placed.once(key, lambda: [*placed.sent(facts)]):
+            in_layers = not layers.keys().isdisjoint(one.tensors)
             for kind, axes, nbytes, count in _messages(facts, one, layout.remat):
                 label, price = "*".join(axes), self._price(kind, axes, facts.sizes)
                 together = stacked if one.role == GRADIENTS or facts.is_prefetched else 1
@@ -243,7 +247,7 @@ class Clock:
                 is_laid_anew = kind == "all-gather" and set(axes) <= set(facts.sequence_axes)
                 buffers += share * count * nbytes * (2 if is_laid_anew else 1)
                 network[label] += time_s
-                hidden[label] += time_s * _hidden(facts, one)
+                hidden[label] += time_s * _hidden(facts, one, in_slices=facts.interleave > 1 and in_layers)
         self._add_update(update, facts.sizes, sent, network)
         compute_s, stretch, copied = self._compute_s(placed, layout), 1.0, 0.0
         if pipelined is not None:
@@ -435,12 +439,12 @@ def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, 
         yield kind, axes, float(elements * itemsize), float(least)
 
 
-def _hidden(facts: Facts, one: Promised) -> float:
-    if one.kind == "exchange" and facts.interleave == 1:
+def _hidden(facts: Facts, one: Promised, *, in_slices: bool) -> float:
+    if one.kind == "exchange" and not in_slices:
         return HIDDEN["exchange"]
     if one.role in (WEIGHTS, GRADIENTS) and (one.scattered or one.kind == "gather"):
         return hidden_of_weights(facts, is_ahead=facts.is_prefetched and one.stack > 1 and one.role == WEIGHTS)
-    return HIDDEN["interleaved" if facts.interleave > 1 and one.role not in (WEIGHTS, GRADIENTS) else "other"]
+    return HIDDEN["interleaved" if in_slices and one.role not in (WEIGHTS, GRADIENTS) else "other"]
 
 
 def hidden_of_weights(facts: Facts, *, is_ahead: bool) -> float:

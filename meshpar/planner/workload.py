@@ -30,7 +30,7 @@ from meshpar.parallel import ddp
 from meshpar.parallel.promise import has_vocabulary, is_expert, is_router, size_of, with_layers
 from meshpar.planner.hardware import Cluster
 from meshpar.sharding.adapters import Model, Variables
-from meshpar.sharding.context import use
+from meshpar.sharding.context import tracing
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
 from meshpar.sharding.table import optimizer_decisions
@@ -182,7 +182,7 @@ def describe(
     """
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     rows, tokens = rows_and_tokens(batch, 1)
-    with use(one := MeshSpec().abstract(1), ddp()):
+    with tracing(one := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     made = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
     plain = [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(made)]
@@ -194,7 +194,7 @@ def describe(
     arrays = (made, variables.extra, few, jax.ShapeDtypeStruct((2,), np.uint32))
     how = functools.partial(_labelled, leaves=leaves, rows=marker, seq_len=seq_len)
     # Experts' matmuls as the form that counts rows there are, whatever kernel the pod takes for them.
-    with traced_for(cluster), compiled_for("cpu"), use(one, ddp()):
+    with traced_for(cluster), compiled_for("cpu"), tracing(one, ddp()):
         alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
         choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
         visited = _visited(alone, leaves) * choices * (seq_len or 1)
