@@ -1,6 +1,6 @@
 """Search: the layouts of a cluster that can be run, the quickest first.
 
-    meshes ─► strategies that parts try on them ─► placed ─► remat, micro-steps, slices ─► fits? ─► step time ─► the best
+    meshes ─► strategies that parts try on them ─► placed ─► remat, pieces of rows ─► fits? ─► step time ─► the best
 
 Nothing here names a parallelism: parts say which mesh axes they live on and which of their forms to try
 (`Part.axes`, `Part.tried`), their rules say whether it can be, their promises what it sends. Branch and bound: layouts

@@ -499,6 +499,18 @@ def test_slices_are_looked_for_where_they_pay(small):
         assert all(rows % (4 * one.layout.accumulate * one.layout.interleave) == 0 for one in search.of(placed))
 
 
+def test_slices_of_layers_hide_nothing_of_what_stands_outside_of_them():
+    """Rows of a large table travel once a step to their tokens; gathers and scatters of weights are as before."""
+    search = Search(workload(dataclasses.replace(CONFIG, vocab_size=65_536), 64, 64), parse_cluster("h100:1x8"))
+    layout = Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(prefetch=1))
+    placed = search.placer.place(dict(layout.mesh), layout.strategy)
+    assert placed.facts(layout).exchanges_rows
+    whole, sliced = (
+        search.estimate(dataclasses.replace(layout, interleave=slices)).time.exposed_s for slices in (1, 2)
+    )
+    assert sliced["fsdp"] >= whole["fsdp"] * (1 - 1e-9)
+
+
 @pytest.mark.matrix
 def test_a_plan_of_slices_is_traced_in_slices():
     config = dataclasses.replace(mp.models.llama3_8b(), attention="blockwise")
@@ -509,16 +521,19 @@ def test_a_plan_of_slices_is_traced_in_slices():
 def test_a_model_without_scan_layers_is_told_in_whole_rows():
     """It neither recomputes nor slices, and may lay its activations out by bare specs."""
 
-    def apply(params, x):
-        return jax.lax.with_sharding_constraint(x @ params["up"], jax.sharding.PartitionSpec("data")) @ params["down"]
+    def layer(x, params):
+        hidden = jax.lax.with_sharding_constraint(x @ params["up"], jax.sharding.PartitionSpec("data"))
+        return hidden @ params["down"], None
 
-    shapes = {"up": (64, 256), "down": (256, 64)}
+    shapes = {"up": (4, 256, 1024), "down": (4, 1024, 256)}
     model = mp.from_functions(
-        lambda key: {name: jax.random.normal(key, shape) for name, shape in shapes.items()}, apply,
-        names={"up": ("embed", "mlp"), "down": ("mlp", "embed")},
+        lambda key: {name: jax.random.normal(key, shape) for name, shape in shapes.items()},
+        lambda params, x: jax.lax.scan(layer, x, params)[0],
+        names={"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")},
     )  # fmt: skip
-    rows = {"x": jax.ShapeDtypeStruct((2**16, 64), np.float32)}
-    found = mp.plan(model, rows, "h100:1x8", loss=lambda model, batch, key: (model(batch["x"]).mean(), {}), top=20)
+    rows = {"x": jax.ShapeDtypeStruct((2**16, 256), np.float32)}
+    found = mp.plan(model, rows, "h100:1x8", loss=lambda model, batch, key: (model(batch["x"]).mean(), {}), top=40)
+    assert any("tensor_parallel" in one.layout.label for one in found)
     assert {(one.layout.remat, one.layout.interleave) for one in found} == {(None, 1)}
     for cut in ({"remat": "full"}, {"interleave": 2}):
         assert "never calls meshpar.scan_layers" in found.why_not(mesh="data=8", strategy="ddp()", **cut)
