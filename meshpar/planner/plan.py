@@ -40,10 +40,11 @@ from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import MeshparError, PyTree, is_whole, near, problem
+from meshpar.training.engines.staged import check_options
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Precision
 from meshpar.training.state import abstract_state
-from meshpar.training.step import TrainStep
+from meshpar.training.step import TrainStep, check_prefetch
 from meshpar.training.xla import Options
 
 Of = TypeVar("Of")
@@ -173,11 +174,18 @@ class Plans(Printed):
             exists, fix = "it remembers no model", "ask the plans that mp.plan gave"
             raise problem("plans from a file", "tell why a layout is not among them", exists, fix)
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+        if not isinstance(spec, MeshSpec):
+            fix = 'write mesh="fsdp=8,tensor=8", or mp.MeshSpec(fsdp=8, tensor=8)'
+            raise problem(f"why_not(mesh={mesh!r})", "look at that mesh", f"it is a {type(mesh).__name__}", fix)
         given = parse_strategy(strategy) if isinstance(strategy, str) else strategy and as_strategy(strategy)
         try:
             if given is None:
                 one = self.search.on_mesh(spec)
             else:
+                options = StepOptions(remat=remat, accumulate=accumulate, interleave=interleave)
+                check_prefetch(given, options)
+                if given.pipeline is not None:
+                    check_options(options, given)
                 layout = Layout(mesh=spec, strategy=given, remat=remat, accumulate=accumulate, interleave=interleave)
                 one = self.search.estimate(layout)
         except MeshparError as error:
@@ -261,6 +269,11 @@ def plan(
     for name, value, least in (("top", top, 1), ("verify", verify, 0)):
         if not is_whole(value, least):
             raise problem(f"plan({name}={value!r})", "give so many plans", f"it is a whole number from {least} on", "5")
+    for name, value, method in (("model", model, "build"), ("tx", tx, "update")):
+        if value is not None and not isinstance(value, Model) and not hasattr(value, method):
+            exists = f"it is a {type(value).__name__}, without `{method}`"
+            fix = {"model": "give an adapter's, as mp.from_nnx(...), or a config", "tx": "give optax.adamw(3e-4)"}[name]
+            raise problem(f"plan({name}=...)", "trace a training step with it", exists, fix)
     work = describe(
         model if isinstance(model, Model) else model.build(),
         batch,
@@ -317,7 +330,8 @@ def _tracing(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Fou
 def _traces(search: Search, layout: Layout, loss: Callable[..., Any]) -> bool:
     work, mesh = search.workload, layout.mesh.abstract(search.cluster.num_devices)
     rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // layout.accumulate, *x.shape[1:]), x.dtype), work.batch
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // layout.accumulate, *x.shape[1:]) if x.shape else (), x.dtype),
+        work.batch,
     )
     variables = work.model.abstract()
     try:

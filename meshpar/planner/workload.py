@@ -34,7 +34,7 @@ from meshpar.sharding.context import tracing
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
 from meshpar.sharding.table import optimizer_decisions
-from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, tree_leaves_with_paths
+from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, problem, tree_leaves_with_paths
 from meshpar.training.layers import REMAT_POLICIES, running, scanned
 from meshpar.training.precision import Precision, cast_floating, numerics, products
 
@@ -182,6 +182,10 @@ def describe(
     """
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     rows, tokens = rows_and_tokens(batch, 1)
+    if not rows:
+        shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(batch)) or "no array"
+        exists, fix = f"it has no rows: {shapes}", "give the global batch, with its rows as the first dim of arrays"
+        raise problem("the batch", "trace a training step on it", exists, fix)
     with tracing(one := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     made = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
@@ -190,7 +194,7 @@ def describe(
     leaves = tuple(one.leaf for one in with_layers([_whole(leaf) for leaf in plain]))
     marker = _marker(leaves, batch)
     seq_len = None if tokens is None else tokens // rows
-    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((marker, *x.shape[1:]), x.dtype), batch)
+    few = batch_of(batch, marker)
     arrays = (made, variables.extra, few, jax.ShapeDtypeStruct((2,), np.uint32))
     how = functools.partial(_labelled, leaves=leaves, rows=marker, seq_len=seq_len)
     # Experts' matmuls as the form that counts rows there are, whatever kernel the pod takes for them.
@@ -215,6 +219,11 @@ def describe(
         nodes_visited=nodes_visited, row_bytes=row_bytes,
         whole_bytes=sum(leaf_of(*one).nbytes for one in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
+
+
+def batch_of(batch: PyTree, rows: int) -> PyTree:
+    """Shapes of so many rows; a scalar is of all of them."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.shape else (), x.dtype), batch)
 
 
 def _by_policy(

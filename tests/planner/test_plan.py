@@ -678,7 +678,16 @@ def test_plans_are_values(plans, tmp_path):
         again.why_not(mesh="fsdp=8")
     with pytest.raises(mp.MeshparError, match="`nope`, but there is no such preset"):
         plans.why_not(mesh="fsdp=8", strategy="nope()")
-    assert "estimates are made for None, " in plans.why_not(mesh="fsdp=8", strategy="fsdp()", remat="ful")
+    told = {"mesh": "stage=2,fsdp=4", "strategy": "pipeline_parallel(stages=2,microbatches=2)|fsdp()"}
+    assert "train_step(accumulate=2) under" in plans.why_not(**told, accumulate=2)
+    for word, refusal in (
+        ("prefetch=1", "leave prefetch out, or the stages"),
+        ("quantize='int8'", "a strategy that q"),
+    ):
+        assert refusal in plans.why_not(**{**told, "strategy": told["strategy"].replace("fsdp()", f"fsdp({word})")})
+    for cut, text in (({"accumulate": 0}, "accumulate=0: asked to"), ({"interleave": "2"}, "interleave='2'")):
+        assert text in plans.why_not(mesh="fsdp=8", strategy="fsdp()", **cut)
+    assert "estimates are made for None, " in plans.why_not(mesh="fsdp=8", strategy="fsdp()", remat="save:x")
     data = json.loads((tmp_path / "plan.json").read_text())
     for change, text in (
         ({"colour": 1}, "read `colour`, but a Plans has no such field"),
@@ -701,6 +710,22 @@ def test_plans_are_values(plans, tmp_path):
         (tmp_path / "other.json").write_text(json.dumps(kept))
         with pytest.raises(mp.MeshparError, match=text):
             load_plans(tmp_path / "other.json")
+
+
+def test_what_cannot_be_planned_is_told_in_four_parts(plans):
+    for change, text in (
+        ({"model": 3}, "plan\\(model=...\\): asked to trace a training step with it, but it is a int"),
+        ({"tx": mp.AdamW(lr=1e-3)}, "plan\\(tx=...\\): .* it is a AdamW, without `update`"),
+        ({"batch": tokens(0, 64)}, "the batch: .* it has no rows: \\(0, 64\\)"),
+        ({"batch": {}}, "it has no rows: no array"),
+    ):
+        given = {"model": CONFIG, "batch": tokens(16, 64), "tx": None, **change}
+        with pytest.raises(mp.MeshparError, match=text):
+            mp.plan(given["model"], given["batch"], "h100:1x8", tx=given["tx"])
+    with pytest.raises(mp.MeshparError, match="it is a int. To fix it: write mesh="):
+        plans.why_not(mesh=8)
+    scalar = {**tokens(16, 64), "temperature": jax.ShapeDtypeStruct((), np.float32)}
+    assert mp.plan(CONFIG, scalar, "h100:1x8", top=1)[0].step_s == pytest.approx(plans[0].step_s)
 
 
 @pytest.mark.matrix
