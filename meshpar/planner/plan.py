@@ -269,11 +269,7 @@ def plan(
     for name, value, least in (("top", top, 1), ("verify", verify, 0)):
         if not is_whole(value, least):
             raise problem(f"plan({name}={value!r})", "give so many plans", f"it is a whole number from {least} on", "5")
-    for name, value, method in (("model", model, "build"), ("tx", tx, "update")):
-        if value is not None and not isinstance(value, Model) and not hasattr(value, method):
-            exists = f"it is a {type(value).__name__}, without `{method}`"
-            fix = {"model": "give an adapter's, as mp.from_nnx(...), or a config", "tx": "give optax.adamw(3e-4)"}[name]
-            raise problem(f"plan({name}=...)", "trace a training step with it", exists, fix)
+    _check_offered(model, tx)
     work = describe(
         model if isinstance(model, Model) else model.build(),
         batch,
@@ -299,6 +295,16 @@ def plan(
         left_out=tuple(left_out),
         search=search,
     )
+
+
+def _check_offered(model: Any, tx: Any) -> None:
+    for name, value, method, fix in (
+        ("model", model, "build", "give an adapter's, as mp.from_nnx(...), or a config"),
+        ("tx", tx, "update", "give optax.adamw(3e-4)"),
+    ):
+        if value is not None and not isinstance(value, Model) and not hasattr(value, method):
+            exists = f"it is a {type(value).__name__}, without `{method}`"
+            raise problem(f"plan({name}=...)", "trace a training step with it", exists, fix)
 
 
 def _running(search: Search, loss: Callable[..., Any], top: int) -> tuple[list[Found], list[str]]:

@@ -182,10 +182,7 @@ def describe(
     """
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     rows, tokens = rows_and_tokens(batch, 1)
-    if not rows:
-        shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(batch)) or "no array"
-        exists, fix = f"it has no rows: {shapes}", "give the global batch, with its rows as the first dim of arrays"
-        raise problem("the batch", "trace a training step on it", exists, fix)
+    _check_rows(batch, rows)
     with tracing(one := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     made = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
@@ -219,6 +216,13 @@ def describe(
         nodes_visited=nodes_visited, row_bytes=row_bytes,
         whole_bytes=sum(leaf_of(*one).nbytes for one in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
+
+
+def _check_rows(batch: PyTree, rows: int) -> None:
+    if not rows:
+        shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(batch)) or "no array"
+        exists, fix = f"it has no rows: {shapes}", "give the global batch, with its rows as the first dim of arrays"
+        raise problem("the batch", "trace a training step on it", exists, fix)
 
 
 def batch_of(batch: PyTree, rows: int) -> PyTree:

@@ -557,7 +557,7 @@ def test_small_products_of_slices_take_the_rate_of_their_size(small):
 
 
 @pytest.mark.matrix
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(
     nodes=st.sampled_from([1, 2, 4]), per_node=st.sampled_from([1, 2, 4, 8]), memory_bytes=st.floats(10e6, 200e6),
     rows=st.sampled_from([4, 8, 16, 24]),
