@@ -266,10 +266,7 @@ def plan(
         the model or the loss raises.
     """
     cluster = parse_cluster(cluster)
-    for name, value, least in (("top", top, 1), ("verify", verify, 0)):
-        if not is_whole(value, least):
-            raise problem(f"plan({name}={value!r})", "give so many plans", f"it is a whole number from {least} on", "5")
-    _check_offered(model, tx)
+    _check_asked(model, tx, top, verify)
     work = describe(
         model if isinstance(model, Model) else model.build(),
         batch,
@@ -297,7 +294,12 @@ def plan(
     )
 
 
-def _check_offered(model: Any, tx: Any) -> None:
+def _check_asked(model: Any, tx: Any, top: int, verify: int) -> None:
+    for name, number, least in (("top", top, 1), ("verify", verify, 0)):
+        if not is_whole(number, least):
+            raise problem(
+                f"plan({name}={number!r})", "give so many plans", f"it is a whole number from {least} on", "5"
+            )
     for name, value, method, fix in (
         ("model", model, "build", "give an adapter's, as mp.from_nnx(...), or a config"),
         ("tx", tx, "update", "give optax.adamw(3e-4)"),
