@@ -287,7 +287,9 @@ recipe_options = options(click.argument("recipe", type=click.Path()), field_opti
     "--from-hf", metavar="DIR", help="Begin with the model, weights and tokenizer of a folder of Hugging Face's."
 )
 @click.option(
-    "--plan", metavar="FILE", help="Mesh, strategy, remat and accumulate by the first plan of `meshpar plan`."
+    "--plan",
+    metavar="FILE",
+    help="Mesh, strategy and how a step is cut, by the first plan of `meshpar plan`.",
 )
 @click.option(
     "--stall-limit", metavar="SECONDS", type=click.IntRange(5, 86_400), default=40, show_default=True,
@@ -390,9 +392,9 @@ def _train(
 
     steps_traced = None if profile is None else parse_steps(profile)
     found = load_recipe(recipe, devices=len(here))
-    found = found if plan is None else with_plan(found, plan)
     own = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
-    found = found.override(*assignments, *(f"{field}={value}" for field, value in own if value is not None))
+    fields = (*assignments, *(f"{field}={value}" for field, value in own if value is not None))
+    found = found.override(*fields) if plan is None else with_plan(found, plan, fields)
     found = found.replace(mesh=shrunk(found.mesh))
     if steps_traced is not None:
         check_steps(*steps_traced, done=0, steps=found.steps)  # here, too: before anything is compiled

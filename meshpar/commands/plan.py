@@ -61,8 +61,8 @@ def plan(
 ) -> None:
     """The best layouts for a recipe: `meshpar plan recipes/llama3_8b.py --cluster h100:8x8 --verify 1`.
 
-    Meshes, strategies, recomputation and micro-steps for the recipe's model, global batch and optimizer: those that
-    fit, the quickest first. Nothing is run.
+    Meshes, strategies, recomputation, micro-steps and slices for the recipe's model, global batch and optimizer: those
+    that fit, the quickest first. Nothing is run.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
     prepare_devices(None)
@@ -119,15 +119,22 @@ def _grow(
 def plans_for(
     path: str, cluster: str, assignments: tuple[str, ...], from_hf: str | None = None, *, top: int, verify: int
 ) -> Plans:
-    """The plans of a recipe; errors are those of `load_recipe` and `planner.plan.plan`."""
+    """The plans of a recipe; errors are those of `load_recipe` and `planner.plan.plan`, and for what plans set."""
     from meshpar.commands.explain import batch_of
     from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
     from meshpar.planner.hardware import parse_cluster
+    from meshpar.planner.layout import Layout
     from meshpar.planner.plan import plan as plan_for
     from meshpar.sharding.mesh import MeshSpec
 
     pod = parse_cluster(cluster)
-    recipe = with_model(load_recipe(path, devices=pod.num_devices).override(*assignments), from_hf, assignments)
+    for one in assignments:
+        if (field := one.partition("=")[0].split(".")[0].strip()) in (known := [*Layout.__dataclass_fields__]):
+            exists, fix = f"{', '.join(known)} are what is looked for", "leave it out; or name a mesh to --why-not"
+            raise problem(f"--set {one}", f"plan with your own `{field}`", exists, fix)
+    # The recipe's own micro-steps need not divide a batch that is given here: others are looked for.
+    recipe = load_recipe(path, devices=pod.num_devices).override(*assignments, "accumulate=1")
+    recipe = with_model(recipe, from_hf, assignments)
     model = build_model(recipe)
     return plan_for(
         model,

@@ -216,12 +216,15 @@ def check_left_to_folder(folder: str, assignments: Sequence[str], tokenizer: str
             raise problem(option, f"train with it and --from-hf {folder}", exists, fix)
 
 
-def with_plan(recipe: Recipe, path: str | Path) -> Recipe:
-    """The recipe under the first of the plans in a file. Raises `ValueError`: no plans there."""
+def with_plan(recipe: Recipe, path: str | Path, assignments: Sequence[str] = ()) -> Recipe:
+    """The recipe under the first of the plans in a file, which are of gradients that every micro-step reduces; and with
+    fields set by text, for which the plan's micro-steps may have been made. Raises `ValueError`: no plans there."""
     from meshpar.planner.plan import load_plans
 
     layout = load_plans(path)[0].layout
-    return recipe.replace(**{one.name: getattr(layout, one.name) for one in dataclasses.fields(layout)})
+    fields = {one.name: getattr(layout, one.name) for one in dataclasses.fields(layout)}
+    planned = recipe.replace(**{**fields, "accumulate": 1, "accumulate_mode": "each"})
+    return planned.override(f"accumulate={layout.accumulate}", *assignments)
 
 
 def _agree(pod: Pod, setup: Setup, source: Source, batches: Batches, program: str) -> None:

@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import jax
-
 from meshpar.parallel import Strategy
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.search import Found, Search
-from meshpar.planner.workload import Workload
+from meshpar.planner.workload import Workload, batch_of
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import MeshparError, problem
 
@@ -139,8 +137,7 @@ def grow(work: Workload, cluster: Cluster, *, most: int = MOST_GPUS) -> Growth:
 def with_rows(work: Workload, rows: int) -> Workload:
     """The same step on a batch of so many rows."""
     tokens = None if work.seq_len is None else rows * work.seq_len
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), work.batch)
-    return dataclasses.replace(work, rows=rows, tokens=tokens, batch=batch)
+    return dataclasses.replace(work, rows=rows, tokens=tokens, batch=batch_of(work.batch, rows))
 
 
 def _sizes(work: Workload, cluster: Cluster, scaling: Scaling) -> Iterator[Size]:

@@ -60,7 +60,7 @@ class Layout:
         if isinstance(data, Mapping):  # plans were of whole rows before they said so
             data = {"interleave": 1, **data}
         if not isinstance(data, Mapping) or data.keys() != fields.keys():
-            exists = f"it is {_some(data)}, and no object with exactly {', '.join(fields)}"
+            exists = f"it is {some(data)}, and no object with exactly {', '.join(fields)}"
             raise problem(where, "read it", exists, fix)
         for field, is_right, rule in (
             ("mesh", isinstance(data["mesh"], Mapping), 'sizes by axis: {"fsdp": 8}'),
@@ -70,7 +70,7 @@ class Layout:
             ("interleave", is_whole(data["interleave"], 1), "a whole number of at least 1"),
         ):
             if not is_right:
-                raise problem(f"{where}, `{field}`", f"read {_some(data[field])}", f"it is {rule}", fix)
+                raise problem(f"{where}, `{field}`", f"read {some(data[field])}", f"it is {rule}", fix)
         options = StepOptions(accumulate=data["accumulate"], remat=data["remat"], interleave=data["interleave"])
         try:
             strategy = from_json(data["strategy"])
@@ -78,7 +78,7 @@ class Layout:
             raise
         except (KeyError, TypeError, AttributeError, ValueError):
             exists = "its parts are objects with the name and arguments of each: " + '{"parts": [{"part": "fsdp"}]}'
-            raise problem(f"{where}, `strategy`", f"read {_some(data['strategy'])}", exists, fix) from None
+            raise problem(f"{where}, `strategy`", f"read {some(data['strategy'])}", exists, fix) from None
         return Layout(
             mesh=MeshSpec(**data["mesh"]), strategy=strategy, remat=options.remat, accumulate=options.accumulate,
             interleave=options.interleave,
@@ -97,7 +97,8 @@ class Layout:
         return f"{human_mesh(self.mesh)} · " + ", ".join([self.strategy.label, *more])
 
 
-def _some(data: Any) -> str:
+def some(data: Any) -> str:
+    """Plain data in at most 80 characters."""
     text = json.dumps(data, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from types import MappingProxyType, UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import jax
 import optax
@@ -28,21 +29,22 @@ from meshpar.models.loss import next_token_loss
 from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
 from meshpar.planner.hardware import Cluster, parse_cluster
-from meshpar.planner.layout import Layout
+from meshpar.planner.layout import Layout, some
 from meshpar.planner.search import MEMORY_ERROR, TIME_ERROR, Found, Search, shortage
 from meshpar.planner.units import si
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
-from meshpar.sharding.context import use
+from meshpar.sharding.context import tracing
 from meshpar.sharding.host import read_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import MeshparError, PyTree, is_whole, near, problem
+from meshpar.training.engines.staged import check_options
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Precision
 from meshpar.training.state import abstract_state
-from meshpar.training.step import TrainStep
+from meshpar.training.step import TrainStep, check_prefetch
 from meshpar.training.xla import Options
 
 Of = TypeVar("Of")
@@ -172,11 +174,18 @@ class Plans(Printed):
             exists, fix = "it remembers no model", "ask the plans that mp.plan gave"
             raise problem("plans from a file", "tell why a layout is not among them", exists, fix)
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+        if not isinstance(spec, MeshSpec):
+            fix = 'write mesh="fsdp=8,tensor=8", or mp.MeshSpec(fsdp=8, tensor=8)'
+            raise problem(f"why_not(mesh={mesh!r})", "look at that mesh", f"it is a {type(mesh).__name__}", fix)
+        given = parse_strategy(strategy) if isinstance(strategy, str) else strategy and as_strategy(strategy)
         try:
-            if strategy is None:
+            if given is None:
                 one = self.search.on_mesh(spec)
             else:
-                given = parse_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy)
+                options = StepOptions(remat=remat, accumulate=accumulate, interleave=interleave)
+                check_prefetch(given, options)
+                if given.pipeline is not None:
+                    check_options(options, given)
                 layout = Layout(mesh=spec, strategy=given, remat=remat, accumulate=accumulate, interleave=interleave)
                 one = self.search.estimate(layout)
         except MeshparError as error:
@@ -235,7 +244,7 @@ def plan(
     bound_factor: float | None = None, nodes_visited: Callable[[int], int] | None = None,
     row_bytes: Callable[[str, int], int | None] | None = None, xla: Options = MappingProxyType({}),
 ) -> Plans:  # fmt: skip
-    """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps.
+    """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps, slices.
 
     Nothing is run. Memory and times are estimates, which the plans say the source and error of.
 
@@ -257,9 +266,7 @@ def plan(
         the model or the loss raises.
     """
     cluster = parse_cluster(cluster)
-    for name, value, least in (("top", top, 1), ("verify", verify, 0)):
-        if not is_whole(value, least):
-            raise problem(f"plan({name}={value!r})", "give so many plans", f"it is a whole number from {least} on", "5")
+    _check_asked(model, tx, top, verify)
     work = describe(
         model if isinstance(model, Model) else model.build(),
         batch,
@@ -287,6 +294,21 @@ def plan(
     )
 
 
+def _check_asked(model: Any, tx: Any, top: int, verify: int) -> None:
+    for name, number, least in (("top", top, 1), ("verify", verify, 0)):
+        if not is_whole(number, least):
+            raise problem(
+                f"plan({name}={number!r})", "give so many plans", f"it is a whole number from {least} on", "5"
+            )
+    for name, value, method, fix in (
+        ("model", model, "build", "give an adapter's, as mp.from_nnx(...), or a config"),
+        ("tx", tx, "update", "give optax.adamw(3e-4)"),
+    ):
+        if value is not None and not isinstance(value, Model) and not hasattr(value, method):
+            exists = f"it is a {type(value).__name__}, without `{method}`"
+            raise problem(f"plan({name}=...)", "trace a training step with it", exists, fix)
+
+
 def _running(search: Search, loss: Callable[..., Any], top: int) -> tuple[list[Found], list[str]]:
     """The best layouts under which the model runs, and what it warns of there: that is about the plans."""
     with warnings.catch_warnings(record=True) as caught:
@@ -302,7 +324,8 @@ def _tracing(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Fou
     """The best layouts under which the model can be traced: some kernels refuse some strategies."""
     refused: dict[Any, bool] = {}
     for one in search.best(4 * top):
-        key = tuple(size > 1 for size in one.layout.mesh.values()), tuple(map(repr, one.layout.strategy.parts))
+        axes = tuple(size > 1 for size in one.layout.mesh.values())
+        key = axes, tuple(map(repr, one.layout.strategy.parts)), one.layout.interleave
         if key not in refused:
             refused[key] = not _traces(search, one.layout, loss)
         if not refused[key]:
@@ -315,12 +338,13 @@ def _tracing(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Fou
 def _traces(search: Search, layout: Layout, loss: Callable[..., Any]) -> bool:
     work, mesh = search.workload, layout.mesh.abstract(search.cluster.num_devices)
     rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // layout.accumulate, *x.shape[1:]), x.dtype), work.batch
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // layout.accumulate, *x.shape[1:]) if x.shape else (), x.dtype),
+        work.batch,
     )
     variables = work.model.abstract()
     try:
-        with traced_for(search.cluster), use(mesh, layout.strategy):
-            value = value_of(work.model, loss, work.precision, layout.remat)
+        with traced_for(search.cluster), tracing(mesh, layout.strategy):
+            value = value_of(work.model, loss, work.precision, layout.remat, layout.interleave)
             jax.eval_shape(value, variables.params, variables.extra, rows, jax.ShapeDtypeStruct((2,), "uint32"))
     except MeshparError:
         return False
@@ -442,7 +466,7 @@ def load_plans(path: str | Path) -> Plans:
     where, fix = f"plans `{path}`", "write them with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
     try:
         data = read_json(path, where, fix)
-        lists = {field: tuple(data[field]) for field in ("advice", "left_out") if field in data}
+        lists = {field: _listed(data[field]) for field in ("advice", "left_out") if field in data}
         plans = _made(Plans, {**data, **lists, "plans": tuple(_plan(one, where) for one in data["plans"])}, where)
         if not plans.plans:
             raise problem(where, "take one of them", "it holds none", fix)
@@ -456,7 +480,7 @@ def load_plans(path: str | Path) -> Plans:
 def _plan(data: Mapping[str, Any], where: str) -> Plan:
     read: dict[str, Any] = {"layout": Layout.from_json(data["layout"])}
     if told := data.get("compiled"):
-        read["compiled"] = _made(Compiled, {**told, "notes": tuple(told.get("notes", ()))}, where)
+        read["compiled"] = _made(Compiled, {**told, "notes": _listed(told.get("notes", []))}, where)
     return _made(Plan, {**data, **read}, where)
 
 
@@ -470,4 +494,38 @@ def _made(kind: type[Of], data: Mapping[str, Any], where: str) -> Of:
         if key not in data:
             fix = "write them anew with meshpar plan"
             raise problem(where, f"read `{key}`", f"this {kind.__name__} lacks it", fix)
+    hints = get_type_hints(kind)
+    for key, value in data.items():
+        if not _is(value, hints[key]):
+            exists = f"of a {kind.__name__} it is {_in_words(hints[key])}"
+            raise problem(f"{where}, `{key}`", f"read {some(value)}", exists, "write them anew with meshpar plan")
     return kind(**data)
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Whether a value out of a file is of a field's type."""
+    args = get_args(hint)
+    if get_origin(hint) is Mapping:
+        return isinstance(value, Mapping) and all(_is(one, args[1]) for one in value.values())
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_is(one, args[0]) for one in value)
+    if get_origin(hint) is UnionType:
+        return any(_is(value, one) for one in args)
+    if hint in (int, float):
+        return is_whole(value, 0) or (hint is float and isinstance(value, float) and 0 <= value < math.inf)
+    return isinstance(value, hint)
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+
+
+def _in_words(hint: Any) -> str:
+    args = [_WORDS.get(one, "an object") for one in get_args(hint) if one is not Ellipsis]
+    if get_origin(hint) is UnionType:
+        return " or ".join(args)
+    kind = {Mapping: "an object of", tuple: "a list of"}.get(get_origin(hint))
+    return f"{kind} {args[-1].split(maxsplit=1)[1]}s" if kind else _WORDS.get(hint, "an object")

@@ -1,6 +1,6 @@
 """Search: the layouts of a cluster that can be run, the quickest first.
 
-    meshes ─► strategies that parts try on them ─► placed ─► remat, micro-steps ─► fits? ─► step time ─► the best
+    meshes ─► strategies that parts try on them ─► placed ─► remat, pieces of rows ─► fits? ─► step time ─► the best
 
 Nothing here names a parallelism: parts say which mesh axes they live on and which of their forms to try
 (`Part.axes`, `Part.tried`), their rules say whether it can be, their promises what it sends. Branch and bound: layouts
@@ -34,6 +34,7 @@ from meshpar.planner.steptime import (
     COPIES,
     COVER,
     COVER_AHEAD,
+    HIDDEN,
     PASSES,
     Clock,
     TimeEstimate,
@@ -52,6 +53,8 @@ FILL = 0.90
 """Share of a GPU's memory that a plan may fill by estimate: the CUDA context and NCCL's buffers take some, too."""
 MEMORY_ERROR, TIME_ERROR = 0.10, 0.20
 """Shares by which estimates are expected to miss the compiled peak and step; more is told."""
+SLICES = 2
+"""Of the rows, that layers may run beside each other."""
 MOST_PLACED = 120
 """Strategies on meshes that fit and are looked at closely, the most promising first; of any, twice as many."""
 
@@ -114,7 +117,7 @@ class Search:
                 break
             try:
                 placed = self.placer.place(start.sizes, start.strategy)
-                each = list(self.of(placed))
+                each = list(self.of(placed, below_s=found[-1].time.step_s if len(found) == top else math.inf))
                 fitting += bool(each)
                 better = [one for one in each if len(found) < top or one.time.step_s < found[-1].time.step_s]
                 if better and self._runs(placed):
@@ -205,8 +208,10 @@ class Search:
             busy_s = (busy_s + COPIES * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
         hidden = np.array([hidden_of_weights(facts, is_ahead=bool(one.prefetched_axes)) for _, one in members])
         cover = np.array([COVER_AHEAD if one.prefetched_axes else COVER for _, one in members])
-        exposed_s = np.maximum(wire_s * (1 - hidden), wire_s - cover * busy_s)
-        return np.stack([busy_s + wait_s + exposed_s, state])
+        pieces = np.array([1 if one is None else one.microbatches for one in pipes])
+        can_slice = work.runs_layers & (work.rows >= SLICES * pieces * ways(facts.batch_axes))
+        hidden_s = wire_s * hidden + wait_s * np.where(can_slice, HIDDEN["interleaved"], 0.0)
+        return np.stack([busy_s + wire_s + wait_s - np.minimum(hidden_s, cover * busy_s), state])
 
     def _of_experts_s(
         self, placed: Placed, facts: Facts, members: Sequence[tuple[dict[str, int], Strategy]], ways: Callable[..., Any]
@@ -248,20 +253,32 @@ class Search:
         """What parts try on a mesh."""
         return tried(self._trial(sizes))
 
-    def of(self, placed: Placed) -> Iterator[Found]:
-        """The layouts of a strategy on a mesh that fit: by remat policy, in the fewest micro-steps that do."""
-        rows = self.workload.rows // placed.batch_ways
-        staged = placed.strategy.pipeline is not None
-        counts = [1] if staged else [count for count in _divisors(rows) if count <= rows]
+    def of(self, placed: Placed, *, below_s: float = math.inf) -> Iterator[Found]:
+        """The layouts of a strategy on a mesh that fit: by remat policy, in the fewest micro-steps that do; in slices
+        of the rows, too, where a step without its messages were quicker than that."""
+        rows, pipelined = self.workload.rows // placed.batch_ways, placed.strategy.pipeline
+        counts = [1] if pipelined is not None else _divisors(rows)
         spec = _spec(placed.sizes)
         for remat in self.policies:
             for count in counts:
                 layout = Layout(mesh=spec, strategy=placed.strategy, remat=remat, accumulate=count)
                 held = self.fits(placed, layout)
                 if held is not None:
-                    yield Found(layout=layout, memory=held, time=self.clock.estimate(placed, layout, held))
+                    time = self.clock.estimate(placed, layout, held)
+                    yield Found(layout=layout, memory=held, time=time)
+                    if time.step_s - sum(time.exposed_s.values()) < below_s:
+                        yield from self._sliced(placed, layout, held, time.step_s)
                     if not self.clock.is_crowded(held):  # more micro-steps send more, but leave room to hide it
                         break
+
+    def _sliced(self, placed: Placed, layout: Layout, held: MemoryEstimate, whole_s: float) -> Iterator[Found]:
+        """A layout in slices of the rows, where they divide and it is quicker than in whole rows."""
+        work = self.workload
+        if work.runs_layers and work.rows % (placed.batch_ways * layout.microbatches * SLICES) == 0:
+            layout = dataclasses.replace(layout, interleave=SLICES)
+            time = self.clock.estimate(placed, layout, held)
+            if time.step_s < whole_s:
+                yield Found(layout=layout, memory=held, time=time)
 
     def fits(self, placed: Placed, layout: Layout) -> MemoryEstimate | None:
         """What a layout holds, where it fits; else it is remembered if it missed by least."""
@@ -283,11 +300,15 @@ class Search:
         sizes, found = mesh.resolve(self.cluster.num_devices), []
         why: MeshparError | None = None
         for strategy in self.strategies(sizes):
-            for remat in self.policies:
-                try:
-                    found.append(self.estimate(Layout(mesh=_spec(sizes), strategy=strategy, remat=remat)))
-                except MeshparError as error:
-                    why = error
+            try:
+                placed = self.placer.place(sizes, strategy)
+                most = 1 if strategy.pipeline is not None else max(1, self.workload.rows // placed.batch_ways)
+                cuts = [(remat, count) for remat in self.policies for count in {1, most}]
+                layout = Layout(mesh=_spec(sizes), strategy=strategy)
+                found += [self.estimate(dataclasses.replace(layout, remat=cut[0], accumulate=cut[1])) for cut in cuts]
+                found += self.of(placed)
+            except MeshparError as error:
+                why = error
         if not found:
             exists = "no parallelism is tried on it"
             raise why or problem(f"mesh {human_mesh(sizes)}", "train on it", exists, "give its axes other sizes")
@@ -302,6 +323,7 @@ class Search:
         Raises:
           ValueError: it does not resolve, or the batch does not divide.
         """
+        self._check_layers(layout)
         sizes = layout.mesh.resolve(self.cluster.num_devices)
         placed = self.placer.place(sizes, layout.strategy)
         pieces = placed.batch_ways * layout.microbatches * layout.interleave
@@ -316,6 +338,19 @@ class Search:
         self.resolve(placed)
         held = memory.estimate(placed, layout)
         return Found(layout=layout, memory=held, time=self.clock.estimate(placed, layout, held))
+
+    def _check_layers(self, layout: Layout) -> None:
+        """Raises `ValueError` for a policy that no estimate was made for, and for what only `scan_layers` does."""
+        if layout.remat not in POLICIES:
+            exists = f"estimates are made for {', '.join(map(str, POLICIES))}"
+            raise problem(f"remat={layout.remat!r}", "tell what layers keep by it", exists, "take one of these")
+        if not self.workload.runs_layers and (layout.remat, layout.interleave) != (None, 1):
+            asked = f"run layers by remat={layout.remat!r}, interleave={layout.interleave}"
+            exists, fix = (
+                "the model never calls meshpar.scan_layers",
+                "leave them out, or run layers by scan_layers",
+            )
+            raise problem(layout.label, asked, exists, fix)
 
     def _check_axes(self, strategy: Strategy, sizes: Mapping[str, int]) -> None:
         """Raises `ValueError` for an axis along which every rank would do the same."""

@@ -231,9 +231,13 @@ class Clock:
         sent: dict[str, float] = defaultdict(float)
         buffers = 0.0
         # XLA combines the gradients of a layer into one message, and with prefetch its weights.
-        stacked = sum(one.decision.leaf.num_layers > 1 and one.decision.leaf.layer_ndim > 1 for one in placed.weights)
+        layers = {
+            one.decision.leaf.path: one.decision.leaf for one in placed.weights if one.decision.leaf.num_layers > 1
+        }
+        stacked = sum(leaf.layer_ndim > 1 for leaf in layers.values())
         key = layout.microbatches, layout.interleave, facts.is_remat, "sent"
         for one, share in placed.once(key, lambda: [*placed.sent(facts)]):
+            in_layers = not layers.keys().isdisjoint(one.tensors)
             for kind, axes, nbytes, count in _messages(facts, one, layout.remat):
                 label, price = "*".join(axes), self._price(kind, axes, facts.sizes)
                 together = stacked if one.role == GRADIENTS or facts.is_prefetched else 1
@@ -243,7 +247,7 @@ class Clock:
                 is_laid_anew = kind == "all-gather" and set(axes) <= set(facts.sequence_axes)
                 buffers += share * count * nbytes * (2 if is_laid_anew else 1)
                 network[label] += time_s
-                hidden[label] += time_s * _hidden(facts, one)
+                hidden[label] += time_s * _hidden(facts, one, in_slices=facts.interleave > 1 and in_layers)
         self._add_update(update, facts.sizes, sent, network)
         compute_s, stretch, copied = self._compute_s(placed, layout), 1.0, 0.0
         if pipelined is not None:
@@ -310,8 +314,8 @@ class Clock:
             return 0.0
         ranks = facts.ways(owned_axes(facts, each[0]))
         here, one_expert = work.num_experts // ranks, sum(of_expert(facts, one, work.num_experts) for one in each)
-        routed = facts.tokens * work.choices
-        blocks = cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
+        routed, slices = facts.tokens * work.choices // facts.interleave, facts.interleave
+        blocks = slices * cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
         room = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
         each_block = BLOCK_BYTES if here == 1 else BLOCK_BYTES_OF_SEVERAL
         return each_block * one_expert * blocks + routed_bytes(placed, room)
@@ -375,13 +379,14 @@ def routed_bytes(placed: Placed, room: Any) -> Any:
 
 
 def product_size(placed: Placed, layout: Layout) -> float:
-    """n of the square matrices whose product has as many FLOPs as that of a micro-step's tokens with a weight of a
-    layer, the mean weight by its FLOPs."""
+    """n of the square matrices whose product has as many FLOPs as that of the tokens that a layer runs at once with a
+    weight of it, the mean weight by its FLOPs."""
     facts = placed.facts(layout)
     weights = [one for one in facts.weights if one.decision.leaf.is_stacked and one.decision.leaf.layer_ndim > 1]
     elements = [layer_elements(facts, one.decision, gather_axes(facts, one)) for one in weights]
     mean = sum(size * size for size in elements) / max(sum(elements), 1)
-    return max((facts.tokens or facts.rows or 1) * max(mean, 1), 1) ** (1 / 3)
+    at_once = (facts.tokens or facts.rows or 1) / facts.interleave
+    return max(at_once * max(mean, 1), 1) ** (1 / 3)
 
 
 class _Price(NamedTuple):
@@ -434,12 +439,12 @@ def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, 
         yield kind, axes, float(elements * itemsize), float(least)
 
 
-def _hidden(facts: Facts, one: Promised) -> float:
-    if one.kind == "exchange" and facts.interleave == 1:
+def _hidden(facts: Facts, one: Promised, *, in_slices: bool) -> float:
+    if one.kind == "exchange" and not in_slices:
         return HIDDEN["exchange"]
     if one.role in (WEIGHTS, GRADIENTS) and (one.scattered or one.kind == "gather"):
         return hidden_of_weights(facts, is_ahead=facts.is_prefetched and one.stack > 1 and one.role == WEIGHTS)
-    return HIDDEN["interleaved" if facts.interleave > 1 and one.role not in (WEIGHTS, GRADIENTS) else "other"]
+    return HIDDEN["interleaved" if in_slices and one.role not in (WEIGHTS, GRADIENTS) else "other"]
 
 
 def hidden_of_weights(facts: Facts, *, is_ahead: bool) -> float:

@@ -30,11 +30,11 @@ from meshpar.parallel import ddp
 from meshpar.parallel.promise import has_vocabulary, is_expert, is_router, size_of, with_layers
 from meshpar.planner.hardware import Cluster
 from meshpar.sharding.adapters import Model, Variables
-from meshpar.sharding.context import use
+from meshpar.sharding.context import tracing
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
 from meshpar.sharding.table import optimizer_decisions
-from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, tree_leaves_with_paths
+from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, problem, tree_leaves_with_paths
 from meshpar.training.layers import REMAT_POLICIES, running, scanned
 from meshpar.training.precision import Precision, cast_floating, numerics, products
 
@@ -102,6 +102,8 @@ class Workload:
     """Elements of one row that are made narrow for these: what they take in, and the gradients of what they give."""
     held: Mapping[Remat | Literal["stages"], tuple[Held, ...]]
     """By policy; `stages`: without one, as stages run the layers, which recompute nothing within them."""
+    runs_layers: bool
+    """Whether layers are run by `scan_layers`, which can recompute and slice them."""
     looks_up: bool
     """Whether tokens are looked up by `models.lookup`."""
     choices: int
@@ -180,7 +182,8 @@ def describe(
     """
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     rows, tokens = rows_and_tokens(batch, 1)
-    with use(one := MeshSpec().abstract(1), ddp()):
+    _check_rows(batch, rows)
+    with tracing(one := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     made = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
     plain = [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(made)]
@@ -188,16 +191,16 @@ def describe(
     leaves = tuple(one.leaf for one in with_layers([_whole(leaf) for leaf in plain]))
     marker = _marker(leaves, batch)
     seq_len = None if tokens is None else tokens // rows
-    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((marker, *x.shape[1:]), x.dtype), batch)
+    few = batch_of(batch, marker)
     arrays = (made, variables.extra, few, jax.ShapeDtypeStruct((2,), np.uint32))
     how = functools.partial(_labelled, leaves=leaves, rows=marker, seq_len=seq_len)
     # Experts' matmuls as the form that counts rows there are, whatever kernel the pod takes for them.
-    with traced_for(cluster), compiled_for("cpu"), use(one, ddp()):
+    with traced_for(cluster), compiled_for("cpu"), tracing(one, ddp()):
         alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
         choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
         visited = _visited(alone, leaves) * choices * (seq_len or 1)
         forward, vocab_chunk = matmul_flops(alone) / marker + visited, _vocab_chunk(alone, leaves)
-        counted, held = _by_policy(functools.partial(value_of, known, loss, precision), arrays, how)
+        counted, held, runs_layers = _by_policy(functools.partial(value_of, known, loss, precision), arrays, how)
     flops, attention = ({remat: both[at] / marker for remat, both in counted.items()} for at in (0, 1))
     own = attention_flops(alone) / marker
     attention = {remat: own + count - attention[None] for remat, count in attention.items()}
@@ -209,24 +212,43 @@ def describe(
         model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
         tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
         narrow_share=narrow / marker / forward if forward else 0.0, narrowed=narrowed / marker, held=held,
-        looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
+        runs_layers=runs_layers, looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
         nodes_visited=nodes_visited, row_bytes=row_bytes,
         whole_bytes=sum(leaf_of(*one).nbytes for one in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
 
 
+def _check_rows(batch: PyTree, rows: int) -> None:
+    if not rows:
+        shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(batch)) or "no array"
+        exists, fix = f"it has no rows: {shapes}", "give the global batch, with its rows as the first dim of arrays"
+        raise problem("the batch", "trace a training step on it", exists, fix)
+
+
+def batch_of(batch: PyTree, rows: int) -> PyTree:
+    """Shapes of so many rows; a scalar is of all of them."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.shape else (), x.dtype), batch)
+
+
 def _by_policy(
     value: Callable[[Remat], Any], arrays: PyTree, labelled: Callable[..., Iterator[Held]]
-) -> tuple[dict[Remat, tuple[float, float]], dict[Remat | Literal["stages"], tuple[Held, ...]]]:
-    """FLOPs of the backward pass, all and attention's, and what is kept for it, by policy; that by stages, too."""
+) -> tuple[dict[Remat, tuple[float, float]], dict[Remat | Literal["stages"], tuple[Held, ...]], bool]:
+    """FLOPs of the backward pass, all and attention's, and what is kept for it, by policy; that by stages, too; and
+    whether there are layers to do so with."""
+    scans: list[Any] = []
+
+    def run(layer: Any, x: Any, rows: Any) -> Any:
+        scans.append(layer)
+        return scanned(layer, x, rows)
+
     counted: dict[Remat, tuple[float, float]] = {}
     held: dict[Remat | Literal["stages"], tuple[Held, ...]] = {}
     for remat in POLICIES:
         counted[remat], kept = _kept(value(remat), arrays)
         held[remat] = tuple(labelled(kept, is_all=remat is None))
-    with running(lambda layer, x, rows: scanned(layer, x, rows)):
+    with running(run):
         _, kept = _kept(value(None), arrays)
-    return counted, {**held, "stages": tuple(labelled(kept, is_all=True))}
+    return counted, {**held, "stages": tuple(labelled(kept, is_all=True))}, bool(scans)
 
 
 def _zeros(variables: Variables, key: Any) -> Variables:
@@ -263,11 +285,13 @@ def _marker(leaves: Sequence[Leaf], batch: PyTree) -> int:
     return next(n for n in primes if all(size % n for size in dims if size))
 
 
-def value_of(model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat) -> Callable[..., jax.Array]:
+def value_of(
+    model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat, interleave: int = 1
+) -> Callable[..., jax.Array]:
     """The loss as a function of parameters, what else the model keeps, rows and a key."""
 
     def value(params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
-        with numerics(precision, remat):
+        with numerics(precision, remat, interleave):
             bound = model.bind(cast_floating(params, precision.compute), extra)
             return loss(bound, batch, jax.random.wrap_key_data(key))[0]
 

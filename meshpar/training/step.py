@@ -24,6 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.activations import check_seen, held_between_modules
 from meshpar.sharding.adapters import OVERWRITTEN
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
@@ -170,7 +171,7 @@ class TrainStep(_Program):
     def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         _check_params_dtype(setup, self.options.precision)
         _check_slopes(setup)
-        _check_prefetch(setup, self.options)
+        check_prefetch(setup.strategy, self.options)
         _check_explicit(setup, self.options)
         _check_overwritten(setup, self.options)
         _check_whole(setup, self.options, batch)
@@ -339,14 +340,15 @@ def _check_named(setup: Setup, options: StepOptions, context: Numerics) -> None:
                 raise problem(where, f"keep what the layers mark as `{name}`", exists, fix)
 
 
-def _check_prefetch(setup: Setup, options: StepOptions) -> None:
-    if not setup.strategy.prefetched_axes:
+def check_prefetch(strategy: Strategy, options: StepOptions) -> None:
+    """Raises `ValueError` where weights cannot be gathered a layer ahead."""
+    if not strategy.prefetched_axes:
         return
-    where, spec = f"{setup.strategy.label}", "gather weights a layer ahead"
-    if setup.strategy.pipeline is not None:
+    where, spec = f"{strategy.label}", "gather weights a layer ahead"
+    if strategy.pipeline is not None:
         exists = "stages gather the weights of all their layers before the first, or in every cell"
         raise problem(where, spec, exists, "leave prefetch out, or the stages")
-    if setup.strategy.quantize is not None:
+    if strategy.quantize is not None:
         exists = "weights that are quantized are gathered by a kernel, in the layer that needs them"
         raise problem(where, spec, exists, "leave out prefetch, or quantize")
     if options.is_once:

@@ -32,11 +32,12 @@ from meshpar.parallel.tensor import Tensor
 from meshpar.parallel.tried import _strategy, kinds
 from meshpar.planner import memory
 from meshpar.planner.advice import advice
+from meshpar.planner.growth import with_rows
 from meshpar.planner.hardware import parse_cluster
 from meshpar.planner.layout import Layout, Placer, look
 from meshpar.planner.plan import Compiled, _nearest, _verified, load_plans
 from meshpar.planner.search import TIME_ERROR, Search
-from meshpar.planner.steptime import Clock, experts, of_expert
+from meshpar.planner.steptime import Clock, experts, of_expert, product_size
 from meshpar.planner.workload import POLICIES, describe
 from meshpar.training.muon import exchange, matrices
 from tests.compiled.planted import CONFIG
@@ -446,15 +447,17 @@ def with_memory(name, memory_bytes):
 
 
 def exhaustive(search):
-    """Step times of every mesh, strategy, policy and number of micro-steps that fit."""
+    """Step times of every mesh, strategy, policy and number of micro-steps and of slices that fit."""
     quickest, work = [], search.workload
     for sizes in search.meshes():
         for strategy in search.strategies(sizes):
-            for remat, count in itertools.product(POLICIES, (1,) if strategy.pipeline else (1, 2, 4)):
-                layout = Layout(mesh=mp.MeshSpec(**sizes), strategy=strategy, remat=remat, accumulate=count)
+            counts = (1,) if strategy.pipeline else (1, 2, 4)
+            for remat, count, slices in itertools.product(POLICIES, counts, (1, 2)):
+                cut = {"remat": remat, "accumulate": count, "interleave": slices}
+                layout = Layout(mesh=mp.MeshSpec(**sizes), strategy=strategy, **cut)
                 try:
                     placed = search.placer.place(sizes, strategy)
-                    if work.rows % (placed.batch_ways * layout.microbatches):
+                    if work.rows % (placed.batch_ways * layout.microbatches * slices):
                         continue
                     held = memory.estimate(placed, layout)
                     if held.peak_bytes <= search.limit_bytes:
@@ -475,16 +478,92 @@ def test_no_layout_beats_the_best(small):
     assert [one.time.step_s for one in best] == sorted(one.time.step_s for one in best)
 
 
+def test_slices_are_looked_for_where_they_pay(small):
+    """Messages of tensor ranks wait for each other's layers; those of weights and behind the layers do not."""
+    search = Search(with_rows(small, 4096), parse_cluster("h100:1x8"))
+    for strategy, mesh, slices in (
+        (mp.fsdp() | mp.tensor_parallel(), {"fsdp": 4, "tensor": 2}, {1, 2}),
+        (mp.fsdp(prefetch=1), {"fsdp": 8}, {1}),
+    ):
+        placed = search.placer.place(dict(mp.MeshSpec(**mesh)), strategy)
+        found = {}
+        for one in search.of(placed):
+            found.setdefault((one.layout.remat, one.layout.accumulate), {})[one.layout.interleave] = one.time.step_s
+        assert set().union(*found.values()) == slices
+        assert all(of.get(2, 0) < of[1] for of in found.values())
+        beaten = search.of(placed, below_s=0.0)  # not where without all messages it were no better
+        assert {one.layout.interleave for one in beaten} == {1}
+    for rows in (8, 4100):  # one row for each of the pieces, and rows that two slices do not divide
+        search = Search(with_rows(small, rows), parse_cluster("h100:1x8"))
+        placed = search.placer.place(dict(mp.MeshSpec(fsdp=4, tensor=2)), mp.fsdp() | mp.tensor_parallel())
+        assert all(rows % (4 * one.layout.accumulate * one.layout.interleave) == 0 for one in search.of(placed))
+
+
+def test_slices_of_layers_hide_nothing_of_what_stands_outside_of_them():
+    """Rows of a large table travel once a step to their tokens; gathers and scatters of weights are as before."""
+    search = Search(workload(dataclasses.replace(CONFIG, vocab_size=65_536), 64, 64), parse_cluster("h100:1x8"))
+    layout = Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(prefetch=1))
+    placed = search.placer.place(dict(layout.mesh), layout.strategy)
+    assert placed.facts(layout).exchanges_rows
+    whole, sliced = (
+        search.estimate(dataclasses.replace(layout, interleave=slices)).time.exposed_s for slices in (1, 2)
+    )
+    assert sliced["fsdp"] >= whole["fsdp"] * (1 - 1e-9)
+
+
 @pytest.mark.matrix
-@settings(deadline=None, max_examples=20)
+def test_a_plan_of_slices_is_traced_in_slices():
+    config = dataclasses.replace(mp.models.llama3_8b(), attention="blockwise")
+    found = mp.plan(config, tokens(512, 8192), "h100:8x8", top=4)
+    assert {one.layout.interleave for one in found} == {1, 2}
+
+
+def test_a_model_without_scan_layers_is_told_in_whole_rows():
+    """It neither recomputes nor slices, and may lay its activations out by bare specs."""
+
+    def layer(x, params):
+        hidden = jax.lax.with_sharding_constraint(x @ params["up"], jax.sharding.PartitionSpec("data"))
+        return hidden @ params["down"], None
+
+    shapes = {"up": (4, 256, 1024), "down": (4, 1024, 256)}
+    model = mp.from_functions(
+        lambda key: {name: jax.random.normal(key, shape) for name, shape in shapes.items()},
+        lambda params, x: jax.lax.scan(layer, x, params)[0],
+        names={"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")},
+    )  # fmt: skip
+    rows = {"x": jax.ShapeDtypeStruct((2**16, 256), np.float32)}
+    found = mp.plan(model, rows, "h100:1x8", loss=lambda model, batch, key: (model(batch["x"]).mean(), {}), top=40)
+    assert any("tensor_parallel" in one.layout.label for one in found)
+    assert {(one.layout.remat, one.layout.interleave) for one in found} == {(None, 1)}
+    for cut in ({"remat": "full"}, {"interleave": 2}):
+        assert "never calls meshpar.scan_layers" in found.why_not(mesh="data=8", strategy="ddp()", **cut)
+
+
+def test_small_products_of_slices_take_the_rate_of_their_size(small):
+    """By a profile in which products of half the size run at half the rate; and blocks of experts are of a slice."""
+    cluster = dataclasses.replace(parse_cluster("h100:1x8"), products={64: 1e13, 8192: 1e15})
+    mesh, parts = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel()
+    whole, sliced = (Layout(mesh=mesh, strategy=parts, interleave=slices) for slices in (1, 2))
+    search = Search(small, cluster)
+    placed = search.placer.place(dict(mesh), parts)
+    assert product_size(placed, whole) / product_size(placed, sliced) == pytest.approx(2 ** (1 / 3))
+    assert search.estimate(sliced).time.compute_s > 1.1 * search.estimate(whole).time.compute_s
+    search = Search(workload(MOE, 64, 64), parse_cluster("h100:1x8"))
+    mesh, parts = mp.MeshSpec(data=4, expert=2), mp.ddp() | mp.expert_parallel()
+    whole, sliced = (
+        search.estimate(Layout(mesh=mesh, strategy=parts, interleave=slices)).time.memory_s for slices in (1, 2)
+    )
+    assert sliced > whole
+
+
+@pytest.mark.matrix
+@settings(deadline=None, max_examples=10)
 @given(
     nodes=st.sampled_from([1, 2, 4]), per_node=st.sampled_from([1, 2, 4, 8]), memory_bytes=st.floats(10e6, 200e6),
     rows=st.sampled_from([4, 8, 16, 24]),
 )  # fmt: skip
 def test_no_layout_beats_the_best_of_any_small_cluster(small, nodes, per_node, memory_bytes, rows):
-    tokens_of = small.tokens // small.rows
-    work = dataclasses.replace(small, rows=rows, tokens=rows * tokens_of, batch=tokens(rows, tokens_of))
-    search = Search(work, with_memory(f"h100:{nodes}x{per_node}", memory_bytes))
+    search = Search(with_rows(small, rows), with_memory(f"h100:{nodes}x{per_node}", memory_bytes))
     best, quickest = search.best(1), exhaustive(search)
     assert bool(best) == bool(quickest)
     if best:
@@ -597,16 +676,56 @@ def test_plans_are_values(plans, tmp_path):
         assert text in shown
     with pytest.raises(mp.MeshparError, match="it remembers no model"):
         again.why_not(mesh="fsdp=8")
+    with pytest.raises(mp.MeshparError, match="`nope`, but there is no such preset"):
+        plans.why_not(mesh="fsdp=8", strategy="nope()")
+    told = {"mesh": "stage=2,fsdp=4", "strategy": "pipeline_parallel(stages=2,microbatches=2)|fsdp()"}
+    assert "train_step(accumulate=2) under" in plans.why_not(**told, accumulate=2)
+    for word, refusal in (
+        ("prefetch=1", "leave prefetch out, or the stages"),
+        ("quantize='int8'", "a strategy that q"),
+    ):
+        assert refusal in plans.why_not(**{**told, "strategy": told["strategy"].replace("fsdp()", f"fsdp({word})")})
+    for cut, text in (({"accumulate": 0}, "accumulate=0: asked to"), ({"interleave": "2"}, "interleave='2'")):
+        assert text in plans.why_not(mesh="fsdp=8", strategy="fsdp()", **cut)
+    assert "estimates are made for None, " in plans.why_not(mesh="fsdp=8", strategy="fsdp()", remat="save:x")
     data = json.loads((tmp_path / "plan.json").read_text())
     for change, text in (
         ({"colour": 1}, "read `colour`, but a Plans has no such field"),
         ({"rates": None}, "lacks it"),
         *(({"plans": [{**data["plans"][0], "layout": layout}]}, text) for layout, text in garbled(data)),
+        ({"considered": "x"}, '`considered`: asked to read "x", but of a Plans it is a whole number'),
+        ({"advice": "begin"}, "`advice`: .* it is a list of texts"),
+        *(
+            ({"plans": [{**data["plans"][0], key: value}]}, text)
+            for key, value, text in (
+                ("step_s", "fast", '`step_s`: asked to read "fast", but of a Plan it is a number'),
+                ("step_s", float("nan"), "it is a number"),
+                ("peak_bytes", None, "it is a whole number"),
+                ("exposed_s", {"fsdp": None}, "it is an object of numbers"),
+                ("tokens_per_s", [], "it is a number or null"),
+            )
+        ),
     ):
         kept = {key: value for key, value in {**data, **change}.items() if value is not None}
         (tmp_path / "other.json").write_text(json.dumps(kept))
         with pytest.raises(mp.MeshparError, match=text):
             load_plans(tmp_path / "other.json")
+
+
+def test_what_cannot_be_planned_is_told_in_four_parts(plans):
+    for change, text in (
+        ({"model": 3}, "plan\\(model=...\\): asked to trace a training step with it, but it is a int"),
+        ({"tx": mp.AdamW(lr=1e-3)}, "plan\\(tx=...\\): .* it is a AdamW, without `update`"),
+        ({"batch": tokens(0, 64)}, "the batch: .* it has no rows: \\(0, 64\\)"),
+        ({"batch": {}}, "it has no rows: no array"),
+    ):
+        given = {"model": CONFIG, "batch": tokens(16, 64), "tx": None, **change}
+        with pytest.raises(mp.MeshparError, match=text):
+            mp.plan(given["model"], given["batch"], "h100:1x8", tx=given["tx"])
+    with pytest.raises(mp.MeshparError, match="it is a int. To fix it: write mesh="):
+        plans.why_not(mesh=8)
+    scalar = {**tokens(16, 64), "temperature": jax.ShapeDtypeStruct((), np.float32)}
+    assert mp.plan(CONFIG, scalar, "h100:1x8", top=1)[0].step_s == pytest.approx(plans[0].step_s)
 
 
 @pytest.mark.matrix
@@ -766,6 +885,12 @@ def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
     assert (found.remat, found.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
     assert found.interleave == 1
+    fewer = ("--set=batch_size=20", "--top", 1, "--save", file, *fields)
+    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x4", *fewer)
+    assert (code, error) == (0, "")
+    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--set=accumulate=2")
+    assert code == 2
+    assert "plan with your own `accumulate`" in error
     code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--why-not", "")
     assert code == 2
     assert "it names the axes of one" in error

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.parallel.pipeline import Pipeline as PipelinePart
+from meshpar.parallel.strategy import Strategy
 from meshpar.pipeline.executor import Functions, Micro, Params, split_stage
 from meshpar.pipeline.gradients import StagedRun
 from meshpar.pipeline.schedules import Schedule
@@ -59,8 +60,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
         `meshpar.scan_layers`; fewer layers than the schedule has parts; rows that the microbatches do not
         divide; uses of an Aux that `scan_layers` has none for.
     """
-    _check_options(options, state.setup)
-    _check_remat(options, state.setup)
+    check_options(options, state.setup.strategy)
     params = compute_params(state.setup, state.params, options.precision.compute)
     batch_axes, weight = state.setup.batch_axes, options.weight
     setup, pipelined = state.setup, state.setup.strategy.pipeline
@@ -494,23 +494,21 @@ def _check_once(calls: int) -> None:
         raise problem("the model under pipeline_parallel", "be cut where it runs its stacked layers", exists, fix)
 
 
-def _check_options(options: StepOptions, setup: Setup) -> None:
+def check_options(options: StepOptions, strategy: Strategy) -> None:
+    """Raises `ValueError` for what stages do not do."""
     for given, is_given in (
         (f"train_step(accumulate={options.accumulate})", options.accumulate > 1),
-        ("a strategy that quantizes", setup.strategy.quantize is not None),
+        ("a strategy that quantizes", strategy.quantize is not None),
     ):
         if is_given:
             exists = "a pipeline sums the gradients of its own microbatches and sends weights as they are"
             fix = "leave it out; more microbatches are what accumulation would be"
-            raise problem(f"{given} under {setup.strategy.label}", "be done by stages", exists, fix)
-
-
-def _check_remat(options: StepOptions, setup: Setup) -> None:
-    rules = [(f"remat rule `{rule.key}`", rule.value) for rule in setup.strategy.activations.remat]
+            raise problem(f"{given} under {strategy.label}", "be done by stages", exists, fix)
+    rules = [(f"remat rule `{rule.key}`", rule.value) for rule in strategy.activations.remat]
     for where, remat in ((f"train_step(remat={options.remat!r})", options.remat), *rules):
         if offloads(remat):
             raise problem(
-                f"{where} under {setup.strategy.label}",
+                f"{where} under {strategy.label}",
                 "keep a microbatch's activations on the host",
                 "stages hold them in buffers on the device, from their F to their B",
                 "use save:NAMES, or leave out the stages",
