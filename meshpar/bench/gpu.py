@@ -1,4 +1,4 @@
-"""What a device reaches, for a profile: square products by size, copies, and whole training steps of a decoder."""
+"""What a device reaches, for a profile: square products by size, copies, launches, and whole steps of a decoder."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ SMALL = (64, 128, 256, 512)
 """On CPUs."""
 LEAST_COPIED_BYTES = 64_000_000
 """More than caches hold."""
+CHAINED = 32
+"""Kernels more in the longer chain, of twice as many: the loop around takes the same in both."""
 TARGET_S = 0.05
 """A measured run is about so long."""
 
@@ -42,6 +44,8 @@ class Products(Printed, Plain):
     bytes_per_s: float
     """What a copy of a large array reads and writes in a second."""
     source: str
+    launch_s: float = 0.0
+    """From one kernel to the next where neither does much."""
     steps: Steps | None = None
     """Of a decoder; None: none were measured."""
 
@@ -54,7 +58,9 @@ class Products(Printed, Plain):
         known = profile_of(self.device, path)
         source = "; ".join(filter(None, (known.source, self.source)))
         measured = known.steps if self.steps is None else plain(self.steps)
-        return dataclasses.replace(known, products=self.flops_per_s, steps=measured, source=source)
+        return dataclasses.replace(
+            known, products=self.flops_per_s, launch_s=self.launch_s, steps=measured, source=source
+        )
 
     def __rich__(self) -> Any:
         gpu = gpu_of_kind(self.device)
@@ -63,7 +69,9 @@ class Products(Printed, Plain):
             (f"{n:,}", si(rate, "FLOP/s"), "" if peak is None else f"{rate / peak:.0%}")
             for n, rate in self.flops_per_s.items()
         ]
-        caption = f"copies move {si(self.bytes_per_s, 'B/s')}; {self.source}"
+        caption = (
+            f"copies move {si(self.bytes_per_s, 'B/s')}; a launch takes {si(self.launch_s, 's')}; {self.source}"
+        )
         title, columns = f"{self.device}: {self.dtype} products", ("n", "rate", "of the data sheet")
         alone = table(title, columns, rows, caption=caption)
         if self.steps is None:
@@ -93,7 +101,7 @@ def profile_of(device: str, path: str | Path) -> Cluster:
 
 
 def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int = 5) -> Products:
-    """Measure products of square matrices and a copy on the first device.
+    """Measure products of square matrices, a copy and a launch on the first device.
 
     Args:
       sizes: n of each; none: `SIZES`, on CPUs `SMALL`.
@@ -116,6 +124,7 @@ def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int
     today = datetime.date.today().isoformat()
     return Products(
         device=device.device_kind, dtype=dtype, flops_per_s=rates, bytes_per_s=2 * x.nbytes / copied_s,
+        launch_s=_launch_s(repeats),
         source=f"meshpar bench gpu, jax {jax.__version__}, {device.device_kind}, {today}",
     )  # fmt: skip
 
@@ -132,7 +141,9 @@ def whole(found: Products, *, rows: int | None = None, seq_len: int | None = Non
     device = jax.devices()[0]
     gpu = gpu_of_kind(device.device_kind)
     known = None if gpu is None else cluster_of(gpu, nodes=1, gpus_per_node=1)
-    cluster = None if known is None else dataclasses.replace(known, products=found.flops_per_s, source=found.source)
+    cluster = known and dataclasses.replace(
+        known, products=found.flops_per_s, launch_s=found.launch_s, source=found.source
+    )
     size = size_for(device.platform, _memory_bytes(device))
     size = dataclasses.replace(size, rows=rows or size.rows, seq_len=seq_len or size.seq_len)
     ceiling = max(found.flops_per_s.values())
@@ -150,6 +161,21 @@ def _product_s(n: int, dtype: str, repeats: int) -> float:
     numbers = np.random.default_rng(0)
     a, b = (jnp.asarray(numbers.normal(size=(n, n)) / n**0.5, dtype) for _ in range(2))
     return _time_s(lambda x, times: jax.lax.fori_loop(0, times, lambda _, x: x @ b, x), a, repeats)
+
+
+def _launch_s(repeats: int) -> float:
+    """What a kernel more takes in a chain of them, each of eight numbers and of the one before."""
+    short, long = (
+        _time_s(lambda x, times, many=many: jax.lax.fori_loop(0, times, lambda _, x: _chain(x, many), x), x, repeats)
+        for x, many in ((jnp.ones(8), CHAINED), (jnp.ones(8), 2 * CHAINED))
+    )
+    return max(long - short, 0.0) / CHAINED
+
+
+def _chain(x: jax.Array, many: int) -> jax.Array:
+    for _ in range(many):  # a barrier between two keeps XLA from making one kernel of them
+        x = jax.lax.optimization_barrier(x + 1)
+    return x
 
 
 def _time_s(run: Any, x: jax.Array, repeats: int) -> float:

@@ -500,6 +500,7 @@ def _step_time(report: Report) -> Table:
     compute = report.compute
     whole = compute.predicted_step_s or 1.0
     spent = {"kernels bound by FLOPs": compute.compute_s or 0.0, "kernels bound by memory": compute.memory_s or 0.0}
+    spent |= {} if compute.launch_s is None else {"launching what is shorter than a launch": compute.launch_s}
     spent |= {f"waiting for {axes}": time_s for axes, time_s in compute.exposed_s.items()}
     spent |= {} if compute.bubble_s is None else {"waiting for other stages: the bubble": compute.bubble_s}
     rows = tuple(

@@ -23,7 +23,7 @@ from tests.compiled.planted import CONFIG
 
 MEASURED = Products(
     device=gpu_by_name("h100").device_kinds[0], dtype="bfloat16", flops_per_s={16: 1e12, 1024: 3e14, 8192: 7e14},
-    bytes_per_s=2.9e12, source="meshpar bench gpu, here",
+    bytes_per_s=2.9e12, source="meshpar bench gpu, here", launch_s=2.5e-6,
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_a_profile_gets_them_beside_its_links(tmp_path):
     file = tmp_path / "my.json"
     MEASURED.profile(file).save(file)
     found = parse_cluster(str(file))
-    assert found.products == MEASURED.flops_per_s
+    assert (found.products, found.launch_s) == (MEASURED.flops_per_s, 2.5e-6)
     usual = cluster_of(gpu_by_name("h100"), nodes=4, gpus_per_node=8)
     link = Link(alpha_s=1e-5, bytes_per_s=1e11)
     dataclasses.replace(usual, axes={"fsdp": link}, source="links").save(file)
@@ -56,6 +56,21 @@ def test_a_profile_gets_them_beside_its_links(tmp_path):
     file.write_text(json.dumps({**both.to_json(), "products": {"4096": -1}}))
     with pytest.raises(mp.MeshparError, match="FLOP/s by the size of the matrices"):
         parse_cluster(str(file))
+    for launch_s in (2.5, -1e-6, "2e-6", True):
+        file.write_text(json.dumps({**both.to_json(), "launch_s": launch_s}))
+        with pytest.raises(mp.MeshparError, match="seconds below 0.001"):
+            parse_cluster(str(file))
+
+
+def test_a_launch_is_what_a_kernel_more_takes(monkeypatch):
+    """By a clock that takes 2 µs a kernel and 5 µs a turn of the loop around."""
+
+    def clock(run, x, repeats):
+        kernels = str(jax.make_jaxpr(run)(x, 1)).count("optimization_barrier")
+        return 5e-6 + 2e-6 * kernels
+
+    monkeypatch.setattr(gpu, "_time_s", clock)
+    assert gpu._launch_s(1) == pytest.approx(2e-6)
 
 
 @pytest.mark.matrix

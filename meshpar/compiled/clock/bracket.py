@@ -5,7 +5,8 @@
 
 The rate of a product is that measured of square matrices with as many FLOPs, where a profile has some (`meshpar bench
 gpu`): then both ends have it. Without, low is at the data sheet's peak and high at the planner's assumed share of it.
-Launches, and kernels that slow each other down, are in neither.
+Both have a launch for every kernel, where the profile tells what it takes; kernels that slow each other down are in
+neither.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ def bracket(module: Module, timeline: Timeline, cluster: Cluster) -> Bracket:
     """The error bar of a simulated step."""
     measured = _share_measured(module, cluster)
     best, expected = (1.0, MATMUL_EFFICIENCY) if measured is None else (measured, measured)
-    rest_s = timeline.memory_s + timeline.bubble_s
+    rest_s = timeline.memory_s + timeline.launch_s + timeline.bubble_s
     products = f"products at {cluster.gpu.name}'s data sheet peak at best, at an assumed {MATMUL_EFFICIENCY:.0%} of it"
     if measured is not None:
         products = f"products at {measured:.0%} of the data sheet's peak, measured by size ({cluster.source})"
     return Bracket(
         low_s=timeline.compute_s / best + rest_s,
         high_s=timeline.compute_s / expected + rest_s + sum(timeline.network_s.values()),
-        sources=(products, *_links(timeline, cluster)),
+        sources=(products, *_launches(cluster), *_links(timeline, cluster)),
     )
 
 
@@ -53,6 +54,10 @@ def _share_measured(module: Module, cluster: Cluster) -> float | None:
     # n × n × n multiply-adds are 2 n³ FLOPs.
     time_s = sum(one.flops_per_step / cluster.product_flops_per_s((one.flops / 2) ** (1 / 3)) for one in products)
     return min(flops / time_s / cluster.gpu.bf16_flops_per_s, 1.0)
+
+
+def _launches(cluster: Cluster) -> list[str]:
+    return [f"launches of {cluster.launch_s * 1e6:.1f} µs, measured ({cluster.source})"] * bool(cluster.launch_s)
 
 
 def _links(timeline: Timeline, cluster: Cluster) -> list[str]:

@@ -65,7 +65,7 @@ class Compute(Plain):
     utilisation: float | None
     """Model FLOPs over what the GPU could do in the predicted step, at the peak of the type most FLOPs are in."""
     bound: str | None
-    """`compute`, `memory`, `bubble` or `network:<axes>`: what most of the step is spent on."""
+    """`compute`, `memory`, `launches`, `bubble` or `network:<axes>`: what most of the step is spent on."""
     compute_s: float | None
     """Kernels that their FLOPs bound."""
     memory_s: float | None
@@ -74,6 +74,8 @@ class Compute(Plain):
     """Time on the wire by mesh axes, hidden or not."""
     exposed_s: Mapping[str, float]
     """Of that, while compute waits."""
+    launch_s: float | None = None
+    """Kernels shorter than a launch, what it takes beyond them; None where nobody measured launches."""
     bracket: Bracket | None = None
     """Between which times the step is expected, and by whose figures; None without a cluster."""
     bubble_s: float | None = None
@@ -148,6 +150,7 @@ def compute(
         bound=timeline.bound if timeline is not None else None,
         compute_s=timeline.compute_s if timeline is not None else None,
         memory_s=timeline.memory_s if timeline is not None else None,
+        launch_s=timeline.launch_s if timeline is not None and cluster is not None and cluster.launch_s else None,
         network_s=dict(timeline.network_s) if timeline is not None else {},
         exposed_s=timeline.exposed_s if timeline is not None else {},
         bubble_s=timeline.bubble_s if timeline is not None and cells is not None else None,

@@ -1,10 +1,11 @@
-"""How long each kernel of a program takes at best: FLOPs against the GPU's peak, bytes against its memory.
+"""How long each kernel of a program takes at best: FLOPs against the GPU's peak, bytes against its memory, or a launch.
 
 A kernel is one instruction that the GPU runs: a fusion, a library call, a copy. Its FLOPs are those of the matrix
 products in it, at the peak of their operands' type: tensor cores for 16 bits and fewer, the float32 units for wider
 ones (TF32 is not assumed). Its bytes are those it has to read and write once: an operand of which a fusion only slices
-a part counts with that part, and a buffer that is updated in place with what is written. Caches, launch times and the
-arithmetic of element-wise work are left out: small kernels take longer than their time here.
+a part counts with that part, and a buffer that is updated in place with what is written. Where a profile has what a
+launch takes (`meshpar bench gpu`), no kernel is shorter. Caches and the arithmetic of element-wise work are left out:
+small kernels take longer than their time here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Kernel:
     moved_bytes: int
     """Read and written."""
     time_s: float
-    """The longer of both."""
+    """The longest of both and a launch."""
+    launch_s: float
+    """Of that, what neither its FLOPs nor its bytes take."""
     is_compute_bound: bool
     """Whether its FLOPs take longer than its bytes."""
 
@@ -44,8 +47,8 @@ class Kernel:
 class Roofline:
     """Times of a program's kernels on one GPU."""
 
-    def __init__(self, module: Module, gpu: Gpu) -> None:
-        self._module, self._gpu = module, gpu
+    def __init__(self, module: Module, gpu: Gpu, launch_s: float = 0.0) -> None:
+        self._module, self._gpu, self._launch_s = module, gpu, launch_s
         self._matmuls = {(one.computation, one.name): one.flops for one in work.matmuls(module)}
         self._reads: dict[tuple[str, int], int] = {}
 
@@ -68,10 +71,14 @@ class Roofline:
         peak = min((self._peak(bits) for _, bits in dots), default=self._gpu.bf16_flops_per_s)
         moved = sum(self._operands(computation, ins)) + self._written(computation, ins)
         bandwidth = self._gpu.memory_bytes_per_s
+        works_s = roofline_s(flops, moved, flops_per_s=peak, bytes_per_s=bandwidth)
+        # What has neither FLOPs nor bytes is none that is launched.
+        launch_s = max(self._launch_s - works_s, 0.0) if works_s else 0.0
         return Kernel(
             flops=flops,
             moved_bytes=moved,
-            time_s=roofline_s(flops, moved, flops_per_s=peak, bytes_per_s=bandwidth),
+            time_s=works_s + launch_s,
+            launch_s=launch_s,
             is_compute_bound=flops / peak > moved / bandwidth,
         )
 

@@ -19,8 +19,9 @@ bubble.
 
 Assumed, and so the limits: devices are alike and start together; kernels and collectives do not slow each other down
 (on a GPU they share memory bandwidth and some cores); one collective at a time on a link; asynchronous copies and
-fusions take their time on the compute stream, for they use the same memory; launches cost nothing. The prediction is
-what the schedule can reach at best. It is made from the text alone and comes out the same on every machine.
+fusions take their time on the compute stream, for they use the same memory; launches cost nothing, unless the cluster's
+profile has what one takes. The prediction is what the schedule can reach at best. It is made from the text alone and
+comes out the same on every machine.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Timeline:
     peak_flops_per_s: float
     """Of the GPU, in the type that most of the program's matrix products are in."""
     step_s: float
-    """From the first kernel to the last: `compute_s + memory_s + bubble_s` and what is exposed of every axis."""
+    """From the first kernel to the last: `compute_s + memory_s + launch_s + bubble_s`, and what is exposed of every
+    axis."""
     compute_s: float
     """Kernels that their FLOPs bound."""
     memory_s: float
@@ -143,6 +145,8 @@ class Timeline:
     """In the census' order."""
     segments: tuple[Segment, ...]
     """The program first, then its loops, outer ones first."""
+    launch_s: float = 0.0
+    """Of kernels shorter than a launch, what it takes beyond them; 0 where nobody measured launches."""
     bubble_s: float = 0.0
     """Stages waiting for each other, on the mean one."""
     notes: tuple[str, ...] = ()
@@ -155,8 +159,8 @@ class Timeline:
 
     @property
     def bound(self) -> str:
-        """What most of the step is spent on: `compute`, `memory`, or waiting: `bubble`, `network:<axes>`."""
-        spent = {"compute": self.compute_s, "memory": self.memory_s, "bubble": self.bubble_s}
+        """What most of the step is spent on: `compute`, `memory`, `launches`, waiting (`bubble`, `network:<axes>`)."""
+        spent = {"compute": self.compute_s, "memory": self.memory_s, "launches": self.launch_s, "bubble": self.bubble_s}
         spent |= {f"network:{label}": time_s for label, time_s in self.exposed_s.items()}
         return max(spent, key=lambda what: spent[what])
 
@@ -212,6 +216,7 @@ def timeline(
         hidden_s={label: block.hidden_s[label] for label in block.network_s},
         collectives=tuple(simulation.timed(one) for one in collectives),
         segments=(_segment(block), *simulation.loops),
+        launch_s=block.launch_s,
         bubble_s=block.bubble_s,
         notes=tuple(_notes(module, simulation)),
     )
@@ -241,6 +246,7 @@ class _ComputationRun:
     """When a link is free."""
     compute_s: float = 0.0
     memory_s: float = 0.0
+    launch_s: float = 0.0
     bubble_s: float = 0.0
     network_s: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     hidden_s: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
@@ -261,6 +267,7 @@ class _ComputationRun:
         """The sums of so many runs of another."""
         self.compute_s += times * inner.compute_s
         self.memory_s += times * inner.memory_s
+        self.launch_s += times * inner.launch_s
         self.bubble_s += times * inner.bubble_s
         for label, time_s in inner.network_s.items():
             self.network_s[label] += times * time_s
@@ -309,7 +316,7 @@ class _Simulation:
         self._module, self._cluster, self.cells, self._overlap_limit = module, cluster, cells, overlap_limit
         self._choice: dict[str, int] = {}
         """What conditionals pick in the tick that is simulated; of others the longest branch is taken."""
-        self.roofline = Roofline(module, cluster.gpu)
+        self.roofline = Roofline(module, cluster.gpu, cluster.launch_s)
         self._collectives = {(one.computation, one.name): one for one in collectives}
         self._blocks: dict[str, _ComputationRun] = {}
         self._runs: dict[tuple[str, str], _Run] = {}
@@ -370,8 +377,10 @@ class _Simulation:
             return
         start_s = block.duration_s
         block.duration_s += kernel.time_s
-        block.compute_s += kernel.time_s * kernel.is_compute_bound
-        block.memory_s += kernel.time_s * (not kernel.is_compute_bound)
+        works_s = kernel.time_s - kernel.launch_s
+        block.compute_s += works_s * kernel.is_compute_bound
+        block.memory_s += works_s * (not kernel.is_compute_bound)
+        block.launch_s += kernel.launch_s
         block.works("matmul" if kernel.flops else "kernels")
         block.computed(ins, "matmul" if kernel.flops else "kernel", start_s)
 

@@ -114,6 +114,17 @@ def test_the_error_bar_holds_the_step_and_names_its_sources(scan, timed):
     assert prediction.compute(scan[0], num_devices=8, timeline=timed).bracket is None
 
 
+def test_a_measured_launch_is_in_the_step_its_error_bar_and_the_table(scan):
+    slow = dataclasses.replace(CLUSTER, launch_s=1e-5, source="measured here")
+    found = timeline(scan[0], census(*scan), slow)
+    computed = prediction.compute(scan[0], num_devices=8, timeline=found, cluster=slow)
+    assert computed.launch_s == found.launch_s > 0
+    rest_s = found.memory_s + found.launch_s + found.bubble_s
+    assert computed.bracket.low_s == pytest.approx(found.compute_s + rest_s)
+    assert "launches of 10.0 µs, measured (measured here)" in computed.bracket.sources
+    assert computed.to_json()["launch_s"] == found.launch_s
+
+
 def test_measured_products_and_links_take_the_place_of_what_is_assumed(scan, timed):
     peak = CLUSTER.gpu.bf16_flops_per_s
     rates = {1: 0.5 * peak, 1 << 20: 0.5 * peak}

@@ -70,7 +70,7 @@ def work_(name="k", of="h"):
 def check(found: Timeline):
     """What holds for every timeline."""
     exposed = found.exposed_s
-    assert found.step_s == pytest.approx(found.compute_s + found.memory_s + sum(exposed.values()))
+    assert found.step_s == pytest.approx(found.compute_s + found.memory_s + found.launch_s + sum(exposed.values()))
     for label, time_s in found.network_s.items():
         assert -1e-12 <= found.hidden_s[label] <= time_s + 1e-12
     for one in found.collectives:
@@ -138,6 +138,19 @@ def test_synchronous(body):
     assert found.step_s == pytest.approx(2 * MS)
     assert (one.hidden_s, one.cover, one.has_nothing_to_hide_behind) == (0, "nothing", True)
     check(found)
+
+
+def test_no_kernel_is_shorter_than_a_measured_launch():
+    dot = "k = f32[100,100] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"  # 2 ms
+    body = "\n".join([work_("w"), dot, f"ROOT {work_('v')}"])  # 1 ms, 2 ms, 1 ms
+    slow = dataclasses.replace(SLOW, launch_s=1.5 * MS)
+    found = clock(body, cluster=slow)
+    assert (found.step_s, found.launch_s) == (pytest.approx(5 * MS), pytest.approx(2 * 0.5 * MS))
+    assert (found.compute_s, found.memory_s) == (pytest.approx(2 * MS), pytest.approx(2 * MS))
+    assert clock(body).launch_s == 0
+    check(found)
+    longest = clock(body, cluster=dataclasses.replace(SLOW, launch_s=10 * MS))
+    assert (longest.step_s, longest.bound) == (pytest.approx(30 * MS), "launches")
 
 
 def test_a_matrix_product_between_start_and_done_is_something_to_hide_behind():
