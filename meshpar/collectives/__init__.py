@@ -12,6 +12,7 @@
            quantized.py       the same with a byte an element: encode ─► XLA's own collective ─► decode, sum
     attention.py   blockwise_attention; ring_attention, over sequences in the order of order.py: zigzag, to_zigzag, ...
     cudnn.py       tiles for the ring that are cuDNN's kernel
+    flash.py       tokamax's attention of one device
 
     reference.py   what each of them computes, in plain global-view jax.numpy
 
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy import lazy
 
 if TYPE_CHECKING:
-    from meshpar.collectives import cudnn, reference
+    from meshpar.collectives import cudnn, flash, reference
     from meshpar.collectives.attention import TileKernel, blockwise_attention, ring_attention
     from meshpar.collectives.auto import Choice, choose
     from meshpar.collectives.bucket import bucketed_all_reduce
@@ -48,8 +49,8 @@ __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Choice", "TileKernel", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all", "blockwise_attention",
-    "broadcast", "bucketed_all_reduce",
-    "choose", "cudnn", "dequantize", "from_zigzag", "gather", "hierarchical_all_reduce", "hierarchical_all_to_all",
+    "broadcast", "bucketed_all_reduce", "choose", "cudnn", "dequantize", "flash",
+    "from_zigzag", "gather", "hierarchical_all_reduce", "hierarchical_all_to_all",
     "matmul_reduce_scatter", "quantize", "quantized_all_gather", "quantized_all_reduce", "quantized_reduce_scatter",
     "reduce", "reduce_scatter", "reference", "ring_attention", "scatter", "shift", "to_zigzag", "unzigzag", "zigzag",
 ]  # fmt: skip

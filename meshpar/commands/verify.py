@@ -103,7 +103,7 @@ def shrunk(recipe: Recipe, dtype: str) -> Recipe:
         "vocab_size": 32, "embed_dim": 16, "head_dim": 4, "mlp_dim": 32, "num_layers": 4, "param_dtype": dtype,
         "num_kv_heads": kv, "num_heads": kv * min(config.num_heads // config.num_kv_heads, 2),
         "num_dense_layers": min(config.num_dense_layers, 1), "tensor_matmul": "xla",
-        "attention": "blockwise" if config.attention == "cudnn" else config.attention,
+        "attention": "blockwise" if config.attention in ("cudnn", "tokamax") else config.attention,
     }  # fmt: skip
     if config.vocab_chunk:
         fields["vocab_chunk"] = 6

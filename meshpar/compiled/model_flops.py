@@ -16,6 +16,7 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh
 
+from meshpar.collectives import flash
 from meshpar.compiled.clock.work import causal_share
 from meshpar.compiled.traced import inner_jaxprs, num_trips
 from meshpar.moe import kernels
@@ -58,7 +59,7 @@ def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops
 
 
 def attention_flops(jaxpr: core.Jaxpr) -> int:
-    """Of `matmul_flops`, those of calls into cuDNN's attention, forward and backward alike as of a forward pass."""
+    """Of `matmul_flops`, those of libraries' kernels for attention, forward and backward alike as of a forward pass."""
     return matmul_flops(jaxpr, products={})
 
 
@@ -76,7 +77,7 @@ def matmul_flops(
     Args:
       jaxpr: to count.
       notes: gets a key for everything that cannot be counted rightly.
-      products: what is counted beside cuDNN's attention, by primitive; None: all that there are.
+      products: what is counted beside libraries' kernels for attention, by primitive; None: all that there are.
     """
     notes, products = {} if notes is None else notes, _PRODUCTS if products is None else products
     return sum(_equation_flops(equation, notes, products) for equation in jaxpr.eqns)
@@ -89,6 +90,8 @@ def _equation_flops(equation: Any, notes: dict[str, None], products: Mapping[str
         return count(equation)
     if "dot_product_attention" in name:  # cuDNN's: a call into a library, with nothing of it in the jaxpr
         return _attention_flops(equation)
+    if name in _RULES and (product := flash.product_flops(str(equation.source_info.name_stack))) is not None:
+        return 2 * product  # tokamax's, which has kernels of no jaxpr in there
     inner = [matmul_flops(one, notes, products=products) for one, _ in inner_jaxprs(equation)]
     if name == "cond":
         return max(inner, default=0)
@@ -157,6 +160,8 @@ _PRODUCTS: Mapping[str, Callable[[Any], int]] = {
     kernels.PRODUCT: _grouped_flops,
     kernels.GRADIENTS: _grouped_flops,
 }
+_RULES = ("custom_vjp_call", "remat_opt")
+"""What a function with a gradient of its own is, before and after it is differentiated."""
 _OPAQUE = frozenset({"custom_call", "ffi_call", "triton_kernel_call", "pure_callback", "io_callback"})
 
 

@@ -14,7 +14,7 @@ from meshpar.sharding.types import problem
 if TYPE_CHECKING:
     from meshpar.sharding.adapters import Model
 
-Attention = Literal["xla", "blockwise", "cudnn"]
+Attention = Literal["xla", "blockwise", "cudnn", "tokamax"]
 TensorMatmul = Literal["xla", "overlapped"]
 PARAM_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -143,9 +143,10 @@ class TransformerConfig:
     attention: Attention = "blockwise"
     """Attention over whole sequences: "blockwise" runs anywhere, in memory that grows with the sequence
     (`meshpar.collectives.blockwise_attention`); "xla" runs anywhere, too, and holds all scores; "cudnn" is cuDNN's
-    flash attention (GPUs, bfloat16 or float16 compute). None falls back to another. Under `context_parallel()` the
-    sequence is attended to round a ring of ranks in tiles, which are cuDNN's kernel with "cudnn" and plain matmuls with
-    the other two."""
+    flash attention (GPUs, bfloat16 or float16 compute) and "tokamax" that package's (GPUs, Python 3.12), which takes
+    windows, caps and segments, too. None falls back to another. Under `context_parallel()` the sequence is attended to
+    round a ring of ranks in tiles, which are cuDNN's kernel with "cudnn" and plain matmuls with the first two;
+    "tokamax" is refused there."""
     attention_window: int | None = None
     """A position sees itself and so many less one before it, in every layer; None: all before it. Not round a ring of
     ranks."""

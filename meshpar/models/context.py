@@ -120,7 +120,12 @@ def ring(
 
 
 def by_device(
-    kernel: Callable[..., Array], q_BTHD: Float[Array, "B T H D"], k_BTKD: Float[Array, "B T K D"], *, kv_heads: str
+    kernel: Callable[..., Array],
+    q_BTHD: Float[Array, "B T H D"],
+    k_BTKD: Float[Array, "B T K D"],
+    *,
+    kv_heads: str,
+    check_vma: bool = True,
 ) -> Callable[..., Array]:
     """A kernel for attention, given each device's own rows, heads, and positions where they are split.
 
@@ -131,6 +136,7 @@ def by_device(
       q_BTHD, k_BTKD: as they are laid out.
       kv_heads: logical name of the heads of keys. Where the rules keep them in fewer parts than those of queries, every
         device has all and takes those of its queries.
+      check_vma: as in `jax.shard_map`.
     """
     if ambient() is None:
         return kernel
@@ -139,7 +145,8 @@ def by_device(
     rows = PartitionSpec(*q[:2])
 
     def split(kernel: Callable[..., Array], kv: PartitionSpec) -> Callable[..., Array]:
-        return lambda *given: per_device(kernel, (q, kv, kv, *[rows] * len(given[3:])), q, whole=True)(*given)
+        how = {"whole": True, "check_vma": check_vma}
+        return lambda *given: per_device(kernel, (q, kv, kv, *[rows] * len(given[3:])), q, **how)(*given)
 
     if q[2] == kv[2]:
         return split(kernel, q)

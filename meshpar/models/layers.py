@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, Integer
 
-from meshpar.collectives import blockwise_attention, cudnn
+from meshpar.collectives import blockwise_attention, cudnn, flash
 from meshpar.collectives.attention import capped
 from meshpar.models import context
 from meshpar.models.config import Attention, RopeScaling, YarnScaling
@@ -229,8 +229,8 @@ def causal_attention(
       q_BTHD, k_BTKD, v_BTKW: H is a multiple of K; query heads `[i G, (i+1) G)` share key/value head i (Ainslie et al.
         2023, "GQA").
       segments_BT: positions of one number see each other only.
-      implementation: "xla", "blockwise", or "cudnn", which raises where cuDNN is missing or does not take these shapes
-        and dtypes. The last two take one width only: of keys and values the narrower is padded.
+      implementation: "xla", "blockwise", or "cudnn" or "tokamax", which raise where the library is missing or does not
+        take these shapes and dtypes. All but the first take one width only: of keys and values the narrower is padded.
       window: a position sees itself and the `window - 1` before it.
       cap: scores s become `cap tanh(s / cap)`.
 
@@ -241,6 +241,9 @@ def causal_attention(
         return cached_attention(q_BTHD, k_BTKD, v_BTKW, segments_BT, first_position=0, window=window, cap=cap)
     if implementation == "blockwise":
         kernel = functools.partial(blockwise_attention, window=window, cap=cap, segments=segments_BT)
+        return _in_one_width(kernel, q_BTHD, k_BTKD, v_BTKW)
+    if implementation == "tokamax":
+        kernel = functools.partial(flash.flash_attention, segments_BT=segments_BT, window=window, cap=cap)
         return _in_one_width(kernel, q_BTHD, k_BTKD, v_BTKW)
     _refuse('attention="cudnn"', "be cuDNN's", segments=segments_BT, cap=cap)
     return _in_one_width(functools.partial(_by_cudnn, window=window), q_BTHD, k_BTKD, v_BTKW)
@@ -416,12 +419,16 @@ def whole_attention(
             causal_attention, implementation=implementation, window=window, cap=cap
         )
         if implementation != "xla":
-            attention = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}")
+            varies = implementation != "tokamax"  # whose kernels cannot be traced where jax follows that
+            attention = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}", check_vma=varies)
         o_BTHW = attention(q_BTHD, k_BTKD, v_BTKW, *(() if segments_BT is None else (segments_BT,)))
         # Kernels mark what they give themselves, with what else their backward pass needs: marked twice, it is kept so.
         o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if implementation == "xla" else o_BTHW
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
     kernel = None
+    if implementation == "tokamax":
+        exists, fix = "its log-sum-exps stay inside the package", 'use "cudnn", or "blockwise" for windows and segments'
+        raise problem('TransformerConfig(attention="tokamax")', "go round a ring of ranks", exists, fix)
     if implementation == "cudnn":
         _refuse('attention="cudnn"', "go round a ring as cuDNN's tiles", segments=segments_BT, window=window, cap=cap)
         kernel = cudnn.TILES

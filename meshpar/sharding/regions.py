@@ -20,17 +20,20 @@ def outer_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def weight_axes(weight: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> tuple[tuple[str, ...], ...]:
+def weight_axes(
+    weight: jax.Array | jax.ShapeDtypeStruct, *names: str | None, within: bool = False
+) -> tuple[tuple[str, ...], ...]:
     """Mesh axes of more than one rank that split each dim of a weight, and no rows: those of tensor parallelism.
 
-    Empty where nothing is known: without names, in no step, where nothing lays rows out, inside of a region.
+    Empty where nothing is known: without names, in no step, where nothing lays rows out. Inside of a region it is, too,
+    unless asked for `within` one, as those axes that are the compiler's there.
     """
-    here = ambient()
-    if not names or here is None or outer_axes() or "batch" not in here.rules.names:
+    here, outer = ambient(), set(outer_axes())
+    if not names or here is None or (outer and not within) or "batch" not in here.rules.names:
         return ((),) * weight.ndim
     sizes, rows = axis_sizes(here.mesh), ("batch", *(("seq",) if "seq" in here.rules.names else ()))
     size = here.mesh.size
-    of_rows = set(axes_of_spec(spec_of(jax.ShapeDtypeStruct((size,) * len(rows), weight.dtype), *rows)))
+    of_rows = outer | set(axes_of_spec(spec_of(jax.ShapeDtypeStruct((size,) * len(rows), weight.dtype), *rows)))
     spec = (*param_spec(weight, *names), *(None for _ in names))[: len(names)]
     return tuple(tuple(one for one in spec_axes(e) if sizes[one] > 1 and one not in of_rows) for e in spec)
 

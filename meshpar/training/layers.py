@@ -332,6 +332,9 @@ MATMUL = "matmul"
 ATTENTION = "attention"
 """Name, for `jax.checkpoint`, of what attention gives, and of what its kernels keep beside that."""
 
+FLASH = "flash_attention"
+"""In the names of tokamax's kernels that give attention's output, with what its backward pass needs."""
+
 _NAMED = jax.checkpoint_policies.save_only_these_names(MATMUL)
 
 REMAT_POLICIES: dict[str, Callable[..., Any]] = {
@@ -345,9 +348,11 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
 
 
 def _mark_of(primitive: Any, params: Mapping[str, Any]) -> str | None:
-    """The name that an operation gives its results; cuDNN's attention is one, which nobody can mark from outside."""
+    """The name that an operation gives its results; kernels for attention are some that none can mark outside."""
     if primitive.name == "name":
         return str(params["name"])
+    if primitive.name == "remat_opt":  # a kernel with what it keeps, which jax drops where nobody needs it
+        return ATTENTION if FLASH in str(params["fwd_jaxpr"]) else None
     return ATTENTION if "dot_product_attention_fwd" in primitive.name else None
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import source_info_util
 
 from meshpar.sharding.context import ambient, current, within
-from meshpar.sharding.regions import weight_axes
+from meshpar.sharding.regions import outer_axes, weight_axes
 from meshpar.sharding.rules import check_pattern
 from meshpar.sharding.types import PyTree, near, problem
 from meshpar.training.products import Split, float8_dot, float8_rows_dot, wide_gradient_dot
@@ -254,8 +254,10 @@ def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
 
 
 def _split_of(weight: jax.Array, names: tuple[str | None, ...]) -> Split | None:
-    axes, here = weight_axes(weight, *names), ambient()
-    return Split(here.mesh, axes) if here is not None and any(axes) else None
+    axes, here = weight_axes(weight, *names, within=True), ambient()
+    if here is None or not any(axes):
+        return None
+    return Split(jax.sharding.get_abstract_mesh() if outer_axes() else here.mesh, axes)
 
 
 _NARROW = {"fp8": float8_dot, BY_ROW: float8_rows_dot}

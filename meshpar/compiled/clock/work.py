@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from meshpar.collectives import flash
 from meshpar.compiled import scopes
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.hlo import ArrayShape, Computation, Instruction, Module, TupleShape
@@ -271,9 +273,28 @@ def _flops(computation: Computation, ins: Instruction) -> int:
     if _GEMM.match(target):
         numbers = _nested(ins.backend_config, "gemm_backend_config", "dot_dimension_numbers")
         return _product_flops(computation, ins, _dims(str(numbers.get("lhs_contracting_dimensions", ""))))
+    if target.endswith((".triton", "mosaic_gpu_v2")) and (product := flash.product_flops(ins.metadata.op_name)):
+        return product * _flash_products(computation, ins)
     if target.startswith("mosaic_gpu") and (rows := _GROUPED.search(ins.metadata.op_name)):
         return 2 * int(rows[1]) * _weight_size(computation, ins)
     return 0
+
+
+def _flash_products(computation: Computation, ins: Instruction) -> int:
+    """Products in a kernel of tokamax's attention, by what it is given: the gradient of the output only backward.
+
+    Forward there are two. The gradient of queries takes three, those of keys and values four, all three five: scores
+    and their gradient are made in each kernel.
+    """
+    query = _array(computation, ins, 0)
+    given = map(functools.partial(_array, computation, ins), range(len(ins.operands)))
+    if query is None or sum(_is_like(one, query) for one in given) <= 3:
+        return 2
+    return 2 + sum(_is_like(one, query) for one in ins.shape.leaves())
+
+
+def _is_like(one: ArrayShape | None, query: ArrayShape) -> bool:
+    return one is not None and len(one.dims) == len(query.dims) and one.dims[-1] == query.dims[-1]
 
 
 def _weight_size(computation: Computation, ins: Instruction) -> int:
