@@ -77,7 +77,7 @@ def dispatch(
     """y[t] = sum over j of weights[t, j] expert_{experts[t, j]}(x[t]), with the experts spread over a mesh axis.
 
         per device x [T, d], experts [T, k], weights [T, k] -> y [T, d'];  of N ranks, r owns experts [r E/N, (r+1) E/N)
-        2 all-to-alls forward and 2 backward of payload, and one all-gather forward of E counts (4 (N-1) E bytes)
+        2 all-to-alls forward and 2 backward of payload, and one forward of E/N + 1 counts for each rank
 
     Dropless without a capacity, else in buffers: the module's docstring says what each form sends and
     drops, and what gradients are.

@@ -86,11 +86,14 @@ class Shape(NamedTuple):
     def link(self, pair_rows: int, send_rows: int) -> RowLink:
         return RowLink(self.axis, self.num_ranks, self.how, pair_rows, send_rows)
 
-    def counts_of_all(self, counts: jax.Array) -> jax.Array:
-        """int32 [N from, N to, E/N], of every rank's [E]."""
+    def told(self, counts: jax.Array) -> jax.Array:
+        """int32 [N to, c] -> [N from, c]: what every rank is told by each.
+
+        By an all-to-all: XLA makes one of all-gathers that do not wait for each other, and then slices of the rows
+        (`interleave`) and chunks would wait for each other's counts before any row travels.
+        """
         with jax.named_scope("counts"):
-            gathered = counts[None] if self.num_ranks == 1 else lax.all_gather(counts, self.axis)
-        return gathered.reshape(self.num_ranks, self.num_ranks, self.local_experts)
+            return counts if self.num_ranks == 1 else lax.all_to_all(counts, self.axis, 0, 0)
 
     def rank(self) -> jax.Array:
         return lax.axis_index(self.axis)
@@ -147,7 +150,7 @@ class Capacity(NamedTuple):
     def _stats(self, experts: jax.Array) -> Dispatched:
         chosen = count(experts, self.shape.num_experts)
         fitting = jnp.minimum(chosen, self.room)
-        received = self.shape.counts_of_all(fitting)[:, self.shape.rank()].sum(0, dtype=jnp.int32)
+        received = self.shape.told(fitting.reshape(self.shape.num_ranks, -1)).sum(0, dtype=jnp.int32)
         return Dispatched(chosen, received, jnp.sum(chosen - fitting, dtype=jnp.int32))
 
 
@@ -170,8 +173,7 @@ class Dropless(NamedTuple):
     def out(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Arrived:
         shape = self.shape
         order, chosen, sent = self._sorted(experts)
-        of_all = shape.counts_of_all(sent)
-        traffic, mine = self._traffic(of_all), of_all[:, shape.rank()]
+        traffic, mine = self._traffic(sent.reshape(shape.num_ranks, -1))
         stats = Dispatched(chosen, mine.sum(0, dtype=jnp.int32), jnp.sum(chosen - sent, dtype=jnp.int32))
         # Runs spare a CPU the rows that are not there. On GPUs, where all are read either way, places leave XLA the
         # freedom to let chunks travel while experts work: with runs it hid two exchanges of eight, with places four.
@@ -216,10 +218,13 @@ class Dropless(NamedTuple):
             order = Order(jnp.where(order.places < self.send_rows, order.places, -1), order.choices[: self.send_rows])
         return order, chosen, sent
 
-    def _traffic(self, of_all: jax.Array) -> RowCounts:
-        sums = of_all.sum(2, dtype=jnp.int32)  # [from, to]
-        begins, rank = jnp.cumsum(sums, axis=1) - sums, self.shape.rank()
-        return RowCounts(sums[rank], begins[rank], sums[:, rank], begins[:, rank])
+    def _traffic(self, sent: jax.Array) -> tuple[RowCounts, jax.Array]:
+        """Of rows [N to, E/N] that this rank sends: what travels, and rows [N from, E/N] that it gets."""
+        sums = sent.sum(1, dtype=jnp.int32)
+        begins = jnp.cumsum(sums) - sums
+        told = self.shape.told(jnp.concatenate([sent, begins[:, None]], axis=1))
+        mine = told[:, :-1]
+        return RowCounts(sums, begins, mine.sum(1, dtype=jnp.int32), told[:, -1]), mine
 
 
 class NodeFirst(NamedTuple):

@@ -209,4 +209,4 @@ def test_what_train_runs_is_what_explain_compiles(name):
     assert re.match(r"program (\w{12}) with xla_gpu", line)[1] == fingerprint(
         *stopped.value.args, recipe.latency_rounds
     )
-    assert ("latency_rounds=1" in line) == (name in ("llama3_8b", "llama3_70b", "mixtral_8x7b"))
+    assert ("latency_rounds=1" in line) == (name in ("llama3_8b", "llama3_70b", "mixtral_8x7b", "deepseek_v3"))
