@@ -69,9 +69,7 @@ class Products(Printed, Plain):
             (f"{n:,}", si(rate, "FLOP/s"), "" if peak is None else f"{rate / peak:.0%}")
             for n, rate in self.flops_per_s.items()
         ]
-        caption = (
-            f"copies move {si(self.bytes_per_s, 'B/s')}; a launch takes {si(self.launch_s, 's')}; {self.source}"
-        )
+        caption = f"copies move {si(self.bytes_per_s, 'B/s')}; a launch takes {si(self.launch_s, 's')}; {self.source}"
         title, columns = f"{self.device}: {self.dtype} products", ("n", "rate", "of the data sheet")
         alone = table(title, columns, rows, caption=caption)
         if self.steps is None:
