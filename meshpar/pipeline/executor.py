@@ -359,13 +359,13 @@ class _Trace:
             read_stash = {kind: read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
             sums, aux = totals
             if has_b:
-                down, handed, sums = self._backward(whole(B), read_stash[B], inbox, turn, sums, at)
+                run_b = self.split.at_once if own else self.split.backward
+                down, handed, sums = self._backward(run_b, whole(B), read_stash[B], inbox, turn, sums, at)
             if has_w:
                 with jax.named_scope("weights"):
-                    left = handed if own else read(backlog, at["backlog"][W])
-                    shared = self.split.shared(whole(B if own else W))
-                    grads = self._trained(self.split.weights(shared, read_stash[W], left), "parts")
-                    parts = _sum(sums.grads.parts, grads, None if self.chunks == 1 else at["chunk"][W])
+                    grads = handed if own else self._weights(whole(W), read_stash[W], read(backlog, at["backlog"][W]))
+                    parts = self._trained(grads, "parts")
+                    parts = _sum(sums.grads.parts, parts, None if self.chunks == 1 else at["chunk"][W])
                     sums = sums.replace(grads=sums.grads._replace(parts=parts))
             if has_f:
                 up, left, aux_loss, more = self._forward(whole(F), inbox, at)
@@ -392,10 +392,13 @@ class _Trace:
             ((y, aux_loss), metrics), left = self.split.forward(weights, (x, _data(micro)))
         return y, left, aux_loss, metrics
 
+    def _weights(self, weights: PyTree, stash: Buffers, handed: Buffers) -> PyTree:
+        return self.split.weights(self.split.shared(weights), stash, handed)
+
     def _backward(
-        self, weights: PyTree, stash: Buffers, inbox: PyTree, turn: PyTree, sums: Sums, at: Any
-    ) -> tuple[PyTree, Buffers, Sums]:
-        """(dx, what is handed to W, sums)."""
+        self, run: Any, weights: PyTree, stash: Buffers, inbox: PyTree, turn: PyTree, sums: Sums, at: Any
+    ) -> tuple[PyTree, Any, Sums]:
+        """(dx, what `run` gives beside it: the parameters' gradients, or what is handed to W; sums)."""
         part = at["part"][B]
         micro = self.micro(at["microbatch"][B], part)
         last = self.plan.schedule.num_parts - 1
@@ -415,7 +418,7 @@ class _Trace:
             shared = self.split.shared(weights)
             # Auxiliary losses of all parts count once for each microbatch, whatever its weight.
             ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
-            (dx, _), handed = self.split.backward(shared, stash, ((dy, ones), _zeros(self.aux)))
+            (dx, _), handed = run(shared, stash, ((dy, ones), _zeros(self.aux)))
 
             def into_first(ends: PyTree) -> PyTree:
                 trained = self._trained(self.ends, "ends")

@@ -66,6 +66,7 @@ class SplitVjp:
     y, stash = split.forward(params, x)                  F, for each microbatch
     dx, backlog = split.backward(shared, stash, dy)      B
     dparams = split.weights(shared, stash, backlog)      W
+    dx, dparams = split.at_once(shared, stash, dy)       B with its W, where nothing comes between the two
     """
 
     stash: tuple[jax.ShapeDtypeStruct, ...]
@@ -77,6 +78,7 @@ class SplitVjp:
     _forward: Cut
     _shared: Cut
     _backward: Cut
+    _at_once: Cut
 
     def forward(self, params: PyTree, x: PyTree) -> tuple[PyTree, Values]:
         out, _ = self._forward.run_first(jax.tree.leaves((params, x)))
@@ -104,6 +106,12 @@ class SplitVjp:
         given = [*self._kept.residuals(shared, stash), *[None] * self._ends.y.num_smooth]
         out = self._backward.run_second(given, backlog)
         return self._ends.params.tree(out[: self._ends.params.num_smooth])
+
+    def at_once(self, shared: Values, stash: Values, dy: PyTree) -> tuple[PyTree, PyTree]:
+        """B and W: `(dx, dparams)`. A loop over layers runs once, so no layer's values are kept for a second one."""
+        out, _ = self._at_once.run_first([*self._kept.residuals(shared, stash), *self._ends.y.smooth(dy)])
+        dparams, dx = out[: self._ends.params.num_smooth], out[self._ends.params.num_smooth :]
+        return self._ends.x.tree(dx), self._ends.params.tree(dparams)
 
     @property
     def reads(self) -> tuple[tuple[bool, bool, bool], ...]:
@@ -142,6 +150,7 @@ def _cut(fwd: ClosedJaxpr, bwd: ClosedJaxpr, residuals: Sequence[Any], ends: _En
         _forward=Cut(fwd, first=[True] * ends.y.count + [at in kept.stashed for at in places], effects=True),
         _shared=Cut(fwd, first=[False] * ends.y.count + [at in kept.shared for at in places]),
         _backward=backward,
+        _at_once=Cut(bwd, first=[True] * len(bwd.jaxpr.outvars), effects=True),
     )
     shared = tuple(residuals[at] for at in kept.shared)
     stash = tuple(residuals[at] for at in kept.stashed)
