@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from meshpar.pipeline.schedules import Schedule, Slots
 from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.pipeline.schedules.slots import BUFFERS, SHIFTS, STAY
-from meshpar.pipeline.slicing import flat_jaxpr
+from meshpar.pipeline.slicing import Steps, flat_jaxpr, together
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
 from meshpar.sharding.lay import lay
 from meshpar.sharding.types import PyTree
@@ -356,19 +356,29 @@ class _Trace:
             stash, turn, backlog = held
             whole = self._weights_of(at)
             up, down = _zeros(self.x), _zeros(self.x)
-            read_stash = {kind: read(stash, at["stash"][kind]) for kind, has in ((B, has_b), (W, has_w)) if has}
             sums, aux = totals
+            steps = {}
+            if has_f:
+                steps[F] = _scoped("forward", self._forward(whole(F), inbox, at))
             if has_b:
-                run_b = self.split.at_once if own else self.split.backward
-                down, handed, sums = self._backward(run_b, whole(B), read_stash[B], inbox, turn, sums, at)
+                run_b = self.split.at_once_steps if own else self.split.backward_steps
+                steps[B] = _scoped(
+                    "backward", self._backward(run_b, whole(B), read(stash, at["stash"][B]), inbox, turn, sums, at)
+                )
+            if has_w and not own:
+                left = read(backlog, at["backlog"][W])
+                shared = self.split.shared(whole(W))
+                steps[W] = _scoped("weights", self.split.weights_steps(shared, read(stash, at["stash"][W]), left))
+            out = dict(zip(steps, together(*steps.values()), strict=True))
+            if has_b:
+                down, handed, sums = out[B]
             if has_w:
                 with jax.named_scope("weights"):
-                    grads = handed if own else self._weights(whole(W), read_stash[W], read(backlog, at["backlog"][W]))
-                    parts = self._trained(grads, "parts")
-                    parts = _sum(sums.grads.parts, parts, None if self.chunks == 1 else at["chunk"][W])
+                    grads = self._trained(handed if own else out[W], "parts")
+                    parts = _sum(sums.grads.parts, grads, None if self.chunks == 1 else at["chunk"][W])
                     sums = sums.replace(grads=sums.grads._replace(parts=parts))
             if has_f:
-                up, left, aux_loss, more = self._forward(whole(F), inbox, at)
+                up, left, aux_loss, more = out[F]
                 # Every F has a B to keep something for; only the last part's hands its result to the loss.
                 stash, turn = put(stash, at["stash"][F], left), write(turn, at["turn"][F], up)
                 sums = sums.replace(loss=sums.loss + aux_loss.astype(sums.loss.dtype))
@@ -379,25 +389,21 @@ class _Trace:
 
         return run
 
-    def _forward(self, weights: PyTree, inbox: PyTree, at: Any) -> tuple[PyTree, Buffers, jax.Array, Any]:
+    def _forward(self, weights: PyTree, inbox: PyTree, at: Any) -> Steps[tuple[PyTree, Buffers, jax.Array, Any]]:
         """(y, what is left for B and W, auxiliary loss, its metrics)."""
         micro = self.micro(at["microbatch"][F], at["part"][F])
-        with jax.named_scope("forward"):
-            with jax.named_scope(IF_FIRST):
-                x = lax.cond(
-                    at["part"][F] == 0,
-                    lambda: self._laid(self._first(self.ends, micro)),
-                    lambda: self._laid(read(inbox, at["inbox"][F])),
-                )
-            ((y, aux_loss), metrics), left = self.split.forward(weights, (x, _data(micro)))
+        with jax.named_scope(IF_FIRST):
+            x = lax.cond(
+                at["part"][F] == 0,
+                lambda: self._laid(self._first(self.ends, micro)),
+                lambda: self._laid(read(inbox, at["inbox"][F])),
+            )
+        ((y, aux_loss), metrics), left = yield from self.split.forward_steps(weights, (x, _data(micro)))
         return y, left, aux_loss, metrics
-
-    def _weights(self, weights: PyTree, stash: Buffers, handed: Buffers) -> PyTree:
-        return self.split.weights(self.split.shared(weights), stash, handed)
 
     def _backward(
         self, run: Any, weights: PyTree, stash: Buffers, inbox: PyTree, turn: PyTree, sums: Sums, at: Any
-    ) -> tuple[PyTree, Any, Sums]:
+    ) -> Steps[tuple[PyTree, Any, Sums]]:
         """(dx, what `run` gives beside it: the parameters' gradients, or what is handed to W; sums)."""
         part = at["part"][B]
         micro = self.micro(at["microbatch"][B], part)
@@ -412,22 +418,33 @@ class _Trace:
         def from_next(sums: Sums) -> tuple[PyTree, Sums]:
             return self._laid(read(inbox, at["inbox"][B])), sums
 
-        with jax.named_scope("backward"):
-            with jax.named_scope(IF_LAST):
-                dy, sums = lax.cond(part == last, from_loss, from_next, sums)
-            shared = self.split.shared(weights)
-            # Auxiliary losses of all parts count once for each microbatch, whatever its weight.
-            ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
-            (dx, _), handed = run(shared, stash, ((dy, ones), _zeros(self.aux)))
+        with jax.named_scope(IF_LAST):
+            dy, sums = lax.cond(part == last, from_loss, from_next, sums)
+        shared = self.split.shared(weights)
+        # Auxiliary losses of all parts count once for each microbatch, whatever its weight.
+        ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
+        (dx, _), handed = yield from run(shared, stash, ((dy, ones), _zeros(self.aux)))
 
-            def into_first(ends: PyTree) -> PyTree:
-                trained = self._trained(self.ends, "ends")
-                (d_ends,) = jax.vjp(lambda e: self._first(_with_frozen(e, self.ends), micro), trained)[1](dx)
-                return _sum(ends, d_ends)
+        def into_first(ends: PyTree) -> PyTree:
+            trained = self._trained(self.ends, "ends")
+            (d_ends,) = jax.vjp(lambda e: self._first(_with_frozen(e, self.ends), micro), trained)[1](dx)
+            return _sum(ends, d_ends)
 
-            with jax.named_scope(IF_FIRST):
-                ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.grads.ends)
+        with jax.named_scope(IF_FIRST):
+            ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.grads.ends)
         return _solid(dx, self.x), handed, sums.replace(grads=sums.grads._replace(ends=ends))
+
+
+def _scoped(name: str, steps: Steps[Any]) -> Steps[Any]:
+    """The same program under a scope, which it leaves where it stops."""
+    gave: list[Any] | None = None
+    while True:
+        try:
+            with jax.named_scope(name):
+                due = next(steps) if gave is None else steps.send(gave)
+        except StopIteration as end:
+            return end.value
+        gave = yield due
 
 
 def split_stage(functions: Functions, params: PyTree, x: PyTree, micro: Micro) -> SplitVjp:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
@@ -79,10 +81,13 @@ def _evaluated(eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _as_traced(eqn: JaxprEqn) -> Any:
+def _as_traced(eqn: JaxprEqn, names: Any = None) -> Any:
     """What is bound inside comes from the line that made an equation, and from its scopes inside of ours."""
-    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names or _names(eqn))
+
+
+def _names(eqn: JaxprEqn) -> Any:
+    return source_info_util.current_name_stack() + eqn.source_info.name_stack
 
 
 class _Env:
@@ -122,14 +127,106 @@ class _Loop:
         at = self.num_consts + self.num_carry
         return list(items[: self.num_consts]), list(items[self.num_consts : at]), list(items[at:])
 
-    def run(self, body: Callable[..., Any], carry: list[Value], xs: Any) -> list[Value]:
+    def run(self, body: Callable[..., Any], carry: list[Value], xs: Any, names: Any = None) -> list[Value]:
         """Another body over the same steps; gives what is carried, then what is stacked."""
         params = self.eqn.params
-        with _as_traced(self.eqn):
-            carry, ys = jax.lax.scan(
+        with _as_traced(self.eqn, names):
+            carry, ys = lax.scan(
                 body, carry, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
             )
         return [*carry, *ys]
+
+    def due(self, body: Callable[..., Any], carry: list[Value], xs: Any) -> Due:
+        """The same, to be run by whoever drives the program."""
+        return Due(self, body, carry, xs, _names(self.eqn))
+
+
+class Due(NamedTuple):
+    """A loop that a program has come to."""
+
+    loop: _Loop
+    body: Callable[..., Any]
+    carry: list[Value]
+    xs: Any
+    names: Any
+    """Scopes it stands in."""
+
+    @property
+    def length(self) -> int:
+        return int(self.loop.eqn.params["length"])
+
+    @property
+    def reverse(self) -> bool:
+        return bool(self.loop.eqn.params["reverse"])
+
+
+Result = TypeVar("Result")
+Steps: TypeAlias = Generator[Due, list[Value], Result]
+"""A program that stops at each of its loops, and goes on with what the loop gave. It is in no context of jax's where
+it stops, for others run in between."""
+
+
+def alone(steps: Steps[Result]) -> Result:
+    """Run a program to its end."""
+    return together(steps)[0]
+
+
+def together(*programs: Steps[Any]) -> list[Any]:
+    """Run programs that do not depend on each other; loops of as many steps become one, which runs a step of each.
+
+    In one loop the compiler can schedule a message of one program behind the matmuls of another.
+    """
+    results: list[Any] = [None] * len(programs)
+    due: dict[int, Due] = {}
+
+    def advance(at: int, gave: list[Value] | None) -> None:
+        due.pop(at, None)
+        try:
+            due[at] = next(programs[at]) if gave is None else programs[at].send(gave)
+        except StopIteration as end:
+            results[at] = end.value
+
+    for at in range(len(programs)):
+        advance(at, None)
+    while due:
+        # The shortest first: leading and trailing layers of another kind stand before or behind those that are many.
+        shortest = min(one.length for one in due.values())
+        now = [at for at, one in due.items() if one.length == shortest]
+        for at, gave in zip(now, _run_loops([due[at] for at in now]), strict=True):
+            advance(at, gave)
+    return results
+
+
+def _run_loops(loops: Sequence[Due]) -> list[list[Value]]:
+    """What each of some loops of as many steps gives, run as one."""
+    if len(loops) == 1:
+        (one,) = loops
+        return [one.loop.run(one.body, one.carry, one.xs, one.names)]
+    length, outside = loops[0].length, source_info_util.current_name_stack()
+
+    def step_of(one: Due, carry: list[Value], xs: Any) -> tuple[list[Value], list[Value]]:
+        with _as_traced(one.loop.eqn, type(outside)(one.names.stack[len(outside.stack) :])):
+            return one.body(carry, xs)
+
+    def xs_at(one: Due, at: Value) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), one.xs)
+
+    def room(one: Due) -> list[Value]:
+        zero = jnp.zeros((), jnp.int32)
+        made = jax.eval_shape(lambda: step_of(one, one.carry, xs_at(one, zero))[1])
+        return [jnp.zeros((length, *y.shape), y.dtype) for y in made]
+
+    def body(state: list[tuple[list[Value], list[Value]]], step: Value) -> Any:
+        out = []
+        for one, (carry, ys) in zip(loops, state, strict=True):
+            at = length - 1 - step if one.reverse else step
+            carry, more = step_of(one, carry, xs_at(one, at))
+            ys = [lax.dynamic_update_index_in_dim(y, new, at, 0) for y, new in zip(ys, more, strict=True)]
+            out.append((carry, ys))
+        return out, None
+
+    state, _ = lax.scan(body, [(one.carry, room(one)) for one in loops], jnp.arange(length, dtype=jnp.int32))
+    return [[*carry, *ys] for carry, ys in state]
 
 
 def _lead(outside: Sequence[Variable], inside: Sequence[Variable]) -> int:
@@ -273,21 +370,29 @@ class Cut:
 
     def run_first(self, args: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         """The first half: all outputs (those not its own are None), and what the second half is to be given."""
+        return alone(self.first(args))
+
+    def run_second(self, args: Sequence[Value], handed: Sequence[Value]) -> list[Value]:
+        """The second half: all outputs, those not its own are None."""
+        return alone(self.second(args, handed))
+
+    def first(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
+        """`run_first`, a loop at a time."""
         env = _Env(self.closed, args)
         handed: list[Value] = []
         for at, eqn in enumerate(self.closed.jaxpr.eqns):
             if at not in self._in_first:
                 continue
             if at in self.loops:
-                out, stacked = self.loops[at].run_first(env.read(eqn.invars))
+                out, stacked = yield from self.loops[at].first_half(env.read(eqn.invars))
                 handed += stacked
                 env.write(eqn.outvars, out)
             else:
                 env.write(eqn.outvars, _evaluated(eqn, env.read(eqn.invars)))
         return env.results(self.closed.jaxpr.outvars), [*env.read(self.crossing), *handed]
 
-    def run_second(self, args: Sequence[Value], handed: Sequence[Value]) -> list[Value]:
-        """The second half: all outputs, those not its own are None."""
+    def second(self, args: Sequence[Value], handed: Sequence[Value]) -> Steps[list[Value]]:
+        """`run_second`, a loop at a time."""
         env = _Env(self.closed, args)
         env.write(self.crossing, handed[: len(self.crossing)])
         rest = list(handed[len(self.crossing) :])
@@ -299,7 +404,7 @@ class Cut:
                 continue
             if loop is not None:
                 known = env.read(eqn.outvars)
-                out = loop.run_second(env.read(eqn.invars), stacked)
+                out = yield from loop.second_half(env.read(eqn.invars), stacked)
                 env.write(eqn.outvars, [new if had is None else had for new, had in zip(out, known, strict=True)])
             else:
                 env.write(eqn.outvars, _evaluated(eqn, env.read(eqn.invars)))
@@ -357,19 +462,20 @@ class _CutLoop:
         consts, carry, xs = self.loop.parted(needs)
         return [*consts, *(a or b for a, b in zip(carry, outputs, strict=False)), *xs]
 
-    def run_first(self, args: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-        return self._run(args, self.first, self.cut.first_needs, self.cut.run_first, [])
+    def first_half(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
+        return (yield from self._half(args, self.first, self.cut.first_needs, self.cut.run_first, []))
 
-    def run_second(self, args: Sequence[Value], handed: Sequence[Value]) -> list[Value]:
+    def second_half(self, args: Sequence[Value], handed: Sequence[Value]) -> Steps[list[Value]]:
         def body(full: list[Value], *stacked: Value) -> tuple[list[Value], list[Value]]:
             return self.cut.run_second(full, stacked), []
 
-        return self._run(args, self.second, self.cut.second_needs, body, handed)[0]
+        out, _ = yield from self._half(args, self.second, self.cut.second_needs, body, handed)
+        return out
 
-    def _run(
+    def _half(
         self, args: Sequence[Value], outputs: Sequence[bool], needs: Sequence[bool],
         body: Callable[..., tuple[list[Value], list[Value]]], handed: Sequence[Value],
-    ) -> tuple[list[Value], list[Value]]:  # fmt: skip
+    ) -> Steps[tuple[list[Value], list[Value]]]:  # fmt: skip
         """One half over all steps: with only what it carries and reads, gives only what it is to give."""
         count = sum(outputs[: self.loop.num_carry])
         consts, carry, xs = self.loop.parted(args)
@@ -385,7 +491,7 @@ class _CutLoop:
             mine = [value for value, keep in zip(out, outputs, strict=True) if keep]
             return mine[:count], [*mine[count:], *extra]
 
-        out = self.loop.run(step, kept, (read, list(handed)))
+        out = yield self.loop.due(step, kept, (read, list(handed)))
         own = sum(outputs)
         return _spread(out[:own], outputs), out[own:]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from meshpar.pipeline.slicing import Cut, depends, flat_jaxpr
+from meshpar.pipeline.slicing import Cut, Steps, alone, depends, flat_jaxpr
 from meshpar.sharding.types import PyTree
 
 Values: TypeAlias = tuple[jax.Array, ...]
@@ -81,7 +81,12 @@ class SplitVjp:
     _at_once: Cut
 
     def forward(self, params: PyTree, x: PyTree) -> tuple[PyTree, Values]:
-        out, _ = self._forward.run_first(jax.tree.leaves((params, x)))
+        """F: `(y, stash)`."""
+        return alone(self.forward_steps(params, x))
+
+    def forward_steps(self, params: PyTree, x: PyTree) -> Steps[tuple[PyTree, Values]]:
+        """`forward`, to be run beside others by `slicing.together`; so are the others of this name."""
+        out, _ = yield from self._forward.first(jax.tree.leaves((params, x)))
         y, residuals = out[: self._ends.y.count], out[self._ends.y.count :]
         return jax.tree.unflatten(self._ends.y.structure, y), tuple(residuals[at] for at in self._kept.stashed)
 
@@ -97,19 +102,28 @@ class SplitVjp:
         `dy` has y's structure; where y is of integers it is not looked at. Where x is, `dx` has float0 zeros, as
         `jax.vjp` gives.
         """
+        return alone(self.backward_steps(shared, stash, dy))
+
+    def backward_steps(self, shared: Values, stash: Values, dy: PyTree) -> Steps[tuple[PyTree, Values]]:
         given = [*self._kept.residuals(shared, stash), *self._ends.y.smooth(dy)]
-        out, backlog = self._backward.run_first(given)
+        out, backlog = yield from self._backward.first(given)
         return self._ends.x.tree(out[self._ends.params.num_smooth :]), tuple(backlog)
 
     def weights(self, shared: Values, stash: Values, backlog: Values) -> PyTree:
         """W: gradients of the parameters; float0 zeros where those are integers, or not trained."""
+        return alone(self.weights_steps(shared, stash, backlog))
+
+    def weights_steps(self, shared: Values, stash: Values, backlog: Values) -> Steps[PyTree]:
         given = [*self._kept.residuals(shared, stash), *[None] * self._ends.y.num_smooth]
-        out = self._backward.run_second(given, backlog)
+        out = yield from self._backward.second(given, backlog)
         return self._ends.params.tree(out[: self._ends.params.num_smooth])
 
     def at_once(self, shared: Values, stash: Values, dy: PyTree) -> tuple[PyTree, PyTree]:
         """B and W: `(dx, dparams)`. A loop over layers runs once, so no layer's values are kept for a second one."""
-        out, _ = self._at_once.run_first([*self._kept.residuals(shared, stash), *self._ends.y.smooth(dy)])
+        return alone(self.at_once_steps(shared, stash, dy))
+
+    def at_once_steps(self, shared: Values, stash: Values, dy: PyTree) -> Steps[tuple[PyTree, PyTree]]:
+        out, _ = yield from self._at_once.first([*self._kept.residuals(shared, stash), *self._ends.y.smooth(dy)])
         dparams, dx = out[: self._ends.params.num_smooth], out[self._ends.params.num_smooth :]
         return self._ends.x.tree(dx), self._ends.params.tree(dparams)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, StageOp
+from meshpar.pipeline.schedules.ops import KINDS, LONG, B, Block, F, StageOp, W
 from meshpar.sharding.errors import problem
 
 Event = tuple[str, int, int]
@@ -142,24 +142,27 @@ def placed(rows: Sequence[Sequence[Block]], begun: Sequence[Sequence[int]]) -> t
 
 
 def paired(table: np.ndarray, joined: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same with an overlapped pair's F and B in one tick, wherever no other stage loses by that.
+    """The same with an overlapped pair's F, B and its W in one tick, wherever no other stage loses by that.
 
-    Two ticks become one, as long as both, if each stage has in them one op, two of one block, or none; and nothing
-    that ends in the first is awaited in the second. That last holds by itself: a block awaits everything at its start.
+    Ticks become one, as long as all of them, if each stage has in them one op, several of one block, or none; and
+    nothing that ends in the first is awaited in a later one. That last holds by itself: a block awaits everything at
+    its start.
     """
     busy = table[..., 0] >= 0
     pair = np.any(joined[:-1] & busy[:-1, :, F] & busy[1:, :, B], axis=1)
+    whole = np.any(joined[:-1] & busy[:-1, :, B] & busy[1:, :, W], axis=1)
     # A stage that begins something new in the second tick may be waiting for what another ends in the first.
     fits = ~np.any(busy[1:].any(2) & ~joined[:-1], axis=1)
     keep = np.ones(len(table), bool)
-    tick = 0
-    while tick < len(table) - 1:
-        if pair[tick] and fits[tick]:
-            table[tick] = np.maximum(table[tick], table[tick + 1])
-            joined[tick] = joined[tick + 1]
-            keep[tick + 1] = False
+    first = 0
+    while first < len(table) - 1:
+        tick = first
+        while tick < len(table) - 1 and fits[tick] and (pair if tick == first else whole)[tick]:
             tick += 1
-        tick += 1
+            table[first] = np.maximum(table[first], table[tick])
+            joined[first] = joined[tick]
+            keep[tick] = False
+        first = tick + 1
     return table[keep], joined[keep]
 
 
