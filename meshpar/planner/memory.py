@@ -41,7 +41,7 @@ from meshpar.parallel.promise import (
     owned_axes,
     split_axes,
 )
-from meshpar.pipeline.schedules.ops import B, W
+from meshpar.pipeline.schedules.ops import B, F, W
 from meshpar.planner.cost import dropless_bytes
 from meshpar.planner.layout import Layout, Placed
 from meshpar.planner.workload import Held, Remat
@@ -195,8 +195,9 @@ def _staged(placed: Placed, kept: int, rows: int) -> int:
     held = holds(pipelined)
     inside = (each for each, one in _held(placed, "stages") if one.layers and one.itemsize == work.compute_itemsize)
     handed = rows * sum(inside)
-    # A slot alone is written where it is; of several, what goes there is made beside them.
-    beside = held.share * (HANDED + (held.between > held.share))
+    # A slot alone is written where it is; of several, what goes there is made beside them. Where no W waits, a layer's
+    # is there while it runs.
+    beside = held.share * (HANDED + (held.between > held.share)) if held.between else pipelined.stages / work.num_layers
     return int((kept * held.microbatches + handed * (held.between + beside)) / pipelined.stages)
 
 
@@ -234,6 +235,8 @@ class Holds:
     """How often each parameter is held, over all stages."""
     share: float
     """Of a stage's layers, those that run at a time: a chunk."""
+    together: float
+    """Share of the forwards that run in a cell with a backward, layer beside layer."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -245,8 +248,12 @@ def holds(pipelined: Pipeline) -> Holds:
     share = schedule.stages / schedule.num_parts
     done = (schedule.table[..., 0] >= 0).astype(int).cumsum(0)
     behind = np.vstack([np.zeros_like(done[:1]), done[:-1]])
-    waiting = (done[:, :, B] - behind[:, :, W]).max()
-    return Holds(schedule.peak_activations.max() * share, waiting * share, schedule.copies, share)
+    # A W in its B's own cell runs in the same loop over layers: nothing waits for it.
+    has = schedule.table[..., 0] >= 0
+    apart = has[..., W] & ~(has[..., B] & np.all(schedule.table[..., B, :] == schedule.table[..., W, :], -1))
+    waiting = (done[:, :, B] - behind[:, :, W]).max() if apart.any() else 0
+    together = (has[..., F] & has[..., B]).sum() / has[..., F].sum()
+    return Holds(schedule.peak_activations.max() * share, waiting * share, schedule.copies, share, float(together))
 
 
 def _held(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[float, Held]]:

@@ -40,7 +40,7 @@ from meshpar.pipeline.traffic import makespan, traffic
 from meshpar.planner import cost
 from meshpar.planner.hardware import MATMUL_EFFICIENCY, Cluster
 from meshpar.planner.layout import Layout, Placed
-from meshpar.planner.memory import MemoryEstimate, gather_axes, residual_row_bytes
+from meshpar.planner.memory import MemoryEstimate, gather_axes, holds, residual_row_bytes
 from meshpar.planner.update import Update, update_of
 from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.printing import Plain
@@ -235,6 +235,8 @@ class Clock:
             one.decision.leaf.path: one.decision.leaf for one in placed.weights if one.decision.leaf.num_layers > 1
         }
         stacked = sum(leaf.layer_ndim > 1 for leaf in layers.values())
+        # Messages of one slice, and of a cell's forward, go behind the products of another and of its backward.
+        beside = 1.0 if facts.interleave > 1 else 0.0 if pipelined is None else holds(pipelined).together
         key = layout.microbatches, layout.interleave, facts.is_remat, "sent"
         for one, share in placed.once(key, lambda: [*placed.sent(facts)]):
             in_layers = not layers.keys().isdisjoint(one.tensors)
@@ -247,7 +249,7 @@ class Clock:
                 is_laid_anew = kind == "all-gather" and set(axes) <= set(facts.sequence_axes)
                 buffers += share * count * nbytes * (2 if is_laid_anew else 1)
                 network[label] += time_s
-                hidden[label] += time_s * _hidden(facts, one, in_slices=facts.interleave > 1 and in_layers)
+                hidden[label] += time_s * _hidden(facts, one, beside=beside * in_layers)
         self._add_update(update, facts.sizes, sent, network)
         compute_s, stretch, copied = self._compute_s(placed, layout), 1.0, 0.0
         if pipelined is not None:
@@ -439,12 +441,12 @@ def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, 
         yield kind, axes, float(elements * itemsize), float(least)
 
 
-def _hidden(facts: Facts, one: Promised, *, in_slices: bool) -> float:
-    if one.kind == "exchange" and not in_slices:
-        return HIDDEN["exchange"]
+def _hidden(facts: Facts, one: Promised, *, beside: float) -> float:
+    """The share of a message's time that compute can hide, of which so much stands beside independent compute."""
     if one.role in (WEIGHTS, GRADIENTS) and (one.scattered or one.kind == "gather"):
         return hidden_of_weights(facts, is_ahead=facts.is_prefetched and one.stack > 1 and one.role == WEIGHTS)
-    return HIDDEN["interleaved" if in_slices and one.role not in (WEIGHTS, GRADIENTS) else "other"]
+    alone = HIDDEN["exchange" if one.kind == "exchange" else "other"]
+    return alone if one.role in (WEIGHTS, GRADIENTS) else alone + beside * (HIDDEN["interleaved"] - alone)
 
 
 def hidden_of_weights(facts: Facts, *, is_ahead: bool) -> float:
