@@ -115,7 +115,10 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     small = between / work.compute_itemsize
     parts = 8 * SPLITS * int(max(whole.small, small if small <= MOST_SPLIT else 0))
     if placed.strategy.pipeline is not None:
-        kept, layer = _staged(placed, kept, rows) + _of_waiting_experts(placed, facts), _ends_bytes(placed)
+        kept = _staged(placed, kept, rows) + _of_waiting_experts(placed, facts)
+        # A cell that runs forward and backward together has a layer of each at a time.
+        layer = _routed_bytes(placed, facts, rows) * (2 if holds(placed.strategy.pipeline).together else 1)
+        layer += _ends_bytes(placed)
         head = max(2 * logits, logits + whole.head)
     return MemoryEstimate(
         state_bytes=placed.state_bytes,
@@ -171,7 +174,7 @@ def _of_weights(placed: Placed, layout: Layout, facts: Facts) -> _OfWeights:
         head = (wide * elements(heads) + 2 * width * elements(gathered)) // facts.vocab_chunks + stacked
     is_whole = facts.exchanges_rows or facts.by_stages or heads == tables
     return _OfWeights(
-        sums=_sums(placed, layout),
+        sums=_sums(placed, layout, facts),
         copies=_copies(placed, facts),
         layer=_layer_weights(placed, facts),
         head=head,
@@ -193,8 +196,11 @@ def _staged(placed: Placed, kept: int, rows: int) -> int:
     work, pipelined = placed.workload, placed.strategy.pipeline
     assert pipelined is not None
     held = holds(pipelined)
-    inside = (each for each, one in _held(placed, "stages") if one.layers and one.itemsize == work.compute_itemsize)
-    handed = rows * sum(inside)
+    # Rows that went to experts do not wait: B makes these experts' gradients (`_of_waiting_experts`). What a router
+    # reads does, in float32.
+    width, embed = work.compute_itemsize, residual_row_bytes(placed) * work.num_layers
+    inside = (e for e, one in _held(placed, "stages") if one.layers and one.itemsize == width and not one.is_routed)
+    handed = rows * (sum(inside) + embed * 4 / width * bool(work.choices))
     # A slot alone is written where it is; of several, what goes there is made beside them. Where no W waits, a layer's
     # is there while it runs.
     beside = held.share * (HANDED + (held.between > held.share)) if held.between else pipelined.stages / work.num_layers
@@ -261,16 +267,20 @@ def _held(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[fl
     return zip(placed.held_row_bytes[remat], placed.workload.held[remat], strict=True)
 
 
-def _sums(placed: Placed, layout: Layout) -> int:
+def _sums(placed: Placed, layout: Layout, facts: Facts) -> int:
     """Bytes of sums over micro-steps or microbatches, and of the layers' gradients of one micro-step."""
     pipelined, work = placed.strategy.pipeline, placed.workload
     copies = 1.0 if pipelined is None else holds(pipelined).copies
-    whole_over = () if pipelined is None else placed.batch_axes
+    whole_over = set() if pipelined is None else set(placed.batch_axes)
     width, is_summed, found = _reduce_itemsize(placed), layout.accumulate > 1 or pipelined is not None, 0
     for one in placed.weights:
         leaf = one.decision.leaf
         if is_summed:
-            nbytes = width * leaf.size // num_shards(without_axes(one.update, whole_over), placed.sizes)
+            nbytes = (
+                width
+                * leaf.size
+                // num_shards(without_axes(one.update, whole_over - set(owned_axes(facts, one.decision))), placed.sizes)
+            )
             found += int(nbytes * copies) if leaf.is_stacked else nbytes
         if leaf.is_stacked and pipelined is None:
             spec = one.grads if layout.accumulate > 1 else one.update

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshpar.parallel import Strategy
 from meshpar.parallel.part import Part, Trial
+from meshpar.parallel.pipeline import Pipeline
 from meshpar.parallel.promise import Facts, owned_axes, split_axes
 from meshpar.parallel.tried import kinds, tried
 from meshpar.planner import memory
@@ -41,6 +43,7 @@ from meshpar.planner.steptime import (
     experts,
     hidden_of_weights,
     of_expert,
+    rhythm,
     routed_bytes,
 )
 from meshpar.planner.workload import POLICIES, Remat, Workload
@@ -55,8 +58,14 @@ MEMORY_ERROR, TIME_ERROR = 0.10, 0.20
 """Shares by which estimates are expected to miss the compiled peak and step; more is told."""
 SLICES = 2
 """Of the rows, that layers may run beside each other."""
+KEPT = 1.8
+"""What a stage of a pipeline holds over the activations alone, roughly: logits, and what a layer makes, are more."""
+MISSES = 3
+"""Longer than its products are those of a layout told that seems not to fit: it is looked at late."""
 MOST_PLACED = 120
 """Strategies on meshes that fit and are looked at closely, the most promising first; of any, twice as many."""
+OTHERS = 8
+"""Of those, at most so many of a kind that has proved good, beside its most promising."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,33 @@ class Found:
     time: TimeEstimate
 
 
+class _Beat(NamedTuple):
+    """About what a schedule is, with remat: of a few stages simulated, whose ticks wait for each other as those of
+    many do."""
+
+    ticks: float
+    stretch: float
+    """How much longer than its work it takes."""
+    held: float
+    """Microbatches whose activations a stage holds, over all of them, times its share of the layers."""
+    between: float
+    """Likewise what waits between B and W, and stands beside it."""
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(pipelined: Pipeline) -> _Beat:
+        stages, count = min(pipelined.stages, 4), pipelined.microbatches
+        few = dataclasses.replace(pipelined, stages=stages, microbatches=4 * stages)
+        beat, held = rhythm(few, 1.0, 0.0, 16 * stages), memory.holds(few)
+        filling = 1 + (stages - 1) / few.microbatches
+        return _Beat(
+            beat.ticks * (count + pipelined.stages) / (few.microbatches + stages),
+            beat.stretch / filling * (1 + (pipelined.stages - 1) / count),
+            min(held.microbatches / stages, count / pipelined.stages) / count,
+            (held.between + held.share * (held.between > 0)) / pipelined.stages / count,
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Start:
     """A strategy on a mesh, and about how long its steps take."""
@@ -76,6 +112,13 @@ class _Start:
     state_bytes: float
     sizes: dict[str, int]
     strategy: Strategy
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a layout's time hangs on most: axes that split a layer or its rows, and the schedule."""
+        pipelined = self.strategy.pipeline
+        inside = tuple(size for axis, size in self.sizes.items() if axis not in ("data", "fsdp"))
+        return (*inside, pipelined and pipelined.schedule)
 
 
 class Search:
@@ -107,24 +150,43 @@ class Search:
             return self._best(top)
 
     def _best(self, top: int) -> list[Found]:
+        """Of each kind the most promising is looked at first, then others of the kinds that proved best."""
         found: list[Found] = []
         starts = self.starts()
         fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
         # Where no state fits, the smallest is looked at, to tell by how much it does not.
-        fitting = 0
-        for start in fit[: 2 * MOST_PLACED] or sorted(starts, key=lambda one: one.state_bytes)[:1]:
-            if fitting == MOST_PLACED or (len(found) == top and start.about_s > found[-1].time.step_s):
+        fit = fit or sorted(starts, key=lambda one: one.state_bytes)[:1]
+        kinds_of: dict[Any, list[_Start]] = defaultdict(list)
+        for one in fit:
+            kinds_of[one.kind].append(one)
+        times: dict[Any, float] = {}
+        for start in [each[0] for each in kinds_of.values()][: 2 * MOST_PLACED]:
+            if len(times) == MOST_PLACED * 2 // 3 or (len(found) == top and start.about_s > found[-1].time.step_s):
                 break
-            try:
-                placed = self.placer.place(start.sizes, start.strategy)
-                each = list(self.of(placed, below_s=found[-1].time.step_s if len(found) == top else math.inf))
-                fitting += bool(each)
-                better = [one for one in each if len(found) < top or one.time.step_s < found[-1].time.step_s]
-                if better and self._runs(placed):
-                    found = sorted([*found, *better], key=lambda one: one.time.step_s)[:top]
-            except MeshparError:
-                continue
+            if (each := self._look(start, found, top)) is not None:
+                times[start.kind] = each
+        others = [start for kind in sorted(times, key=times.__getitem__) for start in kinds_of[kind][1 : 1 + OTHERS]]
+        left, others = MOST_PLACED - len(times), others or [start for each in kinds_of.values() for start in each[1:]]
+        for start in others[: 2 * MOST_PLACED]:
+            if left == 0:
+                break
+            if len(found) < top or start.about_s <= found[-1].time.step_s:
+                left -= self._look(start, found, top) is not None
         return found
+
+    def _look(self, start: _Start, found: list[Found], top: int) -> float | None:
+        """Place a strategy on a mesh and put into what was found those of its layouts that are better; the quickest's
+        time, None where none fits."""
+        below_s = found[-1].time.step_s if len(found) == top else math.inf
+        try:
+            placed = self.placer.place(start.sizes, start.strategy)
+            each = list(self.of(placed, below_s=below_s))
+            better = [one for one in each if one.time.step_s < below_s]
+            if better and self._runs(placed):
+                found[:] = sorted([*found, *better], key=lambda one: one.time.step_s)[:top]
+        except MeshparError:
+            return None
+        return min((one.time.step_s for one in each), default=None)
 
     def starts(self) -> list[_Start]:
         """Every strategy on every mesh, by about how long its steps take.
@@ -198,13 +260,14 @@ class Search:
                 )
                 nbytes = sent.count[0] * sent.elements * 2 * share * (1 - 1 / ways(sent.axes))
                 wait_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
-        busy_s: Any = self.clock.floor_s(placed, layout)
+        pipes = [strategy.pipeline for _, strategy in members]
+        # A stage holds its gradients' sums and its weights, gathered.
+        whole = sums * (1 + work.compute_itemsize / 4) * (placed.strategy.pipeline is not None)
+        busy_s: Any = self._products_s(placed, pipes, self.limit_bytes - state - whole, ways)
         busy_s += PASSES * work.rows * sum(one.row_bytes for one in work.held[None]) / self._device_bytes_per_s
         busy_s = busy_s + self._of_experts_s(placed, facts, members, ways)
-        pipes = [strategy.pipeline for _, strategy in members]
         if placed.strategy.pipeline is not None:
-            ticks = np.array([2 * (one.microbatches + one.stages) for one in pipes if one is not None])
-            fill = np.array([1 + (one.stages - 1) / one.microbatches for one in pipes if one is not None])
+            ticks, fill, *_ = np.array([_Beat.of(one) for one in pipes if one is not None]).T
             busy_s = (busy_s + COPIES * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
         hidden = np.array([hidden_of_weights(facts, is_ahead=bool(one.prefetched_axes)) for _, one in members])
         cover = np.array([COVER_AHEAD if one.prefetched_axes else COVER for _, one in members])
@@ -212,6 +275,23 @@ class Search:
         can_slice = work.runs_layers & (work.rows >= SLICES * pieces * ways(facts.batch_axes))
         hidden_s = wire_s * hidden + wait_s * np.where(can_slice, HIDDEN["interleaved"], 0.0)
         return np.stack([busy_s + wire_s + wait_s - np.minimum(hidden_s, cover * busy_s), state])
+
+    def _products_s(
+        self, placed: Placed, pipes: Sequence[Pipeline | None], left_bytes: np.ndarray, ways: Callable[..., Any]
+    ) -> Any:
+        """Of the quickest policy whose activations of as few rows as may be fit what the state leaves."""
+        facts, work = placed.facts(Layout(mesh=_ANY, strategy=placed.strategy)), self.workload
+        rows, split = work.rows / ways(facts.batch_axes), ways((*facts.context_axes, *facts.tensor_axes))
+        held, between = np.array([_Beat.of(one)[2:] if one else (0.0, 0.0) for one in pipes]).T
+        row = np.where(held > 0, rows, 1.0) / split
+        waits = rows * between / split * sum(one.row_bytes for one in work.held["stages"] if one.itemsize == 2)
+        found: Any = np.inf
+        for remat in sorted(self.policies, key=work.flops.__getitem__, reverse=True):
+            layout = Layout(mesh=_ANY, strategy=placed.strategy, remat=remat)
+            kept = row * np.where(held > 0, held, 1.0) * sum(one.row_bytes for one in work.held[remat]) * KEPT + waits
+            floor_s = self.clock.floor_s(placed, layout)
+            found = np.where(kept <= left_bytes, floor_s, np.minimum(found, floor_s * MISSES))
+        return found
 
     def _of_experts_s(
         self, placed: Placed, facts: Facts, members: Sequence[tuple[dict[str, int], Strategy]], ways: Callable[..., Any]

@@ -103,6 +103,12 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
         (B8, "h100:16x8", "strategy=hsdp(prefetch=1) mesh=data=8,fsdp=16 remat=full batch_size=256 accumulate=1"),
         (B70, "h100:16x8",
          "strategy=fsdp()|tensor_parallel() mesh=fsdp=32,tensor=4 remat=full batch_size=64 accumulate=2"),
+        (B8, "h100:8x8",
+         "strategy=pipeline_parallel(stages=4,microbatches=32,schedule='eager-1f1b')|ddp()|tensor_parallel(sequence=True)"
+         " mesh=data=4,stage=4,tensor=4 remat=full accumulate=1 batch_size=256"),
+        ("mixtral_8x7b", "h100:16x8",
+         "strategy=pipeline_parallel(stages=4,microbatches=8,schedule='dualpipe-v')|fsdp()|expert_parallel()"
+         " mesh=stage=4,fsdp=4,expert=8 remat=full accumulate=1 batch_size=256"),
         (B70, "h100:32x8",
          "strategy=pipeline_parallel(stages=8,microbatches=16)|fsdp()|tensor_parallel(sequence=True)"
          " mesh=stage=8,fsdp=4,tensor=8 remat=full accumulate=1 batch_size=64"),
@@ -120,12 +126,6 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
         (B8, "h100:8x8",
          "strategy=pipeline_parallel(stages=4,microbatches=16,schedule='eager-1f1b',chunks=2)|fsdp()"
          " mesh=stage=4,fsdp=16 remat=full accumulate=1 batch_size=256"),
-        (B8, "h100:8x8",
-         "strategy=pipeline_parallel(stages=4,microbatches=32,schedule='eager-1f1b')|ddp()|tensor_parallel(sequence=True)"
-         " mesh=data=4,stage=4,tensor=4 remat=full accumulate=1 batch_size=256"),
-        ("mixtral_8x7b", "h100:16x8",
-         "strategy=pipeline_parallel(stages=4,microbatches=8,schedule='dualpipe-v')|fsdp()|expert_parallel()"
-         " mesh=stage=4,fsdp=4,expert=8 remat=full accumulate=1 batch_size=256"),
     )
 )  # fmt: skip
 """A recipe, a cluster, and fields of the recipe; rows are whole unless these interleave them."""
