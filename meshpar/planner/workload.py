@@ -35,8 +35,10 @@ from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
 from meshpar.sharding.table import optimizer_decisions
 from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, problem, tree_leaves_with_paths
+from meshpar.training.batch import shape_of
 from meshpar.training.layers import REMAT_POLICIES, running, scanned
 from meshpar.training.precision import Precision, cast_floating, numerics, products
+from meshpar.training.reports import checked
 
 Remat = str | None
 POLICIES: tuple[Remat, ...] = (None, *reversed(REMAT_POLICIES))
@@ -136,8 +138,7 @@ class Workload:
     @property
     def batch_bytes(self) -> int:
         """Of the global batch, as jax takes it."""
-        arrays = jax.tree.leaves(self.batch)
-        return sum(jax.dtypes.canonicalize_dtype(x.dtype).itemsize * math.prod(x.shape) for x in arrays)
+        return sum(x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves(self.batch))
 
     @property
     def compute_itemsize(self) -> int:
@@ -180,9 +181,8 @@ def describe(
       cluster: for whose GPUs cuDNN's attention is traced.
       bound_factor, nodes_visited, row_bytes: of the MoE layers.
     """
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
+    batch = _shapes_of(batch)
     rows, tokens = rows_and_tokens(batch, 1)
-    _check_rows(batch, rows)
     with tracing(one := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     made = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
@@ -218,11 +218,22 @@ def describe(
     )  # fmt: skip
 
 
-def _check_rows(batch: PyTree, rows: int) -> None:
-    if not rows:
-        shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(batch)) or "no array"
-        exists, fix = f"it has no rows: {shapes}", "give the global batch, with its rows as the first dim of arrays"
-        raise problem("the batch", "trace a training step on it", exists, fix)
+def _shapes_of(batch: PyTree) -> PyTree:
+    """Shapes and dtypes of a batch as jax takes it; raises `ValueError` for what is no number, or has other rows."""
+    asked, leaves = "trace a training step on it", tree_leaves_with_paths(batch)
+    fix = "give the global batch: arrays or jax.ShapeDtypeStruct, with as many rows each as their first dim"
+    for path, x in leaves:
+        kind = np.dtype(type(x)) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
+        is_key = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
+        if kind is None or not (kind == np.bool_ or is_key or jnp.issubdtype(kind, np.number)):
+            exists = f"it is a {type(x).__name__}" + (f" of dtype {kind}" if kind is not None else "")
+            raise problem(f"batch leaf `{path}`" if path else "batch", asked, exists, fix)
+    shapes = [np.shape(x) for _, x in leaves]
+    counts = {shape[0] for shape in shapes if shape}
+    if len(counts) > 1 or not max(counts, default=0):
+        exists = "its leaves differ in rows: " if len(counts) > 1 else "it has no rows: "
+        raise problem("batch", asked, exists + (", ".join(map(str, shapes)) or "no array"), fix)
+    return jax.tree.map(shape_of, batch)
 
 
 def batch_of(batch: PyTree, rows: int) -> PyTree:
@@ -293,7 +304,7 @@ def value_of(
     def value(params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         with numerics(precision, remat, interleave):
             bound = model.bind(cast_floating(params, precision.compute), extra)
-            return loss(bound, batch, jax.random.wrap_key_data(key))[0]
+            return checked(loss(bound, batch, jax.random.wrap_key_data(key)), loss)[0]
 
     return value
 
