@@ -9,9 +9,9 @@ the buffers of compiled programs hold at their peak, which is in the backward pa
                     itself where it was gathered; with prefetch what the last layer, which stands behind the loop, keeps
     of a layer      what is computed again, gathered weights of this layer and the next, the widest whole gradient. With
                     prefetch two layers are under way: the last, which stands behind the loop, and the one before it,
-                    which XLA peels off the loop. What both compute again is there at once, this layer's weights, and
-                    all whole gradients of both. Where nothing gathers the head, its gradient is made behind the layers,
-                    and that of the logits waits for it.
+                    which XLA peels off the loop. What both compute again is there at once (without remat activations
+                    alone, each where it is used), this layer's weights, and all whole gradients of both. Where nothing
+                    gathers the head, its gradient is made behind the layers, and that of the logits waits for it.
                     Of slices one of each such layer, but whole gradients by every slice, until they are summed.
                     Where tensor ranks share a layer, the gradients of one input by as many products, each whole until
                     they are summed; where they split the sequence between blocks, input and gradient gathered, too.
@@ -114,7 +114,8 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     key = layout.accumulate > 1, facts.is_prefetched, facts.exchanges_rows, facts.interleave
     whole = placed.once(key, lambda: _of_weights(placed, layout, facts))
     logits, fresh = _logits_bytes(placed, rows), max(again - kept // work.num_layers, 0)
-    under_way = 2 * fresh // facts.interleave if facts.is_prefetched else fresh
+    is_twice = facts.is_prefetched and layout.remat is not None
+    under_way = 2 * fresh // facts.interleave if is_twice else fresh
     head = logits + whole.head + whole.table + fresh * facts.is_prefetched
     layer = whole.layer + whole.table + under_way + logits * (not whole.gathers_head)
     layer += _routed_bytes(placed, facts, rows)

@@ -241,7 +241,7 @@ HELD_OUT = 6
 @pytest.mark.matrix
 def test_most_peaks_are_within_a_tenth():
     near = [abs(estimated(one)[0].peak_bytes / one["peak_bytes"] - 1) <= 0.1 for one in COMPILED]
-    assert sum(near) >= len(COMPILED) * 5 / 6
+    assert sum(near) >= len(COMPILED) * 9 / 10
     assert sum(near[-HELD_OUT:]) >= HELD_OUT * 5 / 6
 
 
