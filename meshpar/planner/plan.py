@@ -452,9 +452,8 @@ def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodPro
 
 def _step_s(search: Search, found: Found, report: Report) -> float:
     """The simulated step, with products at the share of the peak that the estimate has."""
-    compute, work = report.compute, search.workload
-    flops = work.flops[found.layout.remat] * work.rows / search.cluster.num_devices
-    efficiency = flops / found.time.compute_s / search.clock.peak_flops_per_s(work)
+    compute = report.compute
+    efficiency = search.clock.at_peak_s(search.workload, found.layout.remat) / found.time.compute_s
     assert compute.predicted_step_s is not None
     assert compute.compute_s is not None
     return compute.predicted_step_s + compute.compute_s * (1 / efficiency - 1)

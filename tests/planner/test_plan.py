@@ -202,9 +202,12 @@ def test_attention_and_operands_made_narrow_take_times_of_their_own():
         times[matmul] = Search(work, how["cluster"]).estimate(Layout(mesh=mp.MeshSpec(), strategy=mp.ddp())).time
         forward = 2 * causal_share(4 * 128 * 128 * config.num_heads * 64, 128, None)
         assert work.attention[None] == forward
-        outside = work.flops[None] * (1 - work.narrow_share / 2) - 3 * forward
+        outside = work.flops[None] * (1 - work.narrow_share[None] / 2) - 3 * forward
         expected = outside / 0.65 / gpu.bf16_flops_per_s + forward / 529e12 + 2.5 * forward / 518e12
         assert times[matmul].compute_s == pytest.approx(expected)
+        # By which a compiled program's products are told: those in 8 bits are no quicker than they count.
+        share = Clock(how["cluster"]).at_peak_s(work, None) / times[matmul].compute_s
+        assert share == pytest.approx(0.65, rel=0.05)  # attention has rates of its own
     # A layer narrows what its seven products take in and the gradients of what they give.
     embed, heads, kv, mlp = config.embed_dim, 64 * config.num_heads, 64 * config.num_kv_heads, config.mlp_dim
     elements = 2 * 128 * (5 * embed + heads + mlp + heads + 2 * kv + 2 * embed + 2 * mlp)
