@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshpar.compiled.report import Report
-from meshpar.sharding.host import read_json
+from meshpar.sharding.host import read_json, write_json
 from meshpar.sharding.printing import Plain, flat, human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
@@ -67,7 +66,8 @@ class Budget(Plain):
         )
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        """Write it as JSON, which `load` reads. Raises `ValueError` where it cannot be written."""
+        write_json(path, self.to_json(), "budget")
 
     @staticmethod
     def load(path: str | Path) -> Budget:

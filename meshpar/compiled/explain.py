@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from meshpar.compiled.cells import Cells
@@ -40,7 +39,7 @@ from meshpar.parallel.promise import Uses
 from meshpar.planner.hardware import Cluster, cluster_here, parse_cluster
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import PyTree, axis_sizes, problem
-from meshpar.training.batch import as_rows
+from meshpar.training.batch import as_rows, shape_of
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import cast_back_fix, wide_work
 from meshpar.training.state import Setup, TrainState, abstract_state
@@ -81,7 +80,7 @@ def explain(
     """
     _check_kinds(step, state)
     _check_equal_parts(state)
-    batch = as_rows(jax.tree.map(_shape_of, batch), None, state.setup.strategy.activations)
+    batch = as_rows(jax.tree.map(shape_of, batch), None, state.setup.strategy.activations)
     if cluster is None:
         state = _here(state)
         mesh = state.setup.mesh
@@ -317,11 +316,6 @@ def _check_kinds(step: Any, state: Any) -> None:
     if not isinstance(state, TrainState):
         asked, exists = f"take a {type(state).__name__} as the state", "its second argument is a TrainState"
         raise problem("explain", asked, exists, "make one with mp.init_state or mp.abstract_state")
-
-
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
 
 def _here(state: TrainState) -> TrainState:

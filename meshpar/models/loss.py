@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from meshpar.models.unembed import TokenLosses, Unembedding, chunked_cross_entropy
+from meshpar.sharding.types import problem
 
 
 def next_token_loss(
@@ -36,6 +37,7 @@ def next_token_loss(
       `train_step(weight="learnt")` weighs micro-steps.
     """
     del key
+    _check_batch(batch)
     logits = model(batch["inputs"], **{name: batch[name] for name in ("positions", "segments") if name in batch})
     with jax.named_scope("loss"):
         whole_or_not = chunked_cross_entropy if isinstance(logits, Unembedding) else cross_entropy
@@ -52,6 +54,17 @@ def next_token_loss(
         if not z_loss:
             return nats, metrics
         return nats + z_loss * mean(jnp.square(log_z_BT)), {**metrics, "nats": nats}
+
+
+def _check_batch(batch: object) -> None:
+    """Raises `ValueError` for what holds no `inputs` and `targets`."""
+    exists = f"it is a {type(batch).__name__}"
+    if isinstance(batch, Mapping):
+        if "inputs" in batch and "targets" in batch:
+            return
+        exists = f"it has {', '.join(map(str, batch)) or 'nothing'}"
+    fix = "give both, int32 [rows, positions] each, or a loss of your own: (model, batch, key) -> (loss, metrics)"
+    raise problem("next_token_loss", "take `inputs` and `targets` of the batch", exists, fix)
 
 
 def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, "B T"]) -> TokenLosses:

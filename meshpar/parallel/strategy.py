@@ -338,7 +338,7 @@ def as_strategy(rules: Strategy | Rules) -> Strategy:
 
 def _advice(given: object) -> str:
     name = getattr(given, "__name__", given)
-    if name in PRESETS:
+    if isinstance(name, str) and name in PRESETS:
         return f"write mp.{name}()" + (" with its parentheses" if callable(given) else "")
     if isinstance(given, str):
         return f"write mp.fsdp() or mp.Rules(...), or read the text with parse_strategy; {near(given, PRESETS)}"

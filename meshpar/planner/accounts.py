@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from meshpar.planner.cost import Cost
 from meshpar.planner.hardware import Cluster, Link, Links, Profile
 from meshpar.planner.units import si
 from meshpar.sharding.printing import Plain, Printed, table
-from meshpar.sharding.types import MeshLike, axis_sizes, near, problem
+from meshpar.sharding.types import MeshLike, axis_sizes, is_whole, near, problem
 
 
 class Forms(NamedTuple):
@@ -326,8 +327,8 @@ def account(
       ValueError: no such algorithm; sizes that cannot be; a cluster that is too small, links that were not measured.
     """
     known = _named(algorithm)
-    if not payload_bytes < math.inf:
-        raise problem(f"`{known.name}`", f"send {payload_bytes} bytes", "no message is that long", "give a number")
+    _check_sizes(known.name, payload_bytes, ranks=num_ranks, servers=servers, inner=1 if inner is None else inner)
+    _check_links(known.name, over, axes, mesh)
     kind = "collective-permute" if by_messages or not known.lays_rings else known.kind
     cost.message(payload_bytes)  # refuses what is no payload
     mesh = mesh if mesh is not None else {"ranks": num_ranks}
@@ -360,8 +361,34 @@ def compare(names: Sequence[str], payload_bytes: float, num_ranks: int, over: Li
 # ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
+MOST_RANKS = 1 << 24
+"""Ranks that are priced together."""
+
+
+def _check_sizes(name: str, payload_bytes: Any, **counts: Any) -> None:
+    is_number = isinstance(payload_bytes, numbers.Real) and not isinstance(payload_bytes, bool)
+    if not (is_number and 0 <= payload_bytes < math.inf):
+        exists, fix = "it is a number of bytes, 0 or more", "write 14e9, say"
+        raise problem(f"`{name}`", f"send {payload_bytes!r} bytes", exists, fix)
+    for what, count in counts.items():
+        if not is_whole(count, 1) or count > MOST_RANKS:
+            exists, fix = f"it is a whole number from 1 to {MOST_RANKS:,}", f"write {what}=8, say"
+            raise problem(f"`{name}`", f"run with {what}={count!r}", exists, fix)
+
+
+def _check_links(name: str, over: Any, axes: Any, mesh: Any) -> None:
+    if not isinstance(over, Link | Cluster | Links):
+        fix = 'read a cluster: planner.hardware.parse_cluster("h100:8x8")'
+        raise problem(f"`{name}`", f"go over {over!r}", "links are a Link, a Cluster or measured Links", fix)
+    if isinstance(axes, str) or not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
+        raise problem(f"`{name}`", f"go along axes={axes!r}", "it is a list of mesh axes", 'write axes=("data",)')
+    if mesh is not None and not isinstance(mesh, Mapping) and not hasattr(mesh, "axis_names"):
+        exists = f"it is a {type(mesh).__name__}"
+        raise problem(f"`{name}`", f"run on mesh={mesh!r}", exists, 'give a mesh, or sizes by axis: {"data": 8}')
+
+
 def _named(algorithm: str) -> Algorithm:
-    name = algorithm.lower().replace("_", "-")
+    name = str(algorithm).lower().replace("_", "-")
     known = ALGORITHMS.get(ALIASES.get(name, name))
     if known is None:
         exists = "there is no such algorithm"

@@ -7,6 +7,7 @@ L layers. What a collective costs is in `accounts.py`, what a schedule does to t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from meshpar.planner import cost
 from meshpar.planner.accounts import account
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.units import parse_count, si
+from meshpar.sharding.errors import check_count
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import near, problem
 
@@ -47,12 +49,8 @@ def zero_bytes_per_param(stage: Stage, num_ranks: int, *, master: bool = True) -
     ZeRO-1 splits the optimizer's 12 over the ranks, ZeRO-2 the gradient too, ZeRO-3 (FSDP; HSDP inside its group) all.
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
     """
-    if num_ranks < 1 or stage not in get_args(Stage):
-        asked, exists = (
-            f"split state over {num_ranks} ranks",
-            "stages are ddp, zero1, zero2, zero3, of one rank or more",
-        )
-        raise problem(f"ZeRO stage `{stage}`", asked, exists, near(stage, get_args(Stage)))
+    check_count(f"ZeRO over {num_ranks!r} ranks", "split state over them", num_ranks)
+    _check_stage(stage)
     parts = (OPTIMIZER + MASTER * master, GRADIENT, WEIGHT)
     split = get_args(Stage).index(stage)
     return sum(part / num_ranks if at < split else part for at, part in enumerate(parts))
@@ -60,9 +58,40 @@ def zero_bytes_per_param(stage: Stage, num_ranks: int, *, master: bool = True) -
 
 def zero_messages(stage: Stage) -> float:
     """What a stage sends over what data parallelism sends: ZeRO-3 gathers twice and scatters once, 1.5 times."""
+    _check_stage(stage)
     return 1.5 if stage == "zero3" else 1.0
 
 
+def _check_stage(stage: object) -> None:
+    if stage not in get_args(Stage):
+        exists = "stages are ddp, zero1, zero2, zero3"
+        raise problem(f"ZeRO stage `{stage}`", "split state by it", exists, near(str(stage), get_args(Stage)))
+
+
+def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
+    """The calculator, whose numbers are read and checked before it sees them, whoever calls it."""
+
+    @functools.wraps(calculator)
+    def made(*, cluster: Cluster | None = None, **numbers: str | float) -> Sheet:
+        where, signature = f"meshpar cost {calculator.__name__}", inspect.signature(calculator).parameters
+        known = [one for one in signature if one != "cluster"]
+        for key in numbers:
+            if key not in known:
+                raise problem(where, f"take `{key}`", f"it takes {', '.join(known)}", near(key, known))
+        read: dict[str, Any] = {key: parse_count(value, f"{where} {key}={value}") for key, value in numbers.items()}
+        if cluster is None:
+            return calculator(**read)
+        if not isinstance(cluster, Cluster):
+            exists, fix = f"it is a {type(cluster).__name__}", 'read it: planner.hardware.parse_cluster("h100:8x8")'
+            raise problem(f"{where} cluster={cluster!r}", "price messages over it", exists, fix)
+        if "cluster" not in signature:
+            raise problem(where, f"use the cluster {cluster.name}", "only tp has a message to price", "leave it out")
+        return calculator(**read, cluster=cluster)
+
+    return made
+
+
+@_counted
 def zero(*, params: int = 7 * 10**9, ranks: int = 64) -> Sheet:
     """State of every ZeRO stage on one of N ranks, and what is sent."""
     rows = []
@@ -74,6 +103,7 @@ def zero(*, params: int = 7 * 10**9, ranks: int = 64) -> Sheet:
     return Sheet(title=f"{params:.4g} parameters on {ranks} ranks", rows=tuple(rows))
 
 
+@_counted
 def memory(*, params: int = 70 * 10**9, tensor: int = 1, stages: int = 1, ranks: int = 1) -> Sheet:
     """Weights, gradients, optimizer on a GPU of T × P × N, of which the N ranks of data parallelism are ZeRO-1."""
     mine = params / tensor / stages
@@ -89,6 +119,7 @@ def memory(*, params: int = 70 * 10**9, tensor: int = 1, stages: int = 1, ranks:
     return Sheet(title=f"{params:.4g} parameters, T={tensor:g}, P={stages:g}, N={ranks:g}", rows=rows)
 
 
+@_counted
 def bubble(*, stages: int = 4, microbatches: int = 8, chunks: int = 2) -> Sheet:
     """Bubble fractions in closed form, F = B = W; `meshpar schedule` simulates the tables."""
     p, m, v = stages, microbatches, chunks
@@ -105,6 +136,7 @@ def bubble(*, stages: int = 4, microbatches: int = 8, chunks: int = 2) -> Sheet:
     return Sheet(title=f"bubbles of {p:g} stages, {m:g} microbatches, {v:g} chunks", rows=rows)
 
 
+@_counted
 def tp(*, rows: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, cluster: Cluster | None = None) -> Sheet:
     """Tensor parallelism: the payload of one of a layer's four all-reduces, and a square matmul beside it."""
     payload, flops = 2 * rows * seq * width, cost.matmul_flops(rows * seq, width, width)
@@ -123,6 +155,7 @@ def tp(*, rows: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, clu
     return Sheet(title=f"tensor parallelism over {ranks:g} ranks", rows=tuple(found))
 
 
+@_counted
 def moe(*, rows: int = 1, seq: int = 4096, k: int = 8, width: int = 7168, ranks: int = 64, layers: int = 58) -> Sheet:
     """Expert parallelism: elements of one all-to-all of a rank, and of all layers there and back."""
     each = rows * seq * k * width / ranks
@@ -134,6 +167,7 @@ def moe(*, rows: int = 1, seq: int = 4096, k: int = 8, width: int = 7168, ranks:
     return Sheet(title=f"all-to-alls over {ranks:g} ranks of experts", rows=found)
 
 
+@_counted
 def remat(*, layers: int = 64) -> Sheet:
     """Activation checkpointing: layers' inputs held, and compute (Chen et al. 2016, "Sublinear Memory Cost")."""
     found = (
@@ -144,6 +178,7 @@ def remat(*, layers: int = 64) -> Sheet:
     return Sheet(title=f"checkpointing of {layers:g} layers", rows=found)
 
 
+@_counted
 def accumulate(*, params: int = 7 * 10**9, ranks: int = 64, steps: int = 8) -> Sheet:
     """Gradient accumulation under ZeRO: reduced in every micro-step into shards, or summed whole and reduced once."""
     sent = cost.bytes_sent("reduce-scatter", GRADIENT * params, ranks)
@@ -172,12 +207,9 @@ def calculate(name: str, numbers: Mapping[str, str | float], cluster: Cluster | 
     Raises:
       ValueError: a number that it does not take, or is none; a cluster for another calculator, or one too small.
     """
-    where, make = f"meshpar cost {name}", CALCULATORS[name]
-    known = [one for one in inspect.signature(make).parameters if one != "cluster"]
-    for key in numbers:
-        if key not in known:
-            raise problem(where, f"take `{key}`", f"it takes {', '.join(known)}", near(key, known))
-    if cluster is not None and name != "tp":
-        raise problem(where, f"use the cluster {cluster.name}", "only tp has a message to price", "leave it out")
-    found: dict[str, Any] = {key: parse_count(value, f"{where} {key}={value}") for key, value in numbers.items()}
-    return make(**found, **({"cluster": cluster} if name == "tp" else {}))
+    if name not in CALCULATORS:
+        raise problem(f"calculator `{name}`", "calculate", "there is no such one", near(str(name), CALCULATORS))
+    if not isinstance(numbers, Mapping):
+        exists, fix = f"it is a {type(numbers).__name__}", 'write {"params": "70B", "ranks": 64}'
+        raise problem(f"calculator `{name}`", f"take {numbers!r}", exists, fix)
+    return CALCULATORS[name](**numbers, **({} if cluster is None else {"cluster": cluster}))

@@ -84,9 +84,9 @@ def choose(
       ValueError: no such kernel; no such cluster, or one that is too small; a profile that has not measured the axes;
         no cluster, and devices of unknown links.
     """
-    if kernel not in KERNELS:
+    if not isinstance(kernel, str) or kernel not in KERNELS:
         exists = "no algorithm is chosen for it"
-        raise problem(f"kernel `{kernel}`", "choose an algorithm", exists, near(kernel, KERNELS))
+        raise problem(f"kernel `{kernel}`", "choose an algorithm", exists, near(str(kernel), KERNELS))
     if not is_whole(num_ranks):
         raise problem(f"kernel `{kernel}`", f"run on {num_ranks!r} ranks", "it is a whole number", "give 1 or more")
     over = links_here(kernel) if cluster is None else cluster if isinstance(cluster, Link) else parse_profile(cluster)

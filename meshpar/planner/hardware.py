@@ -10,7 +10,6 @@ by mesh axis (`meshpar bench collectives --save`), and nothing that would pass f
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from meshpar.planner.catalogue import GPUS, Gpu, gpu_from
-from meshpar.sharding.host import read_json
+from meshpar.sharding.host import read_json, write_json
 from meshpar.sharding.types import AnyMesh, MeshparError, axis_sizes, near, problem
 
 
@@ -103,11 +102,8 @@ class _Measured:
         return found | ({"source": self.source} if self.source else {})
 
     def save(self, path: str | Path) -> None:
-        try:
-            Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            exists, fix = f"it cannot: {error.strerror}", "name a file in a folder that exists"
-            raise problem(f"cluster profile `{path}`", "be written", exists, fix) from None
+        """Write it as JSON, which `parse_profile` reads. Raises `ValueError` where it cannot be written."""
+        write_json(path, self.to_json(), "cluster profile")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,16 @@ the buffers of compiled programs hold at their peak, which is in the backward pa
     of the head     the gradient of the logits, the head's gradient, whole and in the dtype of its reduction, the head
                     itself where it was gathered; with prefetch what the last layer, which stands behind the loop, keeps
     of a layer      what is computed again, gathered weights of this layer and the next, the widest whole gradient. With
-                    prefetch this layer's weights and all its whole gradients, and those of the layer behind it, which
-                    are reduced meanwhile. Where nothing gathers the head, its gradient is made behind the layers, and
-                    that of the logits waits for it.
+                    prefetch two layers are under way: the last, which stands behind the loop, and the one before it,
+                    which XLA peels off the loop. What both compute again is there at once (without remat activations
+                    alone, each where it is used), this layer's weights, and all whole gradients of both. Where nothing
+                    gathers the head, its gradient is made behind the layers, and that of the logits waits for it.
+                    Of slices one of each such layer, but whole gradients by every slice, until they are summed.
                     Where tensor ranks share a layer, the gradients of one input by as many products, each whole until
                     they are summed; where they split the sequence between blocks, input and gradient gathered, too.
                     Of products too small to fill a GPU sums of parts, as XLA cuts what they contract.
+                    Slices of prefetched layers, of which XLA starts early what hides messages, are computed again
+                    during the head's, with what tensor ranks gather and sum for it.
     of both         sums over micro-steps, laid out as the update; a stack of the layers' gradients in the compute
                     dtype; the whole gradient of a table that is looked up, unless rows are exchanged
 
@@ -55,6 +59,9 @@ ERROR = 0.2
 PARTIAL, GATHERED = 3, 2
 """Arrays as wide as the residual stream in a block's backward pass: gradients of the input of three products, which
 tensor ranks sum, and gathered, where they split the sequence, the input and the block's gradient."""
+AGAIN = 4
+"""Such arrays that a forward pass made again has where ranks split the sequence: the gathered inputs of a layer's two
+blocks, the partial sums of the first, and one of these in the order of dims that its messages have."""
 SPLITS, MOST_SPLIT = 4, 196_608
 """Parts of a product that fills no GPU, each summed in float32, and the numbers that the largest such gives: two at a
 time, so 6 MB at the most. As in programs of 20 to 50 MB compiled without a GPU, which would choose by measuring."""
@@ -104,14 +111,19 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     inside = [(each / one.layers, one) for each, one in _held(placed, of_layer) if one.layers]
     again = int(rows * sum(each for each, one in inside if not one.is_routed))
     # Whether rows are exchanged follows from the tokens of a micro-step.
-    key = layout.accumulate > 1, facts.is_prefetched, facts.exchanges_rows
+    key = layout.accumulate > 1, facts.is_prefetched, facts.exchanges_rows, facts.interleave
     whole = placed.once(key, lambda: _of_weights(placed, layout, facts))
     logits, fresh = _logits_bytes(placed, rows), max(again - kept // work.num_layers, 0)
+    is_twice = facts.is_prefetched and layout.remat is not None
+    under_way = 2 * fresh // facts.interleave if is_twice else fresh
     head = logits + whole.head + whole.table + fresh * facts.is_prefetched
-    layer = whole.layer + whole.table + fresh + logits * (not whole.gathers_head) + _routed_bytes(placed, facts, rows)
+    layer = whole.layer + whole.table + under_way + logits * (not whole.gathers_head)
+    layer += _routed_bytes(placed, facts, rows)
     between = rows * placed.once("between", lambda: residual_row_bytes(placed))
     if facts.tensor_axes:
         layer += int(between * (PARTIAL + GATHERED * bool(facts.sequence_axes)))
+    if facts.sequence_axes and facts.is_prefetched and facts.interleave > 1:
+        head += int(AGAIN * between * 2 / facts.interleave)
     small = between / work.compute_itemsize
     parts = 8 * SPLITS * int(max(whole.small, small if small <= MOST_SPLIT else 0))
     if placed.strategy.pipeline is not None:
@@ -318,7 +330,8 @@ def _layer_weights(placed: Placed, facts: Facts) -> int:
             elements = layer_elements(facts, one.decision, axes)
             gathered, gradients = gathered + width * elements, gradients + reduce * elements
             widest = max(widest, reduce * elements)
-    return gathered + 2 * gradients if facts.is_prefetched else 2 * gathered + widest
+    slices = facts.interleave
+    return gathered + (1 + slices) * gradients if facts.is_prefetched else 2 * gathered + slices * widest
 
 
 def _logits_bytes(placed: Placed, rows: int) -> int:

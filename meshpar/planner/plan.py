@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from meshpar.compiled.pod import PodProcess
 from meshpar.compiled.report import Report
 from meshpar.compiled.target import traced_for
 from meshpar.models.loss import next_token_loss
+from meshpar.moe.dispatch_combine import check_bound
 from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
 from meshpar.planner.hardware import Cluster, parse_cluster
@@ -35,16 +35,16 @@ from meshpar.planner.units import si
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import tracing
-from meshpar.sharding.host import read_json
+from meshpar.sharding.host import read_json, write_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.table import human_bytes
-from meshpar.sharding.types import MeshparError, PyTree, is_whole, near, problem
+from meshpar.sharding.types import MeshparError, PyTree, check_takes, is_whole, near, problem
 from meshpar.training.engines.staged import check_options
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Precision
+from meshpar.training.precision import Precision, as_precision
 from meshpar.training.state import abstract_state
-from meshpar.training.step import TrainStep, check_prefetch
+from meshpar.training.step import TrainStep, check_loss, check_prefetch
 from meshpar.training.xla import Options
 
 Of = TypeVar("Of")
@@ -134,10 +134,14 @@ class Plans(Printed):
         return {**{field: getattr(self, field) for field in fields}, "plans": [one.to_json() for one in self.plans]}
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        """Write them as JSON, which `load_plans` reads. Raises `ValueError` where it cannot be written."""
+        write_json(path, self.to_json(), "plans")
 
     def diff(self, other: Plans) -> tuple[str, ...]:
         """What is not as in other plans: layouts that came or went, and ranks, peaks and times that moved."""
+        if not isinstance(other, Plans):
+            fix = "give what mp.plan gave, or planner.plan.load_plans(path)"
+            raise problem("plans.diff", f"compare them with {some(other)}", f"it is a {type(other).__name__}", fix)
         mine, theirs = ({one.layout: (at, one) for at, one in enumerate(each.plans, 1)} for each in (self, other))
         lines = [f"only here: {one.label}" for one in mine if one not in theirs]
         lines += [f"only there: {one.label}" for one in theirs if one not in mine]
@@ -177,7 +181,8 @@ class Plans(Printed):
         if not isinstance(spec, MeshSpec):
             fix = 'write mesh="fsdp=8,tensor=8", or mp.MeshSpec(fsdp=8, tensor=8)'
             raise problem(f"why_not(mesh={mesh!r})", "look at that mesh", f"it is a {type(mesh).__name__}", fix)
-        given = parse_strategy(strategy) if isinstance(strategy, str) else strategy and as_strategy(strategy)
+        given = parse_strategy(strategy) if isinstance(strategy, str) else strategy
+        given = None if given is None else as_strategy(given)
         try:
             if given is None:
                 one = self.search.on_mesh(spec)
@@ -243,6 +248,7 @@ def plan(
     tx: optax.GradientTransformation | None = None, precision: Precision | None = None,
     bound_factor: float | None = None, nodes_visited: Callable[[int], int] | None = None,
     row_bytes: Callable[[str, int], int | None] | None = None, xla: Options = MappingProxyType({}),
+    latency_rounds: int = 0,
 ) -> Plans:  # fmt: skip
     """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps, slices.
 
@@ -253,36 +259,37 @@ def plan(
       batch: the global batch, arrays or their shapes and dtypes.
       cluster: `h100:8x8`, a profile's path, or a `Cluster`; measured links count before data sheets.
       top: how many.
-      verify: so many of the best are compiled for the pod (needs the `aot` extra), and told by the compiler.
+      verify: so many of the best, `top` at the most, are compiled for the pod (needs the `aot` extra), and told by the
+        compiler.
       loss: (model, batch, key) -> (loss, metrics).
       tx: the optimizer; None: AdamW.
       precision: of the step; None: bfloat16 compute on float32 parameters.
       bound_factor, nodes_visited, row_bytes: of MoE layers, as `MoEConfig` has them, where the model's config does not
         say them.
-      xla: compile options, as of `train_step`, for what is compiled.
+      xla, latency_rounds: as of `train_step`, for what is compiled.
 
     Raises:
-      ValueError: nothing fits, with what is short and by how much, by estimate or as compiled; no such cluster; what
-        the model or the loss raises.
+      ValueError: nothing fits, with what is short and by how much, by estimate or as compiled; no such cluster; an
+        argument that is none of its kind; what the model or the loss raises.
     """
     cluster = parse_cluster(cluster)
-    _check_asked(model, tx, top, verify)
+    _check_asked(model, loss, tx, top, verify)
+    precision = Precision(compute="bfloat16") if precision is None else as_precision(precision, "plan")
+    how = StepOptions(precision=precision, xla={} if xla is None else xla, latency_rounds=latency_rounds)
     work = describe(
         model if isinstance(model, Model) else model.build(),
         batch,
         loss,
         tx=optax.adamw(3e-4) if tx is None else tx,
-        precision=Precision(compute="bfloat16") if precision is None else precision,
+        precision=precision,
         cluster=cluster,
-        bound_factor=getattr(moe := getattr(model, "moe", None), "bound_factor", bound_factor),
-        nodes_visited=getattr(moe, "nodes_visited", nodes_visited),
-        row_bytes=getattr(moe, "row_bytes", row_bytes),
+        **_of_experts(model, bound_factor, nodes_visited, row_bytes),
     )
     search = Search(work, cluster)
     found, told = _running(search, loss, top)
     if not found:
         raise _nothing_fits(search)
-    plans, left_out = _verified(search, found, loss, verify, xla)
+    plans, left_out = _verified(search, found, loss, verify, how)
     return Plans(
         cluster=cluster.name,
         considered=search.considered,
@@ -294,19 +301,41 @@ def plan(
     )
 
 
-def _check_asked(model: Any, tx: Any, top: int, verify: int) -> None:
+def _check_asked(model: Any, loss: Any, tx: Any, top: int, verify: int) -> None:
+    """Raises `ValueError` for what is none of its kind."""
     for name, number, least in (("top", top, 1), ("verify", verify, 0)):
         if not is_whole(number, least):
-            raise problem(
-                f"plan({name}={number!r})", "give so many plans", f"it is a whole number from {least} on", "5"
-            )
+            exists, fix = f"it is a whole number from {least} on", f"write {name}={max(least, 1)}"
+            raise problem(f"plan({name}={number!r})", "give so many plans", exists, fix)
+    if verify > top:
+        exists, fix = f"top={top} gives fewer", f"write top={verify}, or verify={top}"
+        raise problem(f"plan(verify={verify})", "compile so many plans", exists, fix)
     for name, value, method, fix in (
         ("model", model, "build", "give an adapter's, as mp.from_nnx(...), or a config"),
-        ("tx", tx, "update", "give optax.adamw(3e-4)"),
+        ("tx", () if tx is None else tx, "update", "give optax.adamw(3e-4)"),
     ):
-        if value is not None and not isinstance(value, Model) and not hasattr(value, method):
+        if value == () or isinstance(value, Model):
+            continue
+        if isinstance(value, type):
+            exists = f"it is the class {value.__name__} itself"
+            raise problem(f"plan({name}=...)", "trace a training step with it", exists, f"call it, or {fix}")
+        if not callable(getattr(value, method, None)):
             exists = f"it is a {type(value).__name__}, without `{method}`"
             raise problem(f"plan({name}=...)", "trace a training step with it", exists, fix)
+    check_loss("plan", loss)
+
+
+def _of_experts(model: Any, bound_factor: Any, nodes_visited: Any, row_bytes: Any) -> dict[str, Any]:
+    """What the model's config says of its MoE layers, else what is given; raises `ValueError` for what none says."""
+    check_bound("plan", bound_factor)
+    for name, value, arguments in (
+        ("nodes_visited", nodes_visited, ("nodes",)),
+        ("row_bytes", row_bytes, ("way", "width")),
+    ):
+        if value is not None:
+            check_takes(f"plan({name}=...)", value, arguments, f"{name}=moe.{name} of your MoEConfig, or None")
+    given = {"bound_factor": bound_factor, "nodes_visited": nodes_visited, "row_bytes": row_bytes}
+    return {name: getattr(getattr(model, "moe", None), name, value) for name, value in given.items()}
 
 
 def _running(search: Search, loss: Callable[..., Any], top: int) -> tuple[list[Found], list[str]]:
@@ -377,7 +406,7 @@ def _nearest(search: Search) -> str:
 
 
 def _verified(
-    search: Search, found: Sequence[Found], loss: Callable[..., Any], verify: int, xla: Options
+    search: Search, found: Sequence[Found], loss: Callable[..., Any], verify: int, how: StepOptions
 ) -> tuple[list[Plan], list[str]]:
     """The plans, of which so many are compiled and fit, before those that are not; and what turned out not to fit."""
     work, cluster, rest = search.workload, search.cluster, list(found)
@@ -386,7 +415,7 @@ def _verified(
     with PodProcess() if verify else contextlib.nullcontext() as pod:
         while rest and len(plans) < verify:
             one = rest.pop(0)
-            told = compiled(search, one, loss, cast(PodProcess, pod), xla=xla)
+            told = compiled(search, one, loss, cast(PodProcess, pod), how)
             if told.fits:
                 plans.append(Plan.of(one, work, cluster, told))
             else:
@@ -398,18 +427,10 @@ def _verified(
     return plans + [Plan.of(one, work, cluster) for one in rest], left_out
 
 
-def compiled(
-    search: Search, found: Found, loss: Callable[..., Any], pod: PodProcess, *, xla: Options = MappingProxyType({})
-) -> Compiled:
-    """A layout compiled for the cluster; errors are those of `explain`."""
+def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodProcess, how: StepOptions) -> Compiled:
+    """A layout compiled for the cluster, its step cut as the layout says and else as `how`; errors are `explain`'s."""
     layout, work = found.layout, search.workload
-    options = StepOptions(
-        accumulate=layout.accumulate,
-        precision=work.precision,
-        remat=layout.remat,
-        interleave=layout.interleave,
-        xla=xla,
-    )
+    options = dataclasses.replace(how, accumulate=layout.accumulate, remat=layout.remat, interleave=layout.interleave)
     mesh = layout.mesh.abstract(search.cluster.num_devices)
     state = abstract_state(work.model, work.tx, mesh=mesh, strategy=layout.strategy, precision=work.precision)
     report = explain(TrainStep(loss, options), state, work.batch, search.cluster, pod=pod, advise=False)
@@ -431,9 +452,8 @@ def compiled(
 
 def _step_s(search: Search, found: Found, report: Report) -> float:
     """The simulated step, with products at the share of the peak that the estimate has."""
-    compute, work = report.compute, search.workload
-    flops = work.flops[found.layout.remat] * work.rows / search.cluster.num_devices
-    efficiency = flops / found.time.compute_s / search.clock.peak_flops_per_s(work)
+    compute = report.compute
+    efficiency = search.clock.at_peak_s(search.workload, found.layout.remat) / found.time.compute_s
     assert compute.predicted_step_s is not None
     assert compute.compute_s is not None
     return compute.predicted_step_s + compute.compute_s * (1 / efficiency - 1)

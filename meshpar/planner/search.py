@@ -150,7 +150,8 @@ class Search:
             return self._best(top)
 
     def _best(self, top: int) -> list[Found]:
-        """Of each kind the most promising is looked at first, then others of the kinds that proved best."""
+        """Of each kind the most promising is looked at first, then others of the kinds that proved best, then the rest;
+        of few strategies all."""
         found: list[Found] = []
         starts = self.starts()
         fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
@@ -159,19 +160,26 @@ class Search:
         kinds_of: dict[Any, list[_Start]] = defaultdict(list)
         for one in fit:
             kinds_of[one.kind].append(one)
+
+        def may_serve(start: _Start) -> bool:
+            return len(fit) <= MOST_PLACED or len(found) < top or start.about_s <= found[-1].time.step_s
+
         times: dict[Any, float] = {}
-        for start in [each[0] for each in kinds_of.values()][: 2 * MOST_PLACED]:
-            if len(times) == MOST_PLACED * 2 // 3 or (len(found) == top and start.about_s > found[-1].time.step_s):
+        firsts, looked = [each[0] for each in kinds_of.values()], set()
+        for start in firsts[: 2 * MOST_PLACED]:
+            if len(times) == MOST_PLACED * 2 // 3 or not may_serve(start):
                 break
-            if (each := self._look(start, found, top)) is not None:
-                times[start.kind] = each
-        others = [start for kind in sorted(times, key=times.__getitem__) for start in kinds_of[kind][1 : 1 + OTHERS]]
-        left, others = MOST_PLACED - len(times), others or [start for each in kinds_of.values() for start in each[1:]]
-        for start in others[: 2 * MOST_PLACED]:
+            looked.add(id(start))
+            if (time_s := self._look(start, found, top)) is not None:
+                times[start.kind] = time_s
+        others = [one for kind in sorted(times, key=times.__getitem__) for one in kinds_of[kind][1 : 1 + OTHERS]]
+        looked |= {id(one) for one in others}
+        others += [one for one in fit if id(one) not in looked]
+        left = MOST_PLACED - len(times)
+        for start in filter(may_serve, others[: 2 * MOST_PLACED]):
             if left == 0:
                 break
-            if len(found) < top or start.about_s <= found[-1].time.step_s:
-                left -= self._look(start, found, top) is not None
+            left -= self._look(start, found, top) is not None
         return found
 
     def _look(self, start: _Start, found: list[Found], top: int) -> float | None:

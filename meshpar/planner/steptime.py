@@ -200,14 +200,22 @@ class Clock:
         gpu = self.cluster.gpu
         return gpu.bf16_flops_per_s if work.compute_itemsize <= 2 else gpu.fp32_flops_per_s
 
+    def _wide_flops(self, work: Workload, remat: Remat) -> float:
+        """Of all products of a row; those in 8 bits as many as take as long in 16."""
+        gpu, flops = self.cluster.gpu, work.flops[remat]
+        return flops - work.narrow_share[remat] * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
+
+    def at_peak_s(self, work: Workload, remat: Remat) -> float:
+        """Of all products of a step, were they at the peak of the data sheet."""
+        return self._wide_flops(work, remat) * work.rows / self.cluster.num_devices / self.peak_flops_per_s(work)
+
     def _products_s(self, work: Workload, remat: Remat, flops_per_s: float) -> float:
         """Of all products of a step, those outside of attention at a rate."""
-        gpu, flops, forward = self.cluster.gpu, work.flops[remat], work.attention[remat]
-        narrow = work.narrow_share * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
+        flops, forward = self._wide_flops(work, remat), work.attention[remat]
         # The backward pass of attention has five products for the two forward.
         backward = ATTENTION_BACKWARD * work.attention[None]
         forward_rate, backward_rate = self.attention or (flops_per_s, flops_per_s)
-        outside = (flops - forward - 2 * work.attention[None] - narrow) / flops_per_s
+        outside = (flops - forward - 2 * work.attention[None]) / flops_per_s
         time_s = outside + forward / forward_rate + backward / backward_rate
         return time_s * work.rows / self.cluster.num_devices
 

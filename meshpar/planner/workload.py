@@ -35,8 +35,10 @@ from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
 from meshpar.sharding.table import optimizer_decisions
 from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, problem, tree_leaves_with_paths
+from meshpar.training.batch import shape_of
 from meshpar.training.layers import REMAT_POLICIES, running, scanned
 from meshpar.training.precision import Precision, cast_floating, numerics, products
+from meshpar.training.reports import checked
 
 Remat = str | None
 POLICIES: tuple[Remat, ...] = (None, *reversed(REMAT_POLICIES))
@@ -96,7 +98,7 @@ class Workload:
     """Of these, those of cuDNN's attention in the forward pass and what is recomputed of it."""
     model_flops: float
     """For one row: three forward passes."""
-    narrow_share: float
+    narrow_share: Mapping[Remat, float]
     """Of the FLOPs, those of 8-bit products."""
     narrowed: float
     """Elements of one row that are made narrow for these: what they take in, and the gradients of what they give."""
@@ -136,8 +138,7 @@ class Workload:
     @property
     def batch_bytes(self) -> int:
         """Of the global batch, as jax takes it."""
-        arrays = jax.tree.leaves(self.batch)
-        return sum(jax.dtypes.canonicalize_dtype(x.dtype).itemsize * math.prod(x.shape) for x in arrays)
+        return sum(x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves(self.batch))
 
     @property
     def compute_itemsize(self) -> int:
@@ -180,9 +181,8 @@ def describe(
       cluster: for whose GPUs cuDNN's attention is traced.
       bound_factor, nodes_visited, row_bytes: of the MoE layers.
     """
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
+    batch = _shapes_of(batch)
     rows, tokens = rows_and_tokens(batch, 1)
-    _check_rows(batch, rows)
     with tracing(one := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     made = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
@@ -201,28 +201,39 @@ def describe(
         visited = _visited(alone, leaves) * choices * (seq_len or 1)
         forward, vocab_chunk = matmul_flops(alone) / marker + visited, _vocab_chunk(alone, leaves)
         counted, held, runs_layers = _by_policy(functools.partial(value_of, known, loss, precision), arrays, how)
-    flops, attention = ({remat: both[at] / marker for remat, both in counted.items()} for at in (0, 1))
+    flops, attention = ({remat: each[at] / marker for remat, each in counted.items()} for at in (0, 1))
+    narrow_share = {remat: narrow / (every or 1) for remat, (every, _, narrow) in counted.items()}
     own = attention_flops(alone) / marker
     attention = {remat: own + count - attention[None] for remat, count in attention.items()}
     again = 0 if vocab_chunk is None else 2 * (seq_len or 1) * max(one.size for one in leaves if _has_vocabulary(one))
     least = 3 * forward + again - flops[None]
     flops = {remat: least + count + visited * (remat is not None) for remat, count in flops.items()}
-    narrow, narrowed = map(sum, zip((0, 0.0), *_narrow(alone), strict=True))
     return Workload(
         model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
         tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
-        narrow_share=narrow / marker / forward if forward else 0.0, narrowed=narrowed / marker, held=held,
+        narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(alone)) / marker, held=held,
         runs_layers=runs_layers, looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
         nodes_visited=nodes_visited, row_bytes=row_bytes,
         whole_bytes=sum(leaf_of(*one).nbytes for one in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
 
 
-def _check_rows(batch: PyTree, rows: int) -> None:
-    if not rows:
-        shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(batch)) or "no array"
-        exists, fix = f"it has no rows: {shapes}", "give the global batch, with its rows as the first dim of arrays"
-        raise problem("the batch", "trace a training step on it", exists, fix)
+def _shapes_of(batch: PyTree) -> PyTree:
+    """Shapes and dtypes of a batch as jax takes it; raises `ValueError` for what is no number, or has other rows."""
+    asked, leaves = "trace a training step on it", tree_leaves_with_paths(batch)
+    fix = "give the global batch: arrays or jax.ShapeDtypeStruct, with as many rows each as their first dim"
+    for path, x in leaves:
+        kind = np.dtype(type(x)) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
+        is_key = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
+        if kind is None or not (kind == np.bool_ or is_key or jnp.issubdtype(kind, np.number)):
+            exists = f"it is a {type(x).__name__}" + (f" of dtype {kind}" if kind is not None else "")
+            raise problem(f"batch leaf `{path}`" if path else "batch", asked, exists, fix)
+    shapes = [np.shape(x) for _, x in leaves]
+    counts = {shape[0] for shape in shapes if shape}
+    if len(counts) > 1 or not max(counts, default=0):
+        exists = "its leaves differ in rows: " if len(counts) > 1 else "it has no rows: "
+        raise problem("batch", asked, exists + (", ".join(map(str, shapes)) or "no array"), fix)
+    return jax.tree.map(shape_of, batch)
 
 
 def batch_of(batch: PyTree, rows: int) -> PyTree:
@@ -232,16 +243,16 @@ def batch_of(batch: PyTree, rows: int) -> PyTree:
 
 def _by_policy(
     value: Callable[[Remat], Any], arrays: PyTree, labelled: Callable[..., Iterator[Held]]
-) -> tuple[dict[Remat, tuple[float, float]], dict[Remat | Literal["stages"], tuple[Held, ...]], bool]:
-    """FLOPs of the backward pass, all and attention's, and what is kept for it, by policy; that by stages, too; and
-    whether there are layers to do so with."""
+) -> tuple[dict[Remat, tuple[int, int, int]], dict[Remat | Literal["stages"], tuple[Held, ...]], bool]:
+    """FLOPs of both passes, all, attention's and those in 8 bits, and what is kept between them, by policy; that by
+    stages, too; and whether there are layers to do so with."""
     scans: list[Any] = []
 
     def run(layer: Any, x: Any, rows: Any) -> Any:
         scans.append(layer)
         return scanned(layer, x, rows)
 
-    counted: dict[Remat, tuple[float, float]] = {}
+    counted: dict[Remat, tuple[int, int, int]] = {}
     held: dict[Remat | Literal["stages"], tuple[Held, ...]] = {}
     for remat in POLICIES:
         counted[remat], kept = _kept(value(remat), arrays)
@@ -293,20 +304,21 @@ def value_of(
     def value(params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         with numerics(precision, remat, interleave):
             bound = model.bind(cast_floating(params, precision.compute), extra)
-            return loss(bound, batch, jax.random.wrap_key_data(key))[0]
+            return checked(loss(bound, batch, jax.random.wrap_key_data(key)), loss)[0]
 
     return value
 
 
-def _kept(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[tuple[int, int], list[Any]]:
-    """FLOPs of loss and gradients, all and of attention, and the arrays kept between them."""
+def _kept(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[tuple[int, int, int], list[Any]]:
+    """FLOPs of loss and gradients, all, of attention and in 8 bits, and the arrays kept between them."""
 
     def both(params: PyTree, *others: Any) -> Any:
         out, pull = jax.vjp(lambda params: value(params, *others), params)
         return pull(jnp.ones_like(out)), jax.tree.leaves(pull)
 
     jaxpr, (_, kept) = jax.make_jaxpr(both, return_shape=True)(*arrays)
-    return (matmul_flops(jaxpr.jaxpr), attention_flops(jaxpr.jaxpr)), kept
+    narrow = sum(flops for flops, _ in _narrow(jaxpr.jaxpr))
+    return (matmul_flops(jaxpr.jaxpr), attention_flops(jaxpr.jaxpr), narrow), kept
 
 
 def _visited(jaxpr: Any, leaves: Sequence[Leaf]) -> int:

@@ -73,6 +73,27 @@ def read_json(path: str | os.PathLike[str], where: str, fix: str, *, asked: str 
         raise problem(where, asked, f"it is no JSON ({str(error)[:200]})", fix) from None
 
 
+def write_text(path: str | os.PathLike[str], text: str, where: str) -> None:
+    """Writes a small file in UTF-8.
+
+    Raises:
+      ValueError: what is no path, or a file that the system does not let be written.
+    """
+    fix = "name a file in a folder that exists"
+    if not path or not isinstance(path, str | os.PathLike):
+        raise problem(f"{where} {path!r}", "be written", "it is no path", fix)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = "its folder does not exist" if isinstance(error, FileNotFoundError) else _why(error)
+        raise problem(f"{where} `{path}`", "be written", why, fix) from None
+
+
+def write_json(path: str | os.PathLike[str], data: Any, where: str) -> None:
+    """Writes plain data as `read_json` reads it; errors as in `write_text`."""
+    write_text(path, json.dumps(data, indent=2) + "\n", where)
+
+
 def free_memory_bytes() -> int | None:
     """What the host has left, without what files in its cache take; None where the system does not say."""
     try:

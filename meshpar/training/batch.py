@@ -139,6 +139,12 @@ def split_by(sharding: NamedSharding) -> tuple[str, ...]:
     return axes_of_spec(sharding.spec, axis_sizes(sharding.mesh))
 
 
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Of a leaf of a batch, an array or a number, as jax takes it."""
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
+
+
 def check_batch(
     batch: PyTree,
     sharding: NamedSharding,

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import Offloadable
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.sharding.context import ambient, current, within
-from meshpar.sharding.types import PyTree, near, near_or, problem
+from meshpar.sharding.types import PyTree, near, near_or, problem, spec_axes
 from meshpar.training.interleaved import check_rows, in_slices, joined, slices
 from meshpar.training.precision import Numerics
 
@@ -486,6 +488,18 @@ _ELEMENTWISE = frozenset({"add", "erf", "integer_pow", "logistic", "max", "mul",
 """What activations and rotations make of matmuls in one pass: whoever keeps all keeps what they were made of."""
 
 
+def _lies_by_rows(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Whether it lays an array by its rows over all devices of the mesh: nothing is sent for that, which is not to be
+    sent again."""
+    sharding = params.get("sharding")
+    if primitive.name != "sharding_constraint" or not isinstance(sharding, NamedSharding) or not sharding.spec:
+        return False
+    rows, *others = sharding.spec
+    sizes = dict(sharding.mesh.shape)
+    ways = math.prod(sizes[axis] for axis in spec_axes(rows)) if rows is not PartitionSpec.UNCONSTRAINED else 0
+    return ways == math.prod(sizes.values()) and not any(others)
+
+
 def _regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
     """The policy, or with None to keep everything, but for gathered weights; second shards are kept.
 
@@ -498,7 +512,7 @@ def _regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
         if any(getattr(operand, "dtype", None) == jnp.uint8 for operand in operands):
             return False
         if policy is None:
-            return primitive.name not in _LAYOUT_ONLY | _ELEMENTWISE
+            return primitive.name not in _LAYOUT_ONLY | _ELEMENTWISE and not _lies_by_rows(primitive, params)
         return policy(primitive, *operands, **params)
 
     return keeps

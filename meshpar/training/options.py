@@ -7,7 +7,7 @@ from typing import Literal
 
 from meshpar.sharding.types import problem
 from meshpar.training.layers import check_remat
-from meshpar.training.precision import Precision
+from meshpar.training.precision import Precision, as_precision
 from meshpar.training.xla import LATENCIES, Options, check_kind
 
 
@@ -40,6 +40,7 @@ class StepOptions:
                 raise problem(
                     f"{field}={getattr(self, field)!r}", "do that", "there is no such choice", f"use one of {known}"
                 )
+        as_precision(self.precision, "train_step")
         check_remat(self.remat)
         check_kind(self.xla)
         if self.latency_rounds and LATENCIES in self.xla:

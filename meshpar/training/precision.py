@@ -82,6 +82,19 @@ class Precision:
         return jnp.dtype(self.reduce) if self.reduce else jnp.promote_types(compute, jnp.float32)
 
 
+def as_precision(precision: Precision | None, where: str) -> Precision:
+    """A precision as it is, and None as one that says nothing.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if precision is not None and not isinstance(precision, Precision):
+        named = precision if isinstance(precision, str) and precision in FLOATS else "bfloat16"
+        exists, fix = f"it is a {type(precision).__name__}, no Precision", f'write mp.Precision(compute="{named}")'
+        raise problem(f"{where}(precision={precision!r})", "compute by it", exists, fix)
+    return Precision() if precision is None else precision
+
+
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 BY_ROW = "fp8-rowwise"
 MATMULS = ("fp8", BY_ROW)

@@ -106,6 +106,24 @@ def check_numbers(metrics: Mapping[str, Any]) -> None:
             raise problem(f"metric `{name}`", "be one number", f"it is of shape {jnp.shape(value)}", fix)
 
 
+def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[str, Any]]:
+    """What a loss function gave, as (loss, metrics).
+
+    Raises:
+      ValueError: it is something else; what is no number; to train, a loss that has no gradient.
+    """
+    if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
+        where = f"loss function `{getattr(loss_fn, '__name__', loss_fn)}`"
+        fix = "return a scalar and a dict of scalars, which may be empty"
+        raise problem(where, "return (loss, metrics)", f"it returned {type(out).__name__}", fix)
+    value, metrics = out
+    check_numbers({"loss": value, **metrics})
+    if trains and not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        exists = f"it is {jnp.result_type(value).name}, which has no gradient"
+        raise problem("loss function, its loss", "differentiate it", exists, "give a mean, in a floating dtype")
+    return value, metrics
+
+
 def means(sums: dict[str, jax.Array], total: Any) -> dict[str, jax.Array]:
     """Of metrics over so many microbatches; whole numbers, which are counts, stay summed."""
     return {name: x if is_counted(x) else x / jnp.asarray(total, x.dtype) for name, x in sums.items()}

@@ -24,7 +24,7 @@ from meshpar.sharding.table import ShardingTable, TableLayout, Trainable, lay_ou
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
 from meshpar.training.batch import batch_sharding, split_by
 from meshpar.training.muon import Updating
-from meshpar.training.precision import Precision, cast_floating
+from meshpar.training.precision import Precision, as_precision, cast_floating
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -272,7 +272,7 @@ def make_setup(
     trainable: Trainable = None,
 ) -> Setup:
     """Resolve every leaf of a state without making it; errors as in `shardings`."""
-    strategy, precision = as_strategy(strategy), precision or Precision()
+    strategy, precision = as_strategy(strategy), as_precision(precision, "init_state")
     layout = lay_out(model, with_auto_axes("mesh", mesh), strategy, tx, precision, trainable)
     return Setup(
         model=model, tx=tx, given_mesh=mesh, strategy=strategy, precision=precision, layout=layout, trainable=trainable

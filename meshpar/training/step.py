@@ -44,8 +44,8 @@ from meshpar.sharding.types import (
 from meshpar.training.batch import as_given, as_rows, check_batch, lying, without_whole
 from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Numerics, Precision, check_bits, dot_general, numerics, wide_work
-from meshpar.training.reports import check_numbers, collecting, is_counted
+from meshpar.training.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
+from meshpar.training.reports import checked, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
 from meshpar.training.xla import Options, Value, check_kind, check_options, options_for, why_no_rounds
@@ -255,11 +255,11 @@ def train_step(
     Raises:
       ValueError: an option that does not exist; when called, a batch that does not divide.
     """
-    _check_loss("train_step", loss_fn)
+    check_loss("train_step", loss_fn)
     options = StepOptions(
         accumulate=accumulate,
         accumulate_mode=accumulate_mode,
-        precision=precision or Precision(),
+        precision=as_precision(precision, "train_step"),
         remat=remat,
         interleave=interleave,
         nonfinite=nonfinite,
@@ -302,10 +302,10 @@ def eval_step(loss_fn: LossFn, *, precision: Precision | None = None, xla: Optio
       loss_fn: as for `train_step`. What the forward pass changes in the model is thrown away.
       precision, xla: as for `train_step`.
     """
-    _check_loss("eval_step", loss_fn)
+    check_loss("eval_step", loss_fn)
     options: Options = {} if xla is None else xla
     check_kind(options)
-    return EvalStep(loss_fn, precision or Precision(), options)
+    return EvalStep(loss_fn, as_precision(precision, "eval_step"), options)
 
 
 def _check_layers(options: StepOptions, context: Numerics) -> None:
@@ -436,7 +436,8 @@ def _check_params_dtype(setup: Setup, precision: Precision) -> None:
             raise problem(where, asked, f"the state holds it in {decision.leaf.dtype.name}", fix)
 
 
-def _check_loss(where: str, loss_fn: Any) -> None:
+def check_loss(where: str, loss_fn: Any) -> None:
+    """Raises `ValueError` for what cannot be called as a loss function."""
     fix = f"mp.{where}(lambda model, batch, key: (loss, metrics)), metrics a dict"
     check_takes(where, loss_fn, ("model", "batch", "key"), fix)
 
@@ -468,15 +469,7 @@ def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
                 out = loss_fn(model, as_given(rows), key)
             except NameError as error:
                 raise _explained(error) from error
-        if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
-            where = f"loss function `{getattr(loss_fn, '__name__', loss_fn)}`"
-            fix = "return a scalar and a dict of scalars, which may be empty"
-            raise problem(where, "return (loss, metrics)", f"it returned {type(out).__name__}", fix)
-        value, metrics = out
-        check_numbers({"loss": value, **metrics})
-        if trains and not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            exists = f"it is {jnp.result_type(value).name}, which has no gradient"
-            raise problem("loss function, its loss", "differentiate it", exists, "give a mean, in a floating dtype")
+        value, metrics = checked(out, loss_fn, trains=trains)
         if trains and reports.loss is not None:
             value = value + reports.loss.astype(value.dtype)
         after = setup.model.collect(model)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -72,10 +73,21 @@ def options_for(mesh: AnyMesh, given: Options, strategys: Options = MappingProxy
 
 
 def check_kind(options: object) -> None:
-    """Raises `ValueError` for what is no dict."""
+    """Raises `ValueError` for what is no dict from names of XLA's options to their values, whichever XLA knows."""
     if not isinstance(options, Mapping):
         exists = "it is a dict of XLA's options by name"
         raise problem(f"xla={options!r}", "compile by it", exists, "write xla={'xla_...': value}")
+    for name, value in options.items():
+        if not isinstance(name, str) or not name.startswith("xla_") or not isinstance(value, Value):
+            fix = "write it without dashes, as xla_gpu_all_gather_combine_threshold_bytes=1073741824"
+            exists = "the names of XLA's options begin with xla_"
+            if isinstance(name, str) and name.startswith("xla_"):
+                exists = f"values are Python's numbers, bools or words, no {type(value).__name__}"
+            raise problem(_in_words(options), f"set {name!r} to {value!r}", exists, fix)
+
+
+def _in_words(options: Mapping[Any, Any]) -> str:
+    return "xla={" + ", ".join(f"{name!r}: {value!r}" for name, value in options.items()) + "}"
 
 
 def check_options(options: Options) -> Options:
@@ -84,14 +96,9 @@ def check_options(options: Options) -> Options:
     Raises:
       ValueError: a name that is none of XLA's, or a value that is not of its type.
     """
-    where = "xla={" + ", ".join(f"{name!r}: {value!r}" for name, value in options.items()) + "}"
+    check_kind(options)
+    where = _in_words(options)
     for name, value in options.items():
-        if not isinstance(name, str) or not name.startswith("xla_") or not isinstance(value, Value):
-            fix = "write it without dashes, as xla_gpu_all_gather_combine_threshold_bytes=1073741824"
-            exists = "the names of XLA's options begin with xla_"
-            if isinstance(name, str) and name.startswith("xla_"):
-                exists = f"values are Python's numbers, bools or words, no {type(value).__name__}"
-            raise problem(where, f"set {name!r} to {value!r}", exists, fix)
         if name == LATENCIES:
             _check_latencies(where, str(value))
         # Made anew each time: jax's cache takes 1 for an option that it knows as True.

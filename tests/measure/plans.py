@@ -126,6 +126,11 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
         (B8, "h100:8x8",
          "strategy=pipeline_parallel(stages=4,microbatches=16,schedule='eager-1f1b',chunks=2)|fsdp()"
          " mesh=stage=4,fsdp=16 remat=full accumulate=1 batch_size=256"),
+        (B8, "h100:2x8",
+         "strategy=fsdp(prefetch=1) mesh=fsdp=16 remat=full batch_size=32 accumulate=1 interleave=2"),
+        (B8, "h100:2x8",
+         "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=4,tensor=4 remat=dots"
+         " model.num_layers=16 batch_size=16 accumulate=1 interleave=2"),
     )
 )  # fmt: skip
 """A recipe, a cluster, and fields of the recipe; rows are whole unless these interleave them."""

@@ -113,6 +113,19 @@ def test_mistakes():
         calculate("zero", {"parms": 1e9})
     with pytest.raises(mp.MeshparError, match="only tp has a message"):
         calculate("zero", {}, parse_cluster("h100:1x8"))
+    with pytest.raises(mp.MeshparError, match="it is a str. To fix it: read it"):
+        tp(cluster="h100:1x8")
+    with pytest.raises(mp.MeshparError, match="calculator `zer`: .* did you mean `zero`"):
+        calculate("zer", {})
+    with pytest.raises(mp.MeshparError, match="a whole number from 1 to 1e18"):
+        zero(params=-1)
+    for stage, ranks, text in (
+        (3, 8, "ZeRO stage `3`"),
+        ("zero1", 0, "over 0 ranks"),
+        ("zero1", "8", "over '8' ranks"),
+    ):
+        with pytest.raises(mp.MeshparError, match=text):
+            zero_bytes_per_param(stage, ranks)
 
 
 def test_the_command(meshpar):

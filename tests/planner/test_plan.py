@@ -40,6 +40,7 @@ from meshpar.planner.search import TIME_ERROR, Search
 from meshpar.planner.steptime import Clock, experts, of_expert, product_size
 from meshpar.planner.workload import POLICIES, describe
 from meshpar.training.muon import exchange, matrices
+from meshpar.training.options import StepOptions
 from tests.compiled.planted import CONFIG
 from tests.grid import cases
 
@@ -201,9 +202,12 @@ def test_attention_and_operands_made_narrow_take_times_of_their_own():
         times[matmul] = Search(work, how["cluster"]).estimate(Layout(mesh=mp.MeshSpec(), strategy=mp.ddp())).time
         forward = 2 * causal_share(4 * 128 * 128 * config.num_heads * 64, 128, None)
         assert work.attention[None] == forward
-        outside = work.flops[None] * (1 - work.narrow_share / 2) - 3 * forward
+        outside = work.flops[None] * (1 - work.narrow_share[None] / 2) - 3 * forward
         expected = outside / 0.65 / gpu.bf16_flops_per_s + forward / 529e12 + 2.5 * forward / 518e12
         assert times[matmul].compute_s == pytest.approx(expected)
+        # By which a compiled program's products are told: those in 8 bits are no quicker than they count.
+        share = Clock(how["cluster"]).at_peak_s(work, None) / times[matmul].compute_s
+        assert share == pytest.approx(0.65, rel=0.05)  # attention has rates of its own
     # A layer narrows what its seven products take in and the gradients of what they give.
     embed, heads, kv, mlp = config.embed_dim, 64 * config.num_heads, 64 * config.num_kv_heads, config.mlp_dim
     elements = 2 * 128 * (5 * embed + heads + mlp + heads + 2 * kv + 2 * embed + 2 * mlp)
@@ -240,7 +244,7 @@ HELD_OUT = 6
 @pytest.mark.matrix
 def test_most_peaks_are_within_a_tenth():
     near = [abs(estimated(one)[0].peak_bytes / one["peak_bytes"] - 1) <= 0.1 for one in COMPILED]
-    assert sum(near) >= len(COMPILED) * 5 / 6
+    assert sum(near) >= len(COMPILED) * 9 / 10
     assert sum(near[-HELD_OUT:]) >= HELD_OUT * 5 / 6
 
 
@@ -716,12 +720,33 @@ def test_what_cannot_be_planned_is_told_in_four_parts(plans):
     for change, text in (
         ({"model": 3}, "plan\\(model=...\\): asked to trace a training step with it, but it is a int"),
         ({"tx": mp.AdamW(lr=1e-3)}, "plan\\(tx=...\\): .* it is a AdamW, without `update`"),
-        ({"batch": tokens(0, 64)}, "the batch: .* it has no rows: \\(0, 64\\)"),
+        ({"model": type(CONFIG)}, "it is the class TransformerConfig itself. To fix it: call it"),
+        ({"model": None}, "it is a NoneType, without `build`"),
+        ({"batch": tokens(0, 64)}, "batch: .* it has no rows: \\(0, 64\\)"),
         ({"batch": {}}, "it has no rows: no array"),
+        ({"batch": [1, 2]}, "it has no rows: \\(\\), \\(\\)"),
+        ({"batch": {"inputs": "text"}}, "batch leaf `inputs`: .* it is a str"),
+        ({"batch": {**tokens(16, 64), "mask": np.ones(8)}}, "its leaves differ in rows: \\(16, 64\\), \\(8,\\)"),
+        ({"batch": {"tokens": np.ones((16, 64), np.int32)}}, "next_token_loss: .* it has tokens"),
+        ({"precision": "bfloat16"}, 'plan\\(precision=.bfloat16.\\): .* write mp.Precision\\(compute="bfloat16"\\)'),
+        ({"xla": 3}, "xla=3: asked to compile by it"),
+        ({"xla": {"--xla_gpu_x": 1}}, "the names of XLA's options begin with xla_"),
+        ({"latency_rounds": -1}, "latency_rounds=-1"),
+        ({"verify": 6}, "plan\\(verify=6\\): .* top=5 gives fewer"),
+        ({"loss": lambda model, batch: 0.0}, "plan: asked to call <lambda> with model, batch, key"),
+        ({"loss": lambda model, batch, key: None}, "it returned NoneType"),
+        ({"bound_factor": 0}, "plan\\(bound_factor=...\\): asked to be 0"),
+        ({"nodes_visited": 3}, "plan\\(nodes_visited=...\\): asked to call 3"),
     ):
-        given = {"model": CONFIG, "batch": tokens(16, 64), "tx": None, **change}
+        given = {"model": CONFIG, "batch": tokens(16, 64), "cluster": "h100:1x8", **change}
         with pytest.raises(mp.MeshparError, match=text):
-            mp.plan(given["model"], given["batch"], "h100:1x8", tx=given["tx"])
+            mp.plan(**given)
+    with pytest.raises(mp.MeshparError, match="compare them with 3, but it is a int"):
+        plans.diff(3)
+    with pytest.raises(mp.MeshparError, match="its folder does not exist"):
+        plans.save("/no/such/folder/plan.json")
+    with pytest.raises(mp.MeshparError, match="this is a list"):
+        plans.why_not(mesh="fsdp=8", strategy=[mp.fsdp()])
     with pytest.raises(mp.MeshparError, match="it is a int. To fix it: write mesh="):
         plans.why_not(mesh=8)
     scalar = {**tokens(16, 64), "temperature": jax.ShapeDtypeStruct((), np.float32)}
@@ -825,7 +850,7 @@ def test_what_does_not_fit_as_compiled_is_left_out_and_the_next_compiled(plans, 
     answers = iter([told, dataclasses.replace(told, fits=True), *[told] * 3])
     monkeypatch.setattr("meshpar.planner.plan.PodProcess", contextlib.nullcontext)
     monkeypatch.setattr("meshpar.planner.plan.compiled", lambda *_, **__: next(answers))
-    how = plans.search, plans.search.best(3), next_token_loss, 1, {}
+    how = plans.search, plans.search.best(3), next_token_loss, 1, StepOptions()
     found, left_out = _verified(*how)
     assert [one.compiled is not None for one in found] == [True, False]
     assert "compiled it takes 1 TB" in left_out[0]

@@ -112,6 +112,20 @@ def deep_step(remat):
     return jax.device_get((state.params["w"], metrics["loss"])), temporaries
 
 
+def test_what_is_no_precision_is_told_at_once():
+    model = mp.from_functions(lambda key: {"w": jnp.ones(8)}, lambda params, x: params["w"] * x)
+    how = {"mesh": mp.MeshSpec().abstract(1), "strategy": mp.ddp()}
+    for where, make in (
+        ("train_step", lambda word: mp.train_step(mp.models.next_token_loss, precision=word)),
+        ("eval_step", lambda word: mp.eval_step(mp.models.next_token_loss, precision=word)),
+        ("init_state", lambda word: mp.abstract_state(model, optax.sgd(1e-3), precision=word, **how)),
+    ):
+        with pytest.raises(mp.MeshparError, match=f'{where}.* write mp.Precision\\(compute="float32"\\)'):
+            make("float32")
+        with pytest.raises(mp.MeshparError, match="it is a dict, no Precision"):
+            make({})
+
+
 def test_every_policy_gives_the_same_step_and_full_keeps_least():
     (w, loss), plain_bytes = deep_step(None)
     kept = {}

@@ -212,7 +212,8 @@ def test_it_keeps_what_the_plain_scan_keeps(how):
         held[strategy] = program.temporary_bytes, matmul_flops(traced.jaxpr.jaxpr)
     (plain, flops), (ahead, same) = held.values()
     assert same == flops
-    assert ahead < (1.15 if how == "prefetch=1" else 1.25) * plain  # int8 has a copy of its own of what it sends
+    # Layouts by rows that nothing is sent for are made again, too: fewer than the plain scan keeps.
+    assert ahead < (0.95 if how == "prefetch=1" else 1.25) * plain  # int8 has a copy of its own of what it sends
 
 
 @pytest.mark.parametrize(("name", "remat"), cases(("fsdp", None), grid=itertools.product(STRATEGIES, [None, "full"])))

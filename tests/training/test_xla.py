@@ -92,10 +92,13 @@ def test_a_strategy_that_prefetches_brings_what_it_needs():
     ],
 )
 def test_an_option_that_xla_has_not_is_told_before_the_step_is_traced(mesh8, options, wanted):
-    step, state = step_and_state(mesh8, xla=options)
-    step.loss_fn = None  # tracing would call it
-    with pytest.raises(mp.MeshparError, match=wanted):
+    def trace():
+        step, state = step_and_state(mesh8, xla=options)
+        step.loss_fn = None  # tracing would call it
         step.trace(state, BATCH)
+
+    with pytest.raises(mp.MeshparError, match=wanted):
+        trace()
 
 
 def test_a_program_is_known_by_what_it_computes_and_how_it_is_compiled(mesh8):

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -16,6 +15,7 @@ from meshpar.pipeline.schedules import order
 from meshpar.pipeline.schedules.check import check, check_rows
 from meshpar.pipeline.schedules.ops import KINDS, Block, F, StageOp, W
 from meshpar.sharding.errors import problem
+from meshpar.sharding.host import write_text
 
 if TYPE_CHECKING:
     from meshpar.pipeline.schedules.simulate import Costs, Simulation
@@ -332,7 +332,7 @@ class Schedule:
         """
         from meshpar.pipeline.schedules import csv
 
-        Path(path).write_text(csv.text(self), encoding="utf-8")
+        write_text(path, csv.text(self), "schedule")
 
     def to_json(self, *, simulation: Simulation | None = None) -> dict[str, Any]:
         """As plain data.
