@@ -254,18 +254,14 @@ class Search:
             held = size / ways(split - set(over)) * (1 - 1 / ways(over))
             times = (2 if split & set(over) else 1) * work.compute_itemsize + 4
             wire_s += times * held / self._most_bytes_per_s(over, of, ways)
-            sums += 4 * size / ways(set(own) - set(facts.batch_axes))
+            sums += 4 * size / ways(set(own) - (set(facts.batch_axes) - set(owned_axes(facts, one.decision))))
         for slot in work.slots:
             spec = () if slot.owner is None else tuple(placed.weights[slot.owner].update)
             state += slot.nbytes / ways(axes_of_spec(spec[dim] for dim in slot.dims if dim < len(spec)))
-        split_ways = ways((*facts.batch_axes, *facts.context_axes))
+        cut = (*facts.batch_axes, *facts.context_axes)
+        share = facts.ways(cut) / ways(cut) / facts.ways(facts.ordered(["stage"]))
         for part in placed.strategy.parts:
             for sent in (*part.promise(facts), *part.kernels(facts)):
-                share = (
-                    facts.ways((*facts.batch_axes, *facts.context_axes))
-                    / split_ways
-                    / facts.ways(facts.ordered(["stage"]))
-                )
                 nbytes = sent.count[0] * sent.elements * 2 * share * (1 - 1 / ways(sent.axes))
                 wait_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
         pipes = [strategy.pipeline for _, strategy in members]
