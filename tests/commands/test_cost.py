@@ -62,8 +62,8 @@ def test_a_link_by_hand_and_a_measured_one(meshpar, tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["ring", "--ranks", "0"], "run on 0 ranks, but a group has at least one"),
-        (["ring", "--bytes", "-5"], "no message is shorter than 0"),
+        (["ring", "--ranks", "0"], "run with ranks=0, but it is a whole number from 1 to"),
+        (["ring", "--bytes", "-5"], "it is a number of bytes, 0 or more"),
         (["ring", "--bytes", "many"], "write 14e9, 14GB or 256kB"),
         (["rings"], "did you mean `ring`"),
         (["hierarchical", "--ranks", "12", "--inner", "5"], "groups of one size do not divide them"),
