@@ -19,7 +19,7 @@ from meshpar.compiled.census import Collective, on_stage
 from meshpar.compiled.clock.prediction import compute, overlap, why_not_timed
 from meshpar.compiled.clock.timeline import Timeline
 from meshpar.compiled.holding import SMALL_SHARE, Promise, hold, most_of
-from meshpar.compiled.latencies import Candidate, in_rounds, simulated
+from meshpar.compiled.latencies import Candidate, Rounds, in_rounds, simulated
 from meshpar.compiled.lint import Finding, lint
 from meshpar.compiled.memory import limit_bytes, memory, remedies
 from meshpar.compiled.model_flops import model_flops, traced_alone
@@ -106,20 +106,18 @@ def _explain(
     lowered = traced.lower(lowering_platforms=None if compiler is compile_here else ("cuda",))
     options, rounds = step.compile_options(setup), step.options.latency_rounds
     parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
-    cells = Cells(parts.schedule) if parts is not None else None
 
-    def compiled(more: Options) -> Candidate[None]:
-        program = compiler(lowered, options={**options, **more}) if more else compiler(lowered)
-        timed = None if why_not_timed(program.target, cluster) else cluster
-        return simulated(None, program, setup, timed, options, cells)
+    def in_rounds_of(step: TrainStep, state: TrainState, batch: PyTree, traced: Any) -> Any:
+        return _in_rounds(step, state, batch, traced, compiler, cluster)
 
-    found, scheduled = in_rounds(compiled, rounds, limit_bytes=limit_bytes(setup, cluster))
+    found, scheduled = in_rounds_of(step, state, batch, lowered)
     program, collectives, times = found.program, found.collectives, found.timeline
     on_cpu, reason = program.target == "cpu", why_not_timed(program.target, cluster)
     account = memory(program, setup, batch, cluster, options=step.options)
     if advise and account.fits is False:
         assert account.limit_bytes is not None
-        tried = remedies(step, setup, batch, compiler, account.limit_bytes)
+        kept = None if not rounds else lambda *asked: in_rounds_of(*asked)[0].program
+        tried = remedies(step, setup, batch, compiler, account.limit_bytes, scheduled=kept)
         account = dataclasses.replace(account, remedies=tried)
     asked = model_flops(step, state, batch)
     used = _uses(step, state, batch)
@@ -140,7 +138,7 @@ def _explain(
             model_flops=asked,
             timeline=times,
             reason=reason,
-            cells=cells,
+            cells=Cells(parts.schedule) if parts is not None else None,
             cluster=cluster,
         ),
         findings=(*findings, *_other_dtypes(held, step.options), *_wide_compute(step, setup, traced.jaxpr)),
@@ -153,6 +151,22 @@ def _explain(
         timeline=times,
         program=program,
     )
+
+
+def _in_rounds(
+    step: TrainStep, state: TrainState, batch: PyTree, traced: Any, compiler: Compile, cluster: Cluster | None
+) -> tuple[Candidate[None], Rounds]:
+    """The program that runs of those that the step's rounds of latencies give, and what they gave."""
+    setup, options = state.setup, step.compile_options(state.setup)
+    is_staged = setup.strategy.pipeline is not None
+    cells = Cells(parts_of(step, state, batch).schedule) if is_staged else None
+
+    def compiled(more: Options) -> Candidate[None]:
+        program = compiler(traced, options={**options, **more}) if more else compiler(traced)
+        timed = None if why_not_timed(program.target, cluster) else cluster
+        return simulated(None, program, setup, timed, options, cells)
+
+    return in_rounds(compiled, step.options.latency_rounds, limit_bytes=limit_bytes(setup, cluster))
 
 
 def held_to(

@@ -16,6 +16,7 @@ from meshpar.compiled.census import census
 from meshpar.compiled.program import compile_here
 from meshpar.models import llama3_8b, next_token_loss
 from meshpar.planner.hardware import parse_cluster
+from meshpar.training.xla import PROFILE
 
 
 @pytest.fixture
@@ -101,6 +102,24 @@ def test_what_does_not_fit_comes_with_what_would(planted, pod):
     assert {one.peak_bytes for one in tried} != {found.memory.peak_bytes}
     unadvised = mp.explain(plant.step, plant.state, plant.batch, cluster, pod=pod, advise=False)
     assert unadvised.memory.remedies == ()
+
+
+@pytest.mark.pod
+def test_what_would_fit_is_compiled_in_rounds_as_the_step_is(planted, pod, monkeypatch):
+    plant = planted.reference("ddp")
+    gpu = dataclasses.replace(parse_cluster("h100:1x8").gpu, memory_bytes=0.05e9)
+    cluster = dataclasses.replace(parse_cluster("h100:1x8"), gpu=gpu)
+    step, compiled = mp.train_step(plant.step.loss_fn, latency_rounds=1), []
+
+    def compile(*args, options=None, **more):
+        compiled.append(PROFILE in (options or {}))
+        return type(pod).compile(pod, *args, options=options, **more)
+
+    monkeypatch.setattr(pod, "compile", compile)
+    found = mp.explain(step, plant.state, plant.batch, cluster, pod=pod)
+    tried = [one for one in found.memory.remedies if one.peak_bytes is not None]
+    assert tried
+    assert compiled == [False, True] * (1 + len(tried))
 
 
 # What cannot be explained
