@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from meshpar.compiled.parts import Parts
-from meshpar.parallel import leaves
+from meshpar.parallel import leaves, scales
 from meshpar.parallel.promise import (
     GRADIENTS,
     RENEWED,
@@ -249,7 +249,8 @@ class _Staged:
         layers = frozenset(one.decision.path for one in self.facts.weights if one.decision.leaf.is_stacked)
         paths = {"first": self.parts.first, "layers": layers, "last": self.parts.last}[side]
         mine = tuple(one for one in self.facts.weights if one.decision.path in paths)
-        return self.setup.strategy.promise_of_layers(dataclasses.replace(self.facts, weights=mine))
+        facts = dataclasses.replace(self.facts, weights=mine)
+        return (*scales.promised(facts), *self.setup.strategy.promise_of_layers(facts))
 
     def on_stage(self, side: _Side, one: Promised, stage: int) -> Promised:
         """What is promised for all layers and microbatches, as far as it is this stage's."""

@@ -101,8 +101,8 @@ def test_a_choice_says_why_and_prints_all_it_looked_at():
 def test_choices_that_cannot_be_made():
     for arguments, cluster, said in (
         (("all_reduced", 1, 2), "h100:1x8", "did you mean `all_reduce`"),
-        (("all_reduce", -1, 2), "h100:1x8", "no message is shorter than 0"),
-        (("all_reduce", 1, 0), "h100:1x8", "0 ranks"),
+        (("all_reduce", -1, 2), "h100:1x8", "a number of bytes, 0 or more"),
+        (("all_reduce", 1, 0), "h100:1x8", "ranks=0"),
         (("all_reduce", 1, 16), "h100:1x8", "it has 8 GPUs"),
         (("all_reduce", 1, 2), "h1000:1x8", "did you mean `h100`"),
     ):

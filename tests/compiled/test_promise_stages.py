@@ -29,6 +29,7 @@ from meshpar.compiled.walk import executed
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.models.lookup import GATHERED
 from meshpar.moe import MoEConfig, Routing
+from meshpar.parallel.scales import SCALES
 from meshpar.pipeline import executor
 from meshpar.pipeline.executor import Plan
 from meshpar.pipeline.schedules import make
@@ -56,6 +57,7 @@ class Case:
     """Whether the gradient of a weight depends on its own value."""
     experts: bool = False
     interleave: int = 1
+    matmul: str | None = None
 
     @property
     def strategy(self):
@@ -69,7 +71,11 @@ class Case:
         batch = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in batch.items()}
         state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=self.strategy)
         asked = {"remat": self.remat, "interleave": self.interleave}
-        return mp.train_step(loss, precision=mp.Precision(compute=self.compute), **asked), state, batch
+        return (
+            mp.train_step(loss, precision=mp.Precision(compute=self.compute, matmul=self.matmul), **asked),
+            state,
+            batch,
+        )
 
 
 def decoder(case, size):
@@ -142,6 +148,8 @@ MORE = {
     "sequence, fsdp": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "zb-h1", 4,
                            mp.fsdp() | mp.tensor_parallel(sequence=True)),
     "one microbatch": Case(mp.MeshSpec(stage=2, fsdp=2), "gpipe", 1, mp.fsdp()),
+    "8 bits by row": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "eager-1f1b", 2, mp.fsdp() | mp.tensor_parallel(),
+                          matmul="fp8-rowwise"),
     "experts": Case(mp.MeshSpec(stage=2, fsdp=2, expert=2), "1f1b", 2, mp.fsdp() | mp.expert_parallel(), experts=True),
 }  # fmt: skip
 ALL = CASES | MORE
@@ -209,6 +217,14 @@ def test_each_stage_sends_what_was_promised_and_nothing_else(built, name):
         assert not verdict.unexpected, stage
         for line in verdict.kept:
             assert line.count[0] <= line.found_count <= line.count[1], line
+
+
+@pytest.mark.matrix
+def test_maxima_of_rows_in_8_bits_are_promised_by_stage(built):
+    for verdict in built("8 bits by row").verdicts:
+        found = [line for line in verdict.kept if line.role == SCALES]
+        assert found
+        assert all(line.axes == ("tensor",) and line.found_count for line in found)
 
 
 @pytest.mark.parametrize("name", NAMES)

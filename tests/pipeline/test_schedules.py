@@ -288,3 +288,13 @@ def test_schedules_need_no_jax():
     root = Path(schedules.__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("name", "stages"), [("dualpipe", 4), ("dualpipe-v", 2)])
+def test_an_overlapped_pair_and_its_weight_gradients_share_a_tick(name, stages):
+    table = make(name, stages, 16)
+    has = table.table[..., 0] >= 0
+    whole = has.all(-1)
+    assert whole.sum() >= 0.8 * (has[..., 0] & has[..., 1]).sum()
+    own = np.all(table.table[..., 1, :] == table.table[..., 2, :], -1)
+    assert own[whole].all()

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar.models import Transformer, TransformerConfig, layers
 from meshpar.pipeline import SplitVjp, split_vjp
+from meshpar.pipeline.slicing import together
 from meshpar.training.precision import Precision, numerics
 from tests.grid import cases
 
@@ -194,6 +195,49 @@ def test_gradients_are_those_of_the_plain_backward_pass(fn):
     # The same operations, fused differently by the compiler: rounding of float32, or of bfloat16 in one of them.
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if fn is lower_precision else {"rtol": 1e-5, "atol": 1e-5}
     assert_same((y, dparams, dx), compiled(functools.partial(plain, fn), LAYERS, X), **tolerance)
+
+
+@some
+def test_both_halves_at_once_are_the_plain_backward_pass(fn):
+    split = split_vjp(fn, LAYERS, X)
+
+    def both(params, x):
+        y, stash = split.forward(params, x)
+        dx, dparams = split.at_once(split.shared(params), stash, cotangent(y))
+        return y, dparams, dx
+
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if fn is lower_precision else {"rtol": 1e-5, "atol": 1e-5}
+    assert_same(compiled(both, LAYERS, X), compiled(functools.partial(plain, fn), LAYERS, X), **tolerance)
+    y, stash = jax.eval_shape(split.forward, LAYERS, X)
+    shared = jax.eval_shape(split.shared, LAYERS)
+    apart = matmuls(split.backward, shared, stash, y) + matmuls(split.weights, shared, stash, split.backlog)
+    assert matmuls(split.at_once, shared, stash, y) == apart
+    assert scans(split.at_once, shared, stash, y) <= scans(split.backward, shared, stash, y)
+
+
+def scans(fn, *args) -> int:
+    """Loops of a call, of those outside of any other."""
+    return sum(eqn.primitive.name == "scan" for eqn in jax.make_jaxpr(fn)(*args).jaxpr.eqns)
+
+
+@pytest.mark.parametrize(("layers", "loops"), [(3, 1), (2, 2)])
+def test_loops_of_as_many_steps_become_one(layers, loops):
+    """A forward pass over layers beside the backward pass of others, which goes the other way."""
+    up, x = layers_of(layers), normal(5, 4, seed=3)
+    one, other = split_vjp(scanned, layers_of(3), X), split_vjp(scanned, up, x)
+    stash, shared = one.forward(layers_of(3), X)[1], one.shared(layers_of(3))
+    dy = cotangent(scanned(layers_of(3), X))
+
+    def beside(shared, stash, dy, up, x):
+        return together(one.at_once_steps(shared, stash, dy), other.forward_steps(up, x))
+
+    def alone(shared, stash, dy, up, x):
+        return [one.at_once(shared, stash, dy), other.forward(up, x)]
+
+    given = (shared, stash, dy, up, x)
+    assert scans(beside, *given) == loops
+    assert scans(alone, *given) == 2
+    assert_same(compiled(beside, *given), compiled(alone, *given), rtol=1e-6, atol=1e-6)
 
 
 @some
