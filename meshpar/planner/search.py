@@ -283,17 +283,22 @@ class Search:
     def _products_s(
         self, placed: Placed, pipes: Sequence[Pipeline | None], left_bytes: np.ndarray, ways: Callable[..., Any]
     ) -> Any:
-        """Of the quickest policy whose activations of as few rows as may be fit what the state leaves."""
-        facts, work = placed.facts(Layout(mesh=_ANY, strategy=placed.strategy)), self.workload
-        rows, split = work.rows / ways(facts.batch_axes), ways((*facts.context_axes, *facts.tensor_axes))
-        held, between = np.array([_Beat.of(one)[2:] if one else (0.0, 0.0) for one in pipes]).T
-        row = np.where(held > 0, rows, 1.0) / split
-        waits = rows * between / split * sum(one.row_bytes for one in work.held["stages"] if one.itemsize == 2)
+        """Of the quickest policy; in stages, which hold microbatches, of the quickest whose activations fit what the
+        state leaves."""
+        work, of_rows = self.workload, placed.facts(Layout(mesh=_ANY, strategy=placed.strategy))
+        floors = {
+            remat: self.clock.floor_s(placed, Layout(mesh=_ANY, strategy=placed.strategy, remat=remat))
+            for remat in sorted(self.policies, key=work.flops.__getitem__, reverse=True)
+        }
+        if placed.strategy.pipeline is None:
+            return min(floors.values())
+        rows = work.rows / ways((*of_rows.batch_axes, *of_rows.context_axes, *of_rows.tensor_axes))
+        held, between = np.array([_Beat.of(one)[2:] for one in pipes if one is not None]).T
+        width = work.compute_itemsize
+        waits = rows * between * sum(one.row_bytes for one in work.held["stages"] if one.itemsize == width)
         found: Any = np.inf
-        for remat in sorted(self.policies, key=work.flops.__getitem__, reverse=True):
-            layout = Layout(mesh=_ANY, strategy=placed.strategy, remat=remat)
-            kept = row * np.where(held > 0, held, 1.0) * sum(one.row_bytes for one in work.held[remat]) * KEPT + waits
-            floor_s = self.clock.floor_s(placed, layout)
+        for remat, floor_s in floors.items():
+            kept = rows * held * sum(one.row_bytes for one in work.held[remat]) * KEPT + waits
             found = np.where(kept <= left_bytes, floor_s, np.minimum(found, floor_s * MISSES))
         return found
 
