@@ -65,7 +65,7 @@ MISSES = 3
 MOST_PLACED = 120
 """Strategies on meshes that fit and are looked at closely, the most promising first; of any, twice as many."""
 OTHERS = 8
-"""Of those, at most so many of a kind that has proved good, beside its most promising."""
+"""Of a kind so many are looked at until one fits, and twice as many where it has proved good."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,14 +165,18 @@ class Search:
             return len(fit) <= MOST_PLACED or len(found) < top or start.about_s <= found[-1].time.step_s
 
         times: dict[Any, float] = {}
-        firsts, looked = [each[0] for each in kinds_of.values()], set()
-        for start in firsts[: 2 * MOST_PLACED]:
-            if len(times) == MOST_PLACED * 2 // 3 or not may_serve(start):
+        # What is told of stages before they are placed is the roughest: the others do not wait behind them.
+        in_turn = sorted(kinds_of.items(), key=lambda one: one[1][0].strategy.pipeline is not None)
+        looked: set[int] = set()
+        for kind, start in ((kind, one) for kind, each in in_turn for one in each[:OTHERS]):
+            if len(times) == MOST_PLACED * 2 // 3 or len(looked) == 2 * MOST_PLACED:
                 break
-            looked.add(id(start))
-            if (time_s := self._look(start, found, top)) is not None:
-                times[start.kind] = time_s
-        others = [one for kind in sorted(times, key=times.__getitem__) for one in kinds_of[kind][1 : 1 + OTHERS]]
+            if kind not in times and may_serve(start):
+                looked.add(id(start))
+                if (time_s := self._look(start, found, top)) is not None:
+                    times[kind] = time_s
+        others = [one for kind in sorted(times, key=times.__getitem__) for one in kinds_of[kind][: 2 * OTHERS]]
+        others = [one for one in others if id(one) not in looked]
         looked |= {id(one) for one in others}
         others += [one for one in fit if id(one) not in looked]
         left = MOST_PLACED - len(times)

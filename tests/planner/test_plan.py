@@ -354,7 +354,8 @@ def test_slices_of_the_rows_send_as_much_but_for_their_gradients(small):
         cut = [Layout(mesh=mp.MeshSpec(fsdp=4, tensor=2), strategy=strategy, interleave=slices) for slices in (1, 2)]
         search = Search(small, parse_cluster("h100:1x8"))
         whole, sliced = (search.estimate(layout) for layout in cut)
-        assert sliced.memory == whole.memory
+        assert sliced.memory.state_bytes == whole.memory.state_bytes
+        assert sliced.memory.peak_bytes >= whole.memory.peak_bytes  # gradients of several slices stand side by side
         assert sliced.time.sent_bytes["tensor"] == pytest.approx(whole.time.sent_bytes["tensor"])
         stacked = sum(leaf.size for leaf in small.leaves if leaf.num_layers > 1 and leaf.layer_ndim > 1) / 2
         more = sliced.time.sent_bytes["fsdp"] - whole.time.sent_bytes["fsdp"]
