@@ -519,7 +519,7 @@ def test_slices_of_layers_hide_nothing_of_what_stands_outside_of_them():
 @pytest.mark.matrix
 def test_a_plan_of_slices_is_traced_in_slices():
     config = dataclasses.replace(mp.models.llama3_8b(), attention="blockwise")
-    found = mp.plan(config, tokens(512, 8192), "h100:8x8", top=8)
+    found = mp.plan(config, tokens(512, 8192), "h100:8x8", top=24)
     assert {one.layout.interleave for one in found} == {1, 2}
 
 
