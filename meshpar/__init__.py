@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from meshpar.training.layers import Aux, scan_layers
     from meshpar.training.loop import fit
     from meshpar.training.lora import Lora, lora
+    from meshpar.training.losses import MeanLoss, SumLoss
     from meshpar.training.moments import moments_in, offloaded
     from meshpar.training.muon import muon
     from meshpar.training.precision import Precision
@@ -64,11 +65,11 @@ __version__ = "0.1.0"
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "Lora", "MeshSpec", "MeshparError", "Model", "Muon", "Optax",
-    "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy", "TrainState",
-    "__version__", "abstract_state", "averaged", "bench", "collectives", "compiled", "constrain", "context_parallel",
-    "custom", "data", "ddp", "ema", "eval_step", "expert_parallel", "explain", "explicit", "first", "fit",
-    "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "interop", "load_params", "lora",
+    "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "Lora", "MeanLoss", "MeshSpec", "MeshparError", "Model", "Muon",
+    "Optax", "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy", "SumLoss",
+    "TrainState", "__version__", "abstract_state", "averaged", "bench", "collectives", "compiled", "constrain",
+    "context_parallel", "custom", "data", "ddp", "ema", "eval_step", "expert_parallel", "explain", "explicit", "first",
+    "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "interop", "load_params", "lora",
     "models", "moe", "moments_in", "muon", "names", "offloaded", "pipeline", "pipeline_parallel", "plan", "planner",
     "plots", "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use", "verify",
     "zero1", "zero2", "zero3",

@@ -49,9 +49,15 @@ def model_of(framework: str, cfg: TransformerConfig, rows: int, seq: int) -> mp.
 
 
 def token_batches(rows: int, seq: int, steps: int, vocab: int = VOCAB) -> list[dict[str, np.ndarray]]:
+    """Draw batches of random tokens whose targets have unequal weights."""
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, vocab, (rows, seq + 1), dtype=np.int32) for _ in range(steps)]
-    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
+    # Examples with different numbers of counted tokens, some with none, and tokens that count up to three times.
+    counted = [np.arange(seq) < rng.integers(0, seq + 1, (rows, 1)) for _ in range(steps)]
+    weights = [(rng.integers(1, 4, (rows, seq)) * where).astype(np.int32) for where in counted]
+    return [
+        {"inputs": t[:, :-1], "targets": t[:, 1:], "weights": w} for t, w in zip(tokens, weights, strict=True)
+    ]
 
 
 def train(

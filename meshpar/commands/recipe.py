@@ -285,9 +285,8 @@ class Recipe:
     """Micro-steps that share one update."""
     accumulate_mode: Literal["each", "once"] = "each"
     """Reduce the gradients of every micro-step into shards, or keep whole sums and reduce once."""
-    weight: str | None = None
-    """A metric by which micro-steps are weighed in the mean, as in `train_step`; None: the data's own, where it has one
-    (`ChatData` has "learnt"), else all alike."""
+    loss_is: Literal["mean_over_examples"] | None = None
+    """States that a scalar loss is a mean over examples that all count the same, as in `train_step`."""
     precision: Precision = dataclasses.field(default_factory=Precision)
     """Dtypes of parameters, compute and the reduction of gradients."""
     remat: str | None = None
@@ -347,7 +346,7 @@ class Recipe:
             remat=self.remat,
             interleave=self.interleave,
             nonfinite=self.nonfinite,
-            weight=self.weight or getattr(self.data, "weight", None),
+            loss_is=self.loss_is,
             xla=self.xla,
             latency_rounds=self.latency_rounds,
         )

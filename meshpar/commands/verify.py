@@ -73,7 +73,7 @@ def verify(
         _check_small(model, small)
         found = run(
             model, small.loss, batch_of(small, seed), cases=cases, seed=seed, time_s=time_s, case=case, dtype=dtype,
-            tx=build_optimizer(small, model, MeshSpec().abstract(1)), first=_own(small, devices), tell=tell,
+            loss_is=small.loss_is, tx=build_optimizer(small, model, MeshSpec().abstract(1)), first=_own(small, devices), tell=tell,
             devices=jax.devices()[:devices],
         )  # fmt: skip
     print_report(found, as_json=as_json)
@@ -128,7 +128,10 @@ def shrunk(recipe: Recipe, dtype: str) -> Recipe:
 
 
 def batch_of(recipe: Recipe, seed: int) -> Mapping[str, Any]:
-    """Host arrays of `ROWS` rows: tokens at random for a shipped decoder, else the first of the recipe's own data."""
+    """Return host arrays of `ROWS` examples: random tokens for a shipped decoder, else the first of the recipe's data.
+
+    Random tokens have `weights`: a different number of counted tokens in each example, sometimes none.
+    """
     import jax
     import numpy as np
 
@@ -148,6 +151,8 @@ def batch_of(recipe: Recipe, seed: int) -> Mapping[str, Any]:
             found[name] = draw.integers(0, recipe.model.vocab_size, shape).astype(like.dtype)
         else:
             found[name] = draw.random(shape).astype(like.dtype)
+    shape = found["inputs"].shape
+    found["weights"] = (np.arange(shape[1]) < draw.integers(0, shape[1] + 1, (ROWS, 1))).astype(np.int32)
     return found
 
 

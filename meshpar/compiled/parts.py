@@ -85,7 +85,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
     if any(over & set(axes_of_spec(decision.spec)) for decision in setup.table.params):
         compute = jax.eval_shape(lambda params: cast_floating(params, step.options.precision.compute), params)
         with tracing(one, setup.strategy), numerics(step.options.precision, step.options.remat):
-            reads = reads_of_layers(step.loss_of(setup), setup, compute, extra, like, key, step.options.weight)
+            reads = reads_of_layers(step.loss_of(setup), setup, compute, extra, like, key)
     return Parts(
         schedule=schedule,
         handed_on=tuple(_on_one_device(closed.jaxpr, x, inside) for x in closed.jaxpr.outvars[:-1]),

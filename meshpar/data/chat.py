@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -77,9 +77,6 @@ class ChatData:
     """Batches a validation serves; fewer where the held-out set has not as many."""
     prefetch: int = PREFETCH
     """Batches made ahead in the background."""
-
-    weight: ClassVar[str] = "learnt"
-    """The metric of `next_token_loss` by which a recipe weighs micro-steps: how many targets each learns from."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "files", check_names("ChatData.files", self.files, "chats.jsonl"))

@@ -14,46 +14,56 @@ from jaxtyping import Array, Float, Integer
 
 from meshpar.models.unembed import TokenLosses, Unembedding, chunked_cross_entropy
 from meshpar.sharding.types import problem
+from meshpar.training.losses import MeanLoss
+
+IGNORE_TARGET = -100
+"""The target that the loss ignores, as in PyTorch and Transformers (`ignore_index`)."""
 
 
 def next_token_loss(
     model: Callable[..., Any], batch: Mapping[str, Array], key: jax.Array, *, z_loss: float = 0.0
-) -> tuple[Float[Array, ""], dict[str, Array]]:
+) -> tuple[MeanLoss, dict[str, Array]]:
     """Mean cross entropy of the next token, in nats: a loss function for `train_step` and `eval_step`.
 
     Args:
-      model: from tokens `[B, T]` to logits `[B, T, V]`, or to an `Unembedding`, whose logits are made in chunks.
-      batch: `inputs` and `targets`, both int32 `[B, T]`; target t is the token behind input t. Where rows hold several
-        sequences, `segments` of the same shape, and `positions` if they are not to begin anew in each: the model is
-        given both by these names. With `weights` of that shape, whole numbers, the mean is over targets by their
-        weight: 0 for what is not to be learnt, a prompt or padding.
-      key: not used; the decoder draws nothing.
-      z_loss: adds so many times the mean of `log(Z)²`, Z the sum of a token's exponentials, which keeps logits near
-        zero: 1e-4, in a `functools.partial` (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways").
+      model: from tokens `[B, T]` to logits `[B, T, V]`, or to an `Unembedding`, which makes logits in chunks.
+      batch: `inputs` and `targets`, both integers `[B, T]`; target t is the token after input t. The loss ignores
+        targets of `IGNORE_TARGET` (-100). Any other target outside the vocabulary makes the loss nan. Optional arrays
+        of the same shape: `weights`, the weight of each target, 0 for a prompt or padding; `segments`, if a row
+        contains several sequences; `positions`, if they do not restart with each segment. The model receives the last
+        two by these names.
+      key: not used; the decoder draws no random numbers.
+      z_loss: coefficient of the mean of `log(Z)²`, where Z is the sum of a token's exponentials. It keeps logits near
+        zero; 1e-4 is common (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways").
 
     Returns:
-      the loss, float32 at the least, and metrics: `accuracy`, the share of targets that no other token outscores; with
-      `z_loss` also `nats`, the cross entropy alone; with `weights` also `learnt`, their sum, by which
-      `train_step(weight="learnt")` weighs micro-steps.
+      a `MeanLoss` over all targets by their weights, float32 at the least, and metrics: `accuracy`, the share of
+      targets that have the largest logit; with `z_loss` also `nats`, the cross entropy alone.
+
+    >>> step = mp.train_step(functools.partial(next_token_loss, z_loss=1e-4))
     """
     del key
     _check_batch(batch)
     logits = model(batch["inputs"], **{name: batch[name] for name in ("positions", "segments") if name in batch})
     with jax.named_scope("loss"):
-        whole_or_not = chunked_cross_entropy if isinstance(logits, Unembedding) else cross_entropy
-        nats_BT, best_BT, log_z_BT = whole_or_not(logits, batch["targets"])
-        weights_BT = batch.get("weights")
-        counted = {} if weights_BT is None else {"learnt": weights_BT.sum()}
+        losses_of = chunked_cross_entropy if isinstance(logits, Unembedding) else cross_entropy
+        nats_BT, best_BT, log_z_BT = losses_of(logits, batch["targets"])
+        counts_BT = batch["targets"] != IGNORE_TARGET
+        weights_BT = counts_BT.astype(jnp.int32)
+        if "weights" in batch:
+            weights_BT = weights_BT * batch["weights"]
+        weight = weights_BT.sum()
+
+        def total(x_BT: Array) -> Array:
+            return (jnp.where(counts_BT, x_BT, 0) * weights_BT).sum(dtype=nats_BT.dtype)
 
         def mean(x_BT: Array) -> Array:
-            if weights_BT is None:
-                return x_BT.mean(dtype=nats_BT.dtype)
-            return (x_BT * weights_BT).sum(dtype=nats_BT.dtype) / jnp.maximum(counted["learnt"], 1)
+            return total(x_BT) / jnp.where(weight > 0, weight, 1)
 
-        nats, metrics = mean(nats_BT), {"accuracy": mean(best_BT), **counted}
+        nats, metrics = total(nats_BT), {"accuracy": mean(best_BT)}
         if not z_loss:
-            return nats, metrics
-        return nats + z_loss * mean(jnp.square(log_z_BT)), {**metrics, "nats": nats}
+            return MeanLoss(nats, weight), metrics
+        return MeanLoss(nats + z_loss * total(jnp.square(log_z_BT)), weight), {**metrics, "nats": mean(nats_BT)}
 
 
 def _check_batch(batch: object) -> None:
@@ -68,7 +78,7 @@ def _check_batch(batch: object) -> None:
 
 
 def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, "B T"]) -> TokenLosses:
-    """Cross entropy with integer targets.
+    """Cross entropy with integer targets; nan for a target outside the vocabulary.
 
     Every step over the vocabulary is element-wise or a reduction, so split logits stay split and devices exchange three
     numbers a token. Picking the target's logit by its index would gather the vocabulary first.
@@ -79,4 +89,5 @@ def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, 
     is_target_BTV = targets_BT[..., None] == jax.lax.broadcasted_iota(targets_BT.dtype, logits_BTV.shape, 2)
     target_BT = jnp.where(is_target_BTV, below_BTV, 0).sum(-1)
     log_BT = jnp.log(jnp.exp(below_BTV).sum(-1))
-    return TokenLosses(log_BT - target_BT, target_BT == 0, log_BT + max_BT1[..., 0])
+    losses = TokenLosses(log_BT - target_BT, target_BT == 0, log_BT + max_BT1[..., 0])
+    return losses.only_in_vocab(targets_BT, logits_BTV.shape[-1])

@@ -59,6 +59,12 @@ class TokenLosses(NamedTuple):
     log_z_BT: Float[Array, "B T"]
     """Logarithm of the sum of all exponentials."""
 
+    def only_in_vocab(self, targets_BT: Integer[Array, "B T"], vocab_size: int) -> TokenLosses:
+        """Return the losses with nan for targets outside the vocabulary, which are never the best."""
+        in_vocab_BT = (targets_BT >= 0) & (targets_BT < vocab_size)
+        nats_BT = jnp.where(in_vocab_BT, self.nats_BT, jnp.nan)
+        return TokenLosses(nats_BT, self.best_BT & in_vocab_BT, self.log_z_BT)
+
 
 def chunked_cross_entropy(logits: Unembedding, targets_BT: Integer[Array, "B T"]) -> TokenLosses:
     """What `cross_entropy` makes of whole logits.
@@ -69,13 +75,13 @@ def chunked_cross_entropy(logits: Unembedding, targets_BT: Integer[Array, "B T"]
 
     Args:
       logits: inside of `mp.use`; its matrix as the parameter lies.
-      targets_BT: integers below V.
+      targets_BT: integers below V; others give nan.
     """
     dtype = jnp.result_type(logits.h_BTE, logits.matrix)
     h_BTE, matrix = logits.h_BTE.astype(dtype), logits.matrix.astype(dtype)
     plan = _Plan.of(matrix, logits)
-    nats_BT, best_BT, log_z_BT = _cross_entropy(plan, h_BTE, matrix, targets_BT)
-    return TokenLosses(nats_BT, best_BT, log_z_BT)
+    losses = TokenLosses(*_cross_entropy(plan, h_BTE, matrix, targets_BT))
+    return losses.only_in_vocab(targets_BT, matrix.shape[logits.vocab_dim])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +180,8 @@ def _forward(plan: _Plan, h_BTE: Array, matrix: Array, targets_BT: Array) -> tup
     max_BT = max_BTR.max(-1)
     sum_BT = (sum_BTR * jnp.exp(max_BTR - max_BT[..., None])).sum(-1)
     target_BT = target_BTR.max(-1)
-    target_BT = jnp.where(jnp.isneginf(target_BT), max_BT, target_BT)  # one outside of V counts as with whole logits
+    # A finite number for targets outside the vocabulary: the caller replaces their loss.
+    target_BT = jnp.where(jnp.isneginf(target_BT), max_BT, target_BT)
     log_BT = jnp.log(sum_BT)
     out = log_BT - (target_BT - max_BT), target_BT == max_BT, max_BT + log_BT
     return out, (h_BTE, matrix, targets_BT, max_BT, sum_BT, last)

@@ -58,13 +58,6 @@ def check_run(run: StagedRun) -> None:
     if run.gather not in ("step", "microbatch"):
         where = f"{WHERE}(gather={run.gather!r})"
         raise problem(where, "gather weights then", "there is no such choice", 'use "step" or "microbatch"')
-    if run.functions.weight is not None and not run.sync:
-        raise problem(
-            f"{WHERE}(weight={run.functions.weight!r}, sync=False)",
-            "weigh microbatches where stages do not wait for each other",
-            "only the last stage knows the sum of the weights",
-            "use sync=True, or weigh rows inside loss_fn and leave out weight",
-        )
     if run.batch_axes is not None:
         _check_batch_axes(run.batch_axes, axis, sizes)
     schedule.validate()
@@ -186,10 +179,7 @@ def owners_of_ends(run: StagedRun, one: PyTree, ends: PyTree, micro: Micro) -> l
         _check_own(functions.inside, one, ends, x, micro)
 
     def loss(ends: PyTree, y: PyTree, micro: Micro) -> Any:
-        found = functions.last(ends, y, micro)
-        _check_loss(found, functions.weight)
-        check_numbers(found[1])
-        return found[0]
+        return functions.last(ends, y, micro).normalized()[0]
 
     uses = []
     for name, function, args in (
@@ -209,26 +199,23 @@ def owners_of_ends(run: StagedRun, one: PyTree, ends: PyTree, micro: Micro) -> l
     ]
 
 
-def _check_loss(found: Any, weight: str | None) -> None:
-    """Of what the loss function gives."""
+def checked_loss(found: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Check the result of a loss function, and return its loss and metrics."""
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
         asked = f"take the loss and the metrics from its result, a {type(found).__name__}"
-        raise problem("loss_fn", asked, "it gives (loss, metrics), a scalar and a dict", "return loss, {}")
-    if np.shape(found[0]):
-        asked, fix = f"differentiate a loss of shape {np.shape(found[0])}", "return loss.mean(), {...}"
+        raise problem("loss_fn", asked, "it gives (loss, metrics), a loss and a dict", "return loss, {}")
+    loss = getattr(found[0], "total", found[0])
+    if np.shape(loss):
+        asked, fix = f"differentiate a loss of shape {np.shape(loss)}", "return loss.mean(), {...}"
         raise problem("loss_fn", asked, "a loss is a scalar, the mean over the microbatch's rows", fix)
-    kind = getattr(found[0], "dtype", None) or np.asarray(found[0]).dtype
+    kind = getattr(loss, "dtype", None) or np.asarray(loss).dtype
     if not jnp.issubdtype(kind, jnp.floating):
         asked = f"differentiate a loss of dtype {kind}"
         fix = "return loss.astype(jnp.float32), {...}, and nothing rounded on the way to it"
         raise problem("loss_fn", asked, "a loss is a real number, of a floating dtype", fix)
-    if weight is not None and weight in found[1] and np.shape(found[1][weight]):
-        asked = f"weigh microbatches by a metric of shape {np.shape(found[1][weight])}"
-        raise problem(f"weight={weight!r}", asked, "a microbatch has one weight", "sum it in loss_fn")
-    if weight is not None and weight not in found[1]:
-        exists = f"loss_fn gives {', '.join(map(repr, found[1])) or 'no metrics'}"
-        fix = f'return loss, {{"{weight}": ...}} with what the mean loss was divided by'
-        raise problem(f"weight={weight!r}", "weigh microbatches by that metric", exists, fix)
+    weight = getattr(found[0], "weight", 1)
+    check_numbers({**found[1], "weight": weight})
+    return found
 
 
 def _check_own(inside: Callable[..., PyTree], one: PyTree, ends: PyTree, x: PyTree, micro: Micro) -> None:

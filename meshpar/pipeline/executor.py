@@ -29,7 +29,8 @@ from meshpar.pipeline.split_backward import SplitVjp, split_vjp
 from meshpar.sharding.lay import lay
 from meshpar.sharding.types import PyTree
 from meshpar.training.layers import Aux
-from meshpar.training.sums import Sums, weighed_by
+from meshpar.training.losses import ONE_PART, LossTerms, MeanLoss, Normalizer, SumLoss
+from meshpar.training.sums import Sums
 
 Buffers: TypeAlias = tuple[jax.Array, ...]
 
@@ -50,9 +51,14 @@ class Micro(NamedTuple):
     """What the model keeps beside parameters, as it was before the step."""
 
 
+def micro_key(key: jax.Array, microbatch: jax.Array, part: jax.Array) -> jax.Array:
+    """Return the random key of a microbatch in a part of the model."""
+    return jax.random.fold_in(jax.random.fold_in(key, microbatch), part)
+
+
 First: TypeAlias = Callable[[PyTree, Micro], PyTree]
 """(ends, micro) -> the first part's input."""
-Last: TypeAlias = Callable[[PyTree, PyTree, Micro], tuple[jax.Array, dict[str, jax.Array]]]
+Last: TypeAlias = Callable[[PyTree, PyTree, Micro], tuple[MeanLoss | SumLoss | jax.Array, dict[str, jax.Array]]]
 """(ends, the last part's output, micro) -> (loss, metrics)."""
 
 
@@ -63,9 +69,9 @@ class Functions:
     first: First
     stage: Callable[[PyTree, PyTree, Micro], tuple[PyTree, Aux]]
     """(parameters of one part, x, micro) -> (y, aux); y is as x is."""
-    last: Last
-    weight: str | None = None
-    """Metric of `last` by which microbatches are weighed; None: all count the same."""
+    last: Callable[[PyTree, PyTree, Micro], LossTerms]
+    normalizer: Normalizer = ONE_PART
+    """Of the losses of all microbatches and devices."""
     inside: Callable[[PyTree, PyTree, PyTree, Micro], PyTree] | None = None
     """(parameters of one part, ends, x, micro) -> y, where `stage` leaves out ends that it must not depend on."""
     trained: Params | None = None
@@ -214,27 +220,17 @@ class _Trace:
     # -- The model's parts --------------------------------------------------------------------------------------------
 
     def micro(self, microbatch: jax.Array, part: jax.Array) -> Micro:
-        key = jax.random.fold_in(jax.random.fold_in(self.key, microbatch), part)
-        return Micro(read(self.rows, microbatch), key, part, self.extra)
+        return Micro(read(self.rows, microbatch), micro_key(self.key, microbatch, part), part, self.extra)
 
     def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[Sums, tuple[PyTree, PyTree]]:
-        """Of one microbatch, times its weight; and the gradients of the ends and of y, likewise."""
+        """Return loss and metrics of one microbatch, and the gradients of the ends and of y."""
 
         def last(trained: PyTree, y: PyTree) -> tuple[jax.Array, dict[str, jax.Array]]:
             with jax.named_scope("loss"):
-                return jax.tree.map(jnp.asarray, self.functions.last(_with_frozen(trained, ends), y, micro))
+                return self.functions.last(_with_frozen(trained, ends), y, micro).normalized(self.functions.normalizer)
 
         loss, vjp, metrics = jax.vjp(last, self._trained(ends, "ends"), y, has_aux=True)
-        name = self.functions.weight
-        sums = weighed_by(None if name is None else metrics[name], loss, metrics)
-        if name is None:
-            return sums, vjp(jnp.ones_like(loss))
-        # A microbatch of weight zero has no mean: 0/0 in the loss must not spoil the others.
-        has = sums.weight > 0
-        grads = vjp(jnp.where(has, sums.weight, 0).astype(loss.dtype))
-        return sums, jax.tree.map(
-            lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(has, g, jnp.zeros_like(g)), grads
-        )
+        return Sums(loss, metrics, None, None), vjp(jnp.ones_like(loss))
 
     def _first(self, ends: PyTree, micro: Micro) -> PyTree:
         with jax.named_scope("first"):
@@ -421,7 +417,7 @@ class _Trace:
         with jax.named_scope(IF_LAST):
             dy, sums = lax.cond(part == last, from_loss, from_next, sums)
         shared = self.split.shared(weights)
-        # Auxiliary losses of all parts count once for each microbatch, whatever its weight.
+        # Auxiliary losses count equally for each microbatch.
         ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
         (dx, _), handed = yield from run(shared, stash, ((dy, ones), _zeros(self.aux)))
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar.collectives import broadcast
 from meshpar.pipeline import checks
-from meshpar.pipeline.executor import Executor, First, Functions, Last, Micro, Params, Plan, StageTotals
+from meshpar.pipeline.executor import Executor, First, Functions, Last, Micro, Params, Plan, StageTotals, micro_key
 from meshpar.pipeline.placement import WeightPlacement
 from meshpar.pipeline.schedules import Schedule
 from meshpar.sharding.lay import lay
@@ -32,6 +32,7 @@ from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is_spec, problem, spec_axes, without_axes
 from meshpar.training.batch import check_rows
 from meshpar.training.layers import Aux, check_remat, named_in, remat_policy, with_aux
+from meshpar.training.losses import MEAN_OVER_EXAMPLES, LossTerms, Normalizer, normalizer_of
 from meshpar.training.reports import means
 from meshpar.training.xla import IN_PLACE, options_for
 
@@ -117,9 +118,8 @@ class StagedRun:
         if share.placement.moves_shards:
             grads = grads._replace(parts=self._moved(share.placement.collect, grads.parts, grad_specs.parts))
         sums, count = totals.sums, self.schedule.microbatches * math.prod(self.split_by.values())
-        total = jnp.asarray(count, sums.weight.dtype) if self.functions.weight is None else sums.weight
-        loss, grads = jax.tree.map(lambda x: x / total.astype(x.dtype), (sums.loss, grads))
-        return Result(loss, means(sums.metrics, total), means(totals.aux, count), late), grads
+        loss, grads = jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), (sums.loss, grads))
+        return Result(loss, means(sums.metrics, count), means(totals.aux, count), late), grads
 
     def _moved(self, move: Callable[[PyTree], PyTree], parts: PyTree, specs: PyTree) -> PyTree:
         """Parts from stage to stage, each device its shard of them."""
@@ -216,7 +216,10 @@ class _Share:
         )
         of_trained = run.functions.of_trained(owners, "ends")
         self.owners = jax.tree.leaves(of_trained, is_leaf=lambda x: isinstance(x, set))
-        (sums, aux), late = self.executor(columns, parts, params.ends, rows, key, late[0], extra)
+        functions = dataclasses.replace(run.functions, normalizer=self._normalizer(params.ends, rows, key, extra))
+        (sums, aux), late = dataclasses.replace(self.executor, functions=functions)(
+            columns, parts, params.ends, rows, key, late[0], extra
+        )
         back = sums.grads.parts if self.placement.moves_shards else self.placement.collect(sums.grads.parts)
         grads = jax.tree.map(lambda g: g[None], Params(back, sums.grads.ends))
         grads = grads._replace(ends=jax.tree.map(lambda g: g[None], grads.ends))
@@ -226,6 +229,20 @@ class _Share:
         totals = StageTotals(sums.replace(grads=None), aux)
         out = (lax.psum(totals, over) if over else totals), late
         return (out if run.sync else jax.tree.map(lambda x: x[None], out)), grads
+
+    def _normalizer(self, ends: PyTree, rows: PyTree, key: jax.Array, extra: PyTree) -> Normalizer:
+        """Sum the weights of the losses of all microbatches and devices."""
+        run, last = self.run, jnp.asarray(self.run.schedule.num_parts - 1, jnp.int32)
+        keys = jax.vmap(lambda index: micro_key(key, index, last))(jnp.arange(run.schedule.microbatches))
+        micro = Micro(jax.tree.map(lambda x: x[0], rows), keys[0], last, extra)
+        y = jax.eval_shape(run.functions.first, ends, micro)  # stages keep the shapes of activations
+
+        def terms(args: tuple[PyTree, PyTree, PyTree], rows: PyTree, key: jax.Array) -> LossTerms:
+            ends, y, extra = args
+            return run.functions.last(ends, y, Micro(rows, key, last, extra))
+
+        where = f"the loss function of `{run.schedule.name}` stages"
+        return normalizer_of(where, terms, (ends, y, extra), rows, keys, axes=run.split_by)
 
     def _entering(self, specs: Params) -> Params:
         """How parameters enter the loop: replicated over the batch's axes, unless every cell gathers them."""
@@ -342,7 +359,6 @@ def value_and_grad(
     specs: PyTree | None = None,
     gather: Literal["step", "microbatch"] = "step",
     remat: str | None = None,
-    weight: str | None = None,
     sync: bool = True,
 ) -> ValueAndGrad:
     """Loss and gradients of a model cut into parts, run over the stages of a mesh as the schedule says.
@@ -357,8 +373,10 @@ def value_and_grad(
     Args:
       stage_fn: `(parameters of one part, x, micro) -> y`, or `-> (y, Aux)`; y has the shapes and dtypes of x. The same
         for all parts; it must not communicate over `axis`.
-      loss_fn: `(ends, y, micro) -> (loss, metrics)`: the mean over the microbatch's rows, and a dict of scalars: means,
-        or counts if they are whole numbers. It runs in the last part's B, forward and backward: no logits are kept.
+      loss_fn: `(ends, y, micro) -> (loss, metrics)`: the loss of a microbatch and a dict of scalars. `mp.MeanLoss` and
+        `mp.SumLoss` combine exactly over microbatches and devices; a scalar is a mean over equally many examples.
+        Floating metrics are means with the weight of the loss, integers are counts. It runs in the last part's B,
+        forward and backward: no logits are kept.
       schedule: from `meshpar.pipeline`, or your own table.
       mesh: with Auto axes; `axis` has as many ranks as the schedule has stages.
       first_fn: `(ends, micro) -> x`, say the embedding, run again in the first part's B; None: `micro.rows["inputs"]`.
@@ -369,7 +387,6 @@ def value_and_grad(
       gather: where `specs` split weights over the batch's axes, "step" gathers a stage's weights before the loop and
         holds them, "microbatch" gathers them in every cell that needs them and holds shards.
       remat: what F does not keep and B computes again, as in `train_step`, but for names; None keeps all residuals.
-      weight: a metric by which microbatches are weighed in the mean.
       sync: False leaves out what makes all stages wait for each other at a step's end, for schedules without a bubble
         over consecutive steps: loss and metrics come as each stage's share, `[stage, ...]`, to be summed when read.
 
@@ -381,16 +398,14 @@ def value_and_grad(
     Raises:
       ValueError: a schedule that does not validate, or does not fit the mesh; an option that does not exist.
     """
-    functions = _functions(stage_fn, loss_fn, first_fn, remat, weight)
+    functions = _functions(stage_fn, loss_fn, first_fn, remat)
     run = StagedRun(
         functions=functions, schedule=schedule, mesh=mesh, axis=axis, batch_axes=batch_axes, gather=gather, sync=sync
     )
     return ValueAndGrad(run, specs)
 
 
-def _functions(
-    stage_fn: Stage, loss_fn: Last, first_fn: First | None, remat: str | None, weight: str | None
-) -> Functions:
+def _functions(stage_fn: Stage, loss_fn: Last, first_fn: First | None, remat: str | None) -> Functions:
     """What the executor runs: stages with an Aux in any case, rematerialised."""
     checks.check_functions(stage_fn=stage_fn, loss_fn=loss_fn, first_fn=first_fn or _inputs)
     check_remat(remat)
@@ -401,15 +416,16 @@ def _functions(
 
     def stage(params: PyTree, x: PyTree, micro: Micro) -> tuple[PyTree, Aux]:
         y, aux = with_aux(stage_fn(params, x, micro))
-        if aux is not None and weight is not None:
-            where = f"pipeline.value_and_grad(weight={weight!r}) and a stage_fn that gives Aux"
-            asked, fix = "weigh auxiliary losses as the loss", "weigh rows inside loss_fn and leave out weight"
-            raise problem(where, asked, "only the last stage knows a microbatch's weight", fix)
         return y, Aux(jnp.zeros((), jnp.float32), {}) if aux is None else aux
 
     if remat is not None:
         stage = jax.checkpoint(stage, policy=remat_policy(remat), prevent_cse=False)
-    return Functions(first=first_fn or _inputs, stage=stage, last=loss_fn, weight=weight)
+
+    def last(ends: PyTree, y: PyTree, micro: Micro) -> LossTerms:
+        loss, metrics = checks.checked_loss(loss_fn(ends, y, micro))
+        return LossTerms.of(loss, metrics, MEAN_OVER_EXAMPLES)
+
+    return Functions(first=first_fn or _inputs, stage=stage, last=last)
 
 
 def _inputs(ends: PyTree, micro: Micro) -> PyTree:

@@ -33,6 +33,8 @@ from meshpar.sharding.types import MeshparError, PyTree, check_count, problem
 from meshpar.training import interrupts, watchdog
 from meshpar.training.checkpoint import Checkpoints, NoRoomError
 from meshpar.training.coordination import Pod, StopAgreement, this_pod
+from meshpar.training.losses import LOSS_WEIGHT
+from meshpar.training.reports import is_counted
 from meshpar.training.state import Setup, TrainState
 
 STEPS_IN_FLIGHT = 2
@@ -467,7 +469,10 @@ class Checkpointer(Hook):
 
 
 class Validator(Hook):
-    """Means of an evaluation step's metrics over the validation batches, every so many steps and after the last.
+    """Metrics of an evaluation step over all validation batches, every so many steps and after the last.
+
+    Means of batches are weighted by their `loss_weight`: the number of counted tokens, or of examples. Integers are
+    counts and are summed.
 
     Args:
       step: from `eval_step`.
@@ -502,17 +507,27 @@ class Validator(Hook):
             run.publish(Validation(step=run.step, metrics=metrics, seconds=time.perf_counter() - began))
 
     def _means(self, state: TrainState) -> dict[str, float]:
-        """Of what is a scalar."""
+        """Combine the scalar metrics of all batches."""
         found: list[dict[str, float]] = []
+        counts: set[str] = set()
         in_flight: collections.deque[Mapping[str, Any]] = collections.deque()
         for batch in self._batches:
             in_flight.append(self._step(state, batch))
+            counts = {name for name, x in in_flight[-1].items() if is_counted(x)}
             if len(in_flight) > STEPS_IN_FLIGHT:
                 found.append(_on_host(in_flight.popleft())[0])
         found += [_on_host(metrics)[0] for metrics in in_flight]
         if not found:
             raise problem("Validator", "take the mean over batches", "there are none", "give at least one batch")
-        return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
+        weights = [metrics.get(LOSS_WEIGHT, 1.0) for metrics in found]
+        total = {name: math.fsum(m[name] for m in found) for name in counts & found[0].keys()}
+        means = {
+            # A batch without weight may have nan as its means, and does not count.
+            name: math.fsum(m[name] * w for m, w in zip(found, weights, strict=True) if w) / (math.fsum(weights) or 1)
+            for name in found[0].keys() - counts - {LOSS_WEIGHT}
+        }
+        values = {**total, **means, LOSS_WEIGHT: math.fsum(weights)}
+        return {name: values[name] for name in found[0]}
 
 
 def _positive(what: str, every: int | None) -> int | None:

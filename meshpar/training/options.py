@@ -7,6 +7,7 @@ from typing import Literal
 
 from meshpar.sharding.types import problem
 from meshpar.training.layers import check_remat
+from meshpar.training.losses import MEAN_OVER_EXAMPLES
 from meshpar.training.precision import Precision, as_precision
 from meshpar.training.xla import LATENCIES, Options, check_kind
 
@@ -21,7 +22,7 @@ class StepOptions:
     remat: str | None = None
     interleave: int = 1
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
-    weight: str | None = None
+    loss_is: Literal["mean_over_examples"] | None = None
     xla: Options = dataclasses.field(default_factory=dict, hash=False)
     latency_rounds: int = 0
 
@@ -35,7 +36,11 @@ class StepOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 exists = "that is no positive integer" if least else "that is no whole number"
                 raise problem(f"{field}={value!r}", what, exists, f"use {least} or more")
-        for field, known in (("accumulate_mode", ("each", "once")), ("nonfinite", ("raise", "skip", "ignore"))):
+        for field, known in (
+            ("accumulate_mode", ("each", "once")),
+            ("nonfinite", ("raise", "skip", "ignore")),
+            ("loss_is", (None, MEAN_OVER_EXAMPLES)),
+        ):
             if getattr(self, field) not in known:
                 raise problem(
                     f"{field}={getattr(self, field)!r}", "do that", "there is no such choice", f"use one of {known}"

@@ -116,12 +116,14 @@ def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[s
         where = f"loss function `{getattr(loss_fn, '__name__', loss_fn)}`"
         fix = "return a scalar and a dict of scalars, which may be empty"
         raise problem(where, "return (loss, metrics)", f"it returned {type(out).__name__}", fix)
-    value, metrics = out
-    check_numbers({"loss": value, **metrics})
-    if trains and not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        exists = f"it is {jnp.result_type(value).name}, which has no gradient"
+    loss, metrics = out
+    values = {field: getattr(loss, field) for field in ("total", "weight") if hasattr(loss, field)}
+    check_numbers({**({f"loss.{field}": x for field, x in values.items()} or {"loss": loss}), **metrics})
+    kind = jnp.result_type(values.get("total", loss))
+    if trains and not jnp.issubdtype(kind, jnp.floating):
+        exists = f"it is {kind.name}, which has no gradient"
         raise problem("loss function, its loss", "differentiate it", exists, "give a mean, in a floating dtype")
-    return value, metrics
+    return loss, metrics
 
 
 def means(sums: dict[str, jax.Array], total: Any) -> dict[str, jax.Array]:

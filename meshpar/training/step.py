@@ -43,17 +43,18 @@ from meshpar.sharding.types import (
 )
 from meshpar.training.batch import as_given, as_rows, check_batch, lying, without_whole
 from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
+from meshpar.training.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, SumLoss
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
 from meshpar.training.reports import checked, collecting, is_counted
 from meshpar.training.state import Setup, TrainState
-from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
+from meshpar.training.sums import Sums, compute_params, constrained, wide
 from meshpar.training.xla import Options, Value, check_kind, check_options, options_for, why_no_rounds
 
-LossFn = Callable[[Any, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""(model, batch, key) -> (loss, metrics): a scalar mean over the batch, and a dict of scalars.
+LossFn = Callable[[Any, PyTree, jax.Array], tuple[MeanLoss | SumLoss | jax.Array, dict[str, jax.Array]]]
+"""(model, batch, key) -> (loss, metrics): a `MeanLoss`, a `SumLoss` or a scalar, and a dict of scalars.
 
-What the model reports by itself (`meshpar.training.reports`) joins them."""
+Losses and metrics that the model reports (`meshpar.training.reports`) are added."""
 
 
 class _Program:
@@ -166,7 +167,7 @@ class TrainStep(_Program):
 
     def loss_of(self, setup: Setup) -> Loss:
         """The loss of some rows, with what the model adds to it."""
-        return loss_of(self.loss_fn, setup)
+        return loss_of(self.loss_fn, setup, loss_is=self.options.loss_is)
 
     def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         _check_params_dtype(setup, self.options.precision)
@@ -217,14 +218,15 @@ def train_step(
     remat: str | None = None,
     interleave: int = 1,
     nonfinite: Literal["raise", "skip", "ignore"] = "raise",
-    weight: str | None = None,
+    loss_is: Literal["mean_over_examples"] | None = None,
     xla: Options | None = None,
     latency_rounds: int = 0,
 ) -> TrainStep:
     """Make a training step from a loss.
 
     Args:
-      loss_fn: (model, batch, key) -> (loss, metrics): a scalar mean over the batch it is given, and a dict of scalars.
+      loss_fn: (model, batch, key) -> (loss, metrics). The loss is `mp.MeanLoss(total, weight)`, `mp.SumLoss(total)` or
+        a scalar. Metrics are a dict of scalars: floats are means, with the weight of the loss, and integers are counts.
         `model` is what the adapter promised: the NNX module, the bound Linen module, or `apply` with parameters.
       accumulate: micro-steps that share one update; every device keeps its own rows.
       accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" keeps replicated sums and
@@ -242,7 +244,9 @@ def train_step(
         then over slices; it draws other numbers for each by typed keys in `scan_layers(extra=...)` only.
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in
         `state.skipped`; "raise" does the same, and `fit` raises when it sees the metric; "ignore" does not look.
-      weight: name of a metric (say the number of real tokens) by which micro-steps are weighed in the mean.
+      loss_is: "mean_over_examples" states that a scalar loss is a mean over examples that all count the same. Without
+        it, micro-steps, stages, quantized gradients and `accumulate_mode="once"` refuse a scalar, because the mean of
+        the means of unequal parts is not the mean of the batch.
       xla: compile options, names of XLA's flags without dashes; they join and override `compile_options`.
       latency_rounds: how often the step is compiled again on GPUs by what kernels and collectives take in the simulated
         schedule before, so that XLA starts messages in time; the quickest runs, by process 0's clock. On other devices
@@ -250,7 +254,8 @@ def train_step(
 
     Returns:
       `step(state, batch) -> (state, metrics)`. The state given is donated. Metrics are device scalars: the loss,
-      `grad_norm` (not with "ignore"), `finite`, and the loss function's own: means over micro-steps, sums of counts.
+      `grad_norm` (not with "ignore"), `finite`, `loss_weight` (of a `MeanLoss`, its total weight), and the loss
+      function's own. If `loss_weight` is 0, the loss is 0 and parameters and optimizer state do not change.
 
     Raises:
       ValueError: an option that does not exist; when called, a batch that does not divide.
@@ -263,7 +268,7 @@ def train_step(
         remat=remat,
         interleave=interleave,
         nonfinite=nonfinite,
-        weight=weight,
+        loss_is=loss_is,
         xla={} if xla is None else xla,
         latency_rounds=latency_rounds,
     )
@@ -292,11 +297,17 @@ class EvalStep(_Program):
         with tracing(setup.mesh, setup.strategy), numerics(self.precision, None):
             params = compute_params(setup, state.params, self.precision.compute)
             loss, (metrics, _) = loss_of(self.loss_fn, setup, trains=False)(params, state.extra, batch, key)
+        if LOSS_WEIGHT not in metrics:  # a scalar or a sum: batches count by their number of examples
+            num_rows = max((np.shape(x)[0] for x in jax.tree.leaves(without_whole(batch)) if np.ndim(x)), default=1)
+            metrics = {**metrics, LOSS_WEIGHT: jnp.asarray(num_rows, jnp.int32)}
         return {"loss": loss, **metrics}
 
 
 def eval_step(loss_fn: LossFn, *, precision: Precision | None = None, xla: Options | None = None) -> EvalStep:
-    """Make an evaluation step: `evaluate(state, batch) -> metrics`, with `loss` among them; the state is not donated.
+    """Make an evaluation step: `evaluate(state, batch) -> metrics`; the state is not donated.
+
+    Metrics contain `loss` and `loss_weight`, the weight with which the batch's means enter the mean of several batches:
+    that of a `MeanLoss`, and otherwise the number of examples.
 
     Args:
       loss_fn: as for `train_step`. What the forward pass changes in the model is thrown away.
@@ -457,34 +468,32 @@ def _check_slopes(setup: Setup) -> None:
 # ---- The loss --------------------------------------------------------------------------------------------------------
 
 
-def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True) -> Loss:
-    """The user's loss as a function of parameters: what the model reports is added to it in training."""
+def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True, loss_is: str | None = None) -> Loss:
+    """Return the user's loss as a function of parameters. In training, losses that the model reports are added."""
 
-    def loss(
-        params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array
-    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]:
+    def terms(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> tuple[LossTerms, PyTree]:
         with _held(setup, rows, trains), collecting() as reports:
             model = setup.model.bind(params, extra)
             try:
                 out = loss_fn(model, as_given(rows), key)
             except NameError as error:
                 raise _explained(error) from error
-        value, metrics = checked(out, loss_fn, trains=trains)
-        if trains and reports.loss is not None:
-            value = value + reports.loss.astype(value.dtype)
+        loss, metrics = checked(out, loss_fn, trains=trains)
         after = setup.model.collect(model)
         _check_extra(extra, after)
-        return value, ({name: jnp.asarray(value) for name, value in {**reports.metrics, **metrics}.items()}, after)
+        reported = {name: jnp.asarray(x) for name, x in reports.metrics.items() if name not in metrics}
+        added = reports.loss if trains and reports.loss is not None else 0.0
+        return LossTerms.of(loss, metrics, loss_is, reported=reported, added=added), after
 
     if not setup.model.is_explicit:
-        return loss
+        return Loss(terms)
     layouts = (setup.layout.params, setup.layout.extra, setup.batch_sharding.spec, PartitionSpec())
     alone = [axis for axis, size in setup.sizes.items() if size == 1]  # in types they would only be in the way
     specs = jax.tree.map(lambda spec: without_axes(spec, alone), layouts, is_leaf=is_spec)
-    return _without_others(jax.sharding.explicit_axes(loss, in_sharding=specs), setup)
+    return Loss(_without_others(jax.sharding.explicit_axes(terms, in_sharding=specs), setup))
 
 
-def _without_others(loss: Loss, setup: Setup) -> Loss:
+def _without_others(loss: Evaluate, setup: Setup) -> Evaluate:
     """The loss, in which jax refuses collectives over axes that no rule of the strategy names, so none promises any.
 
     While it is traced, and with the user's line. jax 0.10 cannot: there `explain` finds them in the compiled program.
@@ -661,7 +670,7 @@ def _update(
     shards = setup.named(setup.trained(setup.layout.updates))
 
     def mean(x: jax.Array) -> jax.Array:
-        return x if options.accumulate == 1 and options.weight is None else x / sums.weight.astype(x.dtype)
+        return x if sums.count == 1 else x / jnp.asarray(sums.count, x.dtype)
 
     loss = mean(sums.loss)
     metrics = {name: x if is_counted(x) else mean(x) for name, x in sums.metrics.items()}
@@ -675,16 +684,20 @@ def _update(
     params = optax.apply_updates(old, updates)
     metrics = {"loss": loss, **metrics}
     skipped, extra = state.skipped, setup.model.after_update(sums.extra)
+    conditions = [metrics[LOSS_WEIGHT] > 0] if LOSS_WEIGHT in metrics else []
     if options.nonfinite != "ignore":
         norm = optax.tree.norm(jax.tree.map(wide, grads))  # squares of float16 end at 256²
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        conditions.append(finite)
+        skipped = skipped + jnp.where(finite, 0, 1)
+        metrics |= {"grad_norm": norm, "finite": finite}
+    if conditions:
+        is_applied = functools.reduce(jnp.logical_and, conditions)
         params, opt_state, extra = jax.tree.map(
-            lambda new, before: jnp.where(finite, new, before),
+            lambda new, before: jnp.where(is_applied, new, before),
             (params, opt_state, extra),
             (old, before_update, state.extra),
         )
-        skipped = skipped + jnp.where(finite, 0, 1)
-        metrics |= {"grad_norm": norm, "finite": finite}
     params = setup.with_frozen(params, state.params)
     new = state.replace(
         step=state.step + 1, params=params, opt_state=opt_state, extra=extra, skipped=skipped.astype(jnp.int32)

@@ -41,17 +41,22 @@ def model_of(product=product):
 
 
 def squares(model, batch, key):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2), {}
+    errors = (model(batch["x"]) - batch["y"]) ** 2 * batch["mask"][:, None]
+    return mp.MeanLoss(errors.sum(), batch["mask"].sum()), {}
 
 
 def noisy(model, batch, key):
-    x = batch["x"] + 0.1 * jax.random.normal(key, batch["x"].shape)
-    return jnp.mean((model(x) - batch["y"]) ** 2), {}
+    return squares(model, {**batch, "x": batch["x"] + 0.1 * jax.random.normal(key, batch["x"].shape)}, key)
+
+
+def scalar(model, batch, key):
+    loss, metrics = squares(model, batch, key)
+    return loss.total / jnp.maximum(loss.weight, 1), metrics
 
 
 def batch():
     x, y = np.random.default_rng(0).normal(size=(2, 16, 8))
-    return {"x": x, "y": y}
+    return {"x": x, "y": y, "mask": np.arange(16) % 5}
 
 
 def verified(model=None, loss=squares, **asked):
@@ -75,8 +80,8 @@ class Fault(NamedTuple):
 ONCE = "accumulate=2, accumulate_mode=once"
 FAULTS = {
     "a dropped psum of the loss": Fault(
-        "training.engines.by_device", "lax.psum((sums.loss, sums.metrics, sums.weight), axes)",
-        "(sums.loss, sums.metrics, sums.weight)", f"data=2; ddp(); {ONCE}",
+        "training.engines.by_device", "lax.psum((sums.loss, sums.metrics), axes)",
+        "(sums.loss, sums.metrics)", f"data=2; ddp(); {ONCE}",
     ),
     "gradients of one device": Fault(
         "training.engines.by_device", "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]",
@@ -87,11 +92,24 @@ FAULTS = {
         "sums = _reduce_all_but_gradients(sums, axes[:1])", f"data=2,fsdp=2; hsdp(min_bytes=0); {ONCE}",
     ),
     "a lost micro-step": Fault(
-        "training.sums", "(batches, jnp.arange(count))",
-        "(jax.tree.map(lambda x: x.at[0].set(x[-1]), batches), jnp.arange(count))", "data=2; ddp(); accumulate=2",
+        "training.sums", "(batches, keys))",
+        "(jax.tree.map(lambda x: x.at[0].set(x[-1]), batches), keys))", "data=2; ddp(); accumulate=2",
     ),
     "a lost microbatch of a pipeline": Fault(
         "pipeline.executor", "Micro(read(self.rows, microbatch)", "Micro(read(self.rows, jnp.maximum(microbatch, 1))",
+        "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
+    ),
+    "a mean of the means of micro-steps": Fault(
+        "training.losses", "return Normalizer(num_parts, lax.psum(total, tuple(axes)) if axes else total)",
+        "return Normalizer(num_parts, weight_of(part, keys[0]) * num_parts)", "data=2; ddp(); accumulate=2",
+    ),
+    "a mean of the means of devices": Fault(
+        "training.losses", "lax.psum(total, tuple(axes)) if axes else total", "total * num_parts / len(keys)",
+        f"data=2; ddp(); {ONCE}",
+    ),
+    "a mean of the means of microbatches": Fault(
+        "training.losses", "total = jax.vmap(weight_of)(rows, keys).sum()",
+        "total = jax.vmap(weight_of)(rows, keys)[0] * len(keys)",
         "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
     ),
     "weights of a layer before": Fault(
@@ -141,7 +159,7 @@ def plant(monkeypatch):
     return planted
 
 
-@pytest.mark.parametrize("name", cases("a dropped psum of the loss", grid=FAULTS))
+@pytest.mark.parametrize("name", cases("a dropped psum of the loss", "a mean of the means of micro-steps", grid=FAULTS))
 def test_a_planted_fault_is_found(plant, name):
     plant(FAULTS[name])
     found = verified(case=FAULTS[name].case, loss=FAULTS[name].loss)
@@ -203,7 +221,7 @@ def test_random_numbers_of_a_shard_are_found():
             return x + 0.1 * jax.random.normal(jax.random.fold_in(key, jax.lax.axis_index("data")), x.shape)
 
         x = jax.shard_map(noise, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False)
-        return jnp.mean((model(x(batch["x"])) - batch["y"]) ** 2), {}
+        return squares(model, {**batch, "x": x(batch["x"])}, key)
 
     found = verified(loss=loss, case="data=2; ddp()")
     assert found.smallest is not None
@@ -245,6 +263,14 @@ def test_the_draw_is_the_seed_s_and_every_layout_is_named():
 def test_what_cannot_be_asked_is_told(asked, words):
     with pytest.raises(mp.MeshparError, match=words):
         verified(**asked)
+
+
+def test_verify_scalar_loss_leaves_out_parts_unless_stated():
+    found = verified(loss=scalar, case="data=2; ddp()")
+    assert found.ok
+    assert "the loss is a scalar" in found.left_out[0]
+    stated = verified(loss=scalar, case="data=2; ddp(); accumulate=2", loss_is="mean_over_examples")
+    assert not stated.ok  # the examples do not count the same
 
 
 @pytest.mark.parametrize("batch", [{}, {"x": np.float32(1)}, {"x": np.zeros((0, 8))}], ids=str)

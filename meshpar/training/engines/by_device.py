@@ -10,6 +10,7 @@ The step is manual over the axes that split the batch. Two ways, by what enters:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,21 +23,19 @@ from jax.sharding import PartitionSpec
 from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_axes
 from meshpar.training.engines.unshard import Unshard, make_unshard
 from meshpar.training.layers import gathering
+from meshpar.training.losses import Evaluate, Loss
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics
-from meshpar.training.reports import means
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import (
-    Loss,
     MicroStep,
     Sums,
     accumulated,
     constrained,
     grad_specs,
     in_compute,
+    micro_keys,
     micro_step,
-    weighed,
-    weight_of,
     wide,
 )
 
@@ -71,10 +70,13 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     params = constrained(params, setup.named(whole))
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        step = functools.partial(micro_step, loss, options, setup, params)
-        sums = _local_sums(step, options, setup, axes, extra, rows, key)
-        if options.weight is not None:
-            sums = _evened(sums, axes, options, setup.trained(params))
+        def call(terms: Evaluate, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
+            return terms(params, extra, rows, key)
+
+        def step(loss: Loss) -> MicroStep:
+            return functools.partial(micro_step, loss, options, setup, params)
+
+        sums = _local_sums(loss, call, step, options, setup, axes, params, extra, rows, key)
         if not axes:
             return sums
         # Every device's own gradients behind a dim that the axes split.
@@ -82,12 +84,13 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
         return sums.replace(grads=jax.tree.map(lambda g: g[None], sums.grads))
 
     if not axes:
-        return local(params, state.extra, batch, key)
+        return local(params, state.extra, batch, key).replace(count=options.accumulate)
     sums = _by_device(local, setup, axes, PartitionSpec(), PartitionSpec(axes))(params, state.extra, batch, key)
     # Left to XLA, for a scatter written by hand would first gather what other axes split.
     # lax.reduce, for jnp.sum would widen a narrow reduction to float32.
     summed = jax.tree.map(lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads)
-    return sums.replace(grads=constrained(summed, setup.named(setup.trained(setup.layout.grads))))
+    grads = constrained(summed, setup.named(setup.trained(setup.layout.grads)))
+    return sums.replace(grads=grads, count=_num_parts(setup, options, axes))
 
 
 def _quantized(
@@ -104,22 +107,32 @@ def _quantized(
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> Sums:
         if options.is_once:
-            whole = unshard.whole(params, noise)
-            step: MicroStep = functools.partial(micro_step, loss, options, setup, whole)
-        else:
-            step = _sharded_step(loss, options, setup, unshard, params, noise)
-        sums = _local_sums(step, options, setup, axes, extra, rows, key)
+            params = unshard.whole(params, noise)
+
+        def call(terms: Evaluate, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
+            if options.is_once:
+                return terms(params, extra, rows, key)
+            return _gathering(setup, unshard, noise, terms, params, extra, rows, key)
+
+        def step(loss: Loss) -> MicroStep:
+            if options.is_once:
+                return functools.partial(micro_step, loss, options, setup, params)
+            return _sharded_step(functools.partial(call, loss), setup, params)
+
+        sums = _local_sums(loss, call, step, options, setup, axes, params, extra, rows, key)
         if options.is_once:
-            sums = sums if options.weight is None else _evened(sums, axes, options, setup.trained(whole))
             sums = sums.replace(grads=unshard.scattered(sums.grads, noise))
         return _reduce_all_but_gradients(sums, axes)
 
     run = _by_device(local, setup, axes, unshard.specs, setup.trained(unshard.specs))
     sums = run(state.params, state.extra, batch, key, noise)
-    if options.accumulate == 1 and options.weight is None:  # a mean over devices, where XLA's own is one over rows
-        value, grads = jax.tree.map(lambda x: x / sums.weight.astype(x.dtype), (sums.loss, sums.grads))
-        sums = sums.replace(loss=value, metrics=means(sums.metrics, sums.weight), grads=grads)
-    return sums.replace(grads=constrained(sums.grads, setup.named(setup.trained(grad_specs(setup, options)))))
+    grads = constrained(sums.grads, setup.named(setup.trained(grad_specs(setup, options))))
+    return sums.replace(grads=grads, count=_num_parts(setup, options, axes))
+
+
+def _num_parts(setup: Setup, options: StepOptions, axes: tuple[str, ...]) -> int:
+    """Count the parts of the global batch: micro-steps times devices."""
+    return options.accumulate * math.prod(setup.sizes[axis] for axis in axes)
 
 
 def _by_device(
@@ -136,7 +149,7 @@ def _by_device(
             inside,
             mesh=setup.mesh,
             in_specs=(params, whole, PartitionSpec(axes), *[whole] * len(keys)),
-            out_specs=Sums(whole, whole, grads, whole, whole),  # type: ignore[arg-type]
+            out_specs=Sums(whole, whole, grads, whole),  # type: ignore[arg-type]
             axis_names=set(axes),
             # The loss is differentiated inside, and its collectives have derivatives of their own: there is nothing for
             # the check to protect, and it would refuse ordinary models whose scan carries start as constants.
@@ -146,36 +159,36 @@ def _by_device(
     return run
 
 
-def _sharded_step(
-    loss: Loss, options: StepOptions, setup: Setup, unshard: Unshard, params: PyTree, noise: jax.Array
-) -> MicroStep:
-    """Gradients by shards: they come out as weighed sums over all devices."""
+def _gathering(
+    setup: Setup, unshard: Unshard, noise: jax.Array, terms: Any, params: PyTree, extra: PyTree, rows: PyTree,
+    key: jax.Array,
+) -> Any:  # fmt: skip
+    """Evaluate a loss of whole weights on shards: stacked layers are gathered one by one, everything else before."""
 
-    def loss_of(trained: PyTree, extra: PyTree, micro: PyTree, key: jax.Array, weight: jax.Array | None) -> Any:
-        masters = setup.with_frozen(trained, params)
+    def gather(at: str, layer: PyTree) -> PyTree:
+        return unshard.layer(noise, at, layer)
 
-        def gather(at: str, layer: PyTree) -> PyTree:
-            return unshard.layer(noise, weight, at, layer)
+    with gathering(gather) as context:
+        context.num_scans = 0
+        try:
+            out = terms(unshard.entered(params, noise), extra, rows, key)
+        except (TypeError, ValueError) as error:
+            _check_layers_gathered(setup, unshard, context, error)
+            raise
+        _check_layers_gathered(setup, unshard, context, None)
+    return out
 
-        with gathering(gather) as context:
-            context.num_scans = 0
-            try:
-                out = loss(unshard.entered(masters, noise, weight), extra, micro, key)
-            except (TypeError, ValueError) as error:
-                _check_layers_gathered(setup, unshard, context, error)
-                raise
-            _check_layers_gathered(setup, unshard, context, None)
-        return out
+
+def _sharded_step(loss: Callable[..., Any], setup: Setup, params: PyTree) -> MicroStep:
+    """Return a micro-step whose gradients are shards of the sums over all devices."""
 
     def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> Sums:
+        def of_trained(trained: PyTree) -> Any:
+            return loss(setup.with_frozen(trained, params), extra, micro, key)
+
         masters = jax.tree.map(wide, setup.trained(params))
-        # Gradients are reduced weighed, so the weight is known before: a forward pass of which XLA keeps what it takes,
-        # which is little where the weight is a count of tokens.
-        weight = None
-        if options.weight is not None:
-            weight = wide(jnp.asarray(weight_of(options, loss_of(masters, extra, micro, key, None)[1][0])))
-        (value, (metrics, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(masters, extra, micro, key, weight)
-        return weighed(options, value, metrics, {}, after).replace(grads=grads)
+        (value, (metrics, after)), grads = jax.value_and_grad(of_trained, has_aux=True)(masters)
+        return Sums(value, metrics, grads, after)
 
     return micro_step
 
@@ -190,26 +203,35 @@ def _check_layers_gathered(setup: Setup, unshard: Unshard, context: Numerics, ca
 
 
 def _local_sums(
-    step: MicroStep,
+    loss: Loss,
+    call: Callable[..., Any],
+    step: Callable[[Loss], MicroStep],
     options: StepOptions,
     setup: Setup,
     axes: tuple[str, ...],
+    params: PyTree,
     extra: PyTree,
     rows: PyTree,
     key: jax.Array,
 ) -> Sums:
-    """The micro-steps of one device's rows, with random keys of its own."""
+    """Sum the micro-steps of this device's examples, with random keys that no other device has.
+
+    `call(terms, params, extra, rows, key)` evaluates a loss on a part of the batch; `step` makes its gradients.
+    """
     random_keys = setup.model.random_keys()
     here = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
     own = _own_keys(extra, random_keys, axes)
-    if options.accumulate == 1:
-        sums = step(own, rows, here)
-    else:
-        micro_batches = jax.tree.map(
-            lambda x: x.reshape(options.accumulate, x.shape[0] // options.accumulate, *x.shape[1:]), rows
-        )
-        sums = accumulated(step, own, micro_batches, here, options.accumulate)
-    return sums.replace(extra=_common_keys(extra, own, sums.extra, random_keys, axes))
+    count = options.accumulate
+    micro_batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
+    keys = here[None] if count == 1 else micro_keys(here, count)
+    where = f"{setup.strategy.label}, train_step(accumulate={count}, accumulate_mode={options.accumulate_mode!r})"
+    over = {axis: setup.sizes[axis] for axis in axes}
+    loss = loss.over_parts(
+        where, lambda terms, args, *of: call(terms, *args, *of), (params, own), micro_batches, keys, axes=over
+    )
+    sums = step(loss)(own, rows, here) if count == 1 else accumulated(step(loss), own, micro_batches, keys)
+    extra = _common_keys(extra, own, sums.extra, random_keys, axes)
+    return sums.replace(extra=extra)
 
 
 def _own_keys(extra: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]) -> PyTree:
@@ -242,19 +264,11 @@ def _common_keys(
     return jax.tree_util.tree_map_with_path(kept, before, own, after)
 
 
-def _evened(sums: Sums, axes: tuple[str, ...], options: StepOptions, params: PyTree) -> Sums:
-    """The same sums with weights that are 1 in the mean, which the dtype of the reduction can hold."""
-    mean = lax.pmean(sums.weight, axes) / options.accumulate
-    loss, grads, weight = jax.tree.map(lambda x: x / mean.astype(x.dtype), (sums.loss, sums.grads, sums.weight))
-    grads = jax.tree.map(lambda g, p: g.astype(options.precision.reduce_dtype(p.dtype)), grads, params)
-    return Sums(loss, means(sums.metrics, mean), grads, weight, sums.extra)
-
-
 def _reduce_all_but_gradients(sums: Sums, axes: tuple[str, ...]) -> Sums:
     """Sum over devices, model extras averaged; gradients as they are."""
 
     def reduce_extra(x: jax.Array) -> jax.Array:
         return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else lax.pmax(x, axes)
 
-    loss, metrics, weight = lax.psum((sums.loss, sums.metrics, sums.weight), axes)
-    return Sums(loss, metrics, sums.grads, weight, jax.tree.map(reduce_extra, sums.extra))
+    loss, metrics = lax.psum((sums.loss, sums.metrics), axes)
+    return sums.replace(loss=loss, metrics=metrics, extra=jax.tree.map(reduce_extra, sums.extra))

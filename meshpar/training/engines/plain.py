@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from meshpar.sharding.types import PyTree
 from meshpar.training.batch import split_rows, with_whole, without_whole
+from meshpar.training.losses import Evaluate, Loss
 from meshpar.training.options import StepOptions
 from meshpar.training.state import TrainState
-from meshpar.training.sums import Loss, Sums, accumulated, compute_params, constrained, grad_specs, micro_step
+from meshpar.training.sums import Sums, accumulated, compute_params, constrained, grad_specs, micro_keys, micro_step
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> Sums:
@@ -24,8 +27,15 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     if options.accumulate == 1:
         return step(state.extra, batch, key)
     rows = jax.tree.map(lambda x: split_rows(x, options.accumulate, setup.batch_sharding), without_whole(batch))
+    keys = micro_keys(key, options.accumulate)
+
+    def terms(terms: Evaluate, args: tuple[PyTree, PyTree], rows: PyTree, key: jax.Array) -> Any:
+        return terms(*args, with_whole(batch, rows), key)
+
+    where = f"train_step(accumulate={options.accumulate})"
+    loss = loss.over_parts(where, terms, (params, state.extra), rows, keys, axes={})
 
     def of_rows(extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
         return step(extra, with_whole(batch, rows), key)
 
-    return accumulated(of_rows, state.extra, rows, key, options.accumulate)
+    return accumulated(of_rows, state.extra, rows, keys).replace(count=options.accumulate)

@@ -28,10 +28,11 @@ from meshpar.sharding.lay import lay
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
 from meshpar.training.engines import plain
 from meshpar.training.layers import Ahead, Aux, Layer, check_alike, leaf_at, scanned, with_aux
+from meshpar.training.losses import Loss
 from meshpar.training.options import StepOptions
 from meshpar.training.slice_sums import Own, SliceRows, summed_first
 from meshpar.training.state import Setup, TrainState
-from meshpar.training.sums import Loss, Sums
+from meshpar.training.sums import Sums
 from meshpar.training.xla import APART, OVERLAP_LIMIT, Value, pipelined
 
 

@@ -40,9 +40,10 @@ from meshpar.sharding.types import (
 )
 from meshpar.training.batch import check_rows
 from meshpar.training.layers import Aux, Layer, Run, offloads, running, scanned, with_aux
+from meshpar.training.losses import Loss, LossTerms
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
-from meshpar.training.sums import Loss, Sums, compute_params, grad_specs
+from meshpar.training.sums import Sums, compute_params, grad_specs
 from meshpar.training.xla import APART, IN_PLACE, Options
 
 
@@ -51,7 +52,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
 
     Args:
       loss: of whole models.
-      options: of the step; its weight is that of microbatches.
+      options: of the step.
       state: whose strategy has stages.
       batch, key: as a step gets them.
 
@@ -62,7 +63,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     """
     check_options(options, state.setup.strategy)
     params = compute_params(state.setup, state.params, options.precision.compute)
-    batch_axes, weight = state.setup.batch_axes, options.weight
+    batch_axes = state.setup.batch_axes
     setup, pipelined = state.setup, state.setup.strategy.pipeline
     assert pipelined is not None
     schedule = pipelined.table()
@@ -72,9 +73,9 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     what = "microbatches" if slices == 1 else f"slices (microbatches={count}, interleave={slices})"
     check_rows(batch, {axis: sizes[axis] for axis in batch_axes}, count * slices, what)
     cut = _Cut.of(setup, schedule, pipelined)
-    behind = _Behind.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}", weight)
+    behind = _Behind.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}")
     run = StagedRun(
-        functions=cut.functions(loss, params, weight, behind),
+        functions=cut.functions(loss, params, behind),
         schedule=schedule,
         mesh=setup.mesh,
         axis=pipelined.axis,
@@ -94,7 +95,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
         grads = run.laid(grads, cut.specs(grad_specs(setup, options), at_rest=True))
     aux = {name: cut.by_layer(x) for name, x in result.aux.items()}
     metrics, extra = behind(state.extra, aux)
-    return Sums(result.loss, {**result.metrics, **metrics}, cut.joined(grads), jnp.ones_like(result.loss), extra)
+    return Sums(result.loss, {**result.metrics, **metrics}, cut.joined(grads), extra)
 
 
 def compile_options(setup: Setup, options: StepOptions) -> Options:
@@ -105,12 +106,12 @@ def compile_options(setup: Setup, options: StepOptions) -> Options:
 
 
 def reads_of_layers(
-    loss: Loss, setup: Setup, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, weight: str | None
+    loss: Loss, setup: Setup, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array
 ) -> dict[str, tuple[bool, bool, bool]]:
     """By path, whether the F, the B and the W of a microbatch read the values of a parameter of the layers.
 
     Args:
-      loss, setup, weight: as `gradients` has them.
+      loss, setup: as `gradients` has them.
       params: shapes, in the compute dtype.
       extra, rows, key: shapes, of one microbatch on one device; the key's numbers.
     """
@@ -120,8 +121,8 @@ def reads_of_layers(
 
     def traced(params: PyTree, extra: PyTree, rows: PyTree, data: jax.Array) -> tuple[()]:
         key = jax.random.wrap_key_data(data)
-        behind = _Behind.of(loss, params, extra, rows, key, f"strategy {setup.strategy.label}", weight)
-        functions, parted = cut.functions(loss, params, weight, behind), cut.parted(params)
+        behind = _Behind.of(loss, params, extra, rows, key, f"strategy {setup.strategy.label}")
+        functions, parted = cut.functions(loss, params, behind), cut.parted(params)
         micro = Micro(rows, key, jnp.zeros((), jnp.int32), extra)
         x = functions.first(parted.ends, micro)
         found.extend(split_stage(functions, [leaf[0] for leaf in parted.parts], x, micro).reads)
@@ -274,12 +275,12 @@ class _Cut:
 
     # -- Functions ----------------------------------------------------------------------------------------------------
 
-    def functions(self, loss: Loss, params: PyTree, weight: str | None, behind: _Behind) -> Functions:
+    def functions(self, loss: Loss, params: PyTree, behind: _Behind) -> Functions:
         """The parts of a loss. Parameters for which a part has no use are zeros in it, which nothing computes with."""
         like = jax.eval_shape(self.parted, params)
         no_parts = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in like.parts]
 
-        def traced(parts: list[Any], ends: list[Any], micro: Micro, run: Run) -> Any:
+        def traced(parts: list[Any], ends: list[Any], micro: Micro, run: Run) -> LossTerms:
             calls: list[Any] = []
 
             def counted(layer: Layer, x: Any, params: PyTree) -> Any:
@@ -287,9 +288,9 @@ class _Cut:
                 return run(layer, x, params)
 
             with running(counted, in_part=True):
-                value, (metrics, _) = loss(self._tree(parts, ends), micro.extra, micro.rows, micro.key)
+                terms, _ = loss.terms(self._tree(parts, ends), micro.extra, micro.rows, micro.key)
             _check_once(len(calls))
-            return value, metrics
+            return terms
 
         def first(ends: list[Any], micro: Micro) -> PyTree:
             got: list[Any] = []
@@ -315,12 +316,16 @@ class _Cut:
             y, aux = with_aux(inside(parts, _zeros(like.ends), x, micro))
             return y, behind.of_part(aux)
 
-        def last(ends: list[Any], y: PyTree, micro: Micro) -> tuple[jax.Array, dict[str, jax.Array]]:
-            value, metrics = traced(_zeros(no_parts), ends, micro, lambda layer, x, params: behind.zeros(y))
-            return value, {name: x for name, x in metrics.items() if name not in behind.metrics}
+        def last(ends: list[Any], y: PyTree, micro: Micro) -> LossTerms:
+            terms = traced(_zeros(no_parts), ends, micro, lambda layer, x, params: behind.zeros(y))
+            metrics, reported = (
+                {name: x for name, x in metrics.items() if name not in behind.metrics}
+                for metrics in (terms.metrics, terms.reported)
+            )
+            return dataclasses.replace(terms, metrics=metrics, reported=reported)
 
         trained = Params(*self._sorted([not one for one in self.is_frozen])) if any(self.is_frozen) else None
-        return Functions(first=first, stage=stage, last=last, weight=weight, inside=inside, trained=trained)
+        return Functions(first=first, stage=stage, last=last, inside=inside, trained=trained)
 
 
 # ---- Behind the loop -------------------------------------------------------------------------------------------------
@@ -345,9 +350,7 @@ class _Behind:
     _rest: Callable[[PyTree, Aux | None], tuple[dict[str, jax.Array], PyTree]]
 
     @staticmethod
-    def of(
-        loss: Loss, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array, where: str, weight: str | None
-    ) -> _Behind:
+    def of(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array, where: str) -> _Behind:
         """Raises ValueError where a microbatch's own numbers and the Aux of all are mixed."""
         y, aux = _results_of_layers(loss, params, extra, batch, key)
         if aux is None and not jax.tree.leaves(extra):
@@ -364,13 +367,6 @@ class _Behind:
         marks = _Marks(closed, given, (value, metrics, after))
         made_of_aux = marks.names(metrics)
         marks.check(where, made_of_aux)
-        if weight is not None and aux is not None:
-            raise problem(
-                f"train_step(weight={weight!r}) and layers that give an Aux, under {where}",
-                "weigh what the layers give by microbatch",
-                "only the last stage knows a microbatch's weight",
-                "weigh rows inside of the loss function and leave out weight",
-            )
         share: jax.Array | float = 0.0 if aux is None else _share(traced, given, where)
         wanted = [False, *(name in made_of_aux for name in metrics), *[True] * len(jax.tree.leaves(after))]
         cut = Cut(closed, first=wanted)

@@ -77,27 +77,26 @@ class Unshard:
 
     def scattered(self, grads: PyTree, key: jax.Array) -> PyTree:
         """Of the whole gradients of every rank, this one's shards of the sums."""
-        return self._map(lambda leaf, g: self._scattered(leaf, g, key, None), grads)
+        return self._map(lambda leaf, g: self._scattered(leaf, g, key), grads)
 
-    def entered(self, params: PyTree, key: jax.Array, weight: jax.Array | None) -> PyTree:
+    def entered(self, params: PyTree, key: jax.Array) -> PyTree:
         """Weights, whole but for the stacks that `layer` gathers; gradients by `params` are shards of the sums.
 
         Args:
           params: in float32 at the least, so that their gradients are.
           key: for stochastic rounding; the same on all ranks.
-          weight: by which this rank's gradients are multiplied before their reduction; None: 1.
         """
 
         def enter(leaf: _Leaf, x: jax.Array) -> jax.Array:
-            return x if leaf.per_layer else self._unsharded(leaf, x, key, weight)
+            return x if leaf.per_layer else self._unsharded(leaf, x, key)
 
         return self._map(enter, params)
 
-    def layer(self, key: jax.Array, weight: jax.Array | None, at: str, params: PyTree) -> PyTree:
+    def layer(self, key: jax.Array, at: str, params: PyTree) -> PyTree:
         """The weights of one layer, whole.
 
         Args:
-          key, weight: as for `entered`.
+          key: as for `entered`.
           at: how the paths of the model's stacked layers end, before the paths inside a layer.
           params: the layer's shards.
 
@@ -107,7 +106,7 @@ class Unshard:
 
         def gather(path: Any, x: jax.Array) -> jax.Array:
             leaf = self._found(at, path_str(path))
-            return self._unsharded(leaf.of_layer(), x, key, weight) if leaf.per_layer else x
+            return self._unsharded(leaf.of_layer(), x, key) if leaf.per_layer else x
 
         return jax.tree_util.tree_map_with_path(gather, params)
 
@@ -124,24 +123,24 @@ class Unshard:
 
     # -- One leaf -----------------------------------------------------------------------------------------------------
 
-    def _unsharded(self, leaf: _Leaf, x: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
+    def _unsharded(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
         """The whole weight, by way of a message; its gradient comes back as the shard of the sum."""
 
         @jax.custom_vjp
-        def arrived(x: jax.Array, message: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
+        def arrived(x: jax.Array, message: jax.Array, key: jax.Array) -> jax.Array:
             return self._arrived(leaf, message, x.shape)
 
-        def forward(x: jax.Array, message: jax.Array, key: jax.Array, weight: jax.Array | None) -> Any:
-            return arrived(x, message, key, weight), (key, weight)
+        def forward(x: jax.Array, message: jax.Array, key: jax.Array) -> Any:
+            return arrived(x, message, key), key
 
-        def backward(saved: Any, g: jax.Array) -> Any:
-            return self._scattered(leaf, g, *saved).astype(x.dtype), None, None, None
+        def backward(key: jax.Array, g: jax.Array) -> Any:
+            return self._scattered(leaf, g, key).astype(x.dtype), None, None
 
         arrived.defvjp(forward, backward)
         message = self._message(leaf, lax.stop_gradient(x), key)
         if self._levels(leaf)[1]:
             message = checkpoint_name(message, SECOND_SHARD)
-        return arrived(x, message, key, weight)
+        return arrived(x, message, key)
 
     def _message(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
         """`[ranks of other axes, nodes, bytes]`: what is sent inside a node; gathered across nodes, where there are."""
@@ -149,7 +148,7 @@ class Unshard:
             return x.astype(leaf.compute)
         dtype, outer = self._dtypes(leaf)[0], self._levels(leaf)[1]
 
-        def local(x: jax.Array, key: jax.Array, weight: None) -> jax.Array:
+        def local(x: jax.Array, key: jax.Array) -> jax.Array:
             flat = x.astype(leaf.compute).reshape(-1)
             own = self._noise(leaf, key, flat, leaf.split)
             if dtype is None:
@@ -158,9 +157,7 @@ class Unshard:
                 message = encoded(flat, dtype, self.quantize.block, own)
             return (gathered_bytes(message, outer) if outer else message[None])[None]
 
-        return self._manual(local, self._other_spec(leaf), PartitionSpec(self.other_axes or None), "quantize")(
-            x, key, None
-        )
+        return self._manual(local, self._other_spec(leaf), PartitionSpec(self.other_axes or None), "quantize")(x, key)
 
     def _arrived(self, leaf: _Leaf, message: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The whole weight from the messages of a node; `shape` is the shard's."""
@@ -171,7 +168,7 @@ class Unshard:
         local_shape = [size // count for size, count in zip(shape, counts, strict=True)]
         num_elements = math.prod(local_shape)
 
-        def local(message: jax.Array, key: None, weight: None) -> jax.Array:
+        def local(message: jax.Array, key: None) -> jax.Array:
             messages = gathered_bytes(message[0], inner) if inner else message
             if dtype is None:
                 each = messages.reshape(*messages.shape[:-1], -1, leaf.compute.itemsize)
@@ -181,19 +178,16 @@ class Unshard:
             return _joined(parts.reshape(self._counts((*inner, *outer)) + local_shape), (*inner, *outer), leaf.batch)
 
         return self._manual(local, PartitionSpec(self.other_axes or None), self._other_spec(leaf), "gather")(
-            message, None, None
+            message, None
         )
 
-    def _scattered(self, leaf: _Leaf, g: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
+    def _scattered(self, leaf: _Leaf, g: jax.Array, key: jax.Array) -> jax.Array:
         """This rank's shard of the sum of a whole gradient, in the reduction dtype or float32."""
         dtype, (inner, outer) = self._dtypes(leaf)[1], self._levels(leaf)
         rest = tuple(axis for axis in self.batch_axes if axis not in leaf.split)
         block = self.quantize.block
 
-        def local(g: jax.Array, key: jax.Array, weight: jax.Array | None) -> jax.Array:
-            if weight is not None:  # a rank of weight zero has no mean: 0/0 in its loss must not spoil the others
-                wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-                g = jnp.where(weight > 0, wide * weight.astype(wide.dtype), 0)
+        def local(g: jax.Array, key: jax.Array) -> jax.Array:
             order = (*outer, *inner)
             parts, shape = _parted(g, order, leaf.batch, self._counts(order))
             if dtype is None:
@@ -208,7 +202,7 @@ class Unshard:
                 mine = quantized_all_reduce(mine, axis=rest, key=keys[1], **options)
             return mine.reshape(shape)
 
-        return self._manual(local, self._other_spec(leaf), self._other_spec(leaf), "scatter")(g, key, weight)
+        return self._manual(local, self._other_spec(leaf), self._other_spec(leaf), "scatter")(g, key)
 
     def _dtypes(self, leaf: _Leaf) -> tuple[str | None, str | None]:
         """Of the weight and of the gradient on the wire; None: their own."""
@@ -237,24 +231,24 @@ class Unshard:
         return jax.random.fold_in(key, bits ^ here ^ np.uint32(leaf.index * 0x9E3779B1 % 2**32))
 
     def _manual(self, local: Callable[..., jax.Array], spec: PartitionSpec, out: PartitionSpec, scope: str) -> Any:
-        """A function of (array, key, weight) per device of the other axes too.
+        """A function of (array, key) per device of the other axes too.
 
-        Blocks are made of what is here, and nothing else moves. Key and weight are arguments: what a nested `shard_map`
+        Blocks are made of what is here, and nothing else moves. The key is an argument: what a nested `shard_map`
         closes over belongs to the mesh outside of it.
         """
         local = jax.named_scope(f"unshard_{scope}")(local)
         if not self.other_axes:
             return local
 
-        def run(x: jax.Array, key: jax.Array | None, weight: jax.Array | None) -> jax.Array:
-            def inside(x: jax.Array, key: jax.Array | None, weight: jax.Array | None) -> jax.Array:
-                return local(x, None if key is None else jax.random.wrap_key_data(key), weight)
+        def run(x: jax.Array, key: jax.Array | None) -> jax.Array:
+            def inside(x: jax.Array, key: jax.Array | None) -> jax.Array:
+                return local(x, None if key is None else jax.random.wrap_key_data(key))
 
             whole = PartitionSpec()
             # It sends over the axes of the engine's region around it, and what varies over those is not known inside.
             return jax.shard_map(
-                inside, in_specs=(spec, whole, whole), out_specs=out, axis_names=set(self.other_axes), check_vma=False
-            )(x, None if key is None else jax.random.key_data(key), weight)
+                inside, in_specs=(spec, whole), out_specs=out, axis_names=set(self.other_axes), check_vma=False
+            )(x, None if key is None else jax.random.key_data(key))
 
         return run
 
