@@ -55,9 +55,7 @@ def token_batches(rows: int, seq: int, steps: int, vocab: int = VOCAB) -> list[d
     # Examples with different numbers of counted tokens, some with none, and tokens that count up to three times.
     counted = [np.arange(seq) < rng.integers(0, seq + 1, (rows, 1)) for _ in range(steps)]
     weights = [(rng.integers(1, 4, (rows, seq)) * where).astype(np.int32) for where in counted]
-    return [
-        {"inputs": t[:, :-1], "targets": t[:, 1:], "weights": w} for t, w in zip(tokens, weights, strict=True)
-    ]
+    return [{"inputs": t[:, :-1], "targets": t[:, 1:], "weights": w} for t, w in zip(tokens, weights, strict=True)]
 
 
 def train(

@@ -44,7 +44,8 @@ def apply(params, x):
 
 def loss_fn(model, batch, key):
     out = model(batch["x"])
-    return ((out - batch["y"]) ** 2).mean(), {"mean_out": out.mean(), "noise": jax.random.uniform(key)}
+    loss = mp.MeanLoss(((out - batch["y"]) ** 2).sum(), out.size)
+    return loss, {"mean_out": out.mean(), "noise": jax.random.uniform(key)}
 
 
 def make_batch(seed, rows=ROWS):
@@ -140,43 +141,21 @@ def test_splitting_the_batch_moves_no_rows():
     assert kinds == {"all-reduce"}
 
 
-@pytest.mark.parametrize("mode", cases("each", grid=["each", "once"]))
-def test_micro_steps_are_weighed_by_a_metric(mode):
-    """With unequal numbers of real tokens a mean of means is wrong; weighed by the tokens it is the mean."""
-
-    def masked(model, batch, key):
-        tokens = batch["mask"].sum()
-        error = ((model(batch["x"]) - batch["y"]) ** 2).mean((1, 2))
-        return (error * batch["mask"]).sum() / tokens, {"tokens": tokens}
-
-    at_once = mp.train_step(masked)
-    step = mp.train_step(masked, accumulate=2, accumulate_mode=mode, weight="tokens")
-    # A part of every micro-step; and of the first one, which has every other row, nothing: its mean is 0/0.
-    for mask in (np.arange(ROWS) % 5 != 0, np.arange(ROWS) % 2 == 1):
-        batch = make_batch(0) | {"mask": mask.astype(np.float32)}
-        whole, losses = run(at_once, make_state(mp.MeshSpec(), mp.ddp()), [batch])
-        split, split_losses = run(step, make_state(mp.MeshSpec(data=8), mp.ddp()), [batch])
-        np.testing.assert_allclose(split_losses, losses, rtol=1e-6)
-        np.testing.assert_allclose(split.params["up"], whole.params["up"], atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", cases("float16", grid=["float16", "bfloat16"]))
 @pytest.mark.parametrize(("accumulate", "mode"), cases((2, "once"), grid=[(1, "each"), (2, "each"), (2, "once")]))
 def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
     """Times a number of tokens, a gradient is beyond float16; alone it is not."""
 
     def weighed(model, batch, key):
-        loss, _ = loss_fn(model, batch, key)
-        return loss * 100, {"tokens": 1_000_000 + 1000 * batch["x"].shape[0] * jnp.ones(())}
+        tokens = 1_000_000 * (1 + batch["x"][:, 0, 0] ** 2).sum()
+        return mp.MeanLoss(loss_fn(model, batch, key)[0].total * tokens, tokens), {}
 
     def trained(**options):
         state = make_state(mp.MeshSpec(fsdp=8), mp.zero1(), optax.sgd(1e-3))
         return mp.train_step(weighed, **options)(state, make_batch(0))
 
     wide, expected = trained()
-    state, metrics = trained(
-        accumulate=accumulate, accumulate_mode=mode, weight="tokens", precision=mp.Precision(reduce=dtype)
-    )
+    state, metrics = trained(accumulate=accumulate, accumulate_mode=mode, precision=mp.Precision(reduce=dtype))
     assert bool(metrics["finite"])
     assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
     # Each of a few rounded additions is off by at most half a unit in the last place: 2^-11, or 2^-8.
@@ -186,9 +165,7 @@ def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
 
 
 def test_a_weighed_reduction_is_as_narrow_as_asked():
-    step = mp.train_step(
-        masked_rows, accumulate=2, accumulate_mode="once", weight="rows", precision=mp.Precision(reduce="float16")
-    )
+    step = mp.train_step(masked_rows, accumulate=2, accumulate_mode="once", precision=mp.Precision(reduce="float16"))
     state = make_state(mp.MeshSpec(data=8), mp.ddp())
     text = step.lower(state, make_batch(0)).as_text()
     sums = [line for line in text.splitlines() if "stablehlo.reduce(" in line and "xf16>, tensor<f16>" in line]
@@ -196,16 +173,19 @@ def test_a_weighed_reduction_is_as_narrow_as_asked():
 
 
 def masked_rows(model, batch, key):
-    return loss_fn(model, batch, key)[0], {"rows": jnp.float32(len(batch["x"]))}
+    return mp.MeanLoss(loss_fn(model, batch, key)[0].total, (batch["x"] > 0).sum()), {}
 
 
 @pytest.mark.parametrize("accumulate", cases(2, grid=[1, 2]))
 def test_counts_and_flags_may_be_metrics(accumulate):
     def counting(model, batch, key):
         loss, _ = loss_fn(model, batch, key)
-        return loss.astype(jnp.float16), {"rows": jnp.int32(40_000), "flag": loss > 0}
+        return mp.MeanLoss(loss.total.astype(jnp.float16), loss.weight), {
+            "rows": jnp.int32(40_000),
+            "flag": loss.total > 0,
+        }
 
-    step = mp.train_step(counting, accumulate=accumulate, weight="rows")
+    step = mp.train_step(counting, accumulate=accumulate)
     _, metrics = step(make_state(mp.MeshSpec(data=8), mp.ddp()), make_batch(0))
     assert float(metrics["rows"]) == 40_000 * accumulate
     assert float(metrics["flag"]) == 1
@@ -383,11 +363,6 @@ def test_losses_of_the_wrong_shape(loss, says):
     with pytest.raises(mp.MeshparError) as error:
         mp.train_step(loss)(make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_batch(0))
     assert says in str(error.value)
-
-
-def test_a_weight_that_is_no_metric():
-    with pytest.raises(mp.MeshparError, match="add it to the metrics"):
-        mp.train_step(loss_fn, weight="tokens")(make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_batch(0))
 
 
 def test_remat_of_a_model_that_marks_no_layer_is_an_error():
