@@ -25,7 +25,7 @@ CONFIG = TransformerConfig(
 )
 ALL = r".*/(query|key|value|out|(shared_)?(gate|up|down))"
 ROWS = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
-BATCH = {"inputs": ROWS[:, :-1], "targets": ROWS[:, 1:]}
+BATCH = {"inputs": ROWS[:, :-1], "targets": ROWS[:, 1:], "weights": (ROWS[:, 1:] % 3).astype(np.int32)}
 
 
 def decoder(kind: str, config: TransformerConfig = CONFIG) -> mp.Model:
@@ -118,8 +118,13 @@ def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[s
     # The chain rule from the gradient of the merged model, on one device: dA = s dW Bᵀ, dB = s Aᵀ dW.
     plain = decoder(kind, config)
     alone = mp.init_state(plain, tx, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), key=0)
+
+    def mean_loss(params):
+        loss, _ = next_token_loss(plain.bind(params, alone.extra), BATCH, None)
+        return loss.total / loss.weight
+
     with mp.use(alone.setup.mesh, mp.ddp()):
-        of_whole = jax.jit(jax.grad(lambda p: next_token_loss(plain.bind(p, alone.extra), BATCH, None)[0]))(whole)
+        of_whole = jax.jit(jax.grad(mean_loss))(whole)
     gradients = dict(tree_leaves_with_paths(of_whole))
     after, start = dict(tree_leaves_with_paths(state.params)), dict(tree_leaves_with_paths(before))
     for path, value in start.items():
