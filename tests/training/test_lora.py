@@ -18,6 +18,7 @@ from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing
 from meshpar.sharding.types import matrix_of, tree_leaves_with_paths
 from meshpar.training.lora import merged_params, of_pair
+from tests.equal import mean_loss
 from tests.grid import cases
 
 CONFIG = TransformerConfig(
@@ -118,13 +119,8 @@ def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[s
     # The chain rule from the gradient of the merged model, on one device: dA = s dW Bᵀ, dB = s Aᵀ dW.
     plain = decoder(kind, config)
     alone = mp.init_state(plain, tx, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), key=0)
-
-    def mean_loss(params):
-        loss, _ = next_token_loss(plain.bind(params, alone.extra), BATCH, None)
-        return loss.total / loss.weight
-
     with mp.use(alone.setup.mesh, mp.ddp()):
-        of_whole = jax.jit(jax.grad(mean_loss))(whole)
+        of_whole = jax.jit(jax.grad(lambda p: mean_loss(plain.bind(p, alone.extra), BATCH)[0]))(whole)
     gradients = dict(tree_leaves_with_paths(of_whole))
     after, start = dict(tree_leaves_with_paths(state.params)), dict(tree_leaves_with_paths(before))
     for path, value in start.items():
