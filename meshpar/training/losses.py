@@ -135,12 +135,9 @@ class LossTerms:
             everywhere = weight if normalizer.total_weight is None else normalizer.total_weight
             divisor = jnp.where(everywhere > 0, everywhere, 1).astype(loss.total.dtype)
             value = jnp.where(everywhere > 0, loss.total * num_parts / divisor, 0)
-            if normalizer.total_weight is not None:
-                share = weight.astype(divisor.dtype) * num_parts / divisor
-                # A part without weight may have 0 / 0 as its mean.
-                metrics = {
-                    name: x if is_counted(x) else jnp.where(weight > 0, x * share, 0) for name, x in metrics.items()
-                }
+            share = weight.astype(divisor.dtype) * num_parts / divisor
+            # A part or a batch without weight may have 0 / 0 as its mean.
+            metrics = {name: x if is_counted(x) else jnp.where(weight > 0, x * share, 0) for name, x in metrics.items()}
         elif isinstance(loss, SumLoss):
             value = loss.total * num_parts
         else:
