@@ -427,7 +427,7 @@ def test_experts_under_stages_add_the_mean_of_their_losses_to_the_mean_over_toke
     state, evaluate, parts = state_of(ONE_DEVICE, built=config.build()), mp.eval_step(next_token_loss), []
     for at in range(4):
         rows = jax.tree.map(lambda x, at=at: x[4 * at : 4 * at + 4], batch)
-        parts.append(jax.tree.map(float, jax.device_get(evaluate(state, rows))))
+        parts.append(jax.device_get(evaluate(state, rows)))
     losses, weights, added = (np.array([one[k] for one in parts]) for k in ("loss", "loss_weight", "moe/aux_loss"))
     assert len(set(weights)) > 1
     assert added.min() > 0.01
