@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from meshpar.compiled import pairs
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.census import Collective, on_stage
 from meshpar.compiled.clock.prediction import compute, overlap, why_not_timed
@@ -201,6 +203,10 @@ def held_to(
         promises = promised(
             setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows, vocab_chunks=chunks, uses=uses
         )
+        if jaxpr is not None:
+            facts = facts_of(setup, options, batch, on_cpu=on_cpu)
+            rows = facts.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
+            promises += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, facts))
         limits["small_share"] = SMALL_SHARE if uses else 0.0
         limits["untold_axes"] = facts_of(setup, options, batch, uses=uses).untold_axes
         limits["scopes_above"] = scopes_above(setup)

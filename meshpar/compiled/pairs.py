@@ -1,0 +1,86 @@
+"""Products of all pairs of examples in a traced step, and the collectives that they cause.
+
+A contrastive loss compares each example with every other (Radford et al. 2021, "Learning Transferable Visual Models
+From Natural Language Supervision", section 2.3). It is a function of the global batch, so XLA gathers one operand of
+the product over the devices that share the batch, and reduces the gradient of that operand over them:
+
+    images[B_data, d]  texts[B_data, d] ─► all-gather ─► texts[B, d]        logits[B_data, B]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+from meshpar.compiled.traced import inner_jaxprs
+from meshpar.parallel.promise import Facts, Promised
+
+ROLE = "examples compared with each other"
+
+
+class _Operand(NamedTuple):
+    elements: int
+    dtype: str
+
+
+def promised(jaxpr: Any, num_batch_leaves: int, rows: int, facts: Facts) -> Iterator[Promised]:
+    """Yield the collectives that products of all pairs of examples may cause.
+
+    Args:
+      jaxpr: of a traced step; its last arguments are the leaves of the batch.
+      num_batch_leaves: how many these are.
+      rows: examples on which the loss is evaluated at once, over all devices.
+      facts: of the step.
+    """
+    axes = facts.ordered(facts.batch_axes)
+    if not axes or rows < 2:
+        return
+    jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), Counter[_Operand]()
+    num_others = len(jaxpr.invars) - num_batch_leaves
+    _follow(jaxpr, [at >= num_others for at in range(len(jaxpr.invars))], rows, 1, found)
+    for operand, count in found.items():
+        same: dict[str, Any] = {
+            "role": ROLE, "axes": axes, "elements": operand.elements, "dtype": facts.wire(operand.dtype), "tensors": (),
+        }  # fmt: skip
+        # Forward, and once more where the backward pass repeats the forward pass.
+        yield Promised(kind="gather", count=(0, 2 * count), **same)
+        yield Promised(kind="sum", scattered=axes, whole=True, count=(0, 2 * count), **same)
+
+
+def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, found: Counter[_Operand]) -> list[bool]:
+    """Count products of pairs in a jaxpr, and return which of its results depend on the batch."""
+    marked = {v for v, mark in zip(jaxpr.invars, is_of_batch, strict=True) if mark}
+
+    def marks(atoms: Sequence[Any]) -> list[bool]:
+        return [not isinstance(atom, Literal) and atom in marked for atom in atoms]
+
+    for eqn in jaxpr.eqns:
+        given = marks(eqn.invars)
+        results = [any(given)] * len(eqn.outvars)
+        if eqn.primitive.name == "dot_general" and all(given) and _is_of_pairs(eqn, rows):
+            for x in eqn.invars:
+                found[_Operand(x.aval.size, x.aval.dtype.name)] += times
+        for inner, _ in inner_jaxprs(eqn):
+            count = len(inner.invars)
+            own = given[-count:] if count and len(given) >= count else [any(given)] * count
+            trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            out = _follow(inner, own, rows, times * trips, found)
+            if eqn.primitive.name in ("jit", "pjit") and len(out) == len(results):
+                results = out
+        marked.update(v for v, mark in zip(eqn.outvars, results, strict=True) if mark)
+    return marks(jaxpr.outvars)
+
+
+def _is_of_pairs(eqn: Any, rows: int) -> bool:
+    """Whether both operands have a dim of all examples that the product keeps: `[B, d] x [d, B] -> [B, B]`."""
+    contracting, batch = eqn.params["dimension_numbers"]
+    for x, summed, shared in zip(eqn.invars, contracting, batch, strict=True):
+        sizes = {dim: size for dim, size in enumerate(x.aval.shape) if dim not in summed}
+        if rows not in [size for dim, size in sizes.items() if dim not in shared]:
+            return False
+        if rows in [sizes[dim] for dim in shared]:
+            return False
+    return True
