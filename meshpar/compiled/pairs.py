@@ -5,6 +5,8 @@ From Natural Language Supervision", section 2.3). It is a function of the global
 the product over the devices that share the batch, and reduces the gradient of that operand over them:
 
     images[B_data, d]  texts[B_data, d] ─► all-gather ─► texts[B, d]        logits[B_data, B]
+
+Softmax over the dim of the logits that the devices share reduces one number for each example.
 """
 
 from __future__ import annotations
@@ -48,6 +50,10 @@ def promised(jaxpr: Any, num_batch_leaves: int, rows: int, facts: Facts) -> Iter
         # Forward, and once more where the backward pass repeats the forward pass.
         yield Promised(kind="gather", count=(0, 2 * count), **same)
         yield Promised(kind="sum", scattered=axes, whole=True, count=(0, 2 * count), **same)
+    if found:
+        # Maximum, sum and target of a softmax, and what its gradient sums, forward and perhaps recomputed.
+        count, dtype = 4 * sum(found.values()), facts.wire("float32")
+        yield Promised(role=ROLE, kind="sum", axes=axes, elements=rows, dtype=dtype, count=(0, count), tensors=())
 
 
 def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, found: Counter[_Operand]) -> list[bool]:

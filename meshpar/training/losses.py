@@ -157,6 +157,11 @@ class LossTerms:
         }
 
 
+def scalar(loss: MeanLoss | SumLoss | jax.Array) -> jax.Array:
+    """Return the value of a loss function's loss on the batch that it was given."""
+    return LossTerms.of(loss, {}).normalized()[0]
+
+
 def _wide(x: Any) -> jax.Array:
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_axes
 from meshpar.training.engines.unshard import Unshard, make_unshard
 from meshpar.training.layers import gathering
-from meshpar.training.losses import Evaluate, Loss
+from meshpar.training.losses import Loss
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics
 from meshpar.training.state import Setup, TrainState
@@ -70,7 +70,7 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     params = constrained(params, setup.named(whole))
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        def call(terms: Evaluate, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
+        def call(terms: Callable[..., Any], params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
             return terms(params, extra, rows, key)
 
         def step(loss: Loss) -> MicroStep:
@@ -109,7 +109,7 @@ def _quantized(
         if options.is_once:
             params = unshard.whole(params, noise)
 
-        def call(terms: Evaluate, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
+        def call(terms: Callable[..., Any], params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
             if options.is_once:
                 return terms(params, extra, rows, key)
             return _gathering(setup, unshard, noise, terms, params, extra, rows, key)
