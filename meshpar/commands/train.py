@@ -31,6 +31,7 @@ from meshpar.commands.recipe import (
     changes,
     defaults_of,
 )
+from meshpar.data.arrays import ArraySource
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
 from meshpar.interop.hf import check_weights, config_of, load_hf
@@ -126,6 +127,7 @@ def train(
     mesh = recipe.mesh.build(devices)
     source = _opened(recipe, screen)
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
+    _check_ids(recipe, source)
     _check_sample(recipe, source)
     setup = _setup(recipe, mesh)
     with source.train(setup.batch_sharding) as batches, contextlib.ExitStack() as until_end:
@@ -326,6 +328,31 @@ def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool, from_hf: str | 
             else "take tokenizer.json and weights of one release",
         )
     return recipe
+
+
+def _check_ids(recipe: Recipe, source: Source) -> None:
+    """Check that token ids in arrays are in the model's vocabulary. Ids of a tokenizer are checked by its size."""
+    from meshpar.models.loss import IGNORE_TARGET
+
+    known = getattr(recipe.model, "vocab_size", None)
+    if known is None or not isinstance(source, ArraySource):
+        return
+    for rows in (source.train_rows, source.valid_rows):
+        examples = rows.read(np.arange(len(rows)))
+        for name in {"inputs", "targets"} & examples.keys():
+            ids = examples[name]
+            is_wrong = (ids < 0) | (ids >= known)
+            if name == "targets":
+                is_wrong &= ids != IGNORE_TARGET
+            if np.issubdtype(ids.dtype, np.integer) and is_wrong.any():
+                example = int(np.argwhere(is_wrong)[0][0])
+                ignored = f"; targets to be ignored are {IGNORE_TARGET}" * (name == "targets")
+                raise problem(
+                    f"data array `{name}`, example {example}",
+                    f"train on the token id {int(ids[is_wrong][0])}",
+                    f"the model knows the ids 0 to {known - 1}{ignored}",
+                    f"correct the data, or set model.vocab_size to {int(ids.max()) + 1} or more",
+                )
 
 
 def _check_sample(recipe: Recipe, source: Source) -> None:
