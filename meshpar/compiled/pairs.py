@@ -69,24 +69,41 @@ def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, foun
         if eqn.primitive.name == "dot_general" and all(given) and _is_of_pairs(eqn, rows):
             for x in eqn.invars:
                 found[_Operand(x.aval.size, x.aval.dtype.name)] += times
-        for inner, _ in inner_jaxprs(eqn):
-            count = len(inner.invars)
+        # Inside a `shard_map` XLA inserts nothing over the axes of the batch.
+        for inner, num_inner in () if eqn.primitive.name == "shard_map" else inner_jaxprs(eqn):
+            count, is_loop = len(inner.invars), eqn.primitive.name == "scan"
             own = given[-count:] if count and len(given) >= count else [any(given)] * count
-            trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            out = _follow(inner, own, rows, times * trips, found)
-            if eqn.primitive.name in ("jit", "pjit") and len(out) == len(results):
+            if is_loop:
+                own = _carried(eqn, inner, own)
+            out = _follow(inner, own, rows, times * (eqn.params["length"] if is_loop else 1), found)
+            if num_inner == 1 and len(out) == len(results):
                 results = out
         marked.update(v for v, mark in zip(eqn.outvars, results, strict=True) if mark)
     return marks(jaxpr.outvars)
+
+
+def _carried(scan: Any, body: Any, given: Sequence[bool]) -> list[bool]:
+    """Mark the carry of a scan that depends on the batch after some iterations."""
+    # Stacked inputs and outputs have one dim more outside of the loop; the parameters differ between versions of jax.
+    num_carry, num_before = (
+        sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
+        for outside, inside in ((scan.outvars, body.outvars), (scan.invars, body.invars))
+    )
+    num_consts = num_before - num_carry
+    while True:
+        out = _follow(body, given, 0, 1, Counter())
+        carry = [a or b for a, b in zip(given[num_consts:num_before], out[:num_carry], strict=True)]
+        after = [*given[:num_consts], *carry, *given[num_before:]]
+        if after == list(given):
+            return after
+        given = after
 
 
 def _is_of_pairs(eqn: Any, rows: int) -> bool:
     """Whether both operands have a dim of all examples that the product keeps: `[B, d] x [d, B] -> [B, B]`."""
     contracting, batch = eqn.params["dimension_numbers"]
     for x, summed, shared in zip(eqn.invars, contracting, batch, strict=True):
-        sizes = {dim: size for dim, size in enumerate(x.aval.shape) if dim not in summed}
-        if rows not in [size for dim, size in sizes.items() if dim not in shared]:
-            return False
-        if rows in [sizes[dim] for dim in shared]:
-            return False
+        kept = [size for dim, size in enumerate(x.aval.shape) if dim not in (*summed, *shared)]
+        if rows not in kept or any(x.aval.shape[dim] == rows for dim in (*summed, *shared)):
+            return False  # it may be a product over the examples, as a weight's gradient, or one for each example
     return True
