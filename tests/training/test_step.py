@@ -147,8 +147,9 @@ def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
     """Times a number of tokens, a gradient is beyond float16; alone it is not."""
 
     def weighed(model, batch, key):
-        tokens = 1_000_000 * (1 + batch["x"][:, 0, 0] ** 2).sum()
-        return mp.MeanLoss(loss_fn(model, batch, key)[0].total * tokens, tokens), {}
+        tokens = 1_000_000 * (1 + batch["x"][:, 0, 0] ** 2)
+        errors = ((model(batch["x"]) - batch["y"]) ** 2).mean((1, 2))
+        return mp.MeanLoss((100 * errors * tokens).sum(), tokens.sum()), {}
 
     def trained(**options):
         state = make_state(mp.MeshSpec(fsdp=8), mp.zero1(), optax.sgd(1e-3))
@@ -248,7 +249,7 @@ def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, str
     model = mp.from_nnx(Dropping)
     assert model.random_keys() >= {"dropout/rngs/key", "moving"}
     state = make_state(spec, strategy, tx=optax.sgd(1.0), model=model)
-    step = mp.train_step(linear, accumulate=2, accumulate_mode=mode)
+    step = mp.train_step(linear, accumulate=2, accumulate_mode=mode, loss_is="mean_over_examples")
     masks, noises = set(), set()
     for _ in range(2):
         before = jax.device_get((state.params, state.extra))
@@ -391,7 +392,8 @@ def test_scalars_and_keys_of_a_batch_are_for_all_rows(options):
     def loss_fn(model, batch, key):
         assert batch["scale"].shape == batch["key"].shape == ()
         noise = jax.random.normal(batch["key"], (4,))
-        return (model(batch["x"] + noise) ** 2).mean() * batch["scale"], {}
+        error = model(batch["x"] + noise) ** 2 * batch["scale"]
+        return mp.MeanLoss(error.sum(), error.size), {}
 
     x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
     batch = {"x": x, "scale": np.float32(3), "key": jax.random.key(5)}
@@ -429,7 +431,8 @@ def test_frozen_parameters_cost_no_gradient_no_reduction_no_optimizer_state(opti
     x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
     def loss_fn(model, batch, key):
-        return ((model(batch) - 1) ** 2).mean(), {}
+        error = (model(batch) - 1) ** 2
+        return mp.MeanLoss(error.sum(), error.size), {}
 
     step, first = mp.train_step(loss_fn, **options), None
     for trainable in (r"lora/.*", lambda path: path.startswith("lora")):
@@ -447,7 +450,8 @@ def test_frozen_parameters_cost_no_gradient_no_reduction_no_optimizer_state(opti
         assert first["grad_norm"] == metrics["grad_norm"]
 
     def alone(lora):
-        return loss_fn(lambda x: x @ before["base"] + x @ lora["a"] @ lora["b"], x, None)[0]
+        loss, _ = loss_fn(lambda x: x @ before["base"] + x @ lora["a"] @ lora["b"], x, None)
+        return loss.total / loss.weight
 
     grads = jax.grad(alone)(before["lora"])
     updates, _ = tx.update(grads, tx.init(before["lora"]), before["lora"])
