@@ -101,9 +101,8 @@ class Case:
     def last(self, ends, y, micro):
         error = (y @ (ends["in"].T if self.tied else ends["out"]) - micro.rows["t"]) ** 2
         if self.weighted:
-            weight = micro.rows["weight"].sum()
-            loss = (error.mean(-1) * micro.rows["weight"]).sum() / weight
-            return loss, {"double": 2 * loss, "weight": weight}
+            total, weight = (error.mean(-1) * micro.rows["weight"]).sum(), micro.rows["weight"].sum()
+            return mp.MeanLoss(total, weight), {"double": 2 * total / weight}
         return error.mean(), {"double": 2 * error.mean()}
 
     # Its data
@@ -125,7 +124,8 @@ class Case:
         )
         batch = {"x": normal(rows, IN), "t": normal(rows, IN)}
         if self.weighted:
-            batch["weight"] = np.abs(normal(rows)) + 0.5
+            # No weight in the first microbatch of the first device: its mean is 0 / 0.
+            batch["weight"] = (np.abs(normal(rows)) + 0.5) * (np.arange(rows) >= self.rows)
         if self.same:
             batch = {name: np.tile(x[: self.rows], (rows // self.rows, 1)) for name, x in batch.items()}
         return params, batch
@@ -133,7 +133,7 @@ class Case:
     # The same in one piece
 
     def whole(self, params, rows, key):
-        """(loss, (metrics, aux)) of some rows; their key folded with each part."""
+        """(MeanLoss, auxiliary loss, metrics, aux) of some rows; their key folded with each part."""
         x, losses, aux = self.first(params.ends, Micro(rows, key, 0)), 0.0, []
         for part in range(self.table.num_parts):
             micro = Micro(rows, jax.random.fold_in(key, part), part)
@@ -142,7 +142,9 @@ class Case:
                 x, one = x
                 losses, aux = losses + one.loss, [*aux, one.metrics]
         loss, metrics = self.last(params.ends, x, Micro(rows, key, 0))
-        return loss + losses, (metrics, jax.tree.map(lambda *xs: jnp.stack(xs), *aux) if aux else {})
+        if not isinstance(loss, mp.MeanLoss):
+            loss = mp.MeanLoss(loss, jnp.ones_like(loss))
+        return loss, losses, metrics, jax.tree.map(lambda *xs: jnp.stack(xs), *aux) if aux else {}
 
     def reference(self):
         """((loss, (metrics, aux)), gradients) by autodiff: over the whole batch at once, or by microbatch where
@@ -157,12 +159,22 @@ class Case:
                 own = jax.random.fold_in(key, shard) if self.shards > 1 else key
                 return self.whole(params, rows, jax.random.fold_in(own, microbatch))
 
-            found = jax.vmap(jax.vmap(one, (0, None, 0)), (0, 0, None))(
+            return jax.vmap(jax.vmap(one, (0, None, 0)), (0, 0, None))(
                 cut, jnp.arange(self.shards), jnp.arange(self.table.microbatches)
             )
-            return jax.tree.map(lambda x: x.mean((0, 1)), found)
 
-        model = by_microbatch if self.noise else self.whole
+        def at_once(params, batch, key):
+            return jax.tree.map(lambda x: jnp.asarray(x)[None, None], self.whole(params, batch, key))
+
+        def model(params, batch, key):
+            loss, added, metrics, aux = (by_microbatch if self.noise else at_once)(params, batch, key)
+            shares = loss.weight / loss.weight.sum()
+            metrics = {name: jnp.where(shares > 0, x * shares, 0).sum() for name, x in metrics.items()}
+            if self.weighted:
+                metrics["loss_weight"] = loss.weight.sum()
+            aux = jax.tree.map(lambda x: x.mean((0, 1)), aux)
+            return loss.total.sum() / loss.weight.sum() + jnp.mean(added), (metrics, aux)
+
         with jax.enable_x64(self.dtype == "float64"):
             return jax.jit(jax.value_and_grad(model, has_aux=True))(*self.data, jax.random.key(7))
 
@@ -194,7 +206,7 @@ class Run:
 def function(case: Case):
     return value_and_grad(
         case.stage, case.last, schedule=case.table, mesh=case.mesh, first_fn=case.first, specs=case.specs,
-        gather=case.gather, remat=case.remat, sync=case.sync, weight="weight" if case.weighted else None,
+        gather=case.gather, remat=case.remat, sync=case.sync,
     )  # fmt: skip
 
 
@@ -230,9 +242,8 @@ def differences(run: Run) -> dict[str, float]:
     """Of loss, metrics, aux and every gradient: the largest difference to the model in one piece, relative."""
     result, grads = run()
     (loss, (metrics, aux)), wanted = run.case.reference()
-    metrics = {name: x for name, x in metrics.items() if name != "weight"}
     found = {"loss": (result.loss, loss), "grads": (grads, wanted), "aux": (result.aux, aux)}
-    found["metrics"] = {name: result.metrics[name] for name in metrics}, metrics
+    found["metrics"] = result.metrics, metrics
     out = {}
     for name, (got, want) in found.items():
         assert jax.tree.structure(got) == jax.tree.structure(want), name
@@ -273,6 +284,11 @@ COUNTS = cases(grid=[Case(schedule=name, m=m) for name, m in (("1f1b", 1), ("zb-
 NOISY = Case(schedule="zb-v", noise=True, aux=True)
 VARIANTS = [
     Case(schedule="gpipe", weighted=True, fsdp=2),
+    pytest.param(Case(schedule="1f1b", weighted=True, fsdp=2, tensor=2, aux=True), marks=pytest.mark.matrix),
+    pytest.param(Case(schedule="zb-v", weighted=True, fsdp=2, aux=True, noise=True), marks=pytest.mark.matrix),
+    pytest.param(
+        Case(schedule="dualpipe", weighted=True, expert=2, fsdp=2, gather="microbatch"), marks=pytest.mark.matrix
+    ),
     pytest.param(Case(schedule="zb-h1", noise=True, fsdp=2, remat="full"), marks=pytest.mark.matrix),
     NOISY,
     pytest.param(Case(schedule="1f1b", dtype="float32"), marks=pytest.mark.matrix),
@@ -495,16 +511,18 @@ def test_stages_send_only_to_their_neighbours(run, case):
         assert any(c.axes == ("tensor",) and c.in_loop for c in found)
 
 
-APART = Case(schedule="zb-h2", fsdp=2, sync=False)
+APART = [Case(schedule="zb-h2", fsdp=2, sync=False, weighted=weighted) for weighted in (False, True)]
 
 
-def test_stages_that_do_not_wait_for_each_other(run):
+@pytest.mark.parametrize("case", cases(APART[1], grid=APART), ids=label)
+def test_stages_that_do_not_wait_for_each_other(run, case):
     """Every stage has its share of the loss; nothing but permutes crosses stages."""
-    one = run(APART)
+    one = run(case)
     assert all(c.kind == "collective-permute" for c in one.collectives if "stage" in c.axes)
     result, grads = one()
-    (loss, (metrics, _)), wanted = APART.reference()
-    for shares, whole in ((result.loss, loss), (result.metrics["double"], metrics["double"])):
+    (loss, (metrics, _)), wanted = case.reference()
+    assert result.metrics.keys() == metrics.keys()
+    for shares, whole in ((result.loss, loss), *((result.metrics[name], metrics[name]) for name in metrics)):
         shares = np.asarray(shares)
         assert shares.shape == (2,)
         assert shares[0] == 0
@@ -658,10 +676,6 @@ def wider(layers, x, micro):
     return jnp.concatenate([x, x], -1)
 
 
-def with_aux(layers, x, micro):
-    return x, Aux(jnp.float32(0), {})
-
-
 PARTS, ROWS = Case(dtype="float32").data
 MISTAKES = {
     "ranks": ({"schedule": make("1f1b", 4, 4)}, "run the 4 stages", "MeshSpec\\(stage=4"),
@@ -683,15 +697,13 @@ MISTAKES = {
         "before the layers or behind",
     ),
     "schedule": ({"schedule": "1f1b"}, "it is a str", "one_f_one_b"),
-    "weight": ({"weight": "double", "sync": False}, "only the last stage knows", "sync=True"),
-    "weighed aux": ({"weight": "double", "stage": with_aux}, "auxiliary losses", "leave out weight"),
     "inputs": ({"first_fn": None}, "`inputs`", "a first_fn"),
     "no metrics": ({"last": lambda ends, y, micro: y.mean()}, "from its result", "return loss, {}"),
     "loss of rows": ({"last": lambda ends, y, micro: (y.mean(-1), {})}, r"a loss of shape \(2,\)", "loss.mean()"),
-    "no such weight": (
-        {"last": lambda ends, y, micro: (y.mean(), {}), "weight": "count"},
-        "no metrics",
-        '"count": ...',
+    "total of rows": (
+        {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(-1), y.size), {})},
+        r"a loss of shape \(2,\)",
+        "loss.mean()",
     ),
     "whole loss": ({"last": lambda ends, y, micro: (y.sum().astype(int), {})}, "a loss of dtype int", "real number"),
     "no loss": ({"last": lambda ends, y, micro: (None, {})}, "dtype object", "astype"),
@@ -700,9 +712,19 @@ MISTAKES = {
     "a metric of keys": ({"last": lambda ends, y, micro: (y.mean(), {"a": micro.key})}, "of dtype key<fry>", "scalar"),
     "a metric of rows": ({"last": lambda ends, y, micro: (y.mean(), {"a": y.mean(-1)})}, "of shape .2,.", "its mean"),
     "weights of rows": (
-        {"last": lambda ends, y, micro: (y.mean(), {"n": y.mean(-1)}), "weight": "n"},
-        "of shape .2,.",
-        "sum it",
+        {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(), jnp.ones(len(y))), {})},
+        "`weight`.*of shape .2,.",
+        "its sum",
+    ),
+    "a weight of outputs": (
+        {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(), (y > 0).sum()), {})},
+        "MeanLoss.weight.*depends on the model's",
+        "from the batch and the key alone",
+    ),
+    "a weight of ends": (
+        {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(), jnp.abs(ends["out"]).sum()), {})},
+        "MeanLoss.weight.*depends on the model's",
+        "from the batch and the key alone",
     ),
     "another structure": ({"stage": lambda layers, x, micro: [x]}, r"float32.2, 8. in PyTreeDef.\[", "x's structure"),
     "keys": ({"first_fn": lambda ends, micro: micro.key}, "as key<fry>", "micro.key"),
@@ -776,6 +798,10 @@ def of_two(stage, last, first, rows, **options):
     return jax.jit(run)(Params(TWO), rows)
 
 
+def mean_of(loss):
+    return loss.total / loss.weight
+
+
 def assert_as(whole, result, grads):
     """Loss and gradients are those of the whole model."""
     loss, wanted = jax.jit(jax.value_and_grad(whole))(TWO)
@@ -817,14 +843,42 @@ def test_a_microbatch_of_no_weight_has_no_part_in_the_mean():
 
     def last(ends, y, micro):
         weight = micro.rows["weight"].sum()
-        return ((y**2).mean(-1) * micro.rows["weight"]).sum() / weight, {"weight": weight}
+        total = ((y**2).mean(-1) * micro.rows["weight"]).sum()
+        return mp.MeanLoss(total, weight), {"mean": total / weight, "rows": len(y)}
 
     def whole(w):
         y = jnp.tanh(jnp.tanh(rows["inputs"] * w[0]) * w[1])
-        return last(None, y, Micro(rows, None, 0))[0]
+        return mean_of(last(None, y, Micro(rows, None, 0))[0])
 
-    result, grads = of_two(lambda w, x, micro: jnp.tanh(x * w), last, None, rows, weight="weight")
+    result, grads = of_two(lambda w, x, micro: jnp.tanh(x * w), last, None, rows)
     assert_as(whole, result, grads)
+    # The first microbatch has 0 / 0 as its mean.
+    np.testing.assert_allclose(result.metrics["mean"], result.loss, rtol=1e-6)
+    assert (int(result.metrics["rows"]), float(result.metrics["loss_weight"])) == (4, 4.0)
+
+
+def test_microbatches_without_any_weight_have_loss_zero():
+    rows = {"inputs": np.ones((4, 3), np.float32), "weight": np.zeros(4, np.float32)}
+
+    def last(ends, y, micro):
+        weights = micro.rows["weight"]
+        return mp.MeanLoss((y * weights[:, None]).sum(), weights.sum()), {"mean": (y.T @ weights).sum() / weights.sum()}
+
+    result, grads = of_two(lambda w, x, micro: jnp.tanh(x * w), last, None, rows)
+    assert float(result.loss) == float(result.metrics["loss_weight"]) == float(result.metrics["mean"]) == 0
+    np.testing.assert_array_equal(grads.parts, 0)
+
+
+def test_a_sum_is_not_divided():
+    rows = {"inputs": np.arange(12, dtype=np.float32).reshape(4, 3)}
+
+    def last(ends, y, micro):
+        return mp.SumLoss((y**2).sum()), {"mean": y.mean(), "rows": len(y)}
+
+    result, grads = of_two(lambda w, x, micro: jnp.tanh(x * w), last, None, rows)
+    assert_as(lambda w: (jnp.tanh(jnp.tanh(rows["inputs"] * w[0]) * w[1]) ** 2).sum(), result, grads)
+    assert int(result.metrics["rows"]) == 4
+    assert "loss_weight" not in result.metrics
 
 
 @pytest.mark.parametrize("dtype", cases(bool, grid=[bool, "int8"]))
@@ -839,14 +893,14 @@ def test_what_has_no_gradient_goes_along_under_a_weight(dtype):
         return jnp.tanh(x * w) + big, big
 
     def last(ends, given, micro):
-        weight = micro.rows["weight"].sum()
-        return ((given[0] ** 2).mean(-1) * micro.rows["weight"]).sum() / weight, {"weight": weight}
+        weights = micro.rows["weight"]
+        return mp.MeanLoss(((given[0] ** 2).mean(-1) * weights).sum(), weights.sum()), {}
 
     def whole(w):
         micro = Micro(rows, None, 0)
-        return last(None, stage(w[1], stage(w[0], first(None, micro), micro), micro), micro)[0]
+        return mean_of(last(None, stage(w[1], stage(w[0], first(None, micro), micro), micro), micro)[0])
 
-    result, grads = of_two(stage, last, first, rows, weight="weight")
+    result, grads = of_two(stage, last, first, rows)
     assert_as(whole, result, grads)
 
 

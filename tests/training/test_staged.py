@@ -15,6 +15,7 @@ from flax import nnx
 import meshpar as mp
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.reports import report
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
 from tests.grid import cases
 
@@ -121,29 +122,38 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("weight", cases(None, grid=[None, "tokens"]))
-def test_counts_are_summed_and_all_else_averaged_however_a_batch_is_cut(weight):
+@pytest.mark.parametrize("kind", cases("MeanLoss", grid=["MeanLoss", "SumLoss", "scalar"]))
+def test_counts_are_summed_and_all_else_averaged_however_a_batch_is_cut(kind):
     names = {"layers/w": ("layers", "embed", None)}
     model = mp.from_functions(lambda key: {"layers": {"w": jnp.full((2, 4, 4), 0.5)}}, run_layers, names=names)
 
     def loss(model, batch, key):
-        y = model(batch["x"])
-        return (y**2).mean(), {"tokens": batch["ids"].sum(), "big": (y > 2).mean(), "is_big": (y > 2).any()}
+        y, ids = model(batch["x"]), batch["ids"]
+        metrics = {"tokens": ids.sum(), "is_big": (y > 2).any()}
+        if kind == "MeanLoss":
+            weighted = [(x * ids[:, None]).sum() for x in (y**2, y > 2)]
+            return mp.MeanLoss(weighted[0], ids.sum()), {**metrics, "big": weighted[1] / ids.sum()}
+        loss = (y**2).mean() if kind == "scalar" else mp.SumLoss((y**2).sum())
+        return loss, {**metrics, "big": (y > 2).mean()}
 
-    batch = {"x": np.arange(64, dtype=np.float32).reshape(16, 4) / 16, "ids": np.arange(16, dtype=np.int32)}
+    loss_is = "mean_over_examples" if kind == "scalar" else None
+    # The first part of the batch has no weight: its metric is 0 / 0.
+    ids = np.arange(16, dtype=np.int32) // 2
+    batch = {"x": np.arange(64, dtype=np.float32).reshape(16, 4) / 16, "ids": ids}
     told = {}
     for name, (spec, strategy, options) in CUTS.items():
         mesh = mesh_of(spec)
         state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
-        _, metrics = mp.train_step(loss, weight=weight, **options)(state, batch)
+        _, metrics = mp.train_step(loss, loss_is=loss_is, **options)(state, batch)
         assert metrics["tokens"].dtype == jnp.int32
         told[name] = jax.tree.map(float, metrics)
     assert {one["tokens"] for one in told.values()} == {batch["ids"].sum()}
-    if weight is None:  # else a mean over unequal weights, which cuts differ in
-        assert len({one["big"] for one in told.values()}) == 1
-    # Of microbatches, or of devices' shares of them.
-    for name in ("loss", "big", "is_big"):
-        assert told["each device by itself"][name] == pytest.approx(told["stages"][name], rel=1e-6), name
+    assert {one.get("loss_weight") for one in told.values()} == {ids.sum() if kind == "MeanLoss" else None}
+    for one in told.values():
+        for name in ("loss", "big"):
+            assert one[name] == pytest.approx(told["whole"][name], rel=1e-6), name
+    # The mean of the flags of microbatches, or of devices' shares of them.
+    assert told["each device by itself"]["is_big"] == pytest.approx(told["stages"]["is_big"], rel=1e-6)
 
 
 def run_layers(params, x):
@@ -215,7 +225,7 @@ def test_unequal_parts_of_any_model(num_layers, stages, asked, x64):
         state = mp.init_state(
             mp.from_functions(start, model, names=names), optax.adam(1e-2), mesh=mesh, strategy=strategy, key=0
         )  # fmt: skip
-        step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
+        step = mp.train_step(lambda model, batch, key: (mp.SumLoss((model(batch["x"]) ** 2).sum()), {}))
         state, metrics = step(state, batch)
         kept.append((float(metrics["loss"]), jax.device_get((state.params, state.opt_state))))
     assert kept[1][0] == pytest.approx(kept[0][0], rel=1e-12)
@@ -283,17 +293,31 @@ class Balanced(nnx.Module):
 
 
 def balanced_loss(model, batch, key):
+    """A scalar with the auxiliary loss in it."""
     y, aux = model(batch["x"])
     error = ((y - batch["t"]) ** 2).mean()
     told = {"error": error, "busiest": model.load[...].max() / 4, "score": aux.metrics["score"].mean()}
     return error + 0.5 * model.losses[...], told
 
 
+def weighted_loss(model, batch, key):
+    """A weighted mean, to which the step adds the auxiliary loss."""
+    y, aux = model(batch["x"])
+    error, weight = ((y - batch["t"]) ** 2).mean(-1) @ batch["w"], batch["w"].sum()
+    told = {"error": error / weight, "busiest": model.load[...].max() / 4, "score": aux.metrics["score"].mean()}
+    report(loss=0.5 * model.losses[...])
+    return mp.MeanLoss(error, weight), told
+
+
 def balanced_batches():
     rng = np.random.default_rng(0)
-    return [{name: rng.normal(size=(16, WIDTH)) for name in "xt"} for _ in range(STEPS)]
+    batches = [{name: rng.normal(size=(16, WIDTH)) for name in "xt"} for _ in range(STEPS)]
+    return [{**batch, "w": rng.integers(0, 4, 16) * (np.arange(16) >= 4)} for batch in batches]
 
 
+@pytest.mark.parametrize(
+    "loss", cases(weighted_loss, grid=[balanced_loss, weighted_loss]), ids=lambda loss: loss.__name__
+)
 @pytest.mark.parametrize(
     ("spec", "schedule", "fewer"),
     [
@@ -304,12 +328,12 @@ def balanced_batches():
     ],
     ids=str,
 )
-def test_what_layers_give_beside_their_output(spec, schedule, fewer, x64):
+def test_what_layers_give_beside_their_output(spec, schedule, fewer, loss, x64):
     asked = {"stages": spec["stage"], "microbatches": 4, "schedule": schedule, "fewer_layers": fewer}
     model, batches = mp.from_nnx(lambda rngs: Balanced(rngs)), balanced_batches()
-    wanted = train(model, batches, mp.MeshSpec(), mp.ddp(), loss=balanced_loss)
-    strategy = mp.pipeline_parallel(**asked)
-    found = train(model, batches, spec, strategy, loss=balanced_loss, start=wanted.start)
+    wanted = train(model, batches, mp.MeshSpec(), mp.ddp(), loss=loss)
+    strategy, loss_is = mp.pipeline_parallel(**asked), None if loss is weighted_loss else "mean_over_examples"
+    found = train(model, batches, spec, strategy, loss=loss, start=wanted.start, loss_is=loss_is)
     for ours, theirs in zip(found.metrics, wanted.metrics, strict=True):
         assert jax.tree.map(float, ours) == pytest.approx(jax.tree.map(float, theirs), rel=1e-12)
     assert_same(found.params, wanted.params, atol=1e-12)
@@ -350,11 +374,14 @@ MIXED = {
     ),
     "a variable of rows": (balanced_loss, Sums, {}, "`losses` of the model"),
     "a stream of its own": (balanced_loss, Drops, {}, "`drop/rngs/key` of the model"),
-    "weights": (balanced_loss, Balanced, {"weight": "error"}, "leave out weight"),
+    "a weighted slope": (
+        lambda model, batch, key: (mp.MeanLoss(model(batch["x"])[1].loss, batch["w"].sum()), {}), Balanced, {},
+        "is no constant",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cases("a metric of both", "a variable of rows", "weights", grid=MIXED))
+@pytest.mark.parametrize("name", cases("a metric of both", "a variable of rows", grid=MIXED))
 def test_what_no_stage_has_in_time_is_told(name):
     loss, build, options, told = MIXED[name]
     model, strategy = mp.from_nnx(lambda rngs: build(rngs)), mp.pipeline_parallel(stages=2, microbatches=4)
@@ -492,7 +519,8 @@ class LinenStack(nn.Module):
 def test_one_rule_names_the_layers_of_a_stack_without_names(framework, num_layers):
     def loss(model, batch, key):
         logits = model(batch["inputs"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean(), {}
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return mp.MeanLoss((losses * batch["weights"]).sum(), batch["weights"].sum()), {}
 
     batches = token_batches(16, SEQ, STEPS)
     if framework == "nnx":

@@ -60,22 +60,23 @@ def stacked_model(scan=mp.scan_layers):
 
 
 def squares(model, batch, key):
-    """Mean over the rows that count; with none, 0/0."""
+    """Mean over rows by their weights; the metric of a part without weight is 0 / 0."""
     off = ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
-    count = batch["counts"].sum()
-    return (off * batch["counts"]).sum() / count, {"count": count}
+    total, weight = (off * batch["counts"]).sum(), batch["counts"].sum()
+    return mp.MeanLoss(total, weight), {"mean": total / weight, "rows": jnp.asarray(len(off))}
 
 
 def rows(counts=None):
     draw = np.random.default_rng(0).standard_normal
-    counts = np.ones(ROWS) if counts is None else np.asarray(counts)
+    counts = np.arange(ROWS) % 5 if counts is None else np.asarray(counts)
     return {name: np.asarray(x, "float32") for name, x in
             (("x", draw((ROWS, WIDTH))), ("y", draw((ROWS, 8))), ("counts", counts))}  # fmt: skip
 
 
 def tokens():
     draw = np.random.default_rng(0).integers
-    return {name: draw(0, CONFIG.vocab_size, (ROWS, 12)).astype("int32") for name in ("inputs", "targets")}
+    batch = {name: draw(0, CONFIG.vocab_size, (ROWS, 12)).astype("int32") for name in ("inputs", "targets")}
+    return {**batch, "weights": (np.arange(12) < draw(0, 13, (ROWS, 1))).astype("int32")}
 
 
 def linear_model():
@@ -87,7 +88,8 @@ def linear_model():
 
 
 def linear(model, batch, key):
-    return (model(batch["x"]) * batch["y"]).mean(), {}
+    products = model(batch["x"]) * batch["y"]
+    return mp.MeanLoss(products.sum(), products.size), {}
 
 
 MODELS = {
@@ -116,13 +118,16 @@ def one_step(mesh, strategy, *, model="functions", batch=None, **options):
 
 @pytest.fixture(scope="module")
 def plain():
-    """(model) -> a step on one device, which all others stand for: rows are weighed alike."""
+    """(model) -> a step on one device, which all others stand for."""
     return functools.cache(lambda model: one_step({"fsdp": 1}, mp.fsdp(), model=model))
 
 
 def close(found, expected, *, rtol):
     """Loss and norm, and every gradient up to a part of its largest element."""
-    for name in ("loss", "grad_norm"):
+    assert found[0].keys() == expected[0].keys()
+    for name in ("loss_weight", "rows"):
+        assert found[0].get(name) == expected[0].get(name), name
+    for name in {"loss", "grad_norm", "mean"} & found[0].keys():
         np.testing.assert_allclose(found[0][name], expected[0][name], rtol=rtol)
     for x, y in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=rtol * np.abs(y).max() + 1e-7)
@@ -140,11 +145,8 @@ ONCE = {"accumulate": 2, "accumulate_mode": "once"}
 @pytest.mark.parametrize(
     "options",
     cases(
-        {"weight": "count", **ONCE},
-        grid=[
-            *({}, {"accumulate": 2}, ONCE, {"remat": "dots"}),
-            *({"weight": "count", "accumulate": 2}, {"weight": "count", **ONCE}),
-        ],
+        ONCE,
+        grid=[{}, {"accumulate": 2}, ONCE, {"remat": "dots"}],
     ),
     ids=str,
 )
@@ -163,9 +165,9 @@ def test_the_shipped_models_gather_their_layers(plain, model):
 
 @pytest.mark.parametrize("mode", cases(ONCE, grid=[{}, ONCE]), ids=str)
 def test_devices_without_rows_that_count_do_not_spoil_the_others(mode):
-    """Half of the devices have 0/0 for a loss."""
+    """Half of the devices have 0/0 for a metric."""
     batch = rows(np.repeat([0.0, 1.0, 0.0, 3.0], ROWS // 4))
-    found = one_step(TWO_LEVELS, mp.fsdp(axis=("data", "fsdp"), quantize=EXACT), batch=batch, weight="count", **mode)
+    found = one_step(TWO_LEVELS, mp.fsdp(axis=("data", "fsdp"), quantize=EXACT), batch=batch, **mode)
     close(found, one_step({"fsdp": 1}, mp.fsdp(), batch=batch), rtol=2e-5)
 
 
@@ -210,7 +212,7 @@ def test_loss_and_gradients_are_within_the_bound(mesh, strategy, options):
 @pytest.mark.matrix
 def test_shards_that_other_axes_split_are_quantized_where_they_are(plain):
     strategy = mp.fsdp(quantize={"stochastic": True}) | mp.tensor_parallel()
-    found = one_step({"fsdp": 2, "tensor": 2}, strategy, weight="count")
+    found = one_step({"fsdp": 2, "tensor": 2}, strategy)
     close(found, plain("functions"), rtol=0.1)  # as below, and rounding at random errs by twice as much
     with pytest.raises(AssertionError):
         close(found, plain("functions"), rtol=1e-4)
