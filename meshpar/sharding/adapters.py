@@ -65,6 +65,8 @@ class Model:
     """Logical names by the path of the parameter; a leaf that is missing carries none. Call it after `init`."""
     random_keys: Callable[[], frozenset[str]] = frozenset
     """Paths in `extra` of raw random keys, from which the model draws by itself (NNX's `Rngs`)."""
+    batch_stats: Callable[[], frozenset[str]] = frozenset
+    """Paths in `extra` of statistics of the global batch: `nnx.BatchStat`, and Linen's collection `batch_stats`."""
     is_explicit: bool = False
     """Whether the model and the loss say themselves how every array lies: `explicit`."""
     after_update: Callable[[PyTree], PyTree] = lambda extra: extra
@@ -154,6 +156,7 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         collect=lambda bound: _split(bound).extra,
         names=module.names,
         random_keys=module.random_keys,
+        batch_stats=module.batch_stats,
         after_update=module.after_update,
         build=build,
     )
@@ -210,6 +213,11 @@ class _Nnx:
 
     def random_keys(self) -> frozenset[str]:
         return frozenset(path for path, x in _by_path(self._structure[2]) if _is_key(_value_of(x)))
+
+    def batch_stats(self) -> frozenset[str]:
+        from flax import nnx
+
+        return frozenset(path for path, x in _by_path(self._structure[2]) if isinstance(x, nnx.BatchStat))
 
     def after_update(self, extra: PyTree) -> PyTree:
         from flax import nnx
@@ -441,6 +449,7 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
         bind=lambda params, extra: BoundLinen(module, linen.about[1], params, extra),
         collect=lambda bound: bound.extra,
         names=lambda: linen.about[0],
+        batch_stats=linen.batch_stats,
         after_update=getattr(module, "after_update", lambda extra: extra),
     )
 
@@ -457,6 +466,10 @@ class _Linen:
         if "params" not in variables:
             raise problem("from_linen", "train the module", "it has no `params` collection", "give it parameters")
         return Variables(variables.pop("params"), variables)
+
+    def batch_stats(self) -> frozenset[str]:
+        variables = jax.eval_shape(self.init, key_data_like()).extra
+        return frozenset(path for path, _ in tree_leaves_with_paths(variables) if path.startswith("batch_stats/"))
 
     @functools.cached_property
     def about(self) -> tuple[Mapping[str, Names], frozenset[Path]]:

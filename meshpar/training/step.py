@@ -174,6 +174,7 @@ class TrainStep(_Program):
         check_prefetch(setup.strategy, self.options)
         _check_explicit(setup, self.options)
         _check_overwritten(setup, self.options)
+        _check_batch_stats(setup, self.options)
         _check_whole(setup, self.options, batch)
         _check_wider(setup, self.options.precision)
         for rule in setup.strategy.activations.remat:
@@ -380,6 +381,21 @@ def _check_overwritten(setup: Setup, options: StepOptions) -> None:
             "measure one scale over all rows",
             "stages, kernels that quantize and one reduction behind all micro-steps give a device its own rows alone",
             'use accumulate_mode="each" and a strategy without stages and quantize, or mp.Precision(matmul="fp8")',
+        )
+
+
+def _check_batch_stats(setup: Setup, options: StepOptions) -> None:
+    """Check that an engine that sees only local rows gets no model with batch statistics."""
+    engine = engine_of(setup, options).__name__.rpartition(".")[2]
+    sees_local_rows = engine == "staged" or (engine == "by_device" and setup.batch_axes)
+    stats = sorted(setup.model.batch_stats()) if sees_local_rows else ()
+    if stats:
+        raise problem(
+            f"`{stats[0]}` of the model, and {setup.strategy.label}" + ONCE * options.is_once,
+            "compute batch statistics over the global batch",
+            'stages, quantize and accumulate_mode="once" run the model on the local rows of each device',
+            'use accumulate_mode="each" and a strategy without stages and quantize, or normalize without batch '
+            "statistics (LayerNorm, GroupNorm)",
         )
 
 
