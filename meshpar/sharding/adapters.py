@@ -227,9 +227,9 @@ class _Nnx:
             return extra
         module = nnx.merge(graph, params_like, _filled(extra_like, extra))
         for _, part in nnx.iter_modules(module):
-            update = getattr(part, "after_update", None)
+            update = getattr(type(part), "after_update", None)
             if update is not None:
-                update()
+                update(part)
         return _split(module).extra
 
 
@@ -450,7 +450,7 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
         collect=lambda bound: bound.extra,
         names=lambda: linen.about[0],
         batch_stats=linen.batch_stats,
-        after_update=getattr(module, "after_update", lambda extra: extra),
+        after_update=module.after_update if hasattr(type(module), "after_update") else lambda extra: extra,
     )
 
 
@@ -474,8 +474,6 @@ class _Linen:
     @functools.cached_property
     def about(self) -> tuple[Mapping[str, Names], frozenset[Path]]:
         """Names by the path of the parameter, and the paths of what the module sows, collection first."""
-        from flax import linen as nn
-
         sown: set[Path] = set()
 
         def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -489,7 +487,7 @@ class _Linen:
             object.__setattr__(module, "sow", seen)  # of this one call's copy, which Linen does not let be set
             return call(*args, **kwargs)
 
-        with nn.intercept_methods(watch):
+        with linen_methods(watch):
             variables = jax.eval_shape(self._boxed, key_data_like())
         leaves = jax.tree_util.tree_leaves_with_path(variables["params"], is_leaf=_is_box)
         named = ((path_str(path), leaf) for path, leaf in leaves if _is_box(leaf) and getattr(leaf, "names", None))
@@ -507,6 +505,22 @@ class _Linen:
             if "requires a non-empty mesh" not in str(error):
                 raise
         return init()  # the module lays activations out by axes of the mesh
+
+
+def linen_methods(intercept: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Intercept methods as `nn.intercept_methods` does, except for Python's own such as `__getattr__`.
+
+    An interceptor that reads an attribute of such a module would otherwise call itself.
+    """
+    from flax import linen as nn
+
+    def own(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        name = context.method_name
+        if name.startswith("__") and name != "__call__":
+            return call(*args, **kwargs)
+        return intercept(call, args, kwargs, context)
+
+    return nn.intercept_methods(own)
 
 
 @contextlib.contextmanager
@@ -575,7 +589,7 @@ def _linen_modules() -> Iterator[None]:
     known = {name for name, _ in theirs}
     ours = [(name, axes) for name, axes in _axes_by_name(here) if name not in known]
     strict = (_Strict({*known, *here.rules.names}), None)
-    with nn.logical_axis_rules([*theirs, *ours, strict]), nn.intercept_methods(hold):
+    with nn.logical_axis_rules([*theirs, *ours, strict]), linen_methods(hold):
         yield
 
 
