@@ -398,6 +398,17 @@ OVERWRITTEN = "_overwrite_with_gradient"
 """Flax's name of the collection whose next values are what its gradient says: scales and histories of 8-bit matmuls."""
 
 
+class LinenInfo(NamedTuple):
+    """What one initialization shows of a Linen module."""
+
+    names: Mapping[str, Names]
+    """Logical names by the path of the parameter."""
+    sown: frozenset[Path]
+    """Paths of the variables that the module sows, with the collection first."""
+    shapes: PyTree
+    """Parameters as `jax.ShapeDtypeStruct`s."""
+
+
 class BoundLinen:
     """A Linen module together with its variables, called like the module.
 
@@ -405,14 +416,14 @@ class BoundLinen:
     is that of its last call alone.
     """
 
-    def __init__(self, module: Any, sown: frozenset[Path], params: PyTree, extra: PyTree) -> None:
-        self.module, self.sown, self.params, self.extra = module, sown, params, extra
+    def __init__(self, module: Any, info: LinenInfo, params: PyTree, extra: PyTree) -> None:
+        self.module, self.info, self.params, self.extra = module, info, params, extra
 
     def __call__(self, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
         """`module.apply` on the bound variables; `rngs` as in Linen."""
-        variables = {"params": self.params, **_without(self.extra, self.sown)}
+        variables = {"params": self.params, **_without(self.extra, self.info.sown)}
         mutable = list(self.extra)
-        with _linen_modules(), _bare_boxes():
+        with _linen_modules(self.info.shapes), _bare_boxes():
             out = self.module.apply(variables, *args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
         if mutable:
             out, changed = out
@@ -446,9 +457,9 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
     return Model(
         kind="linen",
         init=linen.init,
-        bind=lambda params, extra: BoundLinen(module, linen.about[1], params, extra),
+        bind=lambda params, extra: BoundLinen(module, linen.info, params, extra),
         collect=lambda bound: bound.extra,
-        names=lambda: linen.about[0],
+        names=lambda: linen.info.names,
         batch_stats=linen.batch_stats,
         after_update=module.after_update if hasattr(type(module), "after_update") else lambda extra: extra,
     )
@@ -472,8 +483,7 @@ class _Linen:
         return frozenset(path for path, _ in tree_leaves_with_paths(variables) if path.startswith("batch_stats/"))
 
     @functools.cached_property
-    def about(self) -> tuple[Mapping[str, Names], frozenset[Path]]:
-        """Names by the path of the parameter, and the paths of what the module sows, collection first."""
+    def info(self) -> LinenInfo:
         sown: set[Path] = set()
 
         def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -491,7 +501,8 @@ class _Linen:
             variables = jax.eval_shape(self._boxed, key_data_like())
         leaves = jax.tree_util.tree_leaves_with_path(variables["params"], is_leaf=_is_box)
         named = ((path_str(path), leaf) for path, leaf in leaves if _is_box(leaf) and getattr(leaf, "names", None))
-        return {path: _for_each_dim(leaf.names, leaf.value.ndim) for path, leaf in named}, frozenset(sown)
+        names = {path: _for_each_dim(leaf.names, leaf.value.ndim) for path, leaf in named}
+        return LinenInfo(names, frozenset(sown), jax.tree.map(_unboxed, variables["params"], is_leaf=_is_box))
 
     def _boxed(self, key: jax.Array) -> Any:
         args, kwargs = jax.tree.map(_array, (self._args, self._kwargs))
@@ -562,10 +573,13 @@ _UNBOXING = threading.Lock()
 
 
 @contextlib.contextmanager
-def _linen_modules() -> Iterator[None]:
+def _linen_modules(shapes: PyTree) -> Iterator[None]:
     """Around a Linen module that is applied: what its modules give is held, and `nn.with_logical_constraint` honoured.
 
     A name of the latter goes by `nn.logical_axis_rules`, where the user has put it in force, else by activation rules.
+
+    Args:
+      shapes: of the full parameters.
 
     Raises:
       ValueError: from the model, where it uses a name that neither knows; Flax would replicate that dim.
@@ -579,6 +593,7 @@ def _linen_modules() -> Iterator[None]:
 
     def hold(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         in_reduced_dtype(context.module)
+        _accept_shards(context.module, _at(shapes, (*boundaries.at, *context.module.path)))
         path = "/".join((*boundaries.at, *context.module.path))
         again = None if context.method_name == "setup" else recomputing(path)
         with called(path):
@@ -591,6 +606,34 @@ def _linen_modules() -> Iterator[None]:
     strict = (_Strict({*known, *here.rules.names}), None)
     with nn.logical_axis_rules([*theirs, *ours, strict]), linen_methods(hold):
         yield
+
+
+def _accept_shards(module: Any, shapes: PyTree) -> None:
+    """Let `module.param` return the shards of a parameter: some layers of a stack under stages, or a shard to gather.
+
+    Flax compares the shape of a parameter with what its initializer makes, which is the full shape.
+    """
+
+    def param(name: str, init: Callable[..., Any], *args: Any, unbox: bool = True, **kwargs: Any) -> Any:
+        full, held = _at(shapes, (name,)), module.variables.get("params", {}).get(name)
+
+        def expected(*given: Any, **more: Any) -> Any:
+            made = init(*given, **more)
+            return held if _shapes(made) == _shapes(full) else made
+
+        is_sharded = held is not None and full is not None and _shapes(held) != _shapes(full)
+        return type(module).param(module, name, expected if is_sharded else init, *args, unbox=unbox, **kwargs)
+
+    object.__setattr__(module, "param", param)  # only on the copy that Linen made for this call
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return [jnp.shape(x) for x in jax.tree.leaves(tree)]
+
+
+def _at(tree: PyTree, path: Path) -> Any:
+    """What nested dicts have at a path, or None."""
+    return functools.reduce(lambda node, key: node.get(key) if isinstance(node, Mapping) else None, path, tree)
 
 
 def _linen_again(path: str, context: Any, policy: Any, within: Any, args: Any, kwargs: Any) -> Any:
