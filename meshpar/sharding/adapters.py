@@ -65,7 +65,7 @@ class Model:
     """Logical names by the path of the parameter; a leaf that is missing carries none. Call it after `init`."""
     random_keys: Callable[[], frozenset[str]] = frozenset
     """Paths in `extra` of raw random keys, from which the model draws by itself (NNX's `Rngs`)."""
-    batch_stats: Callable[[], frozenset[str]] = frozenset
+    batch_stats: Callable[[PyTree], frozenset[str]] = lambda extra: frozenset()
     """Paths in `extra` of statistics of the global batch: `nnx.BatchStat`, and Linen's collection `batch_stats`."""
     is_explicit: bool = False
     """Whether the model and the loss say themselves how every array lies: `explicit`."""
@@ -214,7 +214,7 @@ class _Nnx:
     def random_keys(self) -> frozenset[str]:
         return frozenset(path for path, x in _by_path(self._structure[2]) if _is_key(_value_of(x)))
 
-    def batch_stats(self) -> frozenset[str]:
+    def batch_stats(self, extra: PyTree) -> frozenset[str]:
         from flax import nnx
 
         return frozenset(path for path, x in _by_path(self._structure[2]) if isinstance(x, nnx.BatchStat))
@@ -460,7 +460,9 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
         bind=lambda params, extra: BoundLinen(module, linen.info, params, extra),
         collect=lambda bound: bound.extra,
         names=lambda: linen.info.names,
-        batch_stats=linen.batch_stats,
+        batch_stats=lambda extra: frozenset(
+            path for path, _ in tree_leaves_with_paths(extra) if path.startswith("batch_stats/")
+        ),
         after_update=module.after_update if hasattr(type(module), "after_update") else lambda extra: extra,
     )
 
@@ -477,10 +479,6 @@ class _Linen:
         if "params" not in variables:
             raise problem("from_linen", "train the module", "it has no `params` collection", "give it parameters")
         return Variables(variables.pop("params"), variables)
-
-    def batch_stats(self) -> frozenset[str]:
-        variables = jax.eval_shape(self.init, key_data_like()).extra
-        return frozenset(path for path, _ in tree_leaves_with_paths(variables) if path.startswith("batch_stats/"))
 
     @functools.cached_property
     def info(self) -> LinenInfo:

@@ -388,7 +388,7 @@ def _check_batch_stats(setup: Setup, options: StepOptions) -> None:
     """Check that an engine that sees only local rows gets no model with batch statistics."""
     engine = engine_of(setup, options).__name__.rpartition(".")[2]
     sees_local_rows = engine == "staged" or (engine == "by_device" and setup.batch_axes)
-    stats = sorted(setup.model.batch_stats()) if sees_local_rows else ()
+    stats = sorted(setup.model.batch_stats(setup.layout.variables.extra)) if sees_local_rows else ()
     if stats:
         raise problem(
             f"`{stats[0]}` of the model, and {setup.strategy.label}" + ONCE * options.is_once,
