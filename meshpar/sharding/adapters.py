@@ -132,7 +132,8 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
 
     Args:
       build: makes the module from an `nnx.Rngs`: `lambda rngs: Transformer(cfg, rngs=rngs)`. It is called while
-        tracing, so nothing is allocated before the shardings are known.
+        tracing, so nothing is allocated before the shardings are known. An argument named `rngs` is passed by name,
+        so a module class that needs no other argument will do.
 
     Names come from `nnx.with_partitioning`; in a model without any, what modules give with the batch's rows is split as
     the batch is, unless `Rules(activations=...)` says otherwise. The loss function is given the module itself; what the
@@ -147,8 +148,13 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         fix = "give a function that makes it: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))"
         raise problem("from_nnx", asked, "its arrays are on one device already", fix)
 
-    check_takes("from_nnx", build, ("an nnx.Rngs",), "mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))")
-    module = _Nnx(build)
+    with_signature, fix = _with_signature(build), "mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))"
+    by_name = _takes_rngs_by_name(with_signature)
+    check_takes(
+        "from_nnx", with_signature, () if by_name else ("an nnx.Rngs",), fix, keywords=["rngs"] * by_name,
+        name=getattr(build, "__name__", ""),
+    )  # fmt: skip
+    module = _Nnx((lambda rngs: build(rngs=rngs)) if by_name else build)
     return Model(
         kind="nnx",
         init=module.init,
@@ -162,6 +168,21 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
     )
 
 
+def _with_signature(build: Any) -> Any:
+    """Return a function with the signature of `build`, which NNX's metaclass hides if it is a module class."""
+    if isinstance(build, functools.partial):
+        return functools.partial(_with_signature(build.func), *build.args, **build.keywords)
+    return functools.partial(build.__init__, None) if isinstance(build, type) else build
+
+
+def _takes_rngs_by_name(build: Any) -> bool:
+    try:
+        parameter = inspect.signature(build).parameters.get("rngs")
+    except (TypeError, ValueError):  # not callable, or a function of C, which has no signature
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
 class _Nnx:
     """An NNX module that is made while tracing: its structure, and its state put in and taken out."""
 
@@ -173,9 +194,16 @@ class _Nnx:
 
         # NNX would place annotated arrays on the mesh of the context; here the mesh is not known yet.
         with nnx.use_eager_sharding(False):
-            made = self._build(nnx.Rngs(rngs))
-        if made is None:
-            raise problem("from_nnx", "train what the function makes", "it gives None", "return the module from it")
+            try:
+                made = self._build(nnx.Rngs(rngs))
+            except TypeError as error:
+                if "'rngs'" not in str(error):
+                    raise
+                fix = "pass it on: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))"
+                raise problem("from_nnx", "make the module", f"a module gets no `rngs`: {error}", fix) from error
+        if made is None or isinstance(made, type):
+            exists = f"it gives {'None' if made is None else f'the class {made.__name__}'}"
+            raise problem("from_nnx", "train what the function makes", exists, "return the module from it")
         return made
 
     @functools.cached_property
@@ -419,8 +447,16 @@ class BoundLinen:
     def __init__(self, module: Any, info: LinenInfo, params: PyTree, extra: PyTree) -> None:
         self.module, self.info, self.params, self.extra = module, info, params, extra
 
-    def __call__(self, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
-        """`module.apply` on the bound variables; `rngs` as in Linen."""
+    def __call__(self, *args: Any, rngs: Any = None, method: Any = None, mutable: Any = None, **kwargs: Any) -> Any:
+        """`module.apply` on the bound variables; `rngs` and `method` as in Linen.
+
+        Raises:
+          ValueError: `mutable` is given.
+        """
+        if mutable is not None:
+            exists = "all collections except `params` are mutable, and the step carries them to the next call"
+            fix = "leave out mutable=; the call then returns the module's output alone"
+            raise problem(f"model(..., mutable={mutable!r})", "choose what the call may change", exists, fix)
         variables = {"params": self.params, **_without(self.extra, self.info.sown)}
         mutable = list(self.extra)
         with _linen_modules(self.info.shapes), _bare_boxes():
@@ -453,6 +489,11 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
     if not isinstance(module, nn.Module):
         fix = "use from_nnx or from_functions"
         raise problem("from_linen", f"take {type(module).__name__}", "it is no flax.linen.Module", fix)
+    if "__call__" in dir(type(module)):
+        call = functools.partial(type(module).__call__, module)
+        fix = "mp.from_linen(module, example_batch), with every argument that the module needs"
+        examples = ("an example",) * len(example_args)
+        check_takes("from_linen", call, examples, fix, keywords=example_kwargs, name=type(module).__name__)
     linen = _Linen(module, example_args, example_kwargs)
     return Model(
         kind="linen",

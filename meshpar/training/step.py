@@ -46,7 +46,7 @@ from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, is_part, 
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
 from meshpar.training.reports import checked, collecting, is_counted
-from meshpar.training.state import Setup, TrainState
+from meshpar.training.state import Setup, TrainState, check_state
 from meshpar.training.sums import Loss, Sums, compute_params, constrained, wide
 from meshpar.training.xla import Options, Value, check_kind, check_options, options_for, why_no_rounds
 
@@ -93,6 +93,7 @@ class _Program:
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        check_state("step(state, batch)", state)
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         program = self.jitted(state, batch)
         if state.setup not in self._told:
@@ -110,6 +111,7 @@ class _Program:
     @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
+        check_state("step(state, batch)", state)
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).trace, state, batch)
 
@@ -117,6 +119,7 @@ class _Program:
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract. Compiled by `.compile()` it is
         compiled once, without rounds of latencies."""
+        check_state("step(state, batch)", state)
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).lower, state, batch)
 

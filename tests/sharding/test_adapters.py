@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -331,6 +332,32 @@ def test_params_and_extras_are_plain_dicts():
     assert {path for path, _ in tree_leaves_with_paths(extra)} == {"batch_stats/norm/mean", "batch_stats/norm/var"}
     for x in jax.tree.leaves((params, extra)):
         assert not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+class Mini(nnx.Module):
+    def __init__(self, width: int = 4, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("build", [Mini, functools.partial(Mini, 8), lambda streams: Mini(rngs=streams)])
+def test_from_nnx_passes_random_streams_by_name_or_first(build, mesh):
+    width = 8 if isinstance(build, functools.partial) else 4
+    assert mp.from_nnx(build).abstract().params["linear"]["kernel"].shape == (4, width)
+
+
+def test_the_mesh_and_the_strategy_may_be_positional(mesh):
+    tx = optax.sgd(0.1)
+    for make, options in ((mp.init_state, {"key": 0}), (mp.abstract_state, {})):
+        states = (
+            make(mp.from_nnx(Mini), tx, mesh, mp.ddp(), **options),
+            make(mp.from_nnx(Mini), tx, mesh=mesh, strategy=mp.ddp(), **options),
+        )
+        assert str(states[0].table) == str(states[1].table)
+    with pytest.raises(mp.MeshparError):
+        mp.init_state(mp.from_nnx(Mini), tx, mp.ddp(), mesh, key=0)
 
 
 def test_an_nnx_module_comes_back_as_itself():

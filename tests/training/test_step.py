@@ -416,6 +416,22 @@ def test_the_state_given_is_donated():
     assert state.params["up"].is_deleted()
 
 
+@pytest.mark.parametrize("again", ["step", "evaluate", "bound", "load_params"])
+def test_a_donated_state_cannot_be_used_again(again):
+    """jax's CPU client ends the process for it."""
+    used, new = make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
+    used.params["up"].delete()
+    calls = {
+        "step": lambda state: mp.train_step(loss_fn)(state, make_batch(0)),
+        "evaluate": lambda state: mp.eval_step(loss_fn)(state, make_batch(0)),
+        "bound": lambda state: state.bound(),
+        "load_params": lambda state: mp.load_params(state, new.params),
+    }
+    for state in (used, new.replace(params=used.params)):  # also one that shares some of the buffers
+        with pytest.raises(mp.MeshparError, match=r"deleted or donated.*`state, metrics = step\(state, batch\)`"):
+            calls[again](state)
+
+
 def test_one_step_serves_two_setups_and_two_batch_sizes():
     step = mp.train_step(loss_fn)
     losses = [
