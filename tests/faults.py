@@ -238,7 +238,7 @@ FAULTS = (
     ),
     Fault(
         "what a Linen module sows outlives its call", "sharding/adapters.py",
-        "**_without(self.extra, self.sown)}", "**self.extra}", "sharding/test_adapters.py",
+        "**_without(self.extra, self.info.sown)}", "**self.extra}", "sharding/test_adapters.py",
     ),
     Fault(
         "messages over one link do not wait for each other", "compiled/clock/timeline.py",

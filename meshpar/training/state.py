@@ -258,16 +258,34 @@ class TrainState:
         Where jax's own context holds a mesh, it is called on Auto axes of the state's. What it gives has the types of
         the mesh as given, if that is the context's and has any, and lies as the batch where its rows divide.
         """
+        check_state("state.bound()", self)
         bound = self.setup.model.bind(*with_auto_types((self.params, self.extra)))
         return bound if jax.sharding.get_abstract_mesh().empty else calling(bound, self.setup.called)
+
+
+def check_state(where: str, state: Any) -> None:
+    """Check that `state` is a `TrainState` whose buffers no earlier step has taken.
+
+    Raises:
+      ValueError: it is not, or an array in it is deleted.
+    """
+    if not isinstance(state, TrainState):
+        exists = f"its first argument is a {type(state).__name__}"
+        fix = "pass the TrainState that mp.init_state(model, tx, mesh=..., strategy=..., key=...) returns first"
+        raise problem(where, "use the training state", exists, fix)
+    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
+    if any(x.is_deleted() for x in arrays):
+        exists = "its buffers were deleted or donated: a training step reuses those of the state that it is given"
+        fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) keeps an old one"
+        raise problem(where, "use this state", exists, fix)
 
 
 def make_setup(
     model: Model,
     tx: optax.GradientTransformation,
-    *,
     mesh: AnyMesh,
     strategy: Strategy | Rules,
+    *,
     precision: Precision | None = None,
     trainable: Trainable = None,
 ) -> Setup:
@@ -282,9 +300,9 @@ def make_setup(
 def abstract_state(
     model: Model,
     tx: optax.GradientTransformation,
-    *,
     mesh: AnyMesh,
     strategy: Strategy | Rules,
+    *,
     precision: Precision | None = None,
     trainable: Trainable = None,
 ) -> TrainState:
@@ -295,9 +313,9 @@ def abstract_state(
 def init_state(
     model: Model,
     tx: optax.GradientTransformation,
-    *,
     mesh: Mesh,
     strategy: Strategy | Rules,
+    *,
     key: jax.Array | int,
     precision: Precision | None = None,
     trainable: Trainable = None,
@@ -345,9 +363,7 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
     Example:
       >>> state = load_params(state, {**state.params, "head": new_head})  # the others as they are
     """
-    if not isinstance(state, TrainState):
-        exists = f"its first argument is a {type(state).__name__}"
-        raise problem("load_params", "put weights in", exists, "give it the state of mp.init_state(...)")
+    check_state("load_params", state)
     setup = state.setup
     _check_devices("load_params", setup.given_mesh)
     params = params.to_pure_dict() if hasattr(params, "to_pure_dict") else params

@@ -47,7 +47,7 @@ from meshpar.training.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, Mean
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
 from meshpar.training.reports import checked, collecting, is_counted
-from meshpar.training.state import Setup, TrainState
+from meshpar.training.state import Setup, TrainState, check_state
 from meshpar.training.sums import Sums, compute_params, constrained, wide
 from meshpar.training.xla import Options, Value, check_kind, check_options, options_for, why_no_rounds
 
@@ -94,6 +94,7 @@ class _Program:
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        check_state("step(state, batch)", state)
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         program = self.jitted(state, batch)
         if state.setup not in self._told:
@@ -111,6 +112,7 @@ class _Program:
     @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
+        check_state("step(state, batch)", state)
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).trace, state, batch)
 
@@ -118,6 +120,7 @@ class _Program:
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract. Compiled by `.compile()` it is
         compiled once, without rounds of latencies."""
+        check_state("step(state, batch)", state)
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).lower, state, batch)
 
@@ -175,6 +178,7 @@ class TrainStep(_Program):
         check_prefetch(setup.strategy, self.options)
         _check_explicit(setup, self.options)
         _check_overwritten(setup, self.options)
+        _check_batch_stats(setup, self.options)
         _check_whole(setup, self.options, batch)
         _check_wider(setup, self.options.precision)
         for rule in setup.strategy.activations.remat:
@@ -391,6 +395,21 @@ def _check_overwritten(setup: Setup, options: StepOptions) -> None:
             "measure one scale over all rows",
             "stages, kernels that quantize and one reduction behind all micro-steps give a device its own rows alone",
             'use accumulate_mode="each" and a strategy without stages and quantize, or mp.Precision(matmul="fp8")',
+        )
+
+
+def _check_batch_stats(setup: Setup, options: StepOptions) -> None:
+    """Check that an engine that sees only local rows gets no model with batch statistics."""
+    engine = engine_of(setup, options).__name__.rpartition(".")[2]
+    sees_local_rows = engine == "staged" or (engine == "by_device" and setup.batch_axes)
+    stats = sorted(setup.model.batch_stats(setup.layout.variables.extra)) if sees_local_rows else ()
+    if stats:
+        raise problem(
+            f"`{stats[0]}` of the model, and {setup.strategy.label}" + ONCE * options.is_once,
+            "compute batch statistics over the global batch",
+            'stages, quantize and accumulate_mode="once" run the model on the local rows of each device',
+            'use accumulate_mode="each" and a strategy without stages and quantize, or normalize without batch '
+            "statistics (LayerNorm, GroupNorm)",
         )
 
 

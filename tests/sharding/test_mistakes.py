@@ -55,6 +55,11 @@ class TypoNNX(nnx.Module):
         self.up = nnx.Linear(8, 16, kernel_init=init, rngs=rngs)
 
 
+class Wide(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.up = nnx.Linear(8, width, rngs=rngs)
+
+
 class TypoLinen(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -179,6 +184,13 @@ KINDS: dict[str, Callable[[], Any]] = {
     "a function that takes no random streams": lambda: mp.from_nnx(lambda: LINEAR),
     "a loss that takes no key": lambda: mp.train_step(lambda model, batch: (0.0, {})),
     "a function that makes no module": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: None)),
+    "a module class with another argument": lambda: mp.from_nnx(Wide),
+    "a module made without its random streams": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: Wide(8))),
+    "a function that gives a class": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: Wide)),
+    "a Linen module without an example": lambda: mp.from_linen(nn.Dense(8)),
+    "a Linen call told what may change": lambda: mp.from_linen(nn.Dense(8), np.zeros((1, 8))).bind({}, {})(
+        np.zeros((1, 8)), mutable=["batch_stats"]
+    ),
     "an NNX module for Linen": lambda: mp.from_linen(LINEAR, np.zeros((1, 2))),
     "names for a path that does not exist": lay_out(TP, model({"up/kernle": ("embed", "mlp")}, **MLP)),
     "one string of names": lambda: model({"up/kernel": "embed"}, **MLP),
@@ -239,6 +251,8 @@ STEPS: dict[str, Callable[[], Any]] = {
     "a batch that does not divide": batches({"tokens": np.zeros((6, 3))}),
     "a batch that does not divide into micro-steps": stepped({"tokens": np.zeros((12, 3))}, accumulate=2),
     "rows that differ": batches({"tokens": np.zeros((8, 3)), "weights": np.zeros(4)}),
+    "an nnx.State instead of a state": lambda: mp.train_step(never)(nnx.state(LINEAR), {"x": np.zeros((8, 2))}),
+    "parameters instead of a state": lambda: mp.eval_step(never)({"w": np.zeros(8)}, {"x": np.zeros((8, 2))}),
     "an empty batch": stepped({}),
     "words in the batch": stepped({"tokens": np.zeros((8, 3)), "text": np.array(["a"] * 8)}),
     "objects in the batch": stepped({"tokens": np.zeros((8, 3)), "any": np.array([None] * 8)}),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import meshpar as mp
 from meshpar.compiled import census, hlo
@@ -266,6 +266,78 @@ def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, str
     assert len(masks) == len(noises) == 2 * ROWS
 
 
+class Normed(nnx.Module):
+    """A stack of layers after a batch norm, and a running mean that the model keeps by itself."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        kernel = jax.random.normal(rngs.params(), (2, EMBED, EMBED)) / 4
+        self.layers = nnx.Dict(kernel=nnx.Param(kernel, out_sharding=("layers", "embed", None)))
+        self.seen = nnx.Variable(jnp.zeros(EMBED))
+        self.norm, self.dropout = nnx.BatchNorm(EMBED, momentum=0.0, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        self.seen.set_value(x.mean(0))
+        layers = {"kernel": self.layers.kernel[...]}
+        return self.dropout(mp.scan_layers(lambda x, layer: jnp.tanh(x @ layer["kernel"]), self.norm(x), layers))
+
+
+class WithoutNorm(Normed):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.norm = nnx.LayerNorm(EMBED, rngs=rngs)
+
+
+class LinenNormed(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        init = linen.with_logical_partitioning(linen.initializers.normal(), ("layers", "embed", None))
+        kernel = self.param("kernel", init, (2, EMBED, EMBED))
+        x = linen.BatchNorm(use_running_average=False, momentum=0.0)(x)
+        return mp.scan_layers(lambda x, kernel: jnp.tanh(x @ kernel), x, kernel)
+
+
+INPUTS = (np.random.default_rng(0).normal(size=(ROWS, EMBED)) + np.arange(ROWS)[:, None]).astype(np.float32)
+LOCAL_ROWS = {
+    "once": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}),
+    "quantize": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0, quantize="int8"), {}),
+    "stages": (mp.MeshSpec(stage=2), mp.pipeline_parallel(stages=2, microbatches=2), {}),
+}
+
+
+@pytest.mark.parametrize("engine", LOCAL_ROWS)
+@pytest.mark.parametrize("model", [mp.from_nnx(Normed), mp.from_linen(LinenNormed(), INPUTS)], ids=["nnx", "linen"])
+def test_engines_that_see_only_local_rows_refuse_batch_statistics(model, engine):
+    """The running variance would be the mean of the devices' variances."""
+
+    def never(model, batch, key):
+        raise AssertionError("the loss was traced")
+
+    spec, strategy, options = LOCAL_ROWS[engine]
+    mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+    state = mp.abstract_state(model, ADAM, mesh=mesh, strategy=strategy)
+    with pytest.raises(mp.MeshparError, match=r"/mean` of the model, and .*over the global batch.*LayerNorm"):
+        mp.train_step(never, **options).trace(state, INPUTS)
+
+
+@pytest.mark.parametrize("model", [mp.from_nnx(Normed), mp.from_linen(LinenNormed(), INPUTS)], ids=["nnx", "linen"])
+def test_batch_statistics_are_those_of_the_global_batch(model):
+    state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), model=model)
+    state, _ = mp.train_step(lambda model, x, key: (model(x).mean(), {}))(state, INPUTS)
+    stats = {path.rpartition("/")[2]: x for path, x in tree_leaves_with_paths(state.extra)}
+    np.testing.assert_allclose(stats["mean"], INPUTS.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(stats["var"], INPUTS.var(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["once", "quantize"])
+def test_other_state_of_a_model_is_averaged_over_devices(engine):
+    """Without batch statistics, a model with variables and random streams of its own trains with these engines."""
+    spec, strategy, options = LOCAL_ROWS[engine]
+    state = make_state(spec, strategy, model=mp.from_nnx(WithoutNorm))
+    state, _ = mp.train_step(lambda model, x, key: (model(x).mean(), {}), **options)(state, INPUTS)
+    by_micro_step = INPUTS.reshape(8, options.get("accumulate", 1), -1, EMBED)  # every device keeps its own rows
+    np.testing.assert_allclose(state.extra["seen"], by_micro_step[:, -1].mean((0, 1)), rtol=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Updates that are not finite
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,6 +395,22 @@ def test_the_state_given_is_donated():
     state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
     mp.train_step(loss_fn)(state, make_batch(0))
     assert state.params["up"].is_deleted()
+
+
+@pytest.mark.parametrize("again", ["step", "evaluate", "bound", "load_params"])
+def test_a_donated_state_cannot_be_used_again(again):
+    """jax's CPU client ends the process for it."""
+    used, new = make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
+    used.params["up"].delete()
+    calls = {
+        "step": lambda state: mp.train_step(loss_fn)(state, make_batch(0)),
+        "evaluate": lambda state: mp.eval_step(loss_fn)(state, make_batch(0)),
+        "bound": lambda state: state.bound(),
+        "load_params": lambda state: mp.load_params(state, new.params),
+    }
+    for state in (used, new.replace(params=used.params)):  # also one that shares some of the buffers
+        with pytest.raises(mp.MeshparError, match=r"deleted or donated.*`state, metrics = step\(state, batch\)`"):
+            calls[again](state)
 
 
 def test_one_step_serves_two_setups_and_two_batch_sizes():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import meshpar as mp
 from meshpar.collectives.quantized import error_bound
@@ -114,6 +115,31 @@ def one_step(mesh, strategy, *, model="functions", batch=None, **options):
     state, metrics = mp.train_step(loss, **options)(state, batch)
     grads = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
     return jax.tree.map(np.asarray, metrics), grads, before
+
+
+@pytest.mark.parametrize("strategy", [mp.fsdp(min_bytes=0, quantize="int8"), mp.fsdp(min_bytes=0, prefetch=1)], ids=str)
+def test_stacked_layers_may_be_one_array(strategy):
+    """A Linen parameter named by `at` itself. Its shards have another shape than its initializer makes."""
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_logical_partitioning(nn.initializers.normal(0.5), ("layers", "embed", None))
+            stack = self.param("stack", init, (LAYERS, WIDTH, WIDTH))
+            return mp.scan_layers(lambda x, one: jnp.tanh(x @ one) + x, x, stack, at="stack")
+
+    def loss_fn(model, batch, key):
+        return (model(batch["x"]) ** 2).mean(), {}
+
+    losses = []
+    for ranks, one in ((1, mp.fsdp()), (8, strategy)):
+        mesh = mp.MeshSpec(fsdp=ranks).build(jax.devices()[:ranks])
+        model = mp.from_linen(Stack(), rows()["x"])
+        state = mp.init_state(model, optax.sgd(1.0), mesh=mesh, strategy=one, key=0)
+        state, first = mp.train_step(loss_fn)(state, rows())
+        losses.append([float(first["loss"]), float(first["grad_norm"])])
+    # int8 has 127 steps to the largest number of a block.
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6 if strategy.quantize is None else 1e-2)
 
 
 @pytest.fixture(scope="module")
