@@ -35,7 +35,7 @@ class Family:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields that our decoders know in one way only, with that value; a missing one is that."""
     ignored: frozenset[str] = frozenset()
-    """Fields beside `HARMLESS` that change nothing."""
+    """Other fields that are known: `read_more` reads them, or they do not change the forward pass."""
     aliases: tuple[str, ...] = ()
     """Other names of the same in config.json."""
     read_more: Callable[[str, Mapping[str, Any], dict[str, Any]], None] = lambda where, document, values: None
@@ -74,6 +74,33 @@ DENSE = (Field("intermediate_size", "mlp_dim"),)
 def _head_dim(document: Mapping[str, Any]) -> int:
     width = typed("config.json, `hidden_size`", document.get("hidden_size"), int)
     return width // max(typed("config.json, `num_attention_heads`", document.get("num_attention_heads"), int), 1)
+
+
+ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
+"""The fields that `read_router_loss` reads."""
+
+
+def read_router_loss(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Set the weight of the auxiliary loss of the routers from transformers' coefficient.
+
+    Transformers pools the tokens of all layers, so its loss is `coefficient * top_k` when experts are balanced. Ours is
+    `auxiliary_weight` in each layer, and layers add up: `auxiliary_weight = coefficient * top_k / layers`. Both give
+    the same loss when all layers send the same shares to the experts. Otherwise imbalances of different layers cancel
+    in the pooled loss, and ours is larger. Without `output_router_logits` transformers adds no such loss.
+    """
+    coefficient = document.get("router_aux_loss_coef")
+    coefficient = typed(f"{where}, `router_aux_loss_coef`", 0.001 if coefficient is None else coefficient, float)
+    is_on = typed(f"{where}, `output_router_logits`", document.get("output_router_logits") or False, bool)
+    in_layer = coefficient * values["moe.routing.top_k"] / max(values["num_layers"], 1)
+    values["moe.auxiliary_weight"] = in_layer if is_on else 0.0
+
+
+def write_router_loss(cfg: TransformerConfig) -> dict[str, Any]:
+    """Return the fields that `read_router_loss` reads; without a loss the coefficient is left out."""
+    assert cfg.moe is not None
+    weight = cfg.moe.auxiliary_weight
+    coefficient = float(f"{weight * cfg.num_moe_layers / cfg.moe.routing.top_k:.12g}")
+    return {"output_router_logits": weight > 0} | ({"router_aux_loss_coef": coefficient} if weight else {})
 
 
 def refuse(where: str, field: str, value: object, exists: str, fix: str) -> Exception:

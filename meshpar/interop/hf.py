@@ -487,7 +487,7 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
     theirs = dict(source.document)
     if theirs.pop(CONFIG_FIELD, None) is not None:
         warnings.warn(f"to_hf: weights are written plain, and config.json without `{CONFIG_FIELD}`", stacklevel=3)
-    if _meaning(source.config) != _meaning(described(ours).config):
+    if source.config != described(ours).config:
         drop = {"architectures", "model_type", "torch_dtype", "num_nextn_predict_layers"}
         theirs |= {name: value for name, value in ours.items() if name not in drop}
     if dtype is not None:

@@ -22,7 +22,7 @@ from meshpar.training.state import make_setup
 from tests.data.test_batches import run_processes
 from tests.equal import mesh_of, model_of, token_batches
 from tests.grid import cases
-from tests.interop.folders import KINDS, folder_of, golden
+from tests.interop.folders import GOLDEN, KINDS, ROUTER_CASES, folder_of, golden, router_folder, router_tokens
 
 TOLERANCE = 1e-4
 """Of float32 logits, all below 20: the two libraries sum in other orders."""
@@ -262,3 +262,47 @@ def test_a_model_that_no_family_is(tmp_path, mesh8):
     assert not (tmp_path / "back").exists()
     with pytest.raises(ValueError, match="something is there already"):
         to_hf(state, config, source)
+
+
+ROUTER_LOSSES = json.loads((GOLDEN / "router_loss.json").read_text())
+"""Of each family and depth, by transformers: coefficient times loss, of all layers pooled and as mean of the layers."""
+
+
+def router_loss_of(source: Path) -> float:
+    """What the auxiliary losses of a model's routers add to the loss of a step."""
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    _, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), dtype="float32", attention="xla")
+    tokens = router_tokens().astype(np.int32)
+    _, metrics = mp.train_step(next_token_loss)(state, {"inputs": tokens, "targets": tokens})
+    return float(metrics["moe/aux_loss"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"), cases(("mixtral", 2), ("mixtral", 6), ("qwen3_moe", 6), ("mixtral", 32), grid=ROUTER_CASES)
+)
+def test_router_losses_are_those_of_transformers(kind, layers, tmp_path):
+    pooled, mean = ROUTER_LOSSES[f"{kind} {layers}"]
+    found = router_loss_of(router_folder(kind, layers, tmp_path / "source"))
+    np.testing.assert_allclose(found, mean, rtol=2e-5)  # of float32, over up to 32 layers
+    np.testing.assert_allclose(found, pooled, rtol=2e-3)  # experts are nearly balanced, to which the coefficient refers
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_router_losses_are_switched_and_written_as_transformers_has_them(kind, tmp_path):
+    document, *_ = golden(kind)
+    document |= {"num_hidden_layers": 6, "router_aux_loss_coef": 0.02}
+    for switch, weight in (({"output_router_logits": True}, 0.02 * 2 / 6), ({"output_router_logits": False}, 0.0)):
+        config, family, *_ = described({**document, **switch})
+        assert config.moe.auxiliary_weight == weight
+        again = written(config, family)
+        assert again["output_router_logits"] == switch["output_router_logits"]
+        assert again.get("router_aux_loss_coef") == (0.02 if weight else None)
+    assert described({name: x for name, x in document.items() if "router" not in name}).config.moe.auxiliary_weight == 0
+    # A weight that was changed after reading is written, and nothing else of the release's config.json changes.
+    source = folder_of(kind, tmp_path / "source")
+    config, state = from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
+    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, auxiliary_weight=0.03))
+    to_hf(state, config, tmp_path / "back", like=source)
+    after = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (after["output_router_logits"], after["router_aux_loss_coef"]) == (True, 0.03)
+    assert described(after).config == config_of(source, moe=config.moe)
