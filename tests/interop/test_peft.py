@@ -76,6 +76,25 @@ def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
         np.testing.assert_array_equal(x, y, err_msg=path)
 
 
+def test_a_wide_pair_is_written_with_the_alpha_of_its_rank(tmp_path):
+    """A matrix that is two of ours has a pair of twice the rank, which counts as often as the others."""
+    source, lora = (
+        folder_of("deepseek_v3", tmp_path / "source"),
+        mp.lora(rank=2, alpha=10, modules=CHOSEN["deepseek_v3"]),
+    )
+    config, state = from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), lora=lora)
+    to_peft(state, config, tmp_path / "adapter", like=source)
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    ranks = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): len(x)
+             for name, x in tensors.items() if name.endswith("lora_A.weight")}  # fmt: skip
+    wide = {name for name, rank in ranks.items() if rank == 4}
+    assert {name.rpartition(".")[2] for name in wide} == {"kv_b_proj", "kv_a_proj_with_mqa"}
+    assert said["rank_pattern"] == dict.fromkeys(wide, 4)
+    assert said["alpha_pattern"] == dict.fromkeys(wide, 20.0)
+    assert (said["r"], said["lora_alpha"]) == (2, 10)
+
+
 def stacked(adapter: Path) -> None:
     """Make adapters of experts those of transformers 5, as PEFT stacks them."""
     path, of = adapter / "adapter_model.safetensors", {}
