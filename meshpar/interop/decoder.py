@@ -111,8 +111,8 @@ def refuse(where: str, field: str, value: object, exists: str, fix: str) -> Exce
 
 def check_known(where: str, document: Mapping[str, Any], family: Family) -> None:
     """Raises `ValueError` for a field that is unknown, or that says what our decoders do not do."""
-    known = {field.theirs for field in family.fields} | HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD}
-    known |= set(family.fixed)
+    known = {name for field in family.fields for name in (field.theirs, field.also) if name is not None}
+    known |= HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD} | set(family.fixed)
     for name, value in document.items():
         if name not in known:
             name = str(name)[:60]
@@ -141,14 +141,17 @@ def sizes_of(cfg: TransformerConfig) -> dict[str, int]:
     return sizes
 
 
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
 def ends(cfg: TransformerConfig) -> list[FileTensor]:
     """The embedding table, the last norm, and the output layer where it is no table."""
     sizes = sizes_of(cfg)
     found = [
-        FileTensor("model.embed_tokens.weight", "embed/embedding", "V E -> V E", sizes),
+        FileTensor(TABLE, "embed/embedding", "V E -> V E", sizes),
         FileTensor("model.norm.weight", "final_norm/scale", "E -> E", sizes),
     ]
-    head = FileTensor("lm_head.weight", "head/kernel", "V E -> E V", sizes)
+    head = FileTensor(HEAD, "head/kernel", "V E -> E V", sizes)
     return found if cfg.tied_embeddings else [*found, head]
 
 

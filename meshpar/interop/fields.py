@@ -30,10 +30,16 @@ class Field:
     """Of its value: int, float or bool."""
     default: Any = _REQUIRED
     """Where it is missing or null: a value, or a function of the document."""
+    also: str | None = None
+    """Another name of the field, which transformers reads and may write."""
 
     def read(self, where: str, document: Mapping[str, Any]) -> Any:
         """Its value, checked."""
-        value = document.get(self.theirs)
+        value, other = document.get(self.theirs), document.get(self.also or self.theirs)
+        if value is not None and other is not None and value != other:
+            exists, fix = f"`{self.also}` is {other!r}"[:80], "take the config.json of the release"
+            raise problem(f"{where}, `{self.theirs}`", f"be {value!r}"[:80], exists, fix)
+        value = other if value is None else value
         if value is None:
             if self.default is _REQUIRED:
                 raise problem(f"{where}, `{self.theirs}`", "read it", "it is missing", "take the whole config.json")

@@ -34,7 +34,7 @@ FAMILY = Family(
         *GROUPED,
         WINDOW,
         Field("intermediate_size", "moe.mlp_dim"),
-        Field("num_local_experts", "moe.routing.num_experts", int, 8),
+        Field("num_local_experts", "moe.routing.num_experts", int, 8, also="num_experts"),
         Field("num_experts_per_tok", "moe.routing.top_k", int, 2),
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},

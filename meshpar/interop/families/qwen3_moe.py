@@ -41,7 +41,7 @@ FAMILY = Family(
     fields=fields(
         *GROUPED,
         Field("moe_intermediate_size", "moe.mlp_dim"),
-        Field("num_experts", "moe.routing.num_experts"),
+        Field("num_experts", "moe.routing.num_experts", also="num_local_experts"),
         Field("num_experts_per_tok", "moe.routing.top_k"),
         Field("norm_topk_prob", "moe.routing.normalize", bool, False),
     ),
