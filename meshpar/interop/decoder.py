@@ -10,7 +10,7 @@ from meshpar.interop.blocks import CONFIG_FIELD
 from meshpar.interop.fields import Field, typed
 from meshpar.interop.table import FileTensor
 from meshpar.models.config import TransformerConfig
-from meshpar.sharding.types import near, problem
+from meshpar.sharding.types import near_or, problem
 
 HARMLESS = frozenset({
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
@@ -18,6 +18,8 @@ HARMLESS = frozenset({
     "use_cache",
 })  # fmt: skip
 """Fields that change nothing of the forward pass."""
+FIXED = {"partial_rotary_factor": 1.0}
+"""Fields of any family that our decoders know with one value only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,13 +116,11 @@ def check_known(where: str, document: Mapping[str, Any], family: Family) -> None
     known = {name for field in family.fields for name in (field.theirs, field.also) if name is not None}
     known |= HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD} | set(family.fixed)
     for name, value in document.items():
-        if name not in known:
-            name = str(name)[:60]
+        if name not in known | FIXED.keys():
             exists = f"the table of `{family.model_type}` has no such field, and it may change the forward pass"
-            raise problem(
-                f"{where}, `{name}`", "read it", exists, f"if it does not, leave it out ({near(name, known)})"
-            )
-        only = family.fixed.get(name)
+            fix = "add it to the table in meshpar/interop/families; remove it only if the model's code does not read it"
+            raise problem(f"{where}, `{name[:60]}`", "read it", exists, near_or(name, known, fix))
+        only = family.fixed.get(name, FIXED.get(name))
         is_other = value != only or isinstance(value, bool) != isinstance(only, bool)
         if only is not None and value is not None and is_other:
             fix = "take another checkpoint, or add a field to TransformerConfig"

@@ -86,6 +86,8 @@ ROPES: dict[str, set[str]] = {
              "attention_factor"},
 }  # fmt: skip
 """What `rope_scaling` may say, by its type."""
+ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "truncate": True}
+"""Fields of `rope_scaling` with which transformers computes other frequencies, unless they have this value."""
 
 
 def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) -> dict[str, Any]:
@@ -99,10 +101,14 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
     if not isinstance(kind, str) or kind not in ROPES:
         exists, fix = f"the decoders rotate by {', '.join(ROPES)}", "train without, or add it to models/layers.py"
         raise problem(f"{where}, `rope_scaling.rope_type`", f"rotate by {str(kind)[:60]!r}", exists, fix)
-    unknown = sorted(str(name) for name in given.keys() - ROPES[kind] - {"rope_type", "type"})
-    if unknown:
-        exists = f'rope type "{kind}" has {", ".join(sorted(ROPES[kind])) or "no fields"}'
-        raise problem(f"{where}, `rope_scaling.{unknown[0][:60]}`", "rotate by it", exists, "leave it out")
+    unknown = given.keys() - ROPES[kind] - {"rope_type", "type"}
+    for name in sorted(name for name in unknown if given[name] is not None):
+        value, only = given[name], ROPE_DEFAULTS.get(name)
+        if only is None or value != only or isinstance(value, bool) != isinstance(only, bool):
+            exists = f'of rope type "{kind}" the decoders have {", ".join(sorted(ROPES[kind])) or "no fields"}'
+            exists += "" if only is None else f", and this one as {only!r} only"
+            fix = "take another checkpoint, or add it to models/layers.py; without it the frequencies may be others"
+            raise problem(f"{where}, `rope_scaling.{name[:60]}`", f"be {value!r}"[:80], exists, fix)
 
     def number(name: str, default: Any = None) -> float:
         if given.get(name) is None and default is not None:

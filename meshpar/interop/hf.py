@@ -311,7 +311,7 @@ def _check(files: Folder, described: Described) -> None:
     for name, entry in there.items():
         if name not in expected:
             exists = f"`{family.model_type}` with this config.json has no such tensor, and it may be needed"
-            fix = "take the config.json of these files, or write them anew without it"
+            fix = "take the config.json of these files; remove the tensor only if the model's code does not read it"
             raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
         if entry.shape != expected[name]:
             exists = f"by config.json it is {list(expected[name])}"
