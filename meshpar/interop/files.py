@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -41,6 +42,7 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
 }  # fmt: skip
 """The dtypes of weights, as safetensors names them."""
+_COMPARED_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     """As numpy names it; of 8-bit floats what they stand for."""
+    stored_as: str | None = None
+    """Its name in the file, where that is another."""
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +127,7 @@ class Folder:
         What 8-bit floats stand for comes as float32, and of their factors those of the part are read.
         """
         entry = self.entries[name]
+        name = entry.stored_as or name
         try:
             if name not in self._eight_bits:
                 return self._files[entry.file].get_slice(name)[tuple(slices)]
@@ -136,6 +141,20 @@ class Folder:
         """All of a tensor."""
         entry = self.entries[name]
         return self.read(name, [slice(0, size) for size in entry.shape]).astype(jnp.dtype(entry.dtype), copy=False)
+
+    def rename(self, name: str, to: str) -> None:
+        """Give a tensor another name."""
+        self.entries[to] = dataclasses.replace(self.entries.pop(name), stored_as=name)
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers; some rows of each are read at a time."""
+        shape = self.entries[name].shape
+        if self.entries[other].shape != shape or not shape:
+            return False
+        rows = max(_COMPARED_BYTES // max(4 * math.prod(shape[1:]), 1), 1)
+        rest = [slice(0, size) for size in shape[1:]]
+        parts = ([slice(at, min(at + rows, shape[0])), *rest] for at in range(0, shape[0], rows))
+        return all(np.array_equal(self.read(name, part), self.read(other, part)) for part in parts)
 
     @property
     def is_scaled(self) -> bool:

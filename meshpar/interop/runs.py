@@ -15,8 +15,8 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from meshpar.interop.files import SINGLE, Folder, read_json, write, write_json
-from meshpar.interop.hf import CONFIG, config_of, copy_beside, describe, from_hf, kept_names
+from meshpar.interop.files import SINGLE, read_json, write, write_json
+from meshpar.interop.hf import CONFIG, config_of, copy_beside, describe, from_hf, kept_names, open_files
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.routing import Routing
@@ -51,7 +51,7 @@ def keep_beside(source: str | Path, run: Path) -> Path:
     shutil.copyfile(Path(source) / CONFIG, to / CONFIG)
     copy_beside(source, to)
     described = describe(Path(source))
-    with Folder(source, block=described.block) as files:
+    with open_files(source, described) as files:
         kept = [name for name in kept_names(described) if name in files.entries]
         if kept:
             total = sum(files.entries[name].nbytes for name in kept)

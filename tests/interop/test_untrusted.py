@@ -35,6 +35,9 @@ FIRST = "model-00001-of-00002.safetensors"
 NAME = "model.embed_tokens.weight"
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
 def moved(to: str) -> Any:
     return lambda document: document["weight_map"].update({NAME: to})
 
@@ -51,7 +54,10 @@ def moved(to: str) -> Any:
         (CONFIG, lambda d: d.update(model_type="gemma3"), "the families are llama, .*no layer_types, rope_local"),
         (CONFIG, lambda d: d.update(attention_bias=True), "`attention_bias`.*our decoders have False only"),
         (CONFIG, lambda d: d.update(quantization_config={"quant_method": "awq"}), "dequantize it"),
-        (CONFIG, lambda d: d.update(partial_rotary_factor=0.5), "`partial_rotary_factor`.*no such field"),
+        (CONFIG, lambda d: d.update(partial_rotary_factor=0.5), "`partial_rotary_factor`.*have 1.0 only.*take another"),
+        (CONFIG, lambda d: d.update(num_local_experts=4), "`num_local_experts`.*no such field.*remove it only if"),
+        (CONFIG, lambda d: d["rope_scaling"].update(partial_rotary_factor=0.5), "0.5.*as 1.0 only.*another checkpoint"),
+        (CONFIG, lambda d: d.update(rope_scaling={**YARN, "truncate": False}), "`rope_scaling.truncate`.*as True only"),
         (CONFIG, lambda d: d.update(rope_scaling={"rope_type": "longrope"}), "the decoders rotate by"),
         (CONFIG, lambda d: d.update(hidden_size=32), r"take \[24, 16\].*by config.json it is \[24, 32\]"),
         (CONFIG, lambda d: d.update(hidden_size="16"), "`hidden_size`.*it is a whole number"),
@@ -60,7 +66,7 @@ def moved(to: str) -> Any:
         (CONFIG, lambda d: d.update(num_hidden_layers=10**6), "by config.json there are 1,000,000"),
         (CONFIG, lambda d: d.update(num_hidden_layers=1), "has no such tensor"),
         (CONFIG, lambda d: d.update(num_attention_heads=3), "not a multiple"),
-        (CONFIG, lambda d: d.update(tie_word_embeddings=True), "`lm_head.weight`.*has no such tensor"),
+        (CONFIG, lambda d: d.update(tie_word_embeddings=True), "`lm_head.weight`.*which holds other numbers"),
     ],
 )  # fmt: skip
 def test_an_index_or_config_that_lies(file, change, says, tmp_path):
@@ -69,6 +75,14 @@ def test_an_index_or_config_that_lies(file, change, says, tmp_path):
     edited(folder / file, change)
     with pytest.raises(MeshparError, match=says):
         looked_at(folder)
+
+
+def test_fields_of_rotary_embeddings_with_their_default_are_read(tmp_path):
+    document, *_ = golden("llama")
+    expected = described(document | {"rope_scaling": YARN}).config
+    more = {"partial_rotary_factor": 1.0, "truncate": True, "mscale": None, "short_factor": None}
+    assert described(document | {"rope_scaling": YARN | more, "partial_rotary_factor": 1.0}).config == expected
+    assert described(document | {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 1}}).config
 
 
 def offsets_past_the_end(header: dict[str, Any]) -> None:
