@@ -331,6 +331,27 @@ def test_a_long_list_of_tasks_is_read_without_writing_it_out() -> None:
     assert launch._tasks_on_node("4(x999999999),2", 999999999) == 2
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("train", "recipe.py", "--devices", 2, "--out", "gs://bucket/runs"),
+        ("train", "recipe.py", "--devices", 2, "--set", "data.cache=s3://bucket/tokens"),
+        ("explain", "recipe.py", "--html", "gs://bucket/report.html"),
+        ("plan", "recipe.py", "--cluster", "h100:1x8", "--save", "gs://bucket/plan.json"),
+        ("convert", "from-hf", "folder.json", "gs://bucket/run"),
+        ("bench", "gpu", "--trace", "gs://bucket/trace"),
+    ],
+    ids=lambda args: " ".join(map(str, args)),
+)
+def test_a_url_is_refused_where_a_local_file_is_written(meshpar, place, monkeypatch, args) -> None:
+    monkeypatch.chdir(place.folder)
+    before = set(place.folder.iterdir())
+    code, _, err = meshpar(*args)
+    assert code == 2
+    assert "it is a URL, and only local files can be read and written. To fix it: " in err
+    assert set(place.folder.iterdir()) == before
+
+
 @pytest.mark.parametrize("assignment", ["model.vocab_size=4000000000", "data.prefetch=100000000"])
 def test_what_no_memory_holds_is_told_before_it_is_taken(meshpar, place, monkeypatch, assignment) -> None:
     monkeypatch.chdir(place.folder)

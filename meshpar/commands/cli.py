@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 from meshpar.sharding.errors import MeshparError, problem
-from meshpar.sharding.host import unexpected
+from meshpar.sharding.host import check_local, unexpected
 from meshpar.training import interrupts
 
 if TYPE_CHECKING:
@@ -500,7 +501,8 @@ def check_file(path: str, suffixes: tuple[str, ...]) -> None:
 
 
 def check_folder(path: str) -> None:
-    """Raises `ValueError` where a file cannot be written: before minutes of work, not after."""
+    """Raise `ValueError` where a file cannot be written: before minutes of work, not after."""
+    check_local(path, path, "name a local file")
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise problem(path, "write to it", f"there is no folder {folder}", f"make it: mkdir -p {folder}")
@@ -531,12 +533,19 @@ def main(args: Sequence[str] | None = None) -> None:
     Exits 0, 2 for a mistake of the user's, 128 and the signal's number (130 for Ctrl-C) when it was interrupted.
     """
     _open_what_is_closed()
+    format_before, warnings.formatwarning = warnings.formatwarning, _one_line
     watch = interrupts.Watch(command=True) if threading.current_thread() is threading.main_thread() else None
     try:
         _run(sys.argv[1:] if args is None else list(args))
     finally:
+        warnings.formatwarning = format_before
         if watch is not None and args is not None:  # else the process ends here, and is watched to its end
             watch.close()
+
+
+def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None) -> str:
+    """Format a warning for a person: its text, without the Python line that it comes from."""
+    return f"meshpar: warning: {' '.join(str(message).split())}\n"
 
 
 def _open_what_is_closed() -> None:

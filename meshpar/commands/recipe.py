@@ -307,6 +307,8 @@ class Recipe:
     """Steps between validations; None validates at the end only."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None saves at the end and when interrupted."""
+    checkpoint_retries: int = 3
+    """How many failed saves in a row are tried again at the next interval; one more stops the run."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay."""
     sample: Sample | None = None
@@ -325,6 +327,8 @@ class Recipe:
             value = getattr(self, field)
             optional = value is None and field.endswith("_every")
             _check(f"Recipe.{field}", value, optional or is_whole(value, 1), "it is a positive integer")
+        retries = self.checkpoint_retries
+        _check("Recipe.checkpoint_retries", retries, is_whole(retries, 0), "it is an integer of at least 0")
         _check(
             "Recipe.seed", self.seed, is_whole(self.seed, -(2**63)) and self.seed < 2**63, "it is an integer of 64 bits"
         )
@@ -530,7 +534,7 @@ def _plain(value: Any) -> Any:
 
 RESUMABLE = (
     "name", "steps", "mesh", "strategy", "remat", "nonfinite", "xla", "latency_rounds", "validate_every",
-    "checkpoint_every", "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
+    "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
 )  # fmt: skip
 """Fields that may differ when a run is resumed: none of them changes what is trained on what."""
 

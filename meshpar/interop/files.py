@@ -299,6 +299,7 @@ def new_folder(path: str | Path) -> Path:
     Raises:
       ValueError: something is there already, or nothing can be.
     """
+    host.check_local(path, f"folder `{path}`", "name a local folder, and copy it to the bucket afterwards")
     to = Path(os.path.realpath(path))  # a folder can take the place of an empty one, but not of a link to it
     try:
         if to.exists() and (not to.is_dir() or any(to.iterdir()) or to.samefile(".")):

@@ -430,19 +430,21 @@ class Checkpointer(Hook):
     """Saves every so many steps and at the end, unless the run fails.
 
     All numbers up to the step that is saved are handed out first: what a checkpoint knows, metrics.jsonl holds too.
-    Where a save on the way fails, for a disk that is full say, a warning tells it, the run goes on, and the last whole
-    checkpoint stays; at the end it is an error. In a pod that holds where it is seen before the save that there is no
-    room; a write that fails ends all, for the others wait for this one's part.
+    A save that fails before the end, on a full disk for example, is a warning, and the next interval tries again. One
+    failure more than `retries` in a row stops the run with an error, and so does a failure at the end. In a pod only a
+    full disk is a warning: any other failed write stops all processes, because they wait for each other's part.
 
     Args:
       checkpoints: where to; stays open.
       every: steps between two saves; None saves at the end only.
+      retries: failed saves in a row after which the run goes on.
     """
 
     order = 1
 
-    def __init__(self, checkpoints: Checkpoints, *, every: int | None) -> None:
+    def __init__(self, checkpoints: Checkpoints, *, every: int | None, retries: int = 3) -> None:
         self._checkpoints, self._every = checkpoints, _positive("Checkpointer", every)
+        self._retries, self._failures, self._newest = retries, 0, -1
 
     def on_dispatched(self, run: Run) -> None:
         if self._every is not None and run.step % self._every == 0:
@@ -453,9 +455,16 @@ class Checkpointer(Hook):
     def _save(self, run: Run) -> None:
         try:
             self._checkpoints.save(run.state, data_state=run.data_state())
-        except MeshparError as error:  # what went wrong with the save before is told now, too
+        except MeshparError as error:  # of this save, or of the one before, which was written in the background
             whole = self._checkpoints.steps()
             if jax.process_count() > 1 and not isinstance(error, NoRoomError):
+                raise
+            # A save that returned may fail later: only a new checkpoint ends the row of failures.
+            newest = max(whole, default=-1)
+            self._failures = self._failures + 1 if newest == self._newest else 1
+            self._newest = newest
+            if self._failures > self._retries:
+                error.add_note(f"the run stops: {self._failures} saves in a row failed")
                 raise
             kept = f"step {whole[-1]} is the last whole checkpoint" if whole else "there is no whole checkpoint yet"
             warnings.warn(f"{error} The run goes on; {kept}.", stacklevel=2)

@@ -384,6 +384,44 @@ def test_a_run_goes_on_when_a_save_on_the_way_fails_and_says_which_checkpoint_st
     assert disk.saved == [2, 5]
 
 
+class NoDisk(FullDisk):
+    """Checkpoints of which every save fails, half of them late: in the background, as orbax reports it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def save(self, state, *, data_state=None, wait=False):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            raise MeshparError("checkpoints", "save", "writing failed", "make room")
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_run_stops_when_more_saves_in_a_row_fail_than_are_retried(retries):
+    disk = NoDisk()
+    warned = pytest.warns(UserWarning, match="no whole checkpoint yet") if retries else contextlib.nullcontext()
+    with pytest.raises(MeshparError, match="writing failed") as caught, warned:
+        run(20, hooks=[Checkpointer(disk, every=1, retries=retries)])
+    assert disk.calls == 2 * (retries + 1)
+    assert f"the run stops: {retries + 1} saves in a row failed" in caught.value.__notes__
+
+
+def test_a_whole_checkpoint_ends_a_row_of_failed_saves():
+    disk = FullDisk()
+
+    def save(state, *, data_state=None, wait=False):
+        if state.step % 3:
+            raise MeshparError("checkpoints", "save", "writing failed", "make room")
+        disk.saved.append(state.step)
+
+    disk.save = save
+    with pytest.warns(UserWarning, match="The run goes on") as warned:
+        assert run(9, hooks=[Checkpointer(disk, every=1, retries=2)]).reason == "done"
+    assert len(warned) == 6
+    assert "step 6 is the last whole checkpoint" in str(warned[-1].message)
+
+
 def test_a_profile_without_room_ends_no_run(tmp_path, monkeypatch):
     for name in ("start_trace", "stop_trace"):
         monkeypatch.setattr(jax.profiler, name, lambda *_, **__: None)  # so there is no folder for about.json either
