@@ -19,6 +19,7 @@ import os
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
@@ -115,27 +116,30 @@ class AdamW:
         for name in ("lr", "eps", "clip_norm", "schedule_steps"):
             value = getattr(self, name)
             _check(f"{who}.{name}", value, value is None or value > 0, "it is above 0")
+        length = self.schedule_steps
+        if length is not None and self.schedule != "constant" and self.warmup_steps >= length:
+            asked, fix = f"warm up within a schedule of {length} steps", f"set optimizer.warmup_steps below {length}"
+            raise problem(f"{who}.warmup_steps ({self.warmup_steps})", asked, "no step is left for the decay", fix)
         _check(f"{who}.offload", self.offload, isinstance(self.offload, bool), "it is True or False")
         _check(f"{who}.moments", self.moments, self.moments in (None, *DTYPES), f"it is None or of {', '.join(DTYPES)}")
         _check(f"{who}.ema", self.ema, self.ema is None or 0 <= self.ema < 1, "a decay is from 0 up to 1, 1 excluded")
 
     def learning_rate(self, steps: int) -> Callable[[Any], Any]:
-        """The learning rate by step, of a run of this many steps.
+        """Return the learning rate by step for a run of this many steps.
 
-        Raises:
-          ValueError: a warm-up that is no shorter than the schedule.
+        A run that is shorter than the warm-up ends within it, with a warning: a longer one begins in the same way.
         """
-        steps = self.schedule_steps or steps
-        if self.schedule != "constant" and self.warmup_steps >= steps:
-            where = f"{type(self).__name__}.warmup_steps ({self.warmup_steps})"
-            fix = f"set optimizer.warmup_steps below {steps}, or run more steps"
-            raise problem(where, f"warm up within a schedule of {steps} steps", "nothing would be left of it", fix)
+        if self.warmup_steps > steps:
+            who = f"{type(self).__name__}(warmup_steps={self.warmup_steps})"
+            reached = f"the learning rate reaches {steps / self.warmup_steps:.0%} of {self.lr:g}"
+            warnings.warn(f"{who}: the warm-up is longer than the run of {steps} steps; {reached}", stacklevel=2)
         end = self.lr * self.final_lr
+        decay_steps = max((self.schedule_steps or steps) - self.warmup_steps, 1)
         after: Any
         if self.schedule == "cosine":
-            after = optax.cosine_decay_schedule(self.lr, steps - self.warmup_steps, alpha=self.final_lr)
+            after = optax.cosine_decay_schedule(self.lr, decay_steps, alpha=self.final_lr)
         elif self.schedule == "linear":
-            after = optax.linear_schedule(self.lr, end, steps - self.warmup_steps)
+            after = optax.linear_schedule(self.lr, end, decay_steps)
         else:
             after = optax.constant_schedule(self.lr)
         if not self.warmup_steps:
