@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.commands import launch
+from meshpar.commands import cli, launch
 from meshpar.compiled.budget import Budget
 from meshpar.data import text
 from meshpar.data.tokens import load_tokenizer
@@ -350,6 +350,33 @@ def test_a_url_is_refused_where_a_local_file_is_written(meshpar, place, monkeypa
     assert code == 2
     assert "it is a URL, and only local files can be read and written. To fix it: " in err
     assert set(place.folder.iterdir()) == before
+
+
+VALUES = [
+    (command, name)
+    for command in ("train", "explain", "plan", "shard", "generate", "verify", "trace", "doctor", "cost", "schedule")
+    for option in cli.cli.get_command(None, command).params
+    for name in option.opts
+    if name.startswith("--") and not option.is_flag
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["{} ", "{}="], ids=["--name ''", "--name="])
+def test_an_empty_value_of_any_option_is_refused(meshpar, place, monkeypatch, form) -> None:
+    """`--budget "$UNSET"` in CI must not pass."""
+    monkeypatch.chdir(place.folder)
+    for command, name in VALUES:
+        code, out, err = meshpar(command, "recipe.py", *form.format(name).split(" "))
+        assert (code, out) == (2, ""), (command, name)
+        assert f"meshpar: `{name}" in err
+        assert "its value is empty" in err
+    assert {("explain", "--budget"), ("explain", "--against"), ("train", "--out"), ("plan", "--plot")} <= set(VALUES)
+
+
+def test_an_empty_argument_is_refused(meshpar) -> None:
+    code, _, err = meshpar("shard", "")
+    assert code == 2
+    assert "an argument: asked to use it, but its value is empty" in err
 
 
 @pytest.mark.parametrize("assignment", ["model.vocab_size=4000000000", "data.prefetch=100000000"])

@@ -557,8 +557,20 @@ def _open_what_is_closed() -> None:
             setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115 - for as long as the process
 
 
+def _check_values(args: Sequence[str]) -> None:
+    """Raise `ValueError` for an empty argument or option value, which a script's unset variable leaves."""
+    for at, word in enumerate(args):
+        before = args[at - 1] if at else ""
+        name = before if before.startswith("--") and "=" not in before else "an argument"
+        if word == "" or re.fullmatch(r"--[^=]+=", word):
+            where = f"`{word or name}`" if word or name != "an argument" else name
+            exists = "its value is empty, as that of an unset variable is"
+            raise problem(where, "use it", exists, "give it a value, or leave it out")
+
+
 def _run(args: Sequence[str]) -> None:
     try:
+        _check_values(args)
         code = cli.main(args, prog_name="meshpar", standalone_mode=False, obj=list(args))
     except click.ClickException as error:
         _complain(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
