@@ -332,6 +332,19 @@ def test_a_long_list_of_tasks_is_read_without_writing_it_out() -> None:
 
 
 @pytest.mark.parametrize(
+    "field",
+    [
+        "writers=((((", "writers=(tensorboard", "writers=[]]", "strategy=tensor_parallel(sequence=3)",
+        "model.qk_norm=3", "model.norm_eps=1e12", "max_skipped=0", "checkpoint_retries=-1",
+    ],
+)  # fmt: skip
+def test_a_value_that_means_nothing_is_refused(meshpar, place, monkeypatch, field) -> None:
+    monkeypatch.chdir(place.folder)
+    code, _, err = meshpar("shard", "recipe.py", "--set", field)
+    assert (code, wrong_with(code, err)) == (2, None)
+
+
+@pytest.mark.parametrize(
     "args",
     [
         ("train", "recipe.py", "--devices", 2, "--out", "gs://bucket/runs"),

@@ -301,6 +301,8 @@ class Recipe:
     """Slices of each device's rows that layers run beside each other, as in `train_step`."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """What to do when loss or gradients are not finite."""
+    max_skipped: int = 100
+    """With nonfinite="skip": the run stops at this many skipped updates in a row."""
     xla: Mapping[str, int | float | bool | str] = dataclasses.field(default_factory=dict)
     """XLA's compile options, names without dashes; they join and override those for GPUs."""
     latency_rounds: int = 0
@@ -327,7 +329,7 @@ class Recipe:
         _check_kind("lora", Lora() if self.lora is None else self.lora, Lora, "mp.lora(rank=8)")
         for field, wants in (("model", "build"), ("data", "open"), ("optimizer", "build"), ("loss", "__call__")):
             _check_offers(field, getattr(self, field), wants)
-        for field in ("steps", "batch_size", "validate_every", "checkpoint_every", "keep_checkpoints"):
+        for field in ("steps", "batch_size", "max_skipped", "validate_every", "checkpoint_every", "keep_checkpoints"):
             value = getattr(self, field)
             optional = value is None and field.endswith("_every")
             _check(f"Recipe.{field}", value, optional or is_whole(value, 1), "it is a positive integer")
@@ -537,7 +539,7 @@ def _plain(value: Any) -> Any:
 
 
 RESUMABLE = (
-    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "xla", "latency_rounds", "validate_every",
+    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "max_skipped", "xla", "latency_rounds", "validate_every",
     "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
 )  # fmt: skip
 """Fields that may differ when a run is resumed: none of them changes what is trained on what."""
@@ -826,7 +828,10 @@ def _items(text: str) -> list[str]:
         try:
             return [item if isinstance(item, str) else repr(item) for item in ast.literal_eval(text)]
         except (ValueError, SyntaxError, TypeError):
-            text = text.strip("()[]")
+            inner = text[1:-1]
+            if not inner.strip() or text[-1] != {"(": ")", "[": "]"}[text[0]] or set(inner) & set("()[]"):
+                raise _Unreadable("write it like a,b") from None
+            text = inner  # words without quotes
     return [part.strip() for part in text.split(",") if part.strip()]
 
 

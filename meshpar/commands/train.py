@@ -146,7 +146,7 @@ def train(
             hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput, step)
             worth: dict[str, Any] = _worth_of_a_step(recipe, batches, setup)
             worth["hooks"] = hooks + _profile(profile, folder, program)
-            result = fit(step, state, batches, steps=recipe.steps, **worth)
+            result = fit(step, state, batches, steps=recipe.steps, max_skipped=recipe.max_skipped, **worth)
             del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before, goodput=goodput)
 

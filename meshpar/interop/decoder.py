@@ -18,6 +18,8 @@ HARMLESS = frozenset({
     "use_cache",
 })  # fmt: skip
 """Fields that change nothing of the forward pass."""
+TORCH_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
+"""What `torch_dtype` may say."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +84,22 @@ def refuse(where: str, field: str, value: object, exists: str, fix: str) -> Exce
     return problem(f"{where}, `{field}`", f"be {shown}", exists, fix)
 
 
+def _ids(value: Any) -> Sequence[Any]:
+    return () if value is None else value if isinstance(value, list) else (value,)
+
+
 def check_known(where: str, document: Mapping[str, Any], family: Family) -> None:
     """Raises `ValueError` for a field that is unknown, or that says what our decoders do not do."""
     known = {field.theirs for field in family.fields} | HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD}
     known |= set(family.fixed)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = document.get(name)
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in _ids(value)):
+            raise refuse(where, name, value, "it is a token id, a list of ids, or null", "take that of the release")
+    for name in ("dtype", "torch_dtype"):
+        if document.get(name) not in (None, *TORCH_DTYPES):
+            exists = f"it is one of {', '.join(TORCH_DTYPES)}"
+            raise refuse(where, name, document[name], exists, "take the config.json of the release")
     for name, value in document.items():
         if name not in known:
             name = str(name)[:60]

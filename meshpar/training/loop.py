@@ -139,6 +139,8 @@ class Run:
     flops_per_step: float | None
     peak_flops_per_s: float | None
     raise_nonfinite: bool
+    max_skipped: int
+    """Skipped updates in a row at which the run fails."""
     last: Record | None = None
     validation: Validation | None = None
     training_s: float = 0.0
@@ -157,6 +159,7 @@ class Run:
         """Steps dispatched since step 0, and where this run started."""
         self.skipped = int(self.state.skipped)
         """Skipped updates, as far as records have come."""
+        self._skipped_in_a_row = 0
         self.iterator = iter(self.batches)
         self.batches = self.iterator if hasattr(self.iterator, "get_state") else self.batches
         self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
@@ -280,12 +283,19 @@ class Run:
         self.training_s += 0.0 if self.last is None else record.seconds
         self.last = record
         self.skipped += not finite
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         for hook in self.hooks:
             hook.on_record(self, record)
         if not finite and self.raise_nonfinite:
             self.reason = "nonfinite"
             exists = f"its loss is {record.loss}, its gradient norm {record.metrics.get('grad_norm')}: it was skipped"
             fix = "look at the batch, lower the learning rate or clip gradients; or train with nonfinite='skip'"
+            raise problem(f"step {record.step}", "update the parameters", exists, fix)
+        in_a_row, is_last = self._skipped_in_a_row, record.step == self.steps
+        if in_a_row >= self.max_skipped or (is_last and in_a_row == record.step - self.first_step):
+            self.reason = "nonfinite"
+            exists = f"it was skipped as {in_a_row} in a row were: the loss is {record.loss}"
+            fix = "look at the data, lower the learning rate or clip gradients; a larger max_skipped waits longer"
             raise problem(f"step {record.step}", "update the parameters", exists, fix)
 
 
@@ -299,6 +309,7 @@ def fit(
     tokens_per_step: float | None = None,
     flops_per_step: float | None = None,
     peak_flops_per_s: float | None = None,
+    max_skipped: int = 100,
 ) -> FitResult:
     """Train until `state.step` is `steps`; a restored state simply goes on.
 
@@ -311,10 +322,11 @@ def fit(
       tokens_per_step: tokens in a global batch, for tokens per second.
       flops_per_step: FLOPs the model needs for a global batch, for the utilisation.
       peak_flops_per_s: what all devices of the mesh can do together at their best, for the utilisation.
+      max_skipped: how many updates in a row may be skipped by a step with nonfinite="skip".
 
     Raises:
       ValueError: batches that end too early (hooks have saved by then); a loss or gradients that are not finite, when
-        the step was made with nonfinite="raise".
+        the step was made with nonfinite="raise"; with "skip", `max_skipped` updates in a row, or all, were skipped.
       KeyboardInterrupt: after Ctrl-C, when the step in flight is finished and hooks have saved; not with `Preemption`.
     """
     options = getattr(step, "options", None)
@@ -327,6 +339,7 @@ def fit(
         flops_per_step=flops_per_step,
         peak_flops_per_s=peak_flops_per_s,
         raise_nonfinite=getattr(options, "nonfinite", None) == "raise",
+        max_skipped=max_skipped,
     )
     del state  # its buffers are the run's: a reference kept here would be one to deleted arrays
     with _hooks_called(run):

@@ -35,7 +35,7 @@ from meshpar.training.loop import (
     json_line,
     restore_or_init,
 )
-from meshpar.training.profile import Profile
+from meshpar.training.profile import Profile, check_steps
 from meshpar.training.state import make_setup
 from tests.training_process import Sender
 
@@ -231,6 +231,32 @@ def test_a_step_that_is_not_finite_is_told_and_raised():
 def test_a_step_that_is_not_finite_is_counted_when_it_may_be_left_out(nonfinite):
     result = run(6, step=FakeStep(bad=[2, 3], nonfinite=nonfinite), state=State(0, skipped=4))
     assert (result.reason, result.skipped) == ("done", 6)
+
+
+@pytest.mark.parametrize(
+    ("bad", "steps", "fails_at"),
+    [
+        (range(3, 20), 20, 6),  # four in a row
+        ([1, 2, 3, 5, 6, 7, 9, 10], 10, None),  # never more than three
+        ([1, 2], 2, 2),  # every one of a short run
+        ([2], 2, None),
+    ],
+)
+def test_a_run_that_skips_too_many_updates_in_a_row_fails(bad, steps, fails_at):
+    log, step = Log(), FakeStep(bad=bad, nonfinite="skip")
+    expected = contextlib.nullcontext()
+    if fails_at is not None:
+        expected = pytest.raises(MeshparError, match=f"step {fails_at}: .*in a row were: the loss is nan")
+    with expected:
+        assert run(steps, hooks=[log], step=step, max_skipped=4).skipped == len(bad)
+    assert log.log[-1] == ("end done" if fails_at is None else "end nonfinite")
+
+
+@pytest.mark.parametrize(("first", "last", "done"), [(1, 99_999, 0), (4, 5, 0), (1, 2, 2), (2, 4, 0)])
+def test_a_profile_of_steps_that_the_run_does_not_take_is_refused(first, last, done):
+    with pytest.raises(MeshparError, match=f"this run takes steps {done + 1} to 3"):
+        check_steps(first, last, done=done, steps=3)
+    check_steps(1, 3, done=1, steps=3)  # a resumed run has taken the first before
 
 
 def test_every_hook_is_ended_when_one_fails():
