@@ -272,6 +272,13 @@ hf_option = click.option(
 recipe_options = options(click.argument("recipe", type=click.Path()), field_options)
 
 
+COMPARED_LATER = (
+    "recipe", "assignments", "steps", "name", "writers", "plan", "text", "tokenizer",
+    "as_json",
+)  # fmt: skip
+"""Options of `train` that processes do not compare at once: the first row as fields of the recipe, the second never."""
+
+
 @cli.command()
 @recipe_options
 @devices_option
@@ -359,7 +366,8 @@ def train(
 
     is_local = PARENT in os.environ
     launch.join(alone=is_local, timeout_s=join_limit or (launch.LOCAL_JOIN_S if is_local else launch.JOIN_S))
-    command = {f"--{name.replace('_', '-')}": given[name] for name in ("out", "fresh", "from_hf")}
+    command = {f"--{name.replace('_', '-')}": value for name, value in given.items() if name not in COMPARED_LATER}
+    command["--stall-limit"] = stall_limit
     with together.pod(stall_s=stall_limit, command=command):
         _train(devices=devices, **given)
 
