@@ -260,7 +260,11 @@ def write(
     save_file = library().numpy.save_file
     for file in dict.fromkeys(files.values()):
         held = {name: np.ascontiguousarray(make(name)) for name, of in files.items() if of == file}
-        save_file(held, str(folder / file), metadata={"format": "pt"})
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(held, str(path), metadata={"format": "pt"})
+        path.chmod(mode)  # the library makes files that only their owner may read, whatever the umask
     if index and set(files.values()) != {SINGLE}:
         document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
         write_json(folder / INDEX, document)
