@@ -208,7 +208,7 @@ class Checkpoints:
           ValueError: what was saved last could not be written.
         """
         if self._manager is not None:
-            with self._explained("finish the last save"):
+            with self._explained(f"finish the save of step {self._current}"):
                 self._manager.wait_until_finished()
                 self._remove_old(self.keep)
 
@@ -216,7 +216,7 @@ class Checkpoints:
         """Wait, and end the background work; errors as in `wait`. Closing again does nothing."""
         manager, self._manager = self._manager, None
         if manager is not None:
-            with self._explained("finish the last save"):
+            with self._explained(f"finish the save of step {self._current}"):
                 manager.close()
                 self._remove_old(self.keep)
 
