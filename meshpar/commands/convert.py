@@ -119,7 +119,7 @@ def to_adapter(
 ) -> None:  # fmt: skip
     """The adapters that the run RUN trained, and nothing else, as the folder DIR, which PEFT reads.
 
-    As in `meshpar convert to-peft runs/finetune_hf adapter --base meta-llama/Llama-3.2-1B`.
+    As in `meshpar convert to-peft runs/lora adapter --base meta-llama/Llama-3.1-8B`.
     """
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.files import new_folder

@@ -39,7 +39,7 @@ from meshpar.interop.runs import BESIDE_RUN, check_source, keep_beside
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
-from meshpar.sharding.host import check_memory, read_json
+from meshpar.sharding.host import check_local, check_memory, read_json
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
@@ -109,14 +109,14 @@ def train(
       devices: default: all there are.
       fresh: begin anew; what an earlier run of this name wrote is moved aside.
       fit_vocab: give the model the vocabulary of the data's tokenizer.
-      from_hf: begin with the model and the weights of this folder of Hugging Face's; of the recipe's model stays how it
-        is computed, and the dtype of its parameters.
+      from_hf: a Hugging Face folder to take the model and its weights from; the recipe keeps the fields in `KEPT`.
       profile: the first and the last step of a trace that is written to `profile/` of the run.
       stream: where progress and report are shown; standard output by default.
 
     Raises:
       ValueError: a recipe that does not fit its devices or data; or one that is not that of the run to be resumed.
     """
+    check_local(out, f"--out {out}", "name a local folder, or the folder where the bucket is mounted")
     screen, folder, began_s = Screen(stream or sys.stdout), Path(out) / recipe.name, time.time()
     check_writers(recipe.writers)
 
@@ -148,7 +148,7 @@ def train(
             hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput, step)
             worth: dict[str, Any] = _worth_of_a_step(recipe, batches, setup)
             worth["hooks"] = hooks + _profile(profile, folder, program)
-            result = fit(step, state, batches, steps=recipe.steps, **worth)
+            result = fit(step, state, batches, steps=recipe.steps, max_skipped=recipe.max_skipped, **worth)
             del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before, goodput=goodput)
 
@@ -266,7 +266,7 @@ def _hooks(
         *writers(recipe.writers, folder, config=_finite(recipe.to_json()), also=also),
         ProgressBar(stream=screen.stream, also=expert_load.words),
         Validator(validation, source.valid(setup.batch_sharding), every=recipe.validate_every or recipe.steps, of=of),
-        Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
+        Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps, retries=recipe.checkpoint_retries),
         Preemption(),
     ]
 

@@ -20,6 +20,8 @@ HARMLESS = frozenset({
 """Fields that change nothing of the forward pass."""
 FIXED = {"partial_rotary_factor": 1.0}
 """Fields of any family that our decoders know with one value only."""
+TORCH_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
+"""What `torch_dtype` may say."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,10 +113,22 @@ def refuse(where: str, field: str, value: object, exists: str, fix: str) -> Exce
     return problem(f"{where}, `{field}`", f"be {shown}", exists, fix)
 
 
+def _ids(value: Any) -> Sequence[Any]:
+    return () if value is None else value if isinstance(value, list) else (value,)
+
+
 def check_known(where: str, document: Mapping[str, Any], family: Family) -> None:
     """Raises `ValueError` for a field that is unknown, or that says what our decoders do not do."""
     known = {name for field in family.fields for name in (field.theirs, field.also) if name is not None}
     known |= HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD} | set(family.fixed)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = document.get(name)
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in _ids(value)):
+            raise refuse(where, name, value, "it is a token id, a list of ids, or null", "take that of the release")
+    for name in ("dtype", "torch_dtype"):
+        if document.get(name) not in (None, *TORCH_DTYPES):
+            exists = f"it is one of {', '.join(TORCH_DTYPES)}"
+            raise refuse(where, name, document[name], exists, "take the config.json of the release")
     for name, value in document.items():
         if name not in known | FIXED.keys():
             exists = f"the table of `{family.model_type}` has no such field, and it may change the forward pass"

@@ -279,7 +279,11 @@ def write(
     save_file = library().numpy.save_file
     for file in dict.fromkeys(files.values()):
         held = {name: np.ascontiguousarray(make(name)) for name, of in files.items() if of == file}
-        save_file(held, str(folder / file), metadata={"format": "pt"})
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(held, str(path), metadata={"format": "pt"})
+        path.chmod(mode)  # the library makes files that only their owner may read, whatever the umask
     if index and set(files.values()) != {SINGLE}:
         document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
         write_json(folder / INDEX, document)
@@ -318,6 +322,7 @@ def new_folder(path: str | Path) -> Path:
     Raises:
       ValueError: something is there already, or nothing can be.
     """
+    host.check_local(path, f"folder `{path}`", "name a local folder, and copy it to the bucket afterwards")
     to = Path(os.path.realpath(path))  # a folder can take the place of an empty one, but not of a link to it
     try:
         if to.exists() and (not to.is_dir() or any(to.iterdir()) or to.samefile(".")):

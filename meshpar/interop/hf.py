@@ -381,11 +381,14 @@ def born(files: Folder, tensor: FileTensor, like: jax.ShapeDtypeStruct) -> jax.A
 
 
 def _reader(files: Folder, dtype: Any) -> Any:
-    """Reads parts of tensors, and sees that none of their numbers is too large for the dtype."""
+    """Return a function that reads parts of tensors and checks that their numbers are finite, also in the dtype."""
     reaches = float(jnp.finfo(dtype).max)
 
     def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
         part = files.read(name, slices)
+        if not np.isfinite(part).all():
+            exists = f"{np.count_nonzero(~np.isfinite(part)):,} of its numbers are nan or infinite"
+            raise problem(f"{files.path}, `{name}`", "use it as weights", exists, "take the files of the release again")
         if float(jnp.finfo(part.dtype).max) > reaches and part.size and float(np.abs(part).max()) > reaches:
             exists = (
                 f"its numbers go up to {float(np.abs(part).max()):.3g}, which {jnp.dtype(dtype).name} does not hold"

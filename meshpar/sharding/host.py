@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,15 @@ def check_file(
     return file
 
 
+def check_local(path: str | os.PathLike[str], where: str, fix: str) -> None:
+    """Raise `ValueError` for a URL, which the file system would take for a folder called `gs:`."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # `Path` makes one slash of two
+        raise problem(where[:200], "use it", "it is a URL, and only local files can be read and written", fix)
+
+
 def check_name(path: str | os.PathLike[str], where: str, fix: str) -> None:
-    """Raises `ValueError` for a name that the system does not take, too long or a link to itself; it may be missing."""
+    """Raise `ValueError` for a URL, a name that is too long, or a link to itself. The file may be missing."""
+    check_local(path, where, fix)
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -32,12 +32,14 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def check_steps(first: int, last: int, *, done: int, steps: int) -> None:
-    """See that a run that has `done` of its `steps` takes one from `first` to `last`.
+    """Check that a run that has `done` of its `steps` takes those from `first` to `last`.
+
+    A resumed run may have taken the first of them before.
 
     Raises:
-      ValueError: it takes none of them.
+      ValueError: the last one is not among the steps that it still takes.
     """
-    if first > steps or last <= done:
+    if not done < last <= steps:
         exists, fix = f"this run takes steps {done + 1} to {steps}", "name steps among these"
         if done >= steps:
             exists, fix = f"the run has taken all its {steps}", "leave --profile out, or give it more --steps"

@@ -100,6 +100,22 @@ def test_a_run_from_start_to_resumed_end(meshpar, tmp_path):
     assert "--name" in error
 
 
+def test_saves_that_keep_failing_stop_the_run_in_one_line_each(child_env, tmp_path):
+    recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "tiny"
+    run.mkdir(parents=True)
+    (run / "checkpoints").touch()  # a file where a folder should be: every save fails
+    fields = ["steps=6", "checkpoint_every=1", "checkpoint_retries=1", "sample=none"]
+    command = ["train", str(recipe), *(word for field in fields for word in ("--set", field))]
+    python = [sys.executable, "-m", "meshpar.commands.cli", *command]
+    done = subprocess.run(python, cwd=tmp_path, env=child_env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first.startswith("meshpar: warning: checkpoints in ")
+    assert "asked to save step 1" in first
+    assert second.startswith("meshpar: checkpoints in ")
+    assert second.endswith("(the run stops: 2 saves in a row failed)")
+
+
 @pytest.mark.matrix
 @pytest.mark.call_stacks
 def test_a_trace_beside_its_recipe_knows_axes_bytes_and_phases(meshpar, tmp_path):

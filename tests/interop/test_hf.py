@@ -228,6 +228,7 @@ def test_written_in_another_dtype_over_several_files(tmp_path, mesh8):
     index = json.loads((back / "model.safetensors.index.json").read_text())
     sizes = [(back / file).stat().st_size for file in set(index["weight_map"].values())]
     assert len(sizes) > 1
+    assert len({path.stat().st_mode for path in back.iterdir()}) == 1  # weights are as readable as config.json
     assert sum(sizes) > 2 * (source / "model.safetensors").stat().st_size * 0.8
     again, other = from_hf(back, mesh=mesh8, strategy=mp.fsdp() | mp.tensor_parallel())
     assert again == dataclasses.replace(config, param_dtype="float32")

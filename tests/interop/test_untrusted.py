@@ -67,6 +67,11 @@ def moved(to: str) -> Any:
         (CONFIG, lambda d: d.update(num_hidden_layers=1), "has no such tensor"),
         (CONFIG, lambda d: d.update(num_attention_heads=3), "not a multiple"),
         (CONFIG, lambda d: d.update(tie_word_embeddings=True), "`lm_head.weight`.*which holds other numbers"),
+        (CONFIG, lambda d: d.update(eos_token_id="x"), "`eos_token_id`: asked to be 'x', but it is a token id"),
+        (CONFIG, lambda d: d.update(bos_token_id=[1, True]), "`bos_token_id`"),
+        (CONFIG, lambda d: d.update(torch_dtype="float3"), "`torch_dtype`: asked to be 'float3'"),
+        (CONFIG, lambda d: d.update(dtype=32), "`dtype`: asked to be 32"),
+        (CONFIG, lambda d: d.update(rms_norm_eps=1e12), "norm_eps=.*added to a mean square"),
     ],
 )  # fmt: skip
 def test_an_index_or_config_that_lies(file, change, says, tmp_path):
@@ -130,6 +135,16 @@ def test_too_large_for_the_dtype(tmp_path):
     with_header(folder / "model.safetensors", header, large)
     with pytest.raises(MeshparError, match="float16 does not hold"):
         from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), dtype="float16")
+
+
+@pytest.mark.parametrize("wrong", [b"\xc0\x7f", b"\x80\xff"], ids=["nan", "-inf"])
+def test_weights_that_are_not_finite(wrong, tmp_path):
+    folder = folder_of("llama", tmp_path / "source")
+    header, rest = header_of(folder / "model.safetensors")
+    begin, _ = header[NAME]["data_offsets"]
+    with_header(folder / "model.safetensors", header, rest[:begin] + wrong + rest[begin + 2 :])
+    with pytest.raises(MeshparError, match=f"`{NAME}`.*1 of its numbers are nan or infinite"):
+        from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
 
 
 def test_nothing_half_written(tmp_path, monkeypatch):

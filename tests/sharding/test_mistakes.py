@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,10 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.parallel import parse_strategy
+
+if __name__ == "__main__":  # under pytest, conftest has asked for the devices
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # read with the first device
 
 MESH = mp.MeshSpec(fsdp=4, tensor=2).abstract()
 TEXTS = Path(__file__).with_name("mistakes.txt")
@@ -301,6 +309,14 @@ def test_a_mistake_is_an_early_error_in_four_parts(name, compiled):
 def test_every_text_has_its_mistake():
     assert list(written()) == list(MISTAKES)
     assert len(MISTAKES) > 100
+
+
+def test_this_file_run_as_a_script_writes_the_same_texts(tmp_path, child_env):
+    script = shutil.copy(__file__, tmp_path)
+    env = {name: value for name, value in child_env.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / TEXTS.name).read_text(encoding="utf-8") == TEXTS.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":
