@@ -6,7 +6,7 @@ the product over the devices that share the batch, and reduces the gradient of t
 
     images[B_data, d]  texts[B_data, d] ─► all-gather ─► texts[B, d]        logits[B_data, B]
 
-Softmax over the dim of the logits that the devices share reduces one number for each example.
+Softmax over the sharded dim of the logits adds all-reduces of vectors with an entry per example.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def promised(jaxpr: Any, num_batch_leaves: int, rows: int, facts: Facts) -> Iter
     """Yield the collectives that products of all pairs of examples may cause.
 
     Args:
-      jaxpr: of a traced step; its last arguments are the leaves of the batch.
-      num_batch_leaves: how many these are.
-      rows: examples on which the loss is evaluated at once, over all devices.
+      jaxpr: of a traced step. Its last `num_batch_leaves` arguments are the leaves of the batch.
+      num_batch_leaves: number of arrays in the batch.
+      rows: number of examples per evaluation of the loss, over all devices.
       facts: of the step.
     """
     axes = facts.ordered(facts.batch_axes)
@@ -47,17 +47,17 @@ def promised(jaxpr: Any, num_batch_leaves: int, rows: int, facts: Facts) -> Iter
         same: dict[str, Any] = {
             "role": ROLE, "axes": axes, "elements": operand.elements, "dtype": facts.wire(operand.dtype), "tensors": (),
         }  # fmt: skip
-        # Forward, and once more where the backward pass repeats the forward pass.
+        # Twice, because the backward pass may recompute the forward pass.
         yield Promised(kind="gather", count=(0, 2 * count), **same)
         yield Promised(kind="sum", scattered=axes, whole=True, count=(0, 2 * count), **same)
     if found:
-        # Maximum, sum and target of a softmax, and what its gradient sums, forward and perhaps recomputed.
+        # Maximum, sum and target of a softmax and the sum in its gradient. The forward pass may be recomputed.
         count, dtype = 4 * sum(found.values()), facts.wire("float32")
         yield Promised(role=ROLE, kind="sum", axes=axes, elements=rows, dtype=dtype, count=(0, count), tensors=())
 
 
 def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, found: Counter[_Operand]) -> list[bool]:
-    """Count products of pairs in a jaxpr, and return which of its results depend on the batch."""
+    """Count products of pairs in a jaxpr, and return a flag for each result that depends on the batch."""
     marked = {v for v, mark in zip(jaxpr.invars, is_of_batch, strict=True) if mark}
 
     def marks(atoms: Sequence[Any]) -> list[bool]:
@@ -69,7 +69,7 @@ def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, foun
         if eqn.primitive.name == "dot_general" and all(given) and _is_of_pairs(eqn, rows):
             for x in eqn.invars:
                 found[_Operand(x.aval.size, x.aval.dtype.name)] += times
-        # Inside a `shard_map` XLA inserts nothing over the axes of the batch.
+        # Inside a `shard_map`, XLA inserts no collectives over the axes of the batch.
         for inner, num_inner in () if eqn.primitive.name == "shard_map" else inner_jaxprs(eqn):
             count, is_loop = len(inner.invars), eqn.primitive.name == "scan"
             own = given[-count:] if count and len(given) >= count else [any(given)] * count
@@ -84,7 +84,7 @@ def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, foun
 
 def _carried(scan: Any, body: Any, given: Sequence[bool]) -> list[bool]:
     """Mark the carry of a scan that depends on the batch after some iterations."""
-    # Stacked inputs and outputs have one dim more outside of the loop; the parameters differ between versions of jax.
+    # Stacked inputs and outputs have an extra leading dim outside the loop. jax versions differ in the scan's params.
     num_carry, num_before = (
         sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
         for outside, inside in ((scan.outvars, body.outvars), (scan.invars, body.invars))
@@ -105,5 +105,5 @@ def _is_of_pairs(eqn: Any, rows: int) -> bool:
     for x, summed, shared in zip(eqn.invars, contracting, batch, strict=True):
         kept = [size for dim, size in enumerate(x.aval.shape) if dim not in (*summed, *shared)]
         if rows not in kept or any(x.aval.shape[dim] == rows for dim in (*summed, *shared)):
-            return False  # it may be a product over the examples, as a weight's gradient, or one for each example
+            return False  # e.g. the gradient of a weight, or a product per example
     return True
