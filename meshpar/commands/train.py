@@ -127,7 +127,7 @@ def train(
     mesh = recipe.mesh.build(devices)
     source = _opened(recipe, screen)
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
-    _check_ids(recipe, source)
+    check_ids(recipe, source)
     _check_sample(recipe, source)
     setup = _setup(recipe, mesh)
     with source.train(setup.batch_sharding) as batches, contextlib.ExitStack() as until_end:
@@ -330,7 +330,7 @@ def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool, from_hf: str | 
     return recipe
 
 
-def _check_ids(recipe: Recipe, source: Source) -> None:
+def check_ids(recipe: Recipe, source: Source) -> None:
     """Check that token ids in arrays are in the model's vocabulary. Ids of a tokenizer are checked by its size."""
     from meshpar.models.loss import IGNORE_TARGET
 
