@@ -58,6 +58,12 @@ def token_batches(rows: int, seq: int, steps: int, vocab: int = VOCAB) -> list[d
     return [{"inputs": t[:, :-1], "targets": t[:, 1:], "weights": w} for t, w in zip(tokens, weights, strict=True)]
 
 
+def mean_loss(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the mean of `next_token_loss` as a scalar, and its metrics."""
+    loss, metrics = next_token_loss(model, batch, jax.random.key(0))
+    return loss.total / loss.weight, metrics
+
+
 def train(
     model: mp.Model, batches: list[dict[str, Any]], spec: mp.MeshSpec, strategy: Any,
     *, start: TrainState | None = None, params: Any = None, loss: Any = next_token_loss, tx: Any = None,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig
 from meshpar.models.sampling import empty_cache
 from meshpar.sharding.types import tree_leaves_with_paths
-from tests.equal import mesh_of
+from tests.equal import mean_loss, mesh_of
 from tests.grid import cases
 from tests.models import by_hand
 from tests.models.by_hand import random_params
@@ -67,7 +67,7 @@ def loss_and_gradient(model, params, mesh, strategy, batch=BATCH):
 
     def run(params, batch):
         with mp.use(mesh, strategy):
-            return jax.value_and_grad(lambda p: next_token_loss(model.bind(p, {}), batch, jax.random.key(0))[0])(params)
+            return jax.value_and_grad(lambda p: mean_loss(model.bind(p, {}), batch)[0])(params)
 
     return jax.jit(run)(placed, mp.shard_batch(batch, mesh, strategy))
 

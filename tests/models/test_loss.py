@@ -13,6 +13,7 @@ from meshpar.compiled.census import census
 from meshpar.compiled.hlo import parse
 from meshpar.models import next_token_loss
 from meshpar.models.loss import cross_entropy
+from tests.equal import mean_loss
 
 by_optax = jax.jit(optax.softmax_cross_entropy_with_integer_labels)
 loss_of = jax.jit(
@@ -54,9 +55,9 @@ def test_the_loss_of_narrow_logits_is_float32(logits_and_targets, dtype):
     logits, targets = logits_and_targets
     narrow = logits.astype(dtype)
     loss, metrics = loss_of(narrow, targets)
-    assert loss.dtype == metrics["accuracy"].dtype == jnp.float32
-    exact = np.mean(by_optax(narrow.astype(np.float32), targets))
-    np.testing.assert_allclose(loss, exact, rtol=1e-6)
+    assert loss.total.dtype == metrics["accuracy"].dtype == jnp.float32
+    exact = np.sum(by_optax(narrow.astype(np.float32), targets))
+    np.testing.assert_allclose(loss.total, exact, rtol=1e-6)
 
 
 def test_large_logits_stay_finite():
@@ -69,8 +70,46 @@ def test_large_logits_stay_finite():
 def test_loss_and_accuracy_are_means(logits_and_targets):
     logits, targets = logits_and_targets
     loss, metrics = loss_of(logits, targets)
-    np.testing.assert_allclose(loss, np.mean(by_optax(logits, targets)), rtol=1e-6)
+    np.testing.assert_allclose(loss.total, np.sum(by_optax(logits, targets)), rtol=1e-6)
+    assert int(loss.weight) == targets.size
     np.testing.assert_allclose(metrics["accuracy"], (logits.argmax(-1) == targets).mean())
+
+
+@pytest.mark.parametrize("weights", [None, np.int32, np.float32])
+def test_loss_ignores_targets_of_minus_100(logits_and_targets, weights):
+    logits, targets = logits_and_targets
+    is_counted = np.arange(6) % 4 != 1
+    ignored = {"inputs": targets, "targets": np.where(is_counted, targets, -100)}
+    batch = {"inputs": targets, "targets": targets, "weights": np.broadcast_to(is_counted, targets.shape).astype(int)}
+    if weights is not None:
+        ignored["weights"] = (targets % 3).astype(weights)
+        batch["weights"] = batch["weights"] * ignored["weights"]
+
+    def loss(logits, batch):
+        loss, metrics = next_token_loss(lambda _: logits, batch, None, z_loss=0.1)
+        return loss.total / loss.weight, (loss.weight, metrics)
+
+    (found, rest), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(logits, ignored)
+    (wanted, wanted_rest), wanted_gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(logits, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (found, rest), (wanted, wanted_rest))
+    np.testing.assert_allclose(gradient, wanted_gradient, atol=1e-8)
+    assert (np.asarray(gradient)[:, ~is_counted] == 0).all()
+    assert rest[0].dtype == (np.float32 if weights is np.float32 else np.int32)
+
+
+@pytest.mark.parametrize("target", [-1, 16, -101])
+def test_loss_of_a_target_outside_the_vocabulary_is_nan(logits_and_targets, target):
+    logits, targets = logits_and_targets
+    targets = np.where(np.arange(48).reshape(8, 6) == 7, target, targets)
+    loss, metrics = loss_of(logits, targets)
+    assert np.isnan(loss.total)
+    assert np.isfinite(metrics["accuracy"])
+
+
+def test_loss_without_counted_targets_has_weight_zero(logits_and_targets):
+    logits, targets = logits_and_targets
+    loss, metrics = loss_of(logits, np.full_like(targets, -100))
+    assert (float(loss.total), int(loss.weight), float(metrics["accuracy"])) == (0, 0, 0)
 
 
 def test_devices_exchange_three_numbers_a_token(mesh8, logits_and_targets):
@@ -80,7 +119,7 @@ def test_devices_exchange_three_numbers_a_token(mesh8, logits_and_targets):
 
     def loss_and_gradient(logits, targets):
         def loss(logits):
-            return next_token_loss(lambda _: logits, {"inputs": targets, "targets": targets}, jax.random.key(0))
+            return mean_loss(lambda _: logits, {"inputs": targets, "targets": targets})
 
         return jax.value_and_grad(loss, has_aux=True)(logits)
 

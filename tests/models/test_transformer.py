@@ -22,7 +22,7 @@ from meshpar.models.transformer_linen import LinenMLP
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.layers import REMAT_POLICIES
 from meshpar.training.precision import Precision, numerics
-from tests.equal import mesh_of
+from tests.equal import mean_loss, mesh_of
 from tests.grid import cases
 from tests.models import by_hand
 from tests.models.by_hand import random_params
@@ -64,7 +64,7 @@ def forward(model, params, tokens=TOKENS, **kwargs):
 
 def loss_and_gradient(model, params, batch=BATCH):
     def loss(params):
-        return next_token_loss(model.bind(params, {}), jax.tree.map(jnp.asarray, batch), jax.random.key(0))
+        return mean_loss(model.bind(params, {}), jax.tree.map(jnp.asarray, batch))
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
@@ -141,7 +141,7 @@ def test_rematerialisation_computes_again_what_the_policy_says(one_device, frame
     model, params = cfg.build() if framework == "nnx" else linen(cfg), random_params(cfg)
 
     def gradient(params):
-        return jax.grad(lambda p: next_token_loss(model.bind(p, {}), BATCH, jax.random.key(0))[0])(params)
+        return jax.grad(lambda p: mean_loss(model.bind(p, {}), BATCH)[0])(params)
 
     def matmuls(policy):
         # A new function, so that nothing is found in the trace cache: the policy is no part of its key.
@@ -187,7 +187,7 @@ def test_a_new_deep_model_guesses_evenly(one_device):
 
     @jax.jit
     def first_loss(key):
-        return next_token_loss(cfg.build().bind(*cfg.build().init(key)), BATCH, key)[0]
+        return mean_loss(cfg.build().bind(*cfg.build().init(key)), BATCH)[0]
 
     # Logits start with a variance of about one, at any depth: half a nat above the entropy of a uniform guess.
     assert np.log(24) < first_loss(jax.random.key(0)) < np.log(24) + 1.2
@@ -259,7 +259,7 @@ def test_the_trace_does_not_grow_with_depth(one_device, framework):
         model = cfg.build() if framework == "nnx" else linen(cfg)
 
         def loss(params, model=model):
-            return next_token_loss(model.bind(params, {}), BATCH, jax.random.key(0))[0]
+            return mean_loss(model.bind(params, {}), BATCH)[0]
 
         sizes.append(num_equations(jax.make_jaxpr(jax.grad(loss))(cfg.build().abstract().params).jaxpr))
     assert sizes[0] == sizes[1] > 100

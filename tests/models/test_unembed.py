@@ -60,13 +60,16 @@ def test_values_and_gradients_are_those_of_whole_logits(vocab_dim, chunk, cap):
     assert not of_chunks.best_BT.all()
 
 
-def test_targets_outside_the_vocabulary_count_as_with_whole_logits():
+def test_targets_outside_the_vocabulary_are_nan_as_with_whole_logits():
     rng = np.random.default_rng(0)
     h, matrix = rng.normal(size=(1, 4, WIDTH)).astype(np.float32), rng.normal(size=(WIDTH, 10)).astype(np.float32)
     targets = np.array([[-1, -100, 10, 3]], np.int32)
     with mp.use(mesh_of(mp.MeshSpec()), mp.ddp()):
         found = chunked_cross_entropy(Unembedding(h, matrix, 1, 3), targets)
-    np.testing.assert_allclose(found[0], cross_entropy(h @ matrix, targets)[0], rtol=1e-6)
+    np.testing.assert_allclose(found.nats_BT, cross_entropy(h @ matrix, targets).nats_BT, rtol=1e-6)
+    assert np.isnan(found.nats_BT).tolist() == [[True, True, True, False]]
+    assert not found.best_BT[0, :3].any()
+    assert np.isfinite(found.log_z_BT).all()
 
 
 def test_logits_far_from_zero_stay_finite():

@@ -60,7 +60,9 @@ class Net(nn.Module):
 
 def loss(model, batch, key):
     noise = jax.random.normal(batch["key"], (WIDTH,))
-    return ((model(batch["graph"], batch["table"]) * batch["scale"] - noise) ** 2).mean(), {}
+    errors = ((model(batch["graph"], batch["table"]) * batch["scale"] - noise) ** 2).mean(-1)
+    num_nodes = batch["graph"].n_node
+    return mp.MeanLoss((errors * num_nodes).sum(), num_nodes.sum()), {}
 
 
 def state_on(spec: mp.MeshSpec, strategy, rules=INPUTS):

@@ -457,7 +457,8 @@ class Delayed(nn.Module):
 
 
 def squares(model, batch, key):
-    return ((model(batch["x"]) - batch["y"]) ** 2).mean(), {}
+    errors = (model(batch["x"]) - batch["y"]) ** 2
+    return mp.MeanLoss(errors.sum(), errors.size), {}
 
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(16, 32)), "y": np.random.default_rng(1).normal(size=(16, 8))}
@@ -494,7 +495,7 @@ def test_delayed_scaling_of_flax_is_that_of_flax_on_one_device(case):
         state, _ = step(state, scaled)
         grads, scales = [], plain.params
         for rows in micro_steps(jax.device_get(scaled), micro, state.setup.sizes["fsdp"]):
-            grads.append(jax.grad(lambda p, rows=rows: squares(lambda x: Delayed().apply(p, x), rows, None)[0])(scales))
+            grads.append(jax.grad(functools.partial(mean_of_rows, rows))(scales))
             scales = {**scales, OVERWRITTEN: grads[-1][OVERWRITTEN]}
         mean = jax.tree.map(lambda *x: sum(x) / micro, *grads)
         plain = plain.apply_gradients(grads={**mean, OVERWRITTEN: scales[OVERWRITTEN]})
@@ -505,6 +506,11 @@ def test_delayed_scaling_of_flax_is_that_of_flax_on_one_device(case):
         assert_same(*(dict(tree_leaves_with_paths(jax.device_get(x))) for x in (found, expected)), atol=atol)
     assert float(state.extra[OVERWRITTEN]["up"]["Fp8DirectDotGeneralOp_0"]["input_scale"][0]) != 1
     assert "scale" not in str(jax.tree.structure(state.opt_state))
+
+
+def mean_of_rows(rows, params):
+    loss, _ = squares(lambda x: Delayed().apply(params, x), rows, None)
+    return loss.total / loss.weight
 
 
 def micro_steps(batch, micro, ranks):

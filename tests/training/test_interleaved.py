@@ -117,12 +117,13 @@ def test_every_row_keeps_its_positions_and_sequences():
 
     def loss(model, batch, key):
         logits = model(batch["inputs"], segments=batch["segments"])
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])), {}
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return mp.MeanLoss((losses * batch["weights"]).sum(), batch["weights"].sum()), {}
 
     rng, rows, seq = np.random.default_rng(0), 8, 6
     tokens = rng.integers(0, VOCAB, (rows, seq + 1), dtype=np.int32)
     segments = (np.arange(seq)[None] >= rng.integers(1, seq, (rows, 1))).astype(np.int32)
-    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments}
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments, "weights": 1 - segments}
     one, model = train(model_of("nnx", CONFIG, rows, seq), [batch], mp.MeshSpec(), mp.ddp(), loss=loss), CONFIG.build()
     cut = train(model, [batch], mp.MeshSpec(fsdp=4), mp.fsdp(), start=one.start, loss=loss, interleave=2)
     np.testing.assert_allclose(cut.losses, one.losses, rtol=1e-6)

@@ -47,12 +47,14 @@ from tests.training_process import Sender
 class Scalar:
     """A device scalar that notes when it is waited for."""
 
+    dtype = np.dtype(np.float32)
+
     def __init__(self, value, told):
         self.value, self.told = value, told
 
     def __array__(self, dtype=None, copy=None):
         self.told()
-        return np.asarray(self.value)
+        return np.asarray(self.value, self.dtype)
 
 
 class State:
@@ -633,6 +635,21 @@ def test_validation_keeps_few_batches_in_flight():
     result = run(1, hooks=[Validator(step, [1, 2, 3, 4], every=1)])
     assert log == ["dispatch 1", "dispatch 2", "dispatch 3", "read 1", "dispatch 4", "read 2", "read 3", "read 4"]
     assert result.validation.metrics == {"loss": 2.5}
+
+
+def test_validation_weights_the_means_of_batches_and_sums_counts():
+    batches = [(128, 2.0, 5), (3, 4.0, 1), (0, np.nan, 2)]  # the weight, the loss and a count of each
+
+    def step(state, batch):
+        weight, loss, count = batch
+        return {"loss": np.float32(loss), "loss_weight": np.int32(weight), "hits": np.int32(count), "bare": loss}
+
+    metrics = run(1, hooks=[Validator(step, batches, every=1)]).validation.metrics
+    assert list(metrics) == ["loss", "loss_weight", "hits", "bare"]
+    assert metrics["loss"] == metrics["bare"] == pytest.approx((128 * 2 + 3 * 4) / 131)
+    assert (metrics["loss_weight"], metrics["hits"]) == (131, 8)
+    metrics = run(1, hooks=[Validator(step, batches[2:], every=1)]).validation.metrics
+    assert (metrics["loss"], metrics["loss_weight"]) == (0, 0)
 
 
 def test_validation_batches_must_be_there_each_time():

@@ -18,6 +18,7 @@ from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing
 from meshpar.sharding.types import matrix_of, tree_leaves_with_paths
 from meshpar.training.lora import merged_params, of_pair
+from tests.equal import mean_loss
 from tests.grid import cases
 
 CONFIG = TransformerConfig(
@@ -25,7 +26,7 @@ CONFIG = TransformerConfig(
 )
 ALL = r".*/(query|key|value|out|(shared_)?(gate|up|down))"
 ROWS = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
-BATCH = {"inputs": ROWS[:, :-1], "targets": ROWS[:, 1:]}
+BATCH = {"inputs": ROWS[:, :-1], "targets": ROWS[:, 1:], "weights": (ROWS[:, 1:] % 3).astype(np.int32)}
 
 
 def decoder(kind: str, config: TransformerConfig = CONFIG) -> mp.Model:
@@ -119,7 +120,7 @@ def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[s
     plain = decoder(kind, config)
     alone = mp.init_state(plain, tx, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), key=0)
     with mp.use(alone.setup.mesh, mp.ddp()):
-        of_whole = jax.jit(jax.grad(lambda p: next_token_loss(plain.bind(p, alone.extra), BATCH, None)[0]))(whole)
+        of_whole = jax.jit(jax.grad(lambda p: mean_loss(plain.bind(p, alone.extra), BATCH)[0]))(whole)
     gradients = dict(tree_leaves_with_paths(of_whole))
     after, start = dict(tree_leaves_with_paths(state.params)), dict(tree_leaves_with_paths(before))
     for path, value in start.items():

@@ -32,7 +32,8 @@ def apply(params, x):
 
 
 def loss(model, batch, key):
-    return ((model(batch["x"]) - batch["y"]) ** 2).mean(), {}
+    errors = (model(batch["x"]) - batch["y"]) ** 2
+    return mp.MeanLoss(errors.sum(), errors.size), {}
 
 
 MODEL = mp.from_functions(init, apply, names=NAMES)
