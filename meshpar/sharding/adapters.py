@@ -154,7 +154,7 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         "from_nnx", with_signature, () if by_name else ("an nnx.Rngs",), fix, keywords=["rngs"] * by_name,
         name=getattr(build, "__name__", ""),
     )  # fmt: skip
-    module = _Nnx((lambda rngs: build(rngs=rngs)) if by_name else build)
+    module = _Nnx((lambda rngs: build(rngs=rngs)) if by_name else build)  # type: ignore[call-arg]
     return Model(
         kind="nnx",
         init=module.init,
@@ -172,7 +172,7 @@ def _with_signature(build: Any) -> Any:
     """Return a function with the signature of `build`, which NNX's metaclass hides if it is a module class."""
     if isinstance(build, functools.partial):
         return functools.partial(_with_signature(build.func), *build.args, **build.keywords)
-    return functools.partial(build.__init__, None) if isinstance(build, type) else build
+    return functools.partial(build.__init__, None) if isinstance(build, type) else build  # type: ignore[misc]
 
 
 def _takes_rngs_by_name(build: Any) -> bool:

@@ -338,6 +338,49 @@ def test_other_state_of_a_model_is_averaged_over_devices(engine):
     np.testing.assert_allclose(state.extra["seen"], by_micro_step[:, -1].mean((0, 1)), rtol=1e-5)
 
 
+def masked_stack() -> mp.Model:
+    """Two layers that keep their input, then a matrix by which the gradient of a row is the row's mask."""
+
+    def apply(params, x):
+        x = mp.scan_layers(lambda x, one: x * one["kernel"], x, params["layers"])
+        return x @ params["out"]
+
+    def ones(key):
+        return {"layers": {"kernel": jnp.ones((2, ROWS))}, "out": jnp.zeros((ROWS, 32))}
+
+    return mp.from_functions(ones, apply, names={"layers/kernel": ("layers", "embed"), "out": ("embed", None)})
+
+
+BY_ENGINE = {
+    "plain": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"accumulate": 2}),
+    "once": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}),
+    "quantize": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0, quantize="int8"), {"accumulate": 2}),
+    "stages": (
+        mp.MeshSpec(stage=2, data=2, fsdp=2),
+        mp.pipeline_parallel(stages=2, microbatches=2) | mp.fsdp(min_bytes=0),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", BY_ENGINE)
+def test_the_random_key_of_the_loss_differs_by_micro_step_and_by_device(engine):
+    """Each row of the batch is one-hot, so that the gradient of a row of the matrix is the row's dropout mask."""
+
+    def dropped(model, batch, key):
+        y = model(batch["row"])
+        return (y * jax.random.bernoulli(key, 0.5, y.shape)).sum(), {}
+
+    spec, strategy, options = BY_ENGINE[engine]
+    state = make_state(spec, strategy, tx=optax.sgd(1.0), model=masked_stack())
+    state, _ = mp.train_step(dropped, **options)(state, {"row": np.eye(ROWS, dtype=np.float32)})
+    grads = -np.asarray(state.params["out"])
+    masks = grads > grads.max() / 2
+    np.testing.assert_allclose(grads, masks * grads.max(), atol=grads.max() / 64)  # int8 rounds by 1/254 of a block
+    assert 0.3 < masks.mean() < 0.7
+    assert len({row.tobytes() for row in masks}) == ROWS
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Updates that are not finite
 # ---------------------------------------------------------------------------------------------------------------------
