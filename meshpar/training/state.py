@@ -375,14 +375,15 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
 
 def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
     x = x if isinstance(x, jax.Array) else np.asarray(x)
-    kinds = [jnp.issubdtype(dtype, jnp.floating) for dtype in (x.dtype, leaf.dtype)]
+    kinds = [_kind(dtype) for dtype in (x.dtype, leaf.dtype)]
     if x.shape != leaf.shape or kinds[0] != kinds[1]:
         asked, fix = f"take {x.dtype.name}{list(x.shape)}", "transpose, reshape or cast it first"
         raise problem(f"load_params, `{path}`", asked, f"the model has {leaf.dtype.name}{list(leaf.shape)}", fix)
-    if not kinds[0]:
+    if kinds[0] == "exact":
         _check_kept(path, x, leaf.dtype, bool(np.all(x.astype(leaf.dtype) == x)))
         return x.astype(leaf.dtype)
-    if not bool(jnp.isfinite(x).all() if isinstance(x, jax.Array) else np.isfinite(x.astype(np.float64)).all()):
+    wide = x if isinstance(x, jax.Array) or kinds[0] == "complex" else x.astype(np.float64)  # NumPy's bfloat16
+    if not bool((jnp if isinstance(x, jax.Array) else np).isfinite(wide).all()):
         where, exists = f"load_params, `{path}`", "some are infinite or not a number"
         raise problem(
             where, "train from these weights", exists, "look at where they come from: no step makes them finite again"
@@ -391,6 +392,12 @@ def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
         cast = x.astype(leaf.dtype)
     _check_kept(path, x, leaf.dtype, bool(jnp.isfinite(cast).all()))
     return cast
+
+
+def _kind(dtype: Any) -> str:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return "complex"
+    return "real" if jnp.issubdtype(dtype, jnp.floating) else "exact"
 
 
 def _check_kept(path: str, x: Any, dtype: np.dtype, is_kept: bool) -> None:

@@ -176,6 +176,7 @@ class TrainStep(_Program):
         _check_overwritten(setup, self.options)
         _check_whole(setup, self.options, batch)
         _check_wider(setup, self.options.precision)
+        _check_complex(setup)
         for rule in setup.strategy.activations.remat:
             check_remat(rule.value, f"remat rule `{rule.key}`: {rule.value!r}")
         return setup.jit(
@@ -226,6 +227,7 @@ def train_step(
     Args:
       loss_fn: (model, batch, key) -> (loss, metrics): a scalar mean over the batch it is given, and a dict of scalars.
         `model` is what the adapter promised: the NNX module, the bound Linen module, or `apply` with parameters.
+        The optimizer is given the conjugate of a complex gradient, which is the direction of steepest ascent.
       accumulate: micro-steps that share one update; every device keeps its own rows.
       accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" keeps replicated sums and
         reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and gives the
@@ -410,6 +412,18 @@ def _check_wider(setup: Setup, precision: Precision) -> None:
         if strategy.quantize is not None:
             exists = f"{strategy.label} sends all weights by kernels, in the compute dtype"
             raise problem(where, asked, exists, "leave quantize out, or the rule")
+
+
+def _check_complex(setup: Setup) -> None:
+    """Raise `ValueError` for complex parameters that a strategy would quantize."""
+    for leaf in (decision.leaf for decision in setup.table.params if setup.strategy.quantize is not None):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise problem(
+                f"parameter `{leaf.path}` under {setup.strategy.label}",
+                f"send {leaf.dtype.name} quantized",
+                "the kernels quantize real numbers and would drop the imaginary part",
+                "leave quantize out, or hold the real and the imaginary part as two parameters",
+            )
 
 
 def _check_state(state: TrainState) -> None:
@@ -668,7 +682,8 @@ def _update(
     # Where parameters are whole and optimizer state is not (ZeRO-1 and 2), each device updates its shard, and pinning
     # the new parameters makes one gather each.
     old = constrained(setup.trained(state.params), shards)
-    grads = jax.tree.map(lambda g, p: mean(g).astype(p.dtype), constrained(sums.grads, shards), old)
+    # The gradient that jax gives for a complex parameter is the conjugate of the direction of steepest ascent.
+    grads = jax.tree.map(lambda g, p: jnp.conj(mean(g)).astype(p.dtype), constrained(sums.grads, shards), old)
     grads, before_update = setup.for_update(grads, state.opt_state)
     asked = {"value": loss, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
     updates, opt_state = _updated(setup, grads, before_update, old, **asked)
