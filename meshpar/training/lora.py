@@ -512,7 +512,7 @@ class _LinenAdapters:
 
     def bind(self, params: PyTree, extra: PyTree) -> BoundLinen:
         plain = self._model.bind(params, extra)
-        return _BoundWithPairs(self._lora, self._chosen, plain.module, plain.sown, params, extra)
+        return _BoundWithPairs(self._lora, self._chosen, plain.module, plain.sown, params, plain.extra)
 
 
 class _BoundWithPairs(BoundLinen):

@@ -15,7 +15,16 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.sharding.adapters import OVERWRITTEN, Model, calling, key_data_like
+from meshpar.sharding.adapters import (
+    OVERWRITTEN,
+    Model,
+    calling,
+    is_key,
+    key_data_like,
+    key_impls,
+    with_key_types,
+    without_key_types,
+)
 from meshpar.sharding.context import apart, in_place_of_others, tracing
 from meshpar.sharding.lay import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.mesh import with_auto_axes
@@ -274,9 +283,29 @@ def make_setup(
     """Resolve every leaf of a state without making it; errors as in `shardings`."""
     strategy, precision = as_strategy(strategy), as_precision(precision, "init_state")
     layout = lay_out(model, with_auto_axes("mesh", mesh), strategy, tx, precision, trainable)
+    if any(map(is_key, jax.tree.leaves(layout.opt_state))):
+        params = only([one.leaf.is_trained for one in layout.table.params], *[layout.variables.params] * 2)
+        tx = _with_raw_keys(tx, params)
+        layout = dataclasses.replace(layout, opt_state=jax.eval_shape(tx.init, params))
     return Setup(
         model=model, tx=tx, given_mesh=mesh, strategy=strategy, precision=precision, layout=layout, trainable=trainable
     )
+
+
+def _with_raw_keys(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
+    """Let the optimizer's state hold raw words where the optimizer itself keeps typed random keys."""
+    traced: list[PyTree] = []
+    jax.eval_shape(lambda params: traced.append(key_impls(tx.init(params))), params)
+
+    @functools.wraps(tx.update)
+    def update(grads: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+        updates, new = tx.update(grads, with_key_types(state, traced[0]), *args, **kwargs)
+        return updates, without_key_types(new)
+
+    make = optax.GradientTransformation
+    if isinstance(tx, optax.GradientTransformationExtraArgs):
+        make = optax.GradientTransformationExtraArgs
+    return make(lambda params: without_key_types(tx.init(params)), update)
 
 
 def abstract_state(

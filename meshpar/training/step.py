@@ -3,6 +3,7 @@
 Where the gradients of several micro-steps are reduced is the caller's choice. With `accumulate_mode="each"` XLA reduces
 the gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
 gradients, replicated, and one reduction follows the loop: least traffic. `engines/` holds the ways gradients are made.
+Gradients of complex parameters are conjugated before the update, so that optimizers go downhill.
 """
 
 from __future__ import annotations
@@ -227,7 +228,6 @@ def train_step(
     Args:
       loss_fn: (model, batch, key) -> (loss, metrics): a scalar mean over the batch it is given, and a dict of scalars.
         `model` is what the adapter promised: the NNX module, the bound Linen module, or `apply` with parameters.
-        The optimizer is given the conjugate of a complex gradient, which is the direction of steepest ascent.
       accumulate: micro-steps that share one update; every device keeps its own rows.
       accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" keeps replicated sums and
         reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and gives the

@@ -10,7 +10,7 @@ The step is manual over the axes that split the batch. Two ways, by what enters:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -212,13 +212,13 @@ def _local_sums(
     return sums.replace(extra=_common_keys(extra, own, sums.extra, random_keys, axes))
 
 
-def _own_keys(extra: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]) -> PyTree:
+def _own_keys(extra: PyTree, random_keys: Mapping[str, str], axes: tuple[str, ...]) -> PyTree:
     """The model's own random keys, another on every device: with the same, all would drop the same units."""
 
     def own(path: Any, x: jax.Array) -> jax.Array:
         if not axes or path_str(path) not in random_keys:
             return x
-        keys = jax.random.wrap_key_data(x).reshape(-1)
+        keys = jax.random.wrap_key_data(x, impl=random_keys[path_str(path)]).reshape(-1)
         folded = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, lax.axis_index(axes))
         return jax.random.key_data(folded).reshape(x.shape)
 
@@ -226,7 +226,7 @@ def _own_keys(extra: PyTree, random_keys: frozenset[str], axes: tuple[str, ...])
 
 
 def _common_keys(
-    before: PyTree, own: PyTree, after: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]
+    before: PyTree, own: PyTree, after: PyTree, random_keys: Mapping[str, str], axes: tuple[str, ...]
 ) -> PyTree:
     """The model's extras with the keys that all devices keep: as they were, or the first device's where they moved.
 
