@@ -63,8 +63,9 @@ class Model:
     """From that, after the forward pass, to the new `extra`."""
     names: Callable[[], Mapping[str, Names]]
     """Logical names by the path of the parameter; a leaf that is missing carries none. Call it after `init`."""
-    random_keys: Callable[[], frozenset[str]] = frozenset
-    """Paths in `extra` of raw random keys, from which the model draws by itself (NNX's `Rngs`)."""
+    random_keys: Callable[[], Mapping[str, str]] = dict
+    """Random keys from which the model draws by itself (NNX's `Rngs`): their implementation by their path in `extra`,
+    which holds their raw words."""
     batch_stats: Callable[[PyTree], frozenset[str]] = lambda extra: frozenset()
     """Paths in `extra` of statistics of the global batch: `nnx.BatchStat`, and Linen's collection `batch_stats`."""
     is_explicit: bool = False
@@ -119,6 +120,55 @@ def key_data_like() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
 
 
+def is_key(x: Any) -> bool:
+    """Whether an array, concrete or abstract, holds typed random keys."""
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def key_impls(tree: PyTree) -> PyTree:
+    """Return the implementation of each typed random key of a pytree, traced or concrete; "" for other leaves."""
+    return jax.tree.map(lambda x: jax.random.key_impl(x) if is_key(x) else "", tree)
+
+
+def without_key_types(tree: PyTree) -> PyTree:
+    """Replace typed random keys by their raw words, which can be donated, sharded and saved as any array."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def with_key_types(tree: PyTree, impls: PyTree) -> PyTree:
+    """Undo `without_key_types`, with what `key_impls` returned for the pytree of typed keys."""
+    return jax.tree.map(lambda impl, x: jax.random.wrap_key_data(x, impl=impl) if impl else x, impls, tree)
+
+
+def _with_raw_keys(model: Model) -> Model:
+    """Let `extra` hold raw words outside of the model wherever the model itself keeps typed random keys."""
+    traced: list[PyTree] = []
+
+    def init(key: jax.Array) -> Variables:
+        params, extra = model.init(key)
+        for path, x in tree_leaves_with_paths(params):
+            if is_key(x):
+                exists = "it holds typed random keys, which have no gradient"
+                fix = "keep keys in the state: from_functions(keeps_state=True), a Linen collection, an nnx.Variable"
+                raise problem(f"parameter `{path}`", "train it", exists, fix)
+        traced[:] = [key_impls(extra)]
+        return Variables(params, without_key_types(extra))
+
+    def impls() -> PyTree:
+        if not traced:
+            jax.eval_shape(init, key_data_like())
+        return traced[0]
+
+    return dataclasses.replace(
+        model,
+        init=init,
+        bind=lambda params, extra: model.bind(params, with_key_types(extra, impls())),
+        collect=lambda bound: without_key_types(model.collect(bound)),
+        after_update=lambda extra: without_key_types(model.after_update(with_key_types(extra, impls()))),
+        random_keys=lambda: {path: impl for path, impl in tree_leaves_with_paths(impls()) if impl},
+    )
+
+
 def key_of(data: jax.Array) -> jax.Array:
     """A typed key from raw key data; state holds raw data, which every checkpoint format knows."""
     return jax.random.wrap_key_data(data) if data.dtype == jnp.uint32 else data
@@ -155,17 +205,17 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         name=getattr(build, "__name__", ""),
     )  # fmt: skip
     module = _Nnx((lambda rngs: build(rngs=rngs)) if by_name else build)  # type: ignore[call-arg]
-    return Model(
+    model = Model(
         kind="nnx",
         init=module.init,
         bind=module.bind,
         collect=lambda bound: _split(bound).extra,
         names=module.names,
-        random_keys=module.random_keys,
         batch_stats=module.batch_stats,
         after_update=module.after_update,
         build=build,
     )
+    return _with_raw_keys(model)
 
 
 def _with_signature(build: Any) -> Any:
@@ -238,9 +288,6 @@ class _Nnx:
             for path, (x, names) in given.items()
             if names and hasattr(_value_of(x), "ndim")
         }
-
-    def random_keys(self) -> frozenset[str]:
-        return frozenset(path for path, x in _by_path(self._structure[2]) if _is_key(_value_of(x)))
 
     def batch_stats(self, extra: PyTree) -> frozenset[str]:
         from flax import nnx
@@ -362,7 +409,7 @@ def _split(module: Any) -> Variables:
     from flax import nnx
 
     parts: Any = nnx.split(module, nnx.Param, ...)
-    return Variables(*(jax.tree.map(_raw, _plain(part)) for part in parts[1:]))
+    return Variables(*(jax.tree.map(_as_array, _plain(part)) for part in parts[1:]))
 
 
 def _by_path(state: Any) -> Iterator[tuple[str, Any]]:
@@ -392,7 +439,6 @@ def _filled(like: Any, values: PyTree) -> Any:
     for path, one in nnx.to_flat_state(like):
         value = functools.reduce(lambda node, part: node[str(part)], path, values)
         # A variable holds an array, or a tree of them, or nothing; what stands outside of variables is bare.
-        value = jax.tree.map(lambda like, x: key_of(x) if _is_key(like) else x, _value_of(one), value)
         filled.append((path, one.replace(value) if isinstance(one, nnx.Variable) else value))
     return nnx.from_flat_state(filled)
 
@@ -404,14 +450,8 @@ def _value_of(x: Any) -> Any:
     return x.get_value() if isinstance(x, nnx.Variable) else x
 
 
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _raw(x: Any) -> Any:
-    """An array of the state: random keys as their words, Python's numbers as arrays of jax's width."""
-    if _is_key(x):
-        return jax.random.key_data(x)
+def _as_array(x: Any) -> Any:
+    """An array of the state as it is, a Python number as an array of jax's width."""
     return x if hasattr(x, "dtype") else jnp.asarray(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
 
 
@@ -495,7 +535,7 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
         examples = ("an example",) * len(example_args)
         check_takes("from_linen", call, examples, fix, keywords=example_kwargs, name=type(module).__name__)
     linen = _Linen(module, example_args, example_kwargs)
-    return Model(
+    model = Model(
         kind="linen",
         init=linen.init,
         bind=lambda params, extra: BoundLinen(module, linen.info, params, extra),
@@ -506,6 +546,7 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
         ),
         after_update=module.after_update if hasattr(type(module), "after_update") else lambda extra: extra,
     )
+    return _with_raw_keys(model)
 
 
 class _Linen:
@@ -752,7 +793,7 @@ def _joined(tree: PyTree, changed: PyTree) -> PyTree:
 
 def _on_host(x: Any) -> Any:
     """An example array as NumPy's, to be part of any program."""
-    if not isinstance(x, jax.Array) or _is_key(x) or isinstance(x, jax.core.Tracer):
+    if not isinstance(x, jax.Array) or is_key(x) or isinstance(x, jax.core.Tracer):
         return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
         exists = "its shards are on several processes, and each makes the same program"
@@ -831,7 +872,7 @@ def from_functions(
             )
         return Variables(params, extra)
 
-    return Model(
+    model = Model(
         kind="functions",
         init=make,
         bind=functools.partial(_WithState, apply)
@@ -840,6 +881,7 @@ def from_functions(
         collect=lambda bound: bound.extra if keeps_state else {},
         names=lambda: given,
     )
+    return _with_raw_keys(model)
 
 
 class _WithState:

@@ -510,7 +510,7 @@ class _LinenAdapters:
 
     def bind(self, params: PyTree, extra: PyTree) -> BoundLinen:
         plain = self._model.bind(params, extra)
-        return _BoundWithPairs(self._lora, self._chosen, plain.module, plain.info, params, extra)
+        return _BoundWithPairs(self._lora, self._chosen, plain.module, plain.info, params, plain.extra)
 
 
 class _BoundWithPairs(BoundLinen):

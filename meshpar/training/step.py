@@ -3,6 +3,7 @@
 Where the gradients of several micro-steps are reduced is the caller's choice. With `accumulate_mode="each"` XLA reduces
 the gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
 gradients, replicated, and one reduction follows the loop: least traffic. `engines/` holds the ways gradients are made.
+Gradients of complex parameters are conjugated before the update, so that optimizers go downhill.
 """
 
 from __future__ import annotations
@@ -181,6 +182,7 @@ class TrainStep(_Program):
         _check_batch_stats(setup, self.options)
         _check_whole(setup, self.options, batch)
         _check_wider(setup, self.options.precision)
+        _check_complex(setup)
         for rule in setup.strategy.activations.remat:
             check_remat(rule.value, f"remat rule `{rule.key}`: {rule.value!r}")
         return setup.jit(
@@ -442,6 +444,18 @@ def _check_wider(setup: Setup, precision: Precision) -> None:
             raise problem(where, asked, exists, "leave quantize out, or the rule")
 
 
+def _check_complex(setup: Setup) -> None:
+    """Raise `ValueError` for complex parameters that a strategy would quantize."""
+    for leaf in (decision.leaf for decision in setup.table.params if setup.strategy.quantize is not None):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise problem(
+                f"parameter `{leaf.path}` under {setup.strategy.label}",
+                f"send {leaf.dtype.name} quantized",
+                "the kernels quantize real numbers and would drop the imaginary part",
+                "leave quantize out, or hold the real and the imaginary part as two parameters",
+            )
+
+
 def _check_state(state: TrainState) -> None:
     """Arrays put in by `state.replace` are of the dtypes and shapes that the state was laid out with."""
     like = jax.tree.leaves(state.setup.abstract)
@@ -696,7 +710,8 @@ def _update(
     # Where parameters are whole and optimizer state is not (ZeRO-1 and 2), each device updates its shard, and pinning
     # the new parameters makes one gather each.
     old = constrained(setup.trained(state.params), shards)
-    grads = jax.tree.map(lambda g, p: mean(g).astype(p.dtype), constrained(sums.grads, shards), old)
+    # The gradient that jax gives for a complex parameter is the conjugate of the direction of steepest ascent.
+    grads = jax.tree.map(lambda g, p: jnp.conj(mean(g)).astype(p.dtype), constrained(sums.grads, shards), old)
     grads, before_update = setup.for_update(grads, state.opt_state)
     asked = {"value": loss, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
     updates, opt_state = _updated(setup, grads, before_update, old, **asked)

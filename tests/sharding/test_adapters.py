@@ -547,6 +547,69 @@ def test_another_default_implementation_of_random_keys(mesh):
         assert np.isfinite(metrics["loss"])
 
 
+def keyed_functions(impl):
+    def init(key):
+        return {"w": jax.random.normal(key, (4, 4))}, {"key": jax.random.key(3, impl=impl)}
+
+    def apply(params, state, x):
+        key, here = jax.random.split(state["key"])
+        x = mp.constrain(x, "batch", None)
+        return (x * jax.random.bernoulli(here, 0.5, x.shape)) @ params["w"], {"key": key}
+
+    return mp.from_functions(init, apply, keeps_state=True)
+
+
+class KeyedLinen(nn.Module):
+    impl: str
+
+    @nn.compact
+    def __call__(self, x):
+        key = self.variable("random", "key", lambda: jax.random.key(3, impl=self.impl))
+        here, after = jax.random.split(key.value)
+        if not self.is_initializing():
+            key.value = after
+        return nn.Dense(4)(x * jax.random.bernoulli(here, 0.5, x.shape))
+
+
+class KeyedNnx(nnx.Module):
+    def __init__(self, rngs, impl):
+        self.linear, self.key = nnx.Linear(4, 4, rngs=rngs), nnx.Variable(jax.random.key(3, impl=impl))
+
+    def __call__(self, x):
+        here, self.key[...] = jax.random.split(self.key[...])
+        return self.linear(x * jax.random.bernoulli(here, 0.5, x.shape))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("kind", ["functions", "linen", "nnx"])
+def test_typed_keys_in_the_state_of_a_model_train_and_are_restored(kind, impl, mesh, tmp_path):
+    model = {
+        "functions": lambda: keyed_functions(impl),
+        "linen": lambda: mp.from_linen(KeyedLinen(impl), np.ones((8, 4), np.float32)),
+        "nnx": lambda: mp.from_nnx(lambda rngs: KeyedNnx(rngs, impl)),
+    }[kind]()
+    tx, x = optax.sgd(0.1), np.ones((16, 4), np.float32)
+    arguments = {"mesh": mesh, "strategy": mp.ddp()}
+    state = mp.init_state(model, tx, key=0, **arguments)
+    step = mp.train_step(_square, accumulate=2, accumulate_mode="once")
+    (words,) = [np.asarray(leaf) for leaf in jax.tree.leaves(state.extra) if leaf.dtype == np.uint32]
+    np.testing.assert_array_equal(words, jax.random.key_data(jax.random.key(3, impl=impl)))
+    state, first = step(state, x)
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, wait=True)
+        restored = checkpoints.restore(mp.abstract_state(model, tx, **arguments)).state
+    (state, second), (restored, again) = step(state, x), step(restored, x)
+    assert first["loss"] != second["loss"] == again["loss"]
+    jax.tree.map(np.testing.assert_array_equal, restored.extra, state.extra)
+    assert list(model.random_keys().values()) == [impl]
+
+
+def test_a_typed_key_among_parameters_is_refused():
+    model = mp.from_functions(lambda key: {"w": jnp.ones(4), "noise": key}, lambda params, x: x * params["w"])
+    with pytest.raises(mp.MeshparError, match="parameter `noise`.*typed random keys.*keeps_state=True"):
+        model.abstract()
+
+
 def test_a_batch_norm_over_an_axis_of_pmap_is_told_that_it_is_global_already(mesh):
     class PerDevice(nn.Module):
         @nn.compact
