@@ -519,7 +519,7 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
     if source.config != described(ours).config:
         drop = {"architectures", "model_type", "torch_dtype", "num_nextn_predict_layers"}
         for field in source.family.fields:
-            theirs.pop(field.also, None)
+            theirs.pop(field.also or "", None)
         theirs |= {name: value for name, value in ours.items() if name not in drop}
     if dtype is not None:
         theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
