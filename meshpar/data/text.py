@@ -297,7 +297,7 @@ def _json_row(where: str, line: bytes) -> dict[str, Any]:
     return row
 
 
-class Record(NamedTuple):
+class DataRecord(NamedTuple):
     """A line of a .jsonl file or a row of a .parquet file."""
 
     name: str
@@ -309,7 +309,7 @@ class Record(NamedTuple):
     """Names of the other fields that it has; of a table all columns."""
 
 
-def records(files: Iterable[File], field: str, optional: Sequence[str] = ()) -> Iterator[Record]:
+def records(files: Iterable[File], field: str, optional: Sequence[str] = ()) -> Iterator[DataRecord]:
     """Read a field, and others where a record has them, of each line of .jsonl files and row of .parquet files.
 
     Raises:
@@ -329,7 +329,7 @@ def records(files: Iterable[File], field: str, optional: Sequence[str] = ()) -> 
                         raise problem(f"{file.path}", f"take column `{column}`", exists, fix)
                 others = tuple(name for name in names if name not in columns)
                 for number, row in enumerate(_rows(file, table, columns), start=1):
-                    yield Record(f"{file.name}:{number}", f"{file.path}, row {number}", row, others)
+                    yield DataRecord(f"{file.name}:{number}", f"{file.path}, row {number}", row, others)
         elif file.path.suffix == ".jsonl":
             for name, where, row in _json_rows(file):
                 if field not in row:
@@ -337,7 +337,7 @@ def records(files: Iterable[File], field: str, optional: Sequence[str] = ()) -> 
                     raise problem(where, f"take field `{field}`", "it has no such field", fix)
                 fields = {name: row[name] for name in asked if name in row}
                 others = tuple(name for name, value in row.items() if name not in fields and value is not None)
-                yield Record(name, where, fields, others)
+                yield DataRecord(name, where, fields, others)
         else:
             raise problem(f"{file.path}", "read its rows", "it is neither .jsonl nor .parquet", "name one of these")
 
