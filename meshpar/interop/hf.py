@@ -43,8 +43,8 @@ CONFIG = "config.json"
 FILE_BYTES = 5 * 10**9
 """A file of weights is no larger."""
 BESIDE = (
-    "chat_template.*", "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.*",
-    "tokenizer_config.json", "vocab.*",
+    "additional_chat_templates/*", "chat_template.*", "generation_config.json", "merges.txt",
+    "special_tokens_map.json", "tokenizer.*", "tokenizer_config.json", "vocab.*",
 )  # fmt: skip
 """What goes along from folder to folder as it is."""
 
@@ -506,7 +506,9 @@ def copy_beside(like: str | Path | None, folder: Path) -> None:
     for pattern in BESIDE if like is not None else ():
         for path in Path(like or "").glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+                to = folder / path.relative_to(like or "")
+                to.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, to)
 
 
 def _document(ours: dict[str, Any], source: Described | None, dtype: str | None) -> dict[str, Any]:
