@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 EXTRAS = ("tools", "documents")
 """Fields of a record that a template may read, besides the messages."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which messages and templates have what the assistant thinks before it answers."""
+"""Field names for the reasoning of an assistant's message."""
 OPEN_ROWS = 64
 """Rows that a conversation may still go into: few are left half empty, and packing stays quick."""
 DATE = "2024-07-26"
@@ -70,7 +70,7 @@ class ChatData:
     """.jsonl and .parquet files, globs or folders of them; a line or row is a conversation.
 
     Where the template reads them, a record's `tools` (a list of JSON schemas, or a string with one) and `documents` are
-    rendered, too. A warning of the log names the fields that nothing reads, and `describe()` counts them."""
+    rendered, too. Fields that nothing reads are logged once and counted in `describe()`."""
     field: str = "messages"
     """Which field holds a list of `{"role": ..., "content": ...}`. Reasoning may be called `reasoning_content`,
     `thinking` or `reasoning`: the template finds it under each of these names."""
@@ -604,7 +604,7 @@ def _joined(parts: Iterable[Any]) -> str:
 
 
 def _objects(where: str, field: str, value: Any) -> list[dict[str, Any]] | None:
-    """The tools or documents of a record, which may be a string with JSON; None: it has none."""
+    """Return the tools or documents of a record, parsed if they are a JSON string; `None` if it has none."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
@@ -615,9 +615,10 @@ def _objects(where: str, field: str, value: Any) -> list[dict[str, Any]] | None:
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
-    """A message without what it leaves empty, as parquet's rows have all fields of all.
+    """Return a message without its empty fields, with its reasoning under all names.
 
-    Reasoning gets all three names, as transformers gives it the first two: a template reads one of them.
+    Rows of a parquet file have the fields of all rows, so most may be empty. Transformers 5.24 fills only
+    `reasoning_content` and `thinking`, and drops the reasoning if the template reads `reasoning`.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise problem(where, "take a message", "it has no `role`", 'write {"role": "user", "content": "..."}')

@@ -304,13 +304,13 @@ class DataRecord(NamedTuple):
     where: str
     """File and number, for errors."""
     fields: dict[str, Any]
-    """The values that were asked for."""
+    """The requested fields that it has."""
     others: tuple[str, ...]
-    """Names of the other fields that it has; of a table all columns."""
+    """Names of its other fields; for a table, all other columns."""
 
 
 def records(files: Iterable[File], field: str, optional: Sequence[str] = ()) -> Iterator[DataRecord]:
-    """Read a field, and others where a record has them, of each line of .jsonl files and row of .parquet files.
+    """Read one required and some optional fields from each line of .jsonl files and each row of .parquet files.
 
     Raises:
       ValueError: a file of another kind, one that is damaged, a line that is no JSON object, a row without that field.
@@ -355,7 +355,7 @@ def _table(file: File) -> Any:
 
 
 def _rows(file: File, table: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """What columns hold, row by row. Structs come without fields that are null: they have those of all rows."""
+    """Yield the columns of each row. Null fields of structs are left out: a struct has the fields of all rows."""
     import pyarrow
 
     try:

@@ -277,7 +277,7 @@ def test_pairs_in_some_layers_or_of_several_ranks_are_refused_before_a_model_is_
         lora_of_peft(adapter, config)
     save_file({name: x for name, x in tensors.items() if name not in pair}, adapter / "adapter_model.safetensors")
     edited(adapter / "adapter_config.json", lambda said: said.update(rank_pattern={}, alpha_pattern={}))
-    with pytest.raises(mp.MeshparError, match=r"layers.0.self_attn.q_proj.lora_A.weight.*either a pair in each layer"):
+    with pytest.raises(mp.MeshparError, match=r"layers.0.self_attn.q_proj.lora_A.weight.*need a pair in every layer"):
         lora_of_peft(adapter, config)
 
 
