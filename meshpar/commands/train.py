@@ -488,6 +488,9 @@ def _data_line(facts: Mapping[str, Any]) -> str:
         sides.append(
             f"{parts:,} conversations in parts, as their template writes earlier turns otherwise in later ones"
         )
+    if unused := facts.get("unused_fields"):
+        counts = ", ".join(f"{name} ({count:,} records)" for name, count in unused.items())
+        sides.append(f"nothing reads the fields {counts}")
     return ", ".join(sides)
 
 
@@ -538,6 +541,8 @@ def _report(
     }
     if loads is not None:
         summary["experts"] = experts.worst_layer(loads)
+    if unused := source.describe().get("unused_fields"):
+        summary["unused_fields"] = unused
     if done:
         summary |= _against_baseline(source, valid)
         if recipe.sample is not None:

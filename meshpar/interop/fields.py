@@ -31,7 +31,7 @@ class Field:
     default: Any = _REQUIRED
     """Where it is missing or null: a value, or a function of the document."""
     also: str | None = None
-    """Another name of the field, which transformers reads and may write."""
+    """Another name of the field that transformers reads or writes."""
 
     def read(self, where: str, document: Mapping[str, Any]) -> Any:
         """Its value, checked."""
@@ -87,7 +87,7 @@ ROPES: dict[str, set[str]] = {
 }  # fmt: skip
 """What `rope_scaling` may say, by its type."""
 ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "truncate": True}
-"""Fields of `rope_scaling` with which transformers computes other frequencies, unless they have this value."""
+"""Fields of `rope_scaling` that change the frequencies unless they have this value."""
 
 
 def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) -> dict[str, Any]:
@@ -105,9 +105,9 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
     for name in sorted(name for name in unknown if given[name] is not None):
         value, only = given[name], ROPE_DEFAULTS.get(name)
         if only is None or value != only or isinstance(value, bool) != isinstance(only, bool):
-            exists = f'of rope type "{kind}" the decoders have {", ".join(sorted(ROPES[kind])) or "no fields"}'
-            exists += "" if only is None else f", and this one as {only!r} only"
-            fix = "take another checkpoint, or add it to models/layers.py; without it the frequencies may be others"
+            exists = f'for rope type "{kind}" the decoders read {", ".join(sorted(ROPES[kind])) or "no fields"}'
+            exists = exists if only is None else f"the decoders support {only!r} only"
+            fix = "take another checkpoint, or implement it in models/layers.py; removing it may change the frequencies"
             raise problem(f"{where}, `rope_scaling.{name[:60]}`", f"be {value!r}"[:80], exists, fix)
 
     def number(name: str, default: Any = None) -> float:

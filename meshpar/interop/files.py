@@ -54,7 +54,7 @@ class Entry:
     dtype: str
     """As numpy names it; of 8-bit floats what they stand for."""
     stored_as: str | None = None
-    """Its name in the file, where that is another."""
+    """Its name in the file; `None` if it was not renamed."""
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +147,7 @@ class Folder:
         self.entries[to] = dataclasses.replace(self.entries.pop(name), stored_as=name)
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers; some rows of each are read at a time."""
+        """Return whether two tensors hold the same numbers. Reads some rows of each at a time."""
         shape = self.entries[name].shape
         if self.entries[other].shape != shape or not shape:
             return False

@@ -43,8 +43,8 @@ CONFIG = "config.json"
 FILE_BYTES = 5 * 10**9
 """A file of weights is no larger."""
 BESIDE = (
-    "chat_template.*", "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.*",
-    "tokenizer_config.json", "vocab.*",
+    "additional_chat_templates/*", "chat_template.*", "generation_config.json", "merges.txt",
+    "special_tokens_map.json", "tokenizer.*", "tokenizer_config.json", "vocab.*",
 )  # fmt: skip
 """What goes along from folder to folder as it is."""
 
@@ -126,7 +126,7 @@ def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> Tr
 
 
 def check_weights(folder: str | Path) -> None:
-    """Look whether a folder's files hold the tensors that its `config.json` says.
+    """Check that a folder's files hold the tensors that its `config.json` describes.
 
     Numbers are not read, except to compare the head of a tied model with its embedding table.
 
@@ -243,11 +243,11 @@ def family_of(config: TransformerConfig) -> Family:
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
 INV_FREQ = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Buffers of rotary frequencies, which follow from config.json; transformers ignores them, too."""
+"""Buffers of rotary frequencies. They follow from config.json, and transformers ignores them."""
 
 
 def open_files(folder: str | Path, described: Described) -> Folder:
-    """Open a folder's files, without buffers that follow from config.json, and of a tied model with one table only.
+    """Open a folder's files, drop rotary buffers, and keep one copy of a tied embedding table.
 
     Raises:
       ValueError: as `Folder`; a tied model whose head differs from its embedding table.
@@ -509,7 +509,9 @@ def copy_beside(like: str | Path | None, folder: Path) -> None:
     for pattern in BESIDE if like is not None else ():
         for path in Path(like or "").glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+                to = folder / path.relative_to(like or "")
+                to.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, to)
 
 
 def _document(ours: dict[str, Any], source: Described | None, dtype: str | None) -> dict[str, Any]:

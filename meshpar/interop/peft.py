@@ -64,7 +64,7 @@ STACKED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 """The parameter of transformers 5 that each matrix of experts is in."""
 
 MERGE = "merge the adapter into its model with PEFT, and read the merged model"
-"""The way out for adapters that ours cannot express."""
+"""The fix for adapters that cannot be expressed here."""
 KEEP_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` that leave the model's matrices as they are; the others subtract the first product."""
 
@@ -347,11 +347,11 @@ def _ends(chosen: set[str], known: set[str]) -> list[str]:
 
 
 def _modules(files: Folder, rows: list[FileTensor], rank: int, path: Path) -> list[str]:
-    """Return the paths of our layers for which a folder of PEFT's has pairs.
+    """Return the paths of our layers that have a pair in a PEFT folder.
 
     Raises:
-      ValueError: a tensor that is no pair of the family's; a pair of another rank; a matrix with pairs in some of the
-        stacked layers only.
+      ValueError: a tensor that is not a pair of the family; a pair of another rank; a matrix with pairs in some layers
+        only.
     """
     of_module: dict[str, list[FileTensor]] = {}
     for one in rows:
@@ -370,18 +370,18 @@ def _modules(files: Folder, rows: list[FileTensor], rank: int, path: Path) -> li
         width = dict(zip("AB", (entry.shape[:1], entry.shape[1:2]), strict=True))[side[1]]
         if width and width[0] not in (rank * stacked, rank * stacked * len(matrices)):
             asked = f"give `{module[:100]}` rank {width[0] / stacked:g}"
-            exists = f"all matrices have pairs of one rank here, and `r` is {rank}"
+            exists = f"all pairs must have the same rank, and `r` is {rank}"
             raise problem(f"{path}, `rank_pattern`", asked, exists, MERGE)
         found |= {one.ours: one for one in matrices}
     for one in found.values():
         for module in _modules_of(one):
             if f"{module}.lora_A.weight" not in files.entries:
                 where = f"{files.path}, `{module}.lora_A.weight`"
-                exists = "it is not there, and stacked layers have either a pair in each layer or none here"
+                exists = "it is missing, and stacked layers need a pair in every layer or in none"
                 raise problem(where, "read it", exists, MERGE)
     return sorted(ours.removesuffix("/kernel") for ours in found)
 
 
 def _modules_of(one: FileTensor) -> list[str]:
-    """Return the modules that a row stands for, as PEFT names them."""
+    """Return PEFT's names of the modules that a table row covers."""
     return list(dict.fromkeys(ROOT + name.removesuffix(".weight") for name, _ in one.names()))

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import meshpar as mp
 from meshpar.interop import config_of, from_hf, load_hf, to_hf
 from meshpar.interop.files import Folder
-from meshpar.interop.hf import Made, described, family_of, written
+from meshpar.interop.hf import Made, copy_beside, described, family_of, written
 from meshpar.models import next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import make_setup
@@ -282,7 +282,8 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.mark.parametrize("head", ["identical", "alone"])
-def test_a_tied_model_whose_files_hold_its_head(head, tmp_path):
+def test_a_tied_model_whose_files_hold_its_head(head, tmp_path, monkeypatch):
+    monkeypatch.setattr("meshpar.interop.files._COMPARED_BYTES", 1000)  # of tables in several parts
     source = folder_of("qwen3", tmp_path / "source")
     plain = (source / "model.safetensors").read_bytes()
     if head == "identical":
@@ -317,6 +318,17 @@ def test_buffers_of_rotary_frequencies_are_left_out(tmp_path):
     changed(source, lambda tensors: tensors.update({"model.layers.0.mlp.inv_freq": frequencies}))
     with pytest.raises(ValueError, match=r"mlp.inv_freq.*has no such tensor"):
         from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
+
+
+def test_tokenizers_and_all_templates_are_copied(tmp_path):
+    source = folder_of("llama", tmp_path / "source")
+    names = ("tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+    (source / "additional_chat_templates").mkdir()
+    for name in names:
+        (source / name).write_text(name)
+    (tmp_path / "back").mkdir()
+    copy_beside(source, tmp_path / "back")
+    assert [(tmp_path / "back" / name).read_text() for name in names] == list(names)
 
 
 def test_two_names_of_a_field_say_the_same(tmp_path):
