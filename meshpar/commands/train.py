@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -35,11 +36,11 @@ from meshpar.data.arrays import ArraySource
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
 from meshpar.interop.hf import check_weights, config_of, load_hf
-from meshpar.interop.runs import BESIDE_RUN, check_source, keep_beside
+from meshpar.interop.runs import BESIDE_RUN, RUN_MODE, check_source, keep_beside
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
-from meshpar.sharding.host import check_local, check_memory, read_json
+from meshpar.sharding.host import check_local, check_memory, read_json, replace_file
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
@@ -391,11 +392,11 @@ def _prepared(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen
         if jax.process_index() == 0:
             if fresh and folder.exists():
                 screen.line(f"the earlier run is moved to {_move_aside(folder)}")
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
             made()
             _write(folder / "recipe.json", recipe.to_json())
             _write(folder / "sharding.json", setup.table.to_json())
-            (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
+            replace_file(folder / "sharding.txt", f"{setup.table}\n")
         barrier("meshpar: folder prepared")
         yield
 
@@ -446,9 +447,7 @@ def _move_aside(folder: Path) -> Path:
 
 
 def _write(path: Path, document: Any) -> None:
-    fresh = path.with_name(path.name + ".new")  # half a recipe.json would keep the run from going on
-    fresh.write_text(json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    replace_file(path, json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -626,7 +625,13 @@ def _plot(
         title=recipe.name,
         unit="bits per byte" if bits else "loss",
     )
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    replace_file(path, picture.getvalue())
 
 
 def _plot_loads(path: Path, recipe: Recipe, loads: Loads) -> None:
@@ -634,7 +639,7 @@ def _plot_loads(path: Path, recipe: Recipe, loads: Loads) -> None:
 
     num_ranks = loads.ranks.tokens.shape[-1]
     title = f"{recipe.name}: load of experts, last steps"
-    plots.expert_load(loads.experts.tokens, num_ranks=num_ranks, title=title).savefig(path)
+    _save(plots.expert_load(loads.experts.tokens, num_ranks=num_ranks, title=title), path)
 
 
 def _show(screen: Screen, recipe: Recipe, summary: Mapping[str, Any], folder: Path) -> None:

@@ -11,8 +11,8 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -295,21 +295,21 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: str | Path) -> Iterator[Path]:
-    """A folder to fill, that is at `path` when all of it is written and nowhere before.
+def whole_folder(path: str | Path, *, mode: int = 0o777) -> Iterator[Path]:
+    """A folder to fill, that is at `path` when all of it is written and nowhere before; its mode is less the umask.
 
     Raises:
       ValueError: something is there already, or nothing can be.
     """
     to = new_folder(path)
     try:
-        fresh = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
+        fresh = to.parent / f".{to.name}.{secrets.token_hex(8)}"
+        fresh.mkdir(mode)
     except OSError as error:
         raise _not_made(path, error) from error
     scratch.add(fresh)  # a command ends at Ctrl-C, without what follows below
     try:
         yield fresh
-        fresh.chmod(0o755)
         fresh.replace(to)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

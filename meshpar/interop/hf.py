@@ -33,6 +33,7 @@ from meshpar.interop.table import FileTensor
 from meshpar.models.config import PARAM_DTYPES, TransformerConfig
 from meshpar.parallel import Strategy
 from meshpar.sharding.context import apart
+from meshpar.sharding.host import check_inside
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import PyTree, near, problem, tree_leaves_with_paths
 from meshpar.training.lora import Lora, fresh_pairs, merged_params, of_pair
@@ -509,6 +510,7 @@ def copy_beside(like: str | Path | None, folder: Path) -> None:
     for pattern in BESIDE if like is not None else ():
         for path in Path(like or "").glob(pattern):
             if path.is_file():
+                check_inside(path, Path(like or ""))
                 to = folder / path.relative_to(like or "")
                 to.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, to)

@@ -21,6 +21,7 @@ from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfi
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.routing import Routing
 from meshpar.parallel import Strategy
+from meshpar.sharding.host import check_inside
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import problem
 from meshpar.training.checkpoint import Checkpoints
@@ -30,6 +31,8 @@ from meshpar.training.state import TrainState, make_setup
 BESIDE_RUN = "hf"
 """Folder of a run that `to_hf` goes by."""
 CHECKPOINTS = "checkpoints"
+RUN_MODE = 0o700
+"""Mode of a new run folder, less the umask: only its owner reads it, and nobody else can put links into it."""
 SOURCE = "source.json"
 """In it, which folder that was."""
 _LOOKED_AT = 2**20
@@ -46,6 +49,7 @@ def keep_beside(source: str | Path, run: Path) -> Path:
       that folder of the run.
     """
     to = run / BESIDE_RUN
+    check_inside(Path(source) / CONFIG, Path(source))
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
     shutil.copyfile(Path(source) / CONFIG, to / CONFIG)

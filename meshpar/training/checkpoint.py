@@ -291,7 +291,8 @@ class Checkpoints:
             if jax.process_index() == 0:  # orbax would meet it in a background thread, and take minutes to give up
                 self.folder.mkdir(parents=True, exist_ok=True)
                 probe = self.folder / "writable"
-                probe.touch()
+                probe.unlink(missing_ok=True)
+                probe.touch(exist_ok=False)  # follows no link
                 probe.unlink()
             # Called when another is written and about to get its name; one whole one is there at any moment.
             remove = functools.partial(self._remove_old, max(self.keep - 1, 1))

@@ -28,7 +28,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from meshpar.sharding.host import check_file
+from meshpar.sharding.host import check_file, open_no_link, replace_file
 from meshpar.sharding.types import MeshparError, PyTree, check_count, problem
 from meshpar.training import interrupts, watchdog
 from meshpar.training.checkpoint import Checkpoints, NoRoomError
@@ -587,7 +587,8 @@ class JsonlWriter(Hook):
         if self._path.exists():
             check_file(self._path, str(self._path), "move it away: the run writes its own", most_bytes=None)
             _keep_lines(self._path, last_step=run.first_step)
-        self._file = self._path.open("ab", buffering=0)  # the kernel has a line at once: a killed process loses none
+        number = open_no_link(self._path, os.O_WRONLY | os.O_APPEND)
+        self._file = open(number, "ab", buffering=0)  # noqa: SIM115 - the kernel has a line at once: a killed process loses none
 
     def on_record(self, run: Run, record: Record) -> None:
         self._write(
@@ -656,9 +657,7 @@ def _keep_lines(path: Path, *, last_step: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if _is_up_to(line, last_step)]
     if kept != lines:
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text("".join(kept), encoding="utf-8")
-        fresh.replace(path)
+        replace_file(path, "".join(kept))
 
 
 def _is_up_to(line: str, last_step: int) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshpar.sharding.host import replace_file
 from meshpar.sharding.types import problem
 from meshpar.training.loop import Hook, Run
 
@@ -95,7 +96,7 @@ class Profile(Hook):
             self._tried(self._bring_together)
         if jax.process_index() == 0:
             about = {**self._about, "first_step": self._from, "last_step": run.step}
-            self._tried(lambda: (self._folder / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8"))
+            self._tried(lambda: replace_file(self._folder / ABOUT, json.dumps(about) + "\n"))
 
     @property
     def _own(self) -> Path:

@@ -13,6 +13,7 @@ import pytest
 import meshpar as mp
 from meshpar.interop import from_hf, to_hf
 from meshpar.interop.hf import check_weights, described
+from meshpar.interop.runs import keep_beside
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden, header_of, with_header
@@ -145,6 +146,26 @@ def test_weights_that_are_not_finite(wrong, tmp_path):
     with_header(folder / "model.safetensors", header, rest[:begin] + wrong + rest[begin + 2 :])
     with pytest.raises(MeshparError, match=f"`{NAME}`.*1 of its numbers are nan or infinite"):
         from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "config.json"])
+def test_a_link_out_of_the_folder_is_not_copied(name, tmp_path):
+    folder, secret = folder_of("llama", tmp_path / "source"), tmp_path / "secret"
+    secret.write_text((folder / name).read_text() if (folder / name).exists() else "{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(MeshparError, match=f"{name}: asked to copy it, but it is a link to {secret}, outside"):
+        keep_beside(folder, tmp_path / "run")
+
+
+def test_the_links_of_the_hub_s_cache_are_followed(tmp_path):
+    blobs, folder = tmp_path / "blobs", folder_of("llama", tmp_path / "snapshots" / "abc")
+    blobs.mkdir()
+    for path in list(folder.iterdir()):
+        (folder / path.name).replace(blobs / path.name)
+        (folder / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+    kept = keep_beside(folder, tmp_path / "run")
+    assert {path.name for path in kept.iterdir()} >= {"config.json", "tokenizer.json"}
 
 
 def test_nothing_half_written(tmp_path, monkeypatch):
